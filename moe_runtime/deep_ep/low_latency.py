@@ -13,12 +13,9 @@ import torch
 
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.dispatcher.handle import DispatchHandle
-from moe_runtime.dispatcher.token_dispatcher import TokenDispatcher
+from moe_runtime.dispatcher.token_dispatcher import NO_TOKEN, TokenDispatcher
 from moe_runtime.kernels.exchange.padded_rows import PaddedRows
 from moe_runtime.kernels.formats.number_formats import FP8_BLOCK
-
-_NO_TOKEN = 16
-"""Numbers of a token that carries its routing alone."""
 
 
 @dataclass(frozen=True)
@@ -73,10 +70,10 @@ class LowLatencyExchange:
         self._dispatchers: dict[tuple[str, int], TokenDispatcher] = {}
         # The widest first: the memory for it suffices for all others.
         self._dispatcher("bf16", hidden)
-        self._combiner = self._made(_NO_TOKEN, "bf16", "combine_")
+        self._combiner = self._made(NO_TOKEN, "bf16", "combine_")
         context.allocate()
         self._no_weights = torch.zeros(max_tokens, top_k, dtype=torch.float32, device=device)
-        self._no_tokens = torch.zeros(max_tokens, _NO_TOKEN, dtype=torch.bfloat16, device=device)
+        self._no_tokens = torch.zeros(max_tokens, NO_TOKEN, dtype=torch.bfloat16, device=device)
         self._scratch: torch.Tensor | None = None
 
     @property

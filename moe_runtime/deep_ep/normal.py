@@ -17,11 +17,8 @@ from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.deep_ep.layout import ranks_as_experts
 from moe_runtime.deep_ep.sizes import MOST_TOP_K, WORD, normal_words
 from moe_runtime.dispatcher.handle import DispatchedTokens, DispatchHandle
-from moe_runtime.dispatcher.token_dispatcher import TokenDispatcher
+from moe_runtime.dispatcher.token_dispatcher import NO_TOKEN, TokenDispatcher
 from moe_runtime.kernels.formats.number_formats import align, ceil_div
-
-_NO_TOKEN = 16
-"""Numbers of a token that carries its routing alone."""
 
 Tokens = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
@@ -123,7 +120,7 @@ class NormalExchange:
         self.context, self.hidden, self.max_tokens = context, hidden, max_tokens
         self.num_sms: int | None = None
         self._dispatchers: dict[tuple[int, int, int, str, int | None], TokenDispatcher] = {}
-        self._no_tokens = torch.zeros(max_tokens, _NO_TOKEN, dtype=torch.bfloat16, device=context.device)
+        self._no_tokens = torch.zeros(max_tokens, NO_TOKEN, dtype=torch.bfloat16, device=context.device)
         # The widest first: the memory for it suffices for all others.
         self._dispatcher(normal_words(hidden))
         context.allocate()
@@ -134,7 +131,7 @@ class NormalExchange:
 
     def _combiner(self, output: int) -> TokenDispatcher:
         """The exchange of routing alone, for combines of rows of `output` numbers."""
-        return self._made(_NO_TOKEN, output, self.max_tokens, "combine_")
+        return self._made(NO_TOKEN, output, self.max_tokens, "combine_")
 
     def _made(self, words: int, output: int, tokens: int, kind: str) -> TokenDispatcher:
         key = words, output, tokens, kind, self.num_sms

@@ -18,6 +18,7 @@ from moe_runtime.comm.signals import COUNT_BITS
 from moe_runtime.config import MAX_EXPERTS, ModeName, resolve_mode
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.kernels.exchange.geometry import ExchangeGeometry, worst_case_rows
+from moe_runtime.kernels.exchange.padded_rows import PaddedRows
 from moe_runtime.kernels.exchange.record import RecordLayout
 from moe_runtime.kernels.formats.number_formats import TokenFormat, format_named
 
@@ -140,13 +141,40 @@ def check_out(geometry: ExchangeGeometry, device: torch.device, out: torch.Tenso
         raise ValueError(f"out: expected a contiguous tensor, got strides {list(out.stride())}")
 
 
+def check_padded(
+    geometry: ExchangeGeometry,
+    device: torch.device,
+    out: PaddedRows,
+    scales_at: int | None,
+    statistics: torch.Tensor | None,
+) -> int:
+    """`out` is for the rows of `geometry`, `statistics` int32 `[E]` or None. Returns where scales are in a record."""
+    check_kind("out", out, PaddedRows)
+    record, experts = geometry.record, geometry.num_local_experts
+    num_bytes = record.format.quant_bytes(geometry.hidden)
+    _check_place("out.rows", out.rows, device)
+    if out.rows.shape[:2] != (experts, geometry.num_slots) or not 0 < out.rows.shape[2] <= num_bytes:
+        expected = f"[{experts}, {geometry.num_slots}, {num_bytes}]"
+        raise ValueError(f"out.rows: expected {expected}, got {list(out.rows.shape)}")
+    _check_shape("out.positions", out.positions, (geometry.num_slots, geometry.top_k), (torch.int32,))
+    at = record.scales_offset if scales_at is None else check_integer("scales_at", scales_at, 0)
+    if out.scales is not None:
+        columns = out.scales.shape[2] * (4 if out.scales.dtype == torch.int32 else 1)
+        if at % 4 or at + 4 * columns > record.source_offset:
+            raise ValueError(f"scales_at: expected room for {columns} scales in a record of this format, got {at}")
+    if statistics is not None:
+        _check_place("statistics", statistics, device)
+        _check_shape("statistics", statistics, (experts,), (torch.int32,))
+    return at
+
+
 def _check_matrix(name: str, tensor: torch.Tensor, shape: tuple[int, int], dtypes: tuple[torch.dtype, ...]) -> None:
     _check_shape(name, tensor, shape, dtypes)
     if tensor.shape[0] > 0 and tensor.stride(1) != 1:
         raise ValueError(f"{name}: expected a contiguous last dimension, got strides {list(tensor.stride())}")
 
 
-def _check_shape(name: str, tensor: torch.Tensor, shape: tuple[int, int], dtypes: tuple[torch.dtype, ...]) -> None:
+def _check_shape(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:
     if tuple(tensor.shape) != shape:
         raise ValueError(f"{name}: expected shape {list(shape)}, got {list(tensor.shape)}")
     if tensor.dtype not in dtypes:

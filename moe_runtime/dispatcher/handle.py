@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from moe_runtime.comm.arguments import check_kind
+from moe_runtime.comm.arguments import check_integer, check_is_tensor, check_kind
 from moe_runtime.kernels.exchange.geometry import ExchangeGeometry
 from moe_runtime.kernels.exchange.interface import ExchangeBackend, RecvBuffers
 from moe_runtime.kernels.formats.number_formats import ceil_div
@@ -107,7 +107,15 @@ class DispatchHandle:
             positions: int32 `[W * max_tokens, K]`, row of each (landing slot, k), -1 for none. An entry that this
                 dispatch does not route has no part in the sum.
             num_rows: of the output that is combined.
+
+        Raises `ValueError` for positions of other sizes, and for wrong kinds.
         """
+        check_is_tensor("positions", positions)
+        mine = self.positions
+        if (positions.shape, positions.dtype, positions.device) != (mine.shape, mine.dtype, mine.device):
+            got = f"{positions.dtype} {list(positions.shape)} on {positions.device}"
+            raise ValueError(f"positions: expected int32 {list(mine.shape)} on {mine.device}, got {got}")
+        check_integer("num_rows", num_rows, 0, 2**31 - 1)
         return replace(self, positions=positions, num_rows=num_rows)
 
     @property

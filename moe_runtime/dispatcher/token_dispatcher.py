@@ -12,6 +12,7 @@ from moe_runtime.context.threads import by_one_thread
 from moe_runtime.dispatcher.arguments import (
     check_expert_output,
     check_out,
+    check_padded,
     check_shared,
     check_tokens,
     exchange_geometry,
@@ -25,7 +26,7 @@ from moe_runtime.kernels.formats.number_formats import MAX_ENCODE_SCALE, TokenFo
 from moe_runtime.support.compiling import not_compiled
 from moe_runtime.support.deprecation import warn_renamed
 
-_NO_TOKEN = 16
+NO_TOKEN = 16
 """Numbers of a token that carries its routing alone."""
 
 
@@ -125,7 +126,7 @@ class TokenDispatcher:
         if reusable_handles:
             self._routing_only = TokenDispatcher(
                 context,
-                hidden_size=_NO_TOKEN,
+                hidden_size=NO_TOKEN,
                 num_experts=num_experts,
                 top_k=top_k,
                 max_tokens_per_rank=max_tokens_per_rank,
@@ -137,7 +138,7 @@ class TokenDispatcher:
                 kernel_prefix="combine_",
                 agreed=True,
             )
-            self._no_tokens = torch.zeros(max_tokens_per_rank, _NO_TOKEN, dtype=torch.bfloat16, device=device)
+            self._no_tokens = torch.zeros(max_tokens_per_rank, NO_TOKEN, dtype=torch.bfloat16, device=device)
 
     @classmethod
     def from_config(
@@ -398,15 +399,16 @@ class TokenDispatcher:
             out: written, as long as no failure is recorded.
             scales_at: bytes from the start of a record to the fp32 scales of `out`; None for those of the format.
             statistics: int32 `[E]`, to which the rows of each expert are added.
+
+        Raises: as `dispatch`.
         """
         context, geometry = self.context, self.geometry
         with collective_step(context):
             self._check_handle(handle)
-            check_kind("out", out, PaddedRows)
             if geometry.contiguous:
-                raise ValueError("mode: expected gathered rows")
+                raise ValueError("out: expected a dispatcher with mode='gathered' for padded rows")
+            at = check_padded(geometry, context.device, out, scales_at, statistics)
             handle.enter("dispatch_recv")
-            at = geometry.record.scales_offset if scales_at is None else scales_at
             buffers = handle.take_recv_buffers()
             self._backend.dispatch_recv_padded(
                 context, geometry, handle.epoch, handle.timeout_ns, buffers, out, at, statistics

@@ -42,6 +42,7 @@ NOT_FOR_CALLERS = {
     "DispatchHandle.allocate",
     "DispatchHandle.allocate_output",
     "DispatchHandle.enter",
+    "DispatchHandle.for_rows",
     "DispatchHandle.take_output",
     "DispatchHandle.take_recv_buffers",
     # For errors that layers find. `__enter__` and `__exit__` are for `with` statements, which pass nothing wrong.

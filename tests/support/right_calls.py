@@ -16,6 +16,7 @@ from moe_runtime.config import (
     RunConfig,
 )
 from moe_runtime.dispatcher import TokenDispatcher
+from moe_runtime.kernels.exchange.padded_rows import PaddedRows
 from moe_runtime.kernels.formats.number_formats import WEIGHT_FORMATS
 from moe_runtime.kernels.formats.quantize import quantize_rows
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
@@ -67,6 +68,22 @@ def _handle(stages: tuple[str, ...]) -> Callable[[World, Any], dict[str, Any]]:
         return {"handle": handle, "expert_output": output, "shared": w.numbers(5, HIDDEN, dtype=torch.bfloat16)}
 
     return arguments
+
+
+def _padded(w: World, on: TokenDispatcher) -> dict[str, Any]:
+    geometry, experts = on.geometry, on.geometry.num_local_experts
+    sizes = geometry.token_format.quant_bytes(HIDDEN), geometry.token_format.scale_columns(HIDDEN)
+    out = PaddedRows.allocate(experts, geometry.num_slots, *sizes, 1, geometry.top_k, packed_scales=False, device=CPU)
+    # A row without a token keeps what memory held.
+    for written in (out.rows, out.source_tokens, out.scales):
+        if written is not None:
+            written.zero_()
+    return {
+        "handle": on.dispatch_send(**w.tokens()),
+        "out": out,
+        "scales_at": None,
+        "statistics": torch.zeros(experts, dtype=torch.int32),
+    }
 
 
 def _weights_arguments(w: World, on: Any) -> dict[str, Any]:
@@ -315,6 +332,7 @@ ARGUMENTS: dict[str, Callable[[World, Any], dict[str, Any]]] = {
     "TokenDispatcher.combine_wait": _handle(("dispatch_recv", "combine_send")),
     "TokenDispatcher.dispatch": lambda w, on: {**w.tokens(), "scales_in_record": False, "leave_scales": None},
     "TokenDispatcher.dispatch_recv": _handle(()),
+    "TokenDispatcher.dispatch_recv_padded": _padded,
     "TokenDispatcher.dispatch_send": lambda w, on: {**w.tokens(), "scales_in_record": False, "leave_scales": None},
     "TokenDispatcher.dispatch_wait": _handle(()),
     "TokenDispatcher.from_config": lambda w, on: {
@@ -330,6 +348,10 @@ ARGUMENTS: dict[str, Callable[[World, Any], dict[str, Any]]] = {
         "config": w.config(),
         "num_slots": EXPERTS,
         "mode": "auto",
+    },
+    "TokenDispatcher.renew": lambda w, on: {
+        "handle": on.dispatch(**w.tokens()).handle,
+        "topk_weights": w.numbers(5, TOP_K),
     },
     "imbalance": lambda w, on: {"ranks": [w.counts(), w.counts()]},
     "sigmoid_topk": lambda w, on: (

@@ -120,12 +120,20 @@ class World:
             "mode": self.draw.choice(("auto", "contiguous", "gathered")),
             "expert_row_capacity": self.draw.choice((None, 16)),
             "num_sms": self.draw.choice((None, 4)),
+            "output_size": self.draw.choice((None, HIDDEN)),
+            "reusable_handles": self.draw.random() < 0.3,
+            "kernel_prefix": "",
             "agreed": False,
             **scale,
         }
 
     def dispatcher(self) -> TokenDispatcher:
         return TokenDispatcher(**self.dispatcher_arguments())
+
+    def reusing_dispatcher(self) -> TokenDispatcher:
+        """With gathered bf16 rows and handles that can be used again."""
+        given = {"token_format": "bf16", "input_scale": None, "mode": "gathered", "expert_row_capacity": None}
+        return TokenDispatcher(**self.dispatcher_arguments() | given | {"reusable_handles": True})
 
     def tokens(self, tokens: int = 5) -> dict[str, torch.Tensor]:
         return {"x": self.numbers(tokens, HIDDEN, dtype=torch.bfloat16), **self.routing(tokens)}
@@ -307,6 +315,8 @@ OTHER_INSTANCES: dict[str, Callable[[World], Any]] = {
     "MoELayer.replace_experts": World.placed_layer,
     "PrivateHeap.allocate": World.heap,
     "PrivateHeap.reserve": World.heap,
+    "TokenDispatcher.dispatch_recv_padded": World.reusing_dispatcher,
+    "TokenDispatcher.renew": World.reusing_dispatcher,
 }
 """An object for methods that need one in another state."""
 

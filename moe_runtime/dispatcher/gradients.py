@@ -1,0 +1,219 @@
+"""Dispatch and combine with gradients, in bf16: the gradient of one is the other.
+
+With `P` the map of tokens to rows (a row for each token and expert), dispatch is `rows = P x`, and combine is
+`y = P^T (w * rows)`. So
+
+    dispatch:  dx = P^T drows
+    combine:   drows = w * P dy,   dw[t, k] = <dy[t], rows[position of (t, k)]>
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from moe_runtime.context.expert_parallel import ExpertParallelContext
+from moe_runtime.dispatcher.handle import DispatchedTokens, DispatchHandle
+from moe_runtime.dispatcher.landing import landing_half, landing_records
+from moe_runtime.dispatcher.token_dispatcher import NO_TOKEN, TokenDispatcher
+from moe_runtime.kernels.formats.number_formats import align
+
+
+class Exchange(Protocol):
+    """One dispatch of `T` tokens to `R` rows, as its gradients need it."""
+
+    def rows_of(self, x: torch.Tensor, weights: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`[R, H]`, the row of each token's experts, 0 where there is none; `[R]`, the weights of rows, if given."""
+
+    def sums_of(self, rows: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+        """`[T, H]`, the sum of each token's rows, times `weights` `[T, K]` if given."""
+
+    def entries_of(self, values: torch.Tensor) -> torch.Tensor:
+        """fp32 `[T, K]`, the value of the row of each (token, k), 0 where there is none; `values` fp32 `[R]`."""
+
+
+class _Dispatch(torch.autograd.Function):
+    """`rows = P x`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, exchange: Exchange) -> torch.Tensor:
+        ctx.exchange = exchange
+        rows, _ = exchange.rows_of(x, None)
+        return rows
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.exchange.sums_of(grads[0].contiguous(), None), None
+
+
+class _Combine(torch.autograd.Function):
+    """`y = P^T (w * rows)`."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor, exchange: Exchange) -> torch.Tensor:
+        ctx.exchange = exchange
+        ctx.save_for_backward(rows, weights)
+        return exchange.sums_of(rows, weights)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+        rows, weights = ctx.saved_tensors
+        dy_rows, row_weights = ctx.exchange.rows_of(grads[0].contiguous(), weights)
+        d_weights = None
+        if ctx.needs_input_grad[1]:
+            wide = torch.promote_types(rows.dtype, torch.float32)
+            # Rows that no token has may hold anything, and `dy_rows` is 0 there.
+            products = torch.where(dy_rows != 0, dy_rows.to(wide) * rows.to(wide), 0.0)
+            d_weights = ctx.exchange.entries_of(products.sum(dim=1)).to(weights.dtype)
+        return (dy_rows * row_weights[:, None]).to(rows.dtype), d_weights, None
+
+
+def dispatch_rows(x: torch.Tensor, exchange: Exchange) -> torch.Tensor:
+    """`exchange.rows_of(x)` with a gradient for `x`."""
+    return _Dispatch.apply(x, exchange)
+
+
+def combine_rows(rows: torch.Tensor, weights: torch.Tensor, exchange: Exchange) -> torch.Tensor:
+    """`exchange.sums_of(rows, weights)` with gradients for both."""
+    return _Combine.apply(rows, weights, exchange)
+
+
+class DispatchedRows:
+    """What `DifferentiableDispatcher.dispatch` gives; an `Exchange`.
+
+    Attributes:
+        rows: bf16 `[R, H]`, grouped by local expert, 0 past the last; `R` is `row_capacity`. It has a gradient.
+        group_offsets: int32 `[E + 1]`, first row of each local expert, and the end of the last.
+    """
+
+    rows: torch.Tensor
+    group_offsets: torch.Tensor
+
+    def __init__(self, dispatchers: tuple[TokenDispatcher, TokenDispatcher], topk_idx: torch.Tensor) -> None:
+        self._dispatcher, self._entries = dispatchers
+        self._topk_idx = topk_idx
+        self._ones = torch.ones(topk_idx.shape, dtype=torch.float32, device=topk_idx.device)
+        self._handle: DispatchHandle | None = None
+
+    def rows_of(self, x: torch.Tensor, weights: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See `Exchange`; collective."""
+        arrived = self._dispatcher.dispatch(x, self._topk_idx, self._ones if weights is None else weights)
+        if self._handle is None:
+            self._handle, self.group_offsets = arrived.handle, arrived.group_offsets
+        there = torch.arange(arrived.capacity, device=x.device) < arrived.group_offsets[-1]
+        rows = torch.where(there[:, None], arrived.rows, 0.0)
+        return rows, None if weights is None else self._row_weights(arrived)
+
+    def sums_of(self, rows: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+        """See `Exchange`; collective."""
+        assert self._handle is not None
+        return self._dispatcher.combine(rows, self._handle, topk_weights=self._ones if weights is None else weights)
+
+    def entries_of(self, values: torch.Tensor) -> torch.Tensor:
+        """See `Exchange`; collective. A value travels as three bf16 numbers whose sum it is: no sum mixes two."""
+        assert self._handle is not None
+        positions, top_k = self._handle.positions, self._topk_idx.shape[1]
+        entry_of = self._by_row(torch.arange(top_k, device=values.device).expand_as(positions), values.numel())
+        columns = torch.zeros(values.numel(), self._entries.geometry.output_hidden, device=values.device)
+        left = values
+        for third in range(3):
+            # The upper half of the bits is a bf16 number, and what is left has 8 bits less.
+            upper = (left.contiguous().view(torch.int32) & -65536).view(torch.float32)
+            columns.scatter_(1, (entry_of + third * top_k)[:, None], upper[:, None])
+            left = left - upper
+        num_tokens = self._topk_idx.shape[0]
+        no_tokens = torch.zeros(num_tokens, NO_TOKEN, dtype=torch.bfloat16, device=values.device)
+        handle = self._entries.dispatch_send(no_tokens, self._topk_idx, self._ones)
+        sums = self._entries.combine(columns.to(torch.bfloat16), handle.for_rows(positions, values.numel()))
+        return sums[:, : 3 * top_k].float().view(num_tokens, 3, top_k).sum(dim=1)
+
+    def _row_weights(self, arrived: DispatchedTokens) -> torch.Tensor:
+        """fp32 `[R]`, from the records that have just landed."""
+        handle, context = arrived.handle, self._dispatcher.context
+        geometry = self._dispatcher.geometry
+        record, first = geometry.record, landing_half(context, geometry) // geometry.record.record_bytes
+        slots = torch.arange(geometry.num_slots, device=handle.epoch.device) + (handle.epoch & 1) * first
+        landed = landing_records(context, geometry)[slots]
+        weights = landed[:, record.weights_offset : record.weights_offset + 4 * record.top_k]
+        return self._by_row(weights.contiguous().view(torch.float32), arrived.capacity)
+
+    def _by_row(self, entries: torch.Tensor, num_rows: int) -> torch.Tensor:
+        """`[R]` of `entries` `[S, K]`, 0 for rows that are none's."""
+        assert self._handle is not None
+        positions = self._handle.positions
+        # Entries without a row go behind the last one.
+        at = torch.where(positions >= 0, positions, num_rows).to(torch.int64)
+        rows = torch.zeros(num_rows + 1, dtype=entries.dtype, device=entries.device)
+        rows.scatter_(0, at.flatten(), entries.flatten())
+        return rows[:num_rows]
+
+
+class DifferentiableDispatcher:
+    """Dispatch and combine in bf16 that autograd knows, for training.
+
+    Gradients travel by the same exchange: each rank has to call `backward` (or `torch.autograd.grad`) of what it
+    dispatched and combined, in the same order as its peers, also a rank without tokens.
+
+    Args: as of `TokenDispatcher`.
+    """
+
+    def __init__(
+        self,
+        context: ExpertParallelContext,
+        *,
+        hidden_size: int,
+        num_experts: int,
+        top_k: int,
+        max_tokens_per_rank: int,
+        expert_row_capacity: int | None = None,
+        num_sms: int | None = None,
+    ) -> None:
+        self._dispatcher = TokenDispatcher(
+            context,
+            hidden_size=hidden_size,
+            num_experts=num_experts,
+            top_k=top_k,
+            max_tokens_per_rank=max_tokens_per_rank,
+            mode="contiguous",
+            expert_row_capacity=expert_row_capacity,
+            num_sms=num_sms,
+            reusable_handles=True,
+        )
+        self._entries = TokenDispatcher(
+            context,
+            hidden_size=NO_TOKEN,
+            num_experts=num_experts,
+            top_k=top_k,
+            max_tokens_per_rank=max_tokens_per_rank,
+            mode="gathered",
+            expert_row_capacity=expert_row_capacity,
+            num_sms=num_sms,
+            output_size=align(3 * top_k, 16),
+            agreed=True,
+        )
+
+    def dispatch(self, x: torch.Tensor, topk_idx: torch.Tensor) -> DispatchedRows:
+        """The rows that arrive here, with a gradient for `x`. Collective.
+
+        Args:
+            x: bf16 `[T, H]`, contiguous.
+            topk_idx: int32 or int64 `[T, K]`; -1 is unrouted.
+
+        Raises: as `TokenDispatcher.dispatch`.
+        """
+        dispatched = DispatchedRows((self._dispatcher, self._entries), topk_idx.clone())
+        dispatched.rows = dispatch_rows(x, dispatched)
+        return dispatched
+
+    def combine(self, rows: torch.Tensor, dispatched: DispatchedRows, topk_weights: torch.Tensor) -> torch.Tensor:
+        """bf16 `[T, H]`, the weighted sum of each token's rows, with gradients for rows and weights. Collective.
+
+        Args:
+            rows: bf16 `[R, H]`, the experts' outputs.
+            dispatched: what `dispatch` gave.
+            topk_weights: fp32 `[T, K]`.
+
+        Raises: as `TokenDispatcher.combine`.
+        """
+        return combine_rows(rows, topk_weights, dispatched)

@@ -1,0 +1,129 @@
+"""Dispatch and combine with gradients: the formulas in float64, and bf16 over processes against a dense model."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from moe_runtime.context.expert_parallel import ExpertParallelContext
+from moe_runtime.dispatcher.gradients import DifferentiableDispatcher, combine_rows, dispatch_rows
+
+HIDDEN, EXPERTS, TOP_K, TOKENS = 64, 6, 3, 7
+
+
+class Model:
+    """An `Exchange` of one rank in any dtype."""
+
+    def __init__(self, topk_idx: torch.Tensor, num_rows: int) -> None:
+        self.idx, self.num_rows = topk_idx, num_rows
+        order = sorted((e, t, k) for t, row in enumerate(topk_idx.tolist()) for k, e in enumerate(row) if e >= 0)
+        self.position = {(t, k): row for row, (_, t, k) in enumerate(order)}
+
+    def rows_of(self, x: torch.Tensor, weights: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        rows = x.new_zeros(self.num_rows, x.shape[1])
+        row_weights = None if weights is None else weights.new_zeros(self.num_rows)
+        for (t, k), row in self.position.items():
+            rows[row] = x[t]
+            if row_weights is not None and weights is not None:
+                row_weights[row] = weights[t, k]
+        return rows, row_weights
+
+    def sums_of(self, rows: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+        y = rows.new_zeros(self.idx.shape[0], rows.shape[1])
+        for (t, k), row in self.position.items():
+            y[t] += rows[row] * (1 if weights is None else weights[t, k])
+        return y
+
+    def entries_of(self, values: torch.Tensor) -> torch.Tensor:
+        found = values.new_zeros(self.idx.shape)
+        for (t, k), row in self.position.items():
+            found[t, k] = values[row]
+        return found
+
+
+def routing(seed: int, tokens: int) -> torch.Tensor:
+    g = torch.Generator().manual_seed(seed)
+    idx = torch.rand(tokens, EXPERTS, generator=g).argsort(dim=1)[:, :TOP_K]
+    return torch.where(torch.rand(idx.shape, generator=g) < 0.25, -1, idx)
+
+
+def test_gradients_are_those_of_finite_differences(seed: int) -> None:
+    g = torch.Generator().manual_seed(seed)
+    exchange = Model(routing(seed, 4), 4 * TOP_K + 2)
+    x = torch.randn(4, 5, generator=g, dtype=torch.float64, requires_grad=True)
+    weights = torch.rand(4, TOP_K, generator=g, dtype=torch.float64, requires_grad=True)
+    matrix = torch.randn(5, 5, generator=g, dtype=torch.float64)
+
+    def layer(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return combine_rows(torch.tanh(dispatch_rows(x, exchange) @ matrix), weights, exchange)
+
+    assert torch.autograd.gradcheck(layer, (x, weights))
+
+
+def train(rank: int, world: int, counts: list[int], seed: int) -> None:
+    """A step of an MoE layer of one matrix an expert, and what the same layer gives on one rank in float64."""
+    with ExpertParallelContext(timeout_s=30) as context:
+        place = context.device
+        dispatcher = DifferentiableDispatcher(
+            context, hidden_size=HIDDEN, num_experts=EXPERTS, top_k=TOP_K, max_tokens_per_rank=TOKENS
+        )
+        context.allocate()
+        g = torch.Generator().manual_seed(seed)
+        weights_of_experts = torch.randn(EXPERTS, HIDDEN, HIDDEN, generator=g) / HIDDEN**0.5
+        count = counts[rank % len(counts)]
+        own = torch.Generator().manual_seed(seed + 1 + rank)
+        x_start = torch.randn(count, HIDDEN, generator=own).to(torch.bfloat16)
+        w_start = torch.rand(count, TOP_K, generator=own)
+        dy = torch.randn(count, HIDDEN, generator=own).to(torch.bfloat16)
+        idx = routing(seed + 50 + rank, count)
+        first, last = _bounds(rank, world)
+        for _ in range(2):
+            x = x_start.to(place, copy=True).requires_grad_()
+            w = w_start.to(place, copy=True).requires_grad_()
+            local = weights_of_experts[first:last].to(device=place, dtype=torch.bfloat16).requires_grad_()
+            dispatched = dispatcher.dispatch(x, idx.to(place))
+            offsets = dispatched.group_offsets.tolist()
+            parts = [dispatched.rows[a:b] @ local[e].T for e, (a, b) in enumerate(pairwise(offsets))]
+            parts.append(torch.zeros_like(dispatched.rows[offsets[-1] :]))
+            y = dispatcher.combine(torch.cat(parts), dispatched, w)
+            y.backward(dy.to(place))
+
+            exact_x = x_start.double().requires_grad_()
+            exact_w = w_start.double().requires_grad_()
+            wide = weights_of_experts.to(torch.bfloat16).double()
+            exact = torch.zeros(count, HIDDEN, dtype=torch.float64)
+            for t in range(count):
+                for k, e in enumerate(idx[t].tolist()):
+                    if e >= 0:
+                        exact = exact.index_add(0, torch.tensor([t]), (exact_w[t, k] * (wide[e] @ exact_x[t]))[None])
+            if exact.requires_grad:
+                exact.backward(dy.double())
+            for got, want in ((y, exact), (x.grad, exact_x.grad), (w.grad, exact_w.grad)):
+                assert got is not None
+                want = torch.zeros_like(got.cpu().double()) if want is None else want.detach()
+                error = (got.detach().cpu().double() - want).norm() / want.norm().clamp(min=1e-30)
+                # bf16 at each of at most four roundings of a sum.
+                assert error <= 4 * 2**-9, (error, got.shape)
+            assert local.grad is None or bool(local.grad.isfinite().all())
+
+
+def _bounds(rank: int, world: int) -> tuple[int, int]:
+    share, more = divmod(EXPERTS, world)
+    first = rank * share + min(rank, more)
+    return first, first + share + (rank < more)
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_training_in_bf16_is_the_dense_model(world: int, get_pool: Any, seed: int) -> None:
+    get_pool(world).run(train, [5, 0, 7, 1], seed)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_training_on_gpus_is_the_dense_model(world: int, get_pool: Any, seed: int) -> None:
+    if torch.cuda.device_count() < world:
+        pytest.skip(f"needs {world} GPUs")
+    get_pool(world, gpus=True).run(train, [5, 7], seed)
