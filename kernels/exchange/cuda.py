@@ -32,8 +32,9 @@ from moe_runtime.kernels.exchange.geometry import ExchangeGeometry
 from moe_runtime.kernels.exchange.interface import ExchangeMemory, RecvBuffers
 from moe_runtime.kernels.exchange.macros import combine_macros, dispatch_macros, recv_macros
 from moe_runtime.kernels.exchange.padded import LandedTokens, place_padded_rows
-from moe_runtime.kernels.exchange.padded_rows import PaddedRows
+from moe_runtime.kernels.exchange.padded_rows import PaddedRows, PaddedScales
 from moe_runtime.kernels.exchange.plan import WARP, required_plan
+from moe_runtime.kernels.formats.number_formats import FormatCode
 from moe_runtime.kernels.nvrtc import Defines, int64, launch, most_sms
 
 
@@ -158,9 +159,9 @@ def dispatch_recv_padded(
     been grouped.
     """
     plan, fmt = required_plan(geometry), geometry.token_format
-    sizes = out.rows.shape[2], 0 if out.scales is None else out.scales.shape[2]
-    of_format = fmt.quant_bytes(geometry.hidden), fmt.scale_columns(geometry.hidden)
-    if plan.num_chunks > 1 or sizes != of_format or fmt.swizzled:
+    wanted = PaddedScales.COLUMNS if fmt.code == FormatCode.FP8_BLOCK else PaddedScales.NONE
+    own_rows = out.rows.shape[2] == fmt.quant_bytes(geometry.hidden) and out.kind == wanted and not fmt.swizzled
+    if plan.num_chunks > 1 or not own_rows:
         dispatch_recv(context, geometry, handle_epoch, timeout_ns, buffers)
         place_padded_rows(LandedTokens.of(context, geometry, buffers, handle_epoch, scales_at), out, statistics)
         return

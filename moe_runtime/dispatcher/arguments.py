@@ -133,6 +133,14 @@ def check_shared(
         _check_matrix("shared", shared, (num_tokens, geometry.output_hidden), BF16)
 
 
+def check_gsf(geometry: ExchangeGeometry, device: torch.device, gsf: torch.Tensor) -> None:
+    """`gsf` is fp32 `[1]`, and tokens are in a format with an encode scale."""
+    if not geometry.token_format.has_row_scale:
+        raise ValueError(f"gsf: expected None with {geometry.token_format.name} tokens, got a tensor")
+    _check_place("gsf", gsf, device)
+    _check_shape("gsf", gsf, (1,), (torch.float32,))
+
+
 def check_out(geometry: ExchangeGeometry, device: torch.device, out: torch.Tensor, num_tokens: int) -> None:
     """`out` is bf16 `[num_tokens, H]` and contiguous."""
     _check_place("out", out, device)
@@ -158,10 +166,9 @@ def check_padded(
         raise ValueError(f"out.rows: expected {expected}, got {list(out.rows.shape)}")
     _check_shape("out.positions", out.positions, (geometry.num_slots, geometry.top_k), (torch.int32,))
     at = record.scales_offset if scales_at is None else check_integer("scales_at", scales_at, 0)
-    if out.scales is not None:
-        columns = out.scales.shape[2] * (4 if out.scales.dtype == torch.int32 else 1)
-        if at % 4 or at + 4 * columns > record.source_offset:
-            raise ValueError(f"scales_at: expected room for {columns} scales in a record of this format, got {at}")
+    end = at + out.num_scales * out.kind.scale_bytes
+    if at % 4 or end > record.source_offset:
+        raise ValueError(f"scales_at: expected room for {out.num_scales} scales in a record of this format, got {at}")
     if statistics is not None:
         _check_place("statistics", statistics, device)
         _check_shape("statistics", statistics, (experts,), (torch.int32,))

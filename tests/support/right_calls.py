@@ -72,12 +72,11 @@ def _handle(stages: tuple[str, ...]) -> Callable[[World, Any], dict[str, Any]]:
 
 def _padded(w: World, on: TokenDispatcher) -> dict[str, Any]:
     geometry, experts = on.geometry, on.geometry.num_local_experts
-    sizes = geometry.token_format.quant_bytes(HIDDEN), geometry.token_format.scale_columns(HIDDEN)
-    out = PaddedRows.allocate(experts, geometry.num_slots, *sizes, 1, geometry.top_k, packed_scales=False, device=CPU)
+    row_bytes = geometry.token_format.quant_bytes(HIDDEN)
+    out = PaddedRows.allocate(experts, geometry.num_slots, row_bytes, 1, geometry.top_k, device=CPU)
     # A row without a token keeps what memory held.
-    for written in (out.rows, out.source_tokens, out.scales):
-        if written is not None:
-            written.zero_()
+    for written in (out.rows, out.source_tokens):
+        written.zero_()
     return {
         "handle": on.dispatch_send(**w.tokens()),
         "out": out,
