@@ -487,9 +487,7 @@ class Buffer:
             rounded = low_latency.FP8_UE8M0 if use_ue8m0 else low_latency.FP8_ROUNDED
             return (rounded if round_scale else low_latency.FP8), None
         if not isinstance(x_global_scale, torch.Tensor) or x_global_scale.numel() != 1:
-            raise ValueError(
-                "x_global_scale: expected a tensor of one element with use_nvfp4: all experts share tokens"
-            )
+            raise ValueError("x_global_scale: expected a tensor of one element with use_nvfp4, for all experts")
         if x_global_scale.device != self.device or not x_global_scale.dtype.is_floating_point:
             got = f"{x_global_scale.dtype} on {x_global_scale.device}"
             raise ValueError(f"x_global_scale: expected fp32 on {self.device}, got {got}")
