@@ -24,10 +24,11 @@ What was tried and what it gave, and why sizes are as they are: `kernels/exchang
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 import torch
 
-from moe_runtime.comm.signals import COMBINED
+from moe_runtime.comm.signals import COMBINED, RECEIVED
 from moe_runtime.kernels.exchange.geometry import ExchangeGeometry
 from moe_runtime.kernels.exchange.interface import ExchangeMemory, RecvBuffers
 from moe_runtime.kernels.exchange.macros import combine_macros, dispatch_macros, recv_macros
@@ -165,7 +166,7 @@ def dispatch_recv_padded(
         dispatch_recv(context, geometry, handle_epoch, timeout_ns, buffers)
         place_padded_rows(LandedTokens.of(context, geometry, buffers, handle_epoch, scales_at), out, statistics)
         return
-    written = [out.counts, out.source_tokens, out.layout_range, statistics]
+    written = [out.counts, out.source_tokens, out.layout_range, statistics, _counter(context, RECEIVED)]
     _receive(context, geometry, handle_epoch, timeout_ns, buffers, recv_macros(geometry, padded=True), out, written)
 
 
@@ -177,7 +178,7 @@ def _receive(
     buffers: RecvBuffers,
     macros: Defines,
     out: PaddedRows | None,
-    padded: list[torch.Tensor | None],
+    padded: list[Any],
 ) -> None:
     """`dispatch_recv` into `buffers`, or, with `out`, into its rows, scales and positions and into `padded`."""
     rows, scales, positions = buffers.rows, buffers.scales, buffers.positions
@@ -229,7 +230,7 @@ def _receive(
         "dispatch_recv.cu",
         geometry.kernel_prefix + "recv_permute",
         macros,
-        grid=(plan.place_blocks(split), 1, 1),
+        grid=(plan.place_blocks(split, padded=out is not None), 1, 1),
         block=block,
         shared_bytes=plan.place_shared_bytes,
         arguments=[buffers.counts, *written, *copies, *memory, *sizes, *limits, *padded],

@@ -392,9 +392,10 @@ class Buffer:
         )
         if statistics is not None:
             check_is_tensor("cumulative_local_expert_recv_stats", statistics)
-            if statistics.shape != (exchange.num_local_experts,) or statistics.dtype != torch.int32:
+            fits = statistics.shape == (exchange.num_local_experts,) and statistics.dtype == torch.int32
+            if not fits or not statistics.is_contiguous():
                 raise ValueError(
-                    f"cumulative_local_expert_recv_stats: expected int32 [{exchange.num_local_experts}], got "
+                    f"cumulative_local_expert_recv_stats: expected contiguous int32 [{exchange.num_local_experts}], got "
                     f"{statistics.dtype} {list(statistics.shape)}"
                 )
         payload, gsf = self._payload(use_fp8, round_scale, use_ue8m0, use_nvfp4, x_global_scale, use_mxfp8)

@@ -145,8 +145,7 @@ def check_out(geometry: ExchangeGeometry, device: torch.device, out: torch.Tenso
     """`out` is bf16 `[num_tokens, H]` and contiguous."""
     _check_place("out", out, device)
     _check_shape("out", out, (num_tokens, geometry.output_hidden), BF16)
-    if not out.is_contiguous():
-        raise ValueError(f"out: expected a contiguous tensor, got strides {list(out.stride())}")
+    _check_contiguous("out", out)
 
 
 def check_padded(
@@ -164,6 +163,8 @@ def check_padded(
     if out.rows.shape[:2] != (experts, geometry.num_slots) or not 0 < out.rows.shape[2] <= num_bytes:
         expected = f"[{experts}, {geometry.num_slots}, {num_bytes}]"
         raise ValueError(f"out.rows: expected {expected}, got {list(out.rows.shape)}")
+    _check_contiguous("out.rows", out.rows)
+    _check_contiguous("out.positions", out.positions)
     _check_shape("out.positions", out.positions, (geometry.num_slots, geometry.top_k), (torch.int32,))
     at = record.scales_offset if scales_at is None else check_integer("scales_at", scales_at, 0)
     end = at + out.num_scales * out.kind.scale_bytes
@@ -172,6 +173,7 @@ def check_padded(
     if statistics is not None:
         _check_place("statistics", statistics, device)
         _check_shape("statistics", statistics, (experts,), (torch.int32,))
+        _check_contiguous("statistics", statistics)
     return at
 
 
@@ -179,6 +181,11 @@ def _check_matrix(name: str, tensor: torch.Tensor, shape: tuple[int, int], dtype
     _check_shape(name, tensor, shape, dtypes)
     if tensor.shape[0] > 0 and tensor.stride(1) != 1:
         raise ValueError(f"{name}: expected a contiguous last dimension, got strides {list(tensor.stride())}")
+
+
+def _check_contiguous(name: str, tensor: torch.Tensor) -> None:
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name}: expected a contiguous tensor, got strides {list(tensor.stride())}")
 
 
 def _check_shape(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:

@@ -401,7 +401,8 @@ class TokenDispatcher:
         """`dispatch_recv` into a block of rows for each expert; of dispatchers with gathered rows.
 
         Args:
-            handle: of `dispatch_send`. For combine it is good `for_rows` alone.
+            handle: of `dispatch_send`. No combine may follow with it: rows go home by a dispatch of routing alone
+                (`DispatchHandle.for_rows`).
             out: written, as long as no failure is recorded.
             scales_at: bytes from the start of a record to the scales of `out`; None for those of the format.
             statistics: int32 `[E]`, to which the rows of each expert are added.
@@ -419,6 +420,7 @@ class TokenDispatcher:
             self._backend.dispatch_recv_padded(
                 context, geometry, handle.epoch, handle.timeout_ns, buffers, out, at, statistics
             )
+            handle.end()
             self._stepped = True
             self._raise_on_cpu()
 

@@ -17,11 +17,11 @@ from moe_runtime.deep_ep.__main__ import main
 from moe_runtime.deep_ep.utils import math, testing
 from moe_runtime.kernels.formats.number_formats import FP8_BLOCK
 from moe_runtime.launch import doctor
-from tests.support.programs import without_interpreter
+from tests.support.programs import python_path, without_interpreter
 
 
 def run(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
-    environment = without_interpreter(PYTHONPATH=f"{folder}:{Path(__file__).parents[2]}")
+    environment = without_interpreter(PYTHONPATH=f"{folder}:{python_path()}")
     return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
 
 

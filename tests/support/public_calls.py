@@ -41,6 +41,7 @@ NOT_FOR_CALLERS = {
     "DispatchHandle",
     "DispatchHandle.allocate",
     "DispatchHandle.allocate_output",
+    "DispatchHandle.end",
     "DispatchHandle.enter",
     "DispatchHandle.for_rows",
     "DispatchHandle.take_output",
