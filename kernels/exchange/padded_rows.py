@@ -7,6 +7,7 @@ from enum import IntEnum
 
 import torch
 
+from moe_runtime.comm.arguments import check_integer, check_is_tensor, check_kind
 from moe_runtime.kernels.formats.number_formats import ceil_div
 
 
@@ -70,6 +71,16 @@ class PaddedRows:
     positions: torch.Tensor
     kind: PaddedScales = PaddedScales.NONE
     num_scales: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "counts", "source_tokens", "layout_range", "positions"):
+            tensor = check_is_tensor(name, getattr(self, name))
+            if not tensor.is_contiguous():
+                raise ValueError(f"{name}: expected a contiguous tensor, got strides {list(tensor.stride())}")
+        check_kind("kind", self.kind, PaddedScales)
+        check_integer("num_scales", self.num_scales, 0)
+        if (self.scales is None) != (self.kind == PaddedScales.NONE):
+            raise ValueError(f"scales: expected a tensor unless kind is NONE, got {type(self.scales).__name__}")
 
     @classmethod
     def allocate(

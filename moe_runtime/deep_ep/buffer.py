@@ -395,8 +395,8 @@ class Buffer:
             fits = statistics.shape == (exchange.num_local_experts,) and statistics.dtype == torch.int32
             if not fits or not statistics.is_contiguous():
                 raise ValueError(
-                    f"cumulative_local_expert_recv_stats: expected contiguous int32 [{exchange.num_local_experts}], got "
-                    f"{statistics.dtype} {list(statistics.shape)}"
+                    f"cumulative_local_expert_recv_stats: expected contiguous int32 "
+                    f"[{exchange.num_local_experts}], got {statistics.dtype} {list(statistics.shape)}"
                 )
         payload, gsf = self._payload(use_fp8, round_scale, use_ue8m0, use_nvfp4, x_global_scale, use_mxfp8)
         with self._comm.running(async_finish, None):

@@ -159,13 +159,26 @@ def check_padded(
     check_kind("out", out, PaddedRows)
     record, experts = geometry.record, geometry.num_local_experts
     num_bytes = record.format.quant_bytes(geometry.hidden)
-    _check_place("out.rows", out.rows, device)
     if out.rows.shape[:2] != (experts, geometry.num_slots) or not 0 < out.rows.shape[2] <= num_bytes:
         expected = f"[{experts}, {geometry.num_slots}, {num_bytes}]"
         raise ValueError(f"out.rows: expected {expected}, got {list(out.rows.shape)}")
-    _check_contiguous("out.rows", out.rows)
-    _check_contiguous("out.positions", out.positions)
-    _check_shape("out.positions", out.positions, (geometry.num_slots, geometry.top_k), (torch.int32,))
+    slots, ranks = geometry.num_slots, geometry.world_size
+    for name, shape, dtype in (
+        ("rows", tuple(out.rows.shape), torch.uint8),
+        ("counts", (experts,), torch.int32),
+        ("source_tokens", (experts, slots), torch.int32),
+        ("layout_range", (experts, ranks), torch.int64),
+        ("positions", (slots, geometry.top_k), torch.int32),
+    ):
+        _check_place(f"out.{name}", getattr(out, name), device)
+        _check_shape(f"out.{name}", getattr(out, name), shape, (dtype,))
+    if out.scales is not None:
+        plain = out.kind.allocate(experts, slots, out.num_scales, torch.device("meta"))
+        assert plain is not None
+        _check_place("out.scales", out.scales, device)
+        _check_shape("out.scales", out.scales, tuple(plain.shape), (plain.dtype,))
+        if out.scales.stride() != plain.stride():
+            raise ValueError(f"out.scales: expected strides {plain.stride()}, got {out.scales.stride()}")
     at = record.scales_offset if scales_at is None else check_integer("scales_at", scales_at, 0)
     end = at + out.num_scales * out.kind.scale_bytes
     if at % 4 or end > record.source_offset:

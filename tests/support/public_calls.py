@@ -38,6 +38,10 @@ ALSO = {
 
 NOT_FOR_CALLERS = {
     # Made and moved on by the dispatcher; callers hand them back whole.
+    "DispatchedRows",
+    "DispatchedRows.entries_of",
+    "DispatchedRows.rows_of",
+    "DispatchedRows.sums_of",
     "DispatchHandle",
     "DispatchHandle.allocate",
     "DispatchHandle.allocate_output",

@@ -15,7 +15,7 @@ from moe_runtime.config import (
     RouterConfig,
     RunConfig,
 )
-from moe_runtime.dispatcher import TokenDispatcher
+from moe_runtime.dispatcher import DifferentiableDispatcher, TokenDispatcher
 from moe_runtime.kernels.exchange.padded_rows import PaddedRows
 from moe_runtime.kernels.formats.number_formats import WEIGHT_FORMATS
 from moe_runtime.kernels.formats.quantize import quantize_rows
@@ -83,6 +83,13 @@ def _padded(w: World, on: TokenDispatcher) -> dict[str, Any]:
         "scales_at": None,
         "statistics": torch.zeros(experts, dtype=torch.int32),
     }
+
+
+def _rows_to_combine(w: World, on: DifferentiableDispatcher) -> dict[str, Any]:
+    given = w.tokens()
+    weights = given.pop("topk_weights")
+    dispatched = on.dispatch(**given)
+    return {"expert_output": torch.randn_like(dispatched.rows), "dispatched": dispatched, "topk_weights": weights}
 
 
 def _weights_arguments(w: World, on: Any) -> dict[str, Any]:
@@ -324,6 +331,11 @@ ARGUMENTS: dict[str, Callable[[World, Any], dict[str, Any]]] = {
     "Router.forward": lambda w, on: {"x_TH": w.numbers(3, HIDDEN, dtype=torch.bfloat16)},
     "Router.load": _load_router,
     "Router.logits": lambda w, on: {"x_TH": w.numbers(3, HIDDEN, dtype=torch.bfloat16)},
+    "DifferentiableDispatcher": lambda w, on: w.differentiable_arguments(),
+    "DifferentiableDispatcher.combine": _rows_to_combine,
+    "DifferentiableDispatcher.dispatch": lambda w, on: {
+        name: value for name, value in w.tokens().items() if name != "topk_weights"
+    },
     "TokenDispatcher": lambda w, on: w.dispatcher_arguments(),
     "TokenDispatcher.combine": _handle(("dispatch_recv",)),
     "TokenDispatcher.combine_recv": _handle(("dispatch_recv", "combine_send")),

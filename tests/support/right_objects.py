@@ -29,7 +29,7 @@ from moe_runtime.config import (
 )
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.counters import LayerCounters, LayerCounts
-from moe_runtime.dispatcher import CombineSink, TokenDispatcher
+from moe_runtime.dispatcher import CombineSink, DifferentiableDispatcher, TokenDispatcher
 from moe_runtime.experts import Experts
 from moe_runtime.integrations import ExpertParallel, apply_expert_parallel
 from moe_runtime.kernels.formats.number_formats import FORMATS
@@ -134,6 +134,16 @@ class World:
         """With gathered bf16 rows and handles that can be used again."""
         given = {"token_format": "bf16", "input_scale": None, "mode": "gathered", "expert_row_capacity": None}
         return TokenDispatcher(**self.dispatcher_arguments() | given | {"reusable_handles": True})
+
+    def differentiable_arguments(self) -> dict[str, Any]:
+        given = self.dispatcher_arguments()
+        names = ("context", "hidden_size", "num_experts", "top_k", "max_tokens_per_rank", "num_sms")
+        return {name: given[name] for name in names} | {"expert_row_capacity": None}
+
+    def differentiable_dispatcher(self) -> DifferentiableDispatcher:
+        dispatcher = DifferentiableDispatcher(**self.differentiable_arguments())
+        dispatcher._dispatcher.context.allocate()
+        return dispatcher
 
     def tokens(self, tokens: int = 5) -> dict[str, torch.Tensor]:
         return {"x": self.numbers(tokens, HIDDEN, dtype=torch.bfloat16), **self.routing(tokens)}
@@ -305,6 +315,7 @@ INSTANCES: dict[str, Callable[[World], Any]] = {
     "RouterConfig": lambda w: RouterConfig(),
     "RunConfig": lambda w: RunConfig(layer=w.config()),
     "SharedExpertConfig": lambda w: SharedExpertConfig(intermediate_size=INNER),
+    "DifferentiableDispatcher": World.differentiable_dispatcher,
     "TokenDispatcher": World.dispatcher,
     "TokenFormat": lambda w: w.draw.choice(list(FORMATS.values())),
     "VirtualRanks": World.virtual_ranks,
