@@ -84,8 +84,7 @@ def apply_expert_parallel(
             `weight_format` is `token_format`. With a `Checkpoint` they default as in `MoELayer.from_checkpoint`.
         experts: where experts come from instead of the model, which may then have none (`without_experts`).
             `experts(layer, ids)` yields the experts `ids` of decoder layer `layer` in order. A `Checkpoint` also sets
-            the formats and `intermediate_gsf` of each layer, and is compared between ranks. A checkpoint, and a model
-            without experts, must be of a family in `moe_runtime.checkpoints.families`.
+            the formats and `intermediate_gsf` of each layer, and is compared between ranks.
         placement: which rank holds which experts, of every layer or by decoder layer, with replicas; equal on all
             ranks. None, and layers without one: contiguous ids, each expert once.
         parallel: transport, engine and time limits; the defaults of `ParallelConfig` if None.
@@ -341,11 +340,11 @@ class ParallelExperts(nn.Module):
 
     is_expert_parallel = True
 
-    def __init__(self, owner: ExpertParallel, index: int, described: DescribedExperts | None) -> None:
+    def __init__(self, owner: ExpertParallel, index: int, described: DescribedExperts) -> None:
         super().__init__()
         self._owner = owner
         self._index = index
-        self._identity_experts = 0 if described is None else described.identity_experts
+        self._identity_experts = described.identity_experts
 
     @not_compiled
     def forward(
@@ -368,7 +367,6 @@ def _load(layer: MoELayer, block: MoEBlock, experts: ExpertSource) -> None:
     if isinstance(experts, Checkpoint):
         layer.load_checkpoint(experts, block.number, shared_elsewhere=True)
     elif experts is None:
-        assert block.described is not None
         layer.load_experts(block.described.tensors(layer.local_experts))
     else:
         layer.load_experts(experts(block.number, layer.local_experts))
@@ -381,15 +379,12 @@ def _config_of(
     if isinstance(experts, Checkpoint):
         plain = layer_config(model_config, source="model.config", max_tokens_per_rank=1)
         # The model must agree with the checkpoint.
-        stated = {key: getattr(plain, key) for key in plain.model_fields_set}
+        stated = {key: getattr(plain, key) for key in plain.model_fields_set} | block.described.fields
         made = experts.layer_config(block.number, **stated | settings)
         alone: MoELayerConfig = made.replace(shared_expert=None)
         return alone
     asked = settings["token_format"]
     settings = settings | {"token_format": "bf16" if asked is None else asked}
-    if block.described is None:
-        alone = layer_config(model_config, source="model.config", **settings).replace(shared_expert=None)
-        return alone
     return layer_fields(block.described, block.top_k(model_config, settings.get("top_k")), settings)
 
 

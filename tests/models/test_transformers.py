@@ -395,17 +395,6 @@ def random_experts(layer: int, ids: Any, expert_bias: bool = False) -> Any:
     return (random_expert(config, layer, expert) for expert in ids)
 
 
-def test_experts_have_another_name_in_older_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformers.models.deepseek_v3 import modeling_deepseek_v3 as modeling
-
-    own = modeling.DeepseekV3Experts
-    monkeypatch.delattr(modeling, "DeepseekV3Experts")
-    monkeypatch.setattr(modeling, "DeepseekV3NaiveMoe", own, raising=False)
-    with without_experts():
-        assert modeling.DeepseekV3NaiveMoe.__name__ == "_NoExperts"
-    assert modeling.DeepseekV3NaiveMoe is own
-
-
 def mesh_of_rank(rank: int, world: int, path: Path, ids: list[Any]) -> Any:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
     model, parallel = spread(path, mesh=mesh["ep"])

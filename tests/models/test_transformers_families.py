@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +13,11 @@ pytest.importorskip("transformers")
 
 import transformers
 
+from moe_runtime.integrations.expert_modules import describe_experts
+from moe_runtime.integrations.transformers import apply_expert_parallel
+from moe_runtime.integrations.transformers_models import without_experts
 from tests.support import families_table
+from tests.support.comparison import assert_same_bits
 
 pytestmark = pytest.mark.cpu_only
 
@@ -42,3 +47,30 @@ def test_some_of_each_kind_on_two_ranks(get_pool: Any, one_thread: None) -> None
     alone = families_table.outcomes(names=ON_TWO_RANKS)
     for found in get_pool(2).run(families_table.outcomes, ON_TWO_RANKS, timeout=150.0):
         assert families_table.table(found) == families_table.table(alone)
+
+
+@pytest.mark.parametrize("family", ["dbrx", "gpt_oss", "longcat_flash", "minimax_m2", "qwen3_omni_moe", "zaya"])
+def test_experts_of_any_family_may_be_left_out(family: str, one_thread: None) -> None:
+    """One of each layout and way to make a model; its experts come from a model that has them."""
+    whole = families_table.tiny_model(family)
+    experts = families_table.experts_of(whole)
+    by_layer = {next(int(part) for part in name.split(".") if part.isdigit()): experts[name] for name in experts}
+    tensors = {number: describe_experts(module) for number, module in copy.deepcopy(by_layer).items()}
+    with without_experts():
+        empty = type(whole)(whole.config).eval().bfloat16()
+    assert not [name for name in empty.state_dict() if ".experts." in name and name in whole.state_dict()]
+    assert not empty.load_state_dict(whole.state_dict(), strict=False).missing_keys
+    ids = torch.randint(3, families_table.VOCABULARY, families_table.TOKENS)
+    found = []
+    for model, source in ((whole, None), (empty, lambda layer, ids: tensors[layer].tensors(ids))):
+        with apply_expert_parallel(model, max_tokens_per_rank=96, experts=source), torch.no_grad():
+            found.append(model(**families_table.inputs_of(model, ids))[0])
+    assert_same_bits(found[1], found[0])
+
+
+def test_experts_that_no_layer_computes_are_not_left_out(one_thread: None) -> None:
+    whole = families_table.tiny_model("llama4")
+    message = r"model: layers\.0\.feed_forward\.experts: expected experts with transformers"
+    with pytest.raises(ValueError, match=message), without_experts():
+        type(whole)(whole.config)
+    assert type(whole)(whole.config) is not None
