@@ -24,6 +24,7 @@ from moe_runtime.support.regular_files import read_regular
 FormatName = Literal["bf16", "fp8_block", "mxfp8", "nvfp4"]
 WeightFormatName = Literal["bf16", "fp8_block", "mxfp8", "nvfp4", "mxfp4"]
 CombineFormatName = Literal["bf16", "fp8_block", "mxfp8"]
+Auto = Literal["auto"]
 ModeName = Literal["auto", "contiguous", "gathered"]
 ResolvedMode = Literal["contiguous", "gathered"]
 OLD_MODES: dict[str, ResolvedMode] = {"packed": "contiguous", "indexed": "gathered"}
@@ -91,6 +92,12 @@ def resolve_mode(mode: str, max_tokens_per_rank: int, token_format: str) -> Reso
         raise ValueError(f"mode: expected auto, contiguous or gathered, got {mode!r}")
     few = max_tokens_per_rank <= GATHERED_MAX_TOKENS
     return "gathered" if few or token_format in ("nvfp4", "mxfp8") else "contiguous"
+
+
+def _says_nothing(key: object, value: object) -> bool:
+    """Whether a format is as if it were not given: `auto`, or no `weight_format`."""
+    auto = isinstance(value, str) and value == "auto" and key in ("token_format", "weight_format")
+    return auto or (key == "weight_format" and value is None)
 
 
 class _Model(BaseModel):
@@ -175,10 +182,15 @@ class MoELayerConfig(_Model):
         description="sizes below max_tokens_per_rank that get kernels of their own; a step takes the smallest bucket "
         "that holds its max_tokens (MoELayer.forward)",
     )
-    token_format: FormatName = Field(default="bf16", description="tokens on the wire and into the GEMMs")
+    token_format: FormatName = Field(
+        default="bf16",
+        description="tokens on the wire and into the GEMMs; that of the checkpoint, if there is one, when not given "
+        "(or auto)",
+    )
     weight_format: WeightFormatName = Field(
         default_factory=lambda data: data.get("token_format", "bf16"),
-        description="weights as stored; token_format when not given (or null)",
+        description="weights as stored; when not given (or auto or null) that of the checkpoint if it goes with "
+        "token_format, else token_format",
     )
     combine_format: CombineFormatName = Field(default="bf16", description="partial sums that combine sends back")
     expert_row_capacity: _Positive | None = Field(
@@ -198,10 +210,11 @@ class MoELayerConfig(_Model):
     @model_validator(mode="before")
     @classmethod
     def _read_old_keys(cls, data: Any) -> Any:
-        """A `weight_format` of null is an absent one; keys of earlier releases count for one release."""
+        """A `weight_format` of null is an absent one, and so is a format `auto`; keys of earlier releases count for one
+        release."""
         if not isinstance(data, Mapping):
             return data
-        data = {key: value for key, value in data.items() if key != "weight_format" or value is not None}
+        data = {key: value for key, value in data.items() if not _says_nothing(key, value)}
         if "mode" in data:
             del data["mode"]
             warnings.warn(

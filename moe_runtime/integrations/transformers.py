@@ -26,7 +26,7 @@ from moe_runtime.checkpoints.loading import ExpertTensors
 from moe_runtime.comm.arguments import check_kind
 from moe_runtime.comm.errors import reason_of
 from moe_runtime.comm.messages import integer, many, optional, row
-from moe_runtime.config import CombineFormatName, FormatName, MoELayerConfig, ParallelConfig, WeightFormatName
+from moe_runtime.config import Auto, CombineFormatName, FormatName, MoELayerConfig, ParallelConfig, WeightFormatName
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.context.peers import abort_peers, abort_peers_on_error, agree_on
 from moe_runtime.counters import LayerCounts
@@ -57,8 +57,8 @@ def apply_expert_parallel(
     mesh: DeviceMesh | dist.ProcessGroup | None = None,
     *,
     max_tokens_per_rank: int,
-    token_format: FormatName | None = None,
-    weight_format: WeightFormatName | None = None,
+    token_format: FormatName | Auto | None = None,
+    weight_format: WeightFormatName | Auto | None = None,
     combine_format: CombineFormatName = "bf16",
     experts: ExpertSource = None,
     placement: Placement | Mapping[int, Placement] | None = None,
@@ -80,8 +80,9 @@ def apply_expert_parallel(
             torch.distributed is not initialised (torchrun's ranks call `init_from_env` before).
         max_tokens_per_rank: most tokens (batch times sequence) of a rank in one step. A call with more is split inside
             `join` and refused outside.
-        token_format, weight_format, combine_format: as in `MoELayerConfig`. `token_format` is bf16 if None, and
-            `weight_format` is `token_format`. With a `Checkpoint` they default as in `MoELayer.from_checkpoint`.
+        token_format, weight_format, combine_format: as in `MoELayerConfig`. If None or `auto`, `token_format` is bf16,
+            and `weight_format` is `token_format`. With a `Checkpoint` they are then chosen as in
+            `MoELayer.from_checkpoint`: as it has them where they go together.
         experts: where experts come from instead of the model, which may then have none (`without_experts`).
             `experts(layer, ids)` yields the experts `ids` of decoder layer `layer` in order. A `Checkpoint` also sets
             the formats and `intermediate_gsf` of each layer, and is compared between ranks.

@@ -28,6 +28,7 @@ from moe_runtime.comm.arguments import check_integer, check_kind
 from moe_runtime.comm.heaps.private_heap import PrivateHeap
 from moe_runtime.config import (
     MAX_EXPERTS,
+    Auto,
     CombineFormatName,
     FormatName,
     MoELayerConfig,
@@ -67,7 +68,7 @@ def experts_settings(
     *,
     max_tokens_per_rank: int = DEFAULT_MAX_TOKENS,
     token_format: FormatName = "bf16",
-    weight_format: WeightFormatName | None = None,
+    weight_format: WeightFormatName | Auto | None = None,
     combine_format: CombineFormatName = "bf16",
     parallel: ParallelConfig | None = None,
     **overrides: Any,
@@ -80,7 +81,8 @@ def experts_settings(
     Args:
         max_tokens_per_rank: most tokens of a rank in one step. A call with more is split where every rank has the same
             tokens or there is one rank, and refused elsewhere.
-        token_format, weight_format, combine_format: as in `MoELayerConfig`; `weight_format` is `token_format` if None.
+        token_format, weight_format, combine_format: as in `MoELayerConfig`; `weight_format` is `token_format` if None
+            or `auto`.
         parallel: transport (between ranks), engine and time limits; the defaults of `ParallelConfig` if None.
         overrides: further fields of `MoELayerConfig`, such as `token_buckets`.
 

@@ -219,6 +219,17 @@ def test_configs_are_frozen() -> None:
         config.top_k = 3
 
 
+@pytest.mark.parametrize("name", ["token_format", "weight_format"])
+def test_a_format_auto_is_not_set(name: str) -> None:
+    config = MoELayerConfig.model_validate(LAYER | {name: "auto"})
+    assert config == MoELayerConfig.model_validate(LAYER) and name not in config.model_fields_set
+    assert MoELayerConfig.model_validate(LAYER | {"token_format": "nvfp4"} | {name: "auto"}).weight_format in (
+        ("nvfp4",) if name == "weight_format" else ("bf16",)
+    )
+    with pytest.raises(ValidationError, match="combine_format"):
+        MoELayerConfig.model_validate(LAYER | {"combine_format": "auto"})
+
+
 def test_replace_validates_and_derives_defaults_again() -> None:
     config = MoELayerConfig.model_validate(LAYER)
     assert config.replace(token_format="nvfp4").weight_format == "nvfp4"
