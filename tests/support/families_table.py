@@ -98,6 +98,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"num_hidden_layers": 2, "num_dense_layers": 0, "layer_types": ["full_attention", "conv"]},
     "mimo_v2_flash": {"num_attention_heads": 8, "num_key_value_heads": 4},
     "mistral4": {"qk_rope_head_dim": 16},
+    "qwen3_next": {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2},
     "step3p7": {"sliding_window": 16},
     "zaya": {"num_experts_per_tok": 1},
 }
@@ -111,7 +112,7 @@ def families() -> list[str]:
     return sorted({path.parent.name for path in files if pattern.search(path.read_text(encoding="utf-8"))})
 
 
-def tiny_model(family: str) -> Any:
+def tiny_model(family: str, seed: int = 0) -> Any:
     """A small random model of `family` in bf16 that has experts; of several classes the first that can be made.
 
     Raises `LookupError` with what each class said if there is none.
@@ -134,7 +135,7 @@ def tiny_model(family: str) -> Any:
                 elif not experts_of(sketch):
                     problems.append(f"{kind.__name__} of {layers} layers: no experts")
                 else:
-                    return _filled(kind, config)
+                    return _filled(kind, config, seed)
     raise LookupError(f"{family}: no tiny model: {'; '.join(problems)}")
 
 
@@ -175,8 +176,8 @@ def tiny_config(kind: Any, layers: int, with_types: bool, special: dict[str, Any
     return kind(**(changes | special))
 
 
-def _filled(kind: Any, config: Any) -> Any:
-    torch.manual_seed(0)
+def _filled(kind: Any, config: Any, seed: int) -> Any:
+    torch.manual_seed(seed)
     model = kind(config).eval()
     with torch.no_grad():
         for experts in experts_of(model).values():
