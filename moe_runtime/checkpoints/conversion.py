@@ -80,8 +80,8 @@ def convert_checkpoint(
     and the experts get one of their own (`EXPERTS_KEY`). Other programs do not know it and misread the experts.
 
     Stacked experts, as in gpt-oss, stay stacked in `mxfp4`, in that model's own layout, and become separate linears in
-    other formats. Since a layer interleaves their rows of gate and up, it dequantizes 128x128 blocks of `fp8_block`
-    and quantizes them again.
+    other formats, as fused ones do in all. Since a layer interleaves the rows of gate and up of gpt-oss, it dequantizes
+    128x128 blocks of `fp8_block` and quantizes them again.
 
     Copied are the other tensors that the index (or the single file) names, and files in the folder that end in
     `.json`, `.jinja`, `.md`, `.model`, `.py`, `.tiktoken` or `.txt`. Tensors that the index does not name, and other
@@ -91,8 +91,7 @@ def convert_checkpoint(
     tensor, so another copy will do. A change after these bytes goes unnoticed and mixes old and new shards.
 
     Args:
-        source: a folder that `Checkpoint` reads, without fused experts. Nobody may write to it until
-            the conversion ends.
+        source: a folder that `Checkpoint` reads. Nobody may write to it until the conversion ends.
         target: created if missing. Complete shards of the same conversion are left as they are.
         weight_format: `nvfp4`, `mxfp4`, `mxfp8` or `fp8_block`; not the format of a layer of the source.
         calibrations: by layer, for every layer with experts; `nvfp4` only. Layers for multi-token prediction may be
@@ -157,7 +156,8 @@ class _Conversion:
         self.shards = checkpoint.files.shards()
         readers = self._readers()
         self.layers = list(readers)
-        if layout is COMPRESSED_MXFP4 and readers and all(reader.layout.stacked for reader in readers.values()):
+        own = [reader.layout.stacked and not reader.layout.fused for reader in readers.values()]
+        if layout is COMPRESSED_MXFP4 and own and all(own):
             self.layout = GPT_OSS_MXFP4
         self.experts: dict[str, list[_Expert]] = {shard: [] for shard in self.shards}
         self.replaced: set[str] = set()
@@ -176,11 +176,6 @@ class _Conversion:
         for layer in _layers_with_experts(checkpoint):
             reader = checkpoint.reader(layer)
             reader.check_names()
-            if reader.layout.fused:
-                raise ValueError(
-                    f"source: {reader.names.block} of {checkpoint.folder} are fused, as transformers has them in "
-                    "memory, expected what its save_pretrained writes with save_original_format=True"
-                )
             if reader.layout.format is fmt:
                 raise ValueError(
                     f"weight_format: expected another than the source holds, got {fmt.name}, as of layer {layer}"

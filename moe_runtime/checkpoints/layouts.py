@@ -20,7 +20,15 @@ from moe_runtime.checkpoints.families import text_config
 from moe_runtime.checkpoints.files import read_json
 from moe_runtime.checkpoints.patterns import check_work, matches
 from moe_runtime.comm.arguments import describe
-from moe_runtime.kernels.formats.number_formats import BF16, FP8_BLOCK, MXFP4, MXFP8, NVFP4, TokenFormat
+from moe_runtime.kernels.formats.number_formats import (
+    BF16,
+    FP8_BLOCK,
+    MXFP4,
+    MXFP8,
+    NVFP4,
+    TokenFormat,
+    ceil_div,
+)
 
 CONFIG_FILE = "config.json"
 MODELOPT_FILE = "hf_quant_config.json"
@@ -58,12 +66,16 @@ class WeightLayout:
 
     Attributes:
         name: its name in messages.
-        format: number format of the quants; `bf16` for quants with scales that no format has.
+        format: number format that weights are held in; `bf16` for quants with scales that no format has.
         weight: last part of the name of the quants.
         scale: last part of the name of the block scales, `[N, V]` linear, in `fp8_block` `[ceil(N/128), ceil(K/128)]`;
             None if there are none.
         grid: rows and columns that share a block scale, None for all of them, if not those of the format.
-        int4: eight quants in each int32, the low nibble first, with 8 added.
+        quants: number format of the quants, if not `format`.
+        int_bits: width of quants that are integers; None if they are none.
+        packed: integers lie in a row's int32s one after the other, low bits first, with `2^(int_bits - 1)` added.
+        zero_points: last part of the name of what is subtracted from integers, packed along a column `[N, V]`.
+        column_scale: last part of the name of a factor of each column `[K]`, which a linear may lack.
         scale_dtypes: possible dtypes of the block scales, as safetensors names them.
         weight_scale: second-level scale of the weight, fp32, one number.
         input_scale: second-level scale of the linear's input, if calibrated.
@@ -79,7 +91,11 @@ class WeightLayout:
     scale: str | None = None
     scale_dtypes: tuple[str, ...] = ()
     grid: tuple[int | None, int | None] | None = None
-    int4: bool = False
+    quants: TokenFormat | None = None
+    int_bits: int | None = None
+    packed: bool = False
+    zero_points: str | None = None
+    column_scale: str | None = None
     weight_scale: ScaleName | None = None
     input_scale: ScaleName | None = None
     unused: tuple[str, ...] = ()
@@ -90,29 +106,39 @@ class WeightLayout:
     @property
     def dequantized(self) -> bool:
         """Whether no format has these quants and scales, so that weights are dequantized as they are read."""
-        return self.scale is not None and self.format is BF16
+        return self.quants is not None or self.int_bits is not None
+
+    @property
+    def quant_format(self) -> TokenFormat:
+        """Number format of the quants, if they are no integers."""
+        return self.quants or self.format
 
     @property
     def is_fp8(self) -> bool:
         """Whether quants are FP8 and scales any numbers."""
-        return self.format is FP8_BLOCK or (self.dequantized and not self.int4)
+        return self.quant_format is FP8_BLOCK
 
     @property
     def quant_dtypes(self) -> tuple[str, ...]:
         """Possible dtypes of the quants, as safetensors names them."""
-        if self.int4:
-            return ("I32",)
-        bits = 8 if self.dequantized else self.format.element_bits
+        if self.int_bits is not None:
+            return ("I32" if self.packed else "I8",)
+        bits = self.quant_format.element_bits
         return {16: FLOAT_DTYPES, 8: QUANTIZED_DTYPES[:1], 4: QUANTIZED_DTYPES[1:]}[bits]
 
     def quant_columns(self, k: int) -> int:
         """Elements of the quants of a row of `k` values."""
-        return k // 8 if self.int4 else self.format.quant_columns(k)
+        return packed_words(k, self.int_bits) if self.packed and self.int_bits else self.quant_format.quant_columns(k)
 
     def stack(self, prefix: str) -> tuple[str, ...]:
         """Names of the quants and, if there are any, of the scales of stacked experts."""
         weight = prefix if self.fused or self.scale is None else f"{prefix}_{self.weight}"
         return (weight,) if self.scale is None else (weight, f"{prefix}_{self.scale}")
+
+
+def packed_words(count: int, bits: int) -> int:
+    """How many int32s hold `count` packed integers."""
+    return ceil_div(count * bits, 32)
 
 
 PLAIN = WeightLayout("plain", BF16)
@@ -128,6 +154,16 @@ MODELOPT_NVFP4 = WeightLayout(
     weight_scale=ScaleName("weight_scale_2", divides=False),
     input_scale=ScaleName("input_scale", divides=False),
 )
+MODELOPT_NVFP4_AWQ = replace(
+    MODELOPT_NVFP4,
+    name="modelopt nvfp4 awq",
+    format=BF16,
+    quants=NVFP4,
+    column_scale="pre_quant_scale",
+    input_scale=None,
+    unused=("input_scale",),
+)
+"""Columns were divided by what the inputs are multiplied by. `input_scale` is that of such inputs."""
 COMPRESSED_NVFP4 = WeightLayout(
     "nvfp4-pack-quantized",
     NVFP4,
@@ -153,7 +189,7 @@ FP8_TENSOR = WeightLayout(
 )
 """`fp8_block` holds it exactly, with one scale in all blocks."""
 FP8_TENSOR_INV = replace(FP8_TENSOR, scale="weight_scale_inv", unused=("input_scale", "activation_scale"))
-FP8_CHANNEL = replace(FP8_TENSOR, name="fp8 per channel", format=BF16, grid=(1, None))
+FP8_CHANNEL = replace(FP8_TENSOR, name="fp8 per channel", format=BF16, quants=FP8_BLOCK, grid=(1, None))
 GPT_OSS_MXFP4 = WeightLayout("mxfp4", MXFP4, weight="blocks", scale="scales", scale_dtypes=("U8",), stacked=True)
 
 COMPRESSED = {
@@ -161,33 +197,41 @@ COMPRESSED = {
 } | {"naive-quantized": COMPRESSED_FP8_BLOCKS}
 """Layouts of compressed-tensors by the name of their format, those of `float-quantized` in blocks of 128x128."""
 
-PACKED_INT4 = "pack-quantized"
-"""Format of compressed-tensors whose layout follows from the strategy and the size of its groups."""
+PACKED_INTS, PLAIN_INTS = "pack-quantized", "int-quantized"
+"""Formats of compressed-tensors whose layout follows from the width, the strategy and the size of its groups."""
+INT_BITS = {PACKED_INTS: (4, 8, 2), PLAIN_INTS: (8,)}
+"""Widths that are read. Older releases of compressed-tensors pack others in another way than newer ones."""
 
 
-def int4_groups(columns: int | None) -> WeightLayout:
-    """`pack-quantized` with one scale for this many columns of a row, None for all."""
+def integers(fmt: str, bits: int, columns: int | None, *, zero_points: bool) -> WeightLayout:
+    """A format of `INT_BITS` with one scale for this many columns of a row, None for all."""
+    packed = fmt == PACKED_INTS
     return WeightLayout(
-        "pack-quantized",
+        f"{fmt} of {bits} bits",
         BF16,
-        weight="weight_packed",
+        weight="weight_packed" if packed else "weight",
         scale="weight_scale",
         scale_dtypes=_SCALE_DTYPES,
         grid=(1, columns),
-        int4=True,
-        unused=("weight_shape",),
+        int_bits=bits,
+        packed=packed,
+        zero_points="weight_zero_point" if zero_points else None,
+        unused=("weight_shape",) if packed else ("input_scale", "input_zero_point", "azp_adj"),
     )
 
 
 def fp8_grid(layout: WeightLayout, rows: int, columns: int) -> WeightLayout:
     """`layout`, of FP8 in blocks of 128x128, with blocks of another size."""
     name = f"{layout.name} {rows}x{columns}"
-    return layout if (rows, columns) == (128, 128) else replace(layout, name=name, format=BF16, grid=(rows, columns))
+    if (rows, columns) == (128, 128):
+        return layout
+    return replace(layout, name=name, format=BF16, quants=FP8_BLOCK, grid=(rows, columns))
 
 
 MODELOPT = {
     "NVFP4": (MODELOPT_NVFP4, "nvfp4"),
     "W4A16_NVFP4": (MODELOPT_NVFP4, "bf16"),
+    "NVFP4_AWQ": (MODELOPT_NVFP4_AWQ, "bf16"),
     "FP8": (FP8_TENSOR, "fp8_block"),
     "FP8_PER_CHANNEL_PER_TOKEN": (FP8_CHANNEL, "bf16"),
     "FP8_PB_WO": (COMPRESSED_FP8_BLOCKS, "bf16"),
@@ -398,8 +442,8 @@ def _modelopt(at: str, quant_config: Mapping[str, Any], name: str) -> StoredExpe
     if not isinstance(algorithm, str) or algorithm.upper() not in MODELOPT:
         raise ValueError(f"{where}.quant_algo of {name}: expected one of {', '.join(MODELOPT)}, got {algorithm!r}")
     layout, tokens = MODELOPT[algorithm.upper()]
-    if layout.format in (NVFP4, MXFP8) and recipe.get("group_size") is not None:
-        _expect(f"{where}.group_size of {name}", recipe["group_size"], layout.format.block)
+    if layout.quant_format in (NVFP4, MXFP8) and recipe.get("group_size") is not None:
+        _expect(f"{where}.group_size of {name}", recipe["group_size"], layout.quant_format.block)
     stored = StoredExperts(layout, tokens, f"{where}.quant_algo")
     if quant_config.get("config_groups") is None:
         return stored
@@ -429,7 +473,7 @@ def _modelopt_group(at: str, groups: Any, above: Sequence[str]) -> tuple[str, Ma
 
 def _modelopt_tokens(at: str, group: Mapping[str, Any], name: str, stored: StoredExperts) -> StoredExperts:
     """`stored`, meant for the tokens that a group of ModelOpt names."""
-    fmt = stored.layout.format
+    fmt = stored.layout.quant_format
     if group.get("weights") is not None and fmt in (NVFP4, MXFP8):
         weights = _mapping(f"{at}.weights", group["weights"])
         _expect(f"{at}.weights.group_size of {name}", weights.get("group_size", fmt.block), fmt.block)
@@ -450,9 +494,9 @@ def _compressed(at: str, quant_config: Mapping[str, Any], name: str) -> StoredEx
     if key is None:
         return _plain(_ignored(at, quant_config, name) or f"{at}.config_groups")
     group, where = quant_config["config_groups"][key], f"{at}.config_groups.{key}"
-    if fmt not in (*COMPRESSED, PACKED_INT4):
+    if fmt not in (known := (*COMPRESSED, *INT_BITS)):
         at = where if group.get("format") else at
-        raise ValueError(f"{at}.format of {name}: expected one of {', '.join((*COMPRESSED, PACKED_INT4))}, got {fmt!r}")
+        raise ValueError(f"{at}.format of {name}: expected one of {', '.join(known)}, got {fmt!r}")
     return _of_group(where, group, _group_layout(where, group, fmt, name), name)
 
 
@@ -463,13 +507,7 @@ def _group_layout(at: str, group: Mapping[str, Any], fmt: str, name: str) -> Wei
     if layout is not None and layout is not COMPRESSED_FP8_BLOCKS:
         return layout
     if layout is None:
-        _expect(f"{at}.num_bits of {name}", weights.get("num_bits"), 4)
-        _expect(f"{at}.type of {name}", weights.get("type"), "int")
-        if strategy not in ("group", "channel"):
-            raise ValueError(f"{at}.strategy of {name}: expected 'group' or 'channel', got {strategy!r}")
-        if strategy == "channel":
-            return int4_groups(None)
-        return int4_groups(*_block(f"{at}.group_size of {name}", [weights.get("group_size")], 1))
+        return _integers(at, weights, fmt, name)
     _expect(f"{at}.num_bits of {name}", weights.get("num_bits", 8), 8)
     _expect(f"{at}.type of {name}", weights.get("type", "float"), "float")
     if strategy == "block":
@@ -480,13 +518,32 @@ def _group_layout(at: str, group: Mapping[str, Any], fmt: str, name: str) -> Wei
     return _FP8_STRATEGIES[strategy]
 
 
+def _integers(at: str, weights: Mapping[str, Any], fmt: str, name: str) -> WeightLayout:
+    """The layout of integers in format `fmt`, by what a group says of its `weights`."""
+    bits, strategy = weights.get("num_bits"), weights.get("strategy")
+    if bits not in INT_BITS[fmt]:
+        expected = " or ".join(map(str, INT_BITS[fmt]))
+        raise ValueError(f"{at}.num_bits of {name}: expected {expected} with {fmt}, got {bits!r}")
+    _expect(f"{at}.type of {name}", weights.get("type"), "int")
+    if strategy not in ("group", "channel"):
+        raise ValueError(f"{at}.strategy of {name}: expected 'group' or 'channel', got {strategy!r}")
+    columns = None
+    if strategy == "group":
+        (columns,) = _block(f"{at}.group_size of {name}", [weights.get("group_size")], 1)
+    symmetric = weights.get("symmetric", True)
+    if type(symmetric) is not bool or (not symmetric and fmt != PACKED_INTS):
+        _expect(f"{at}.symmetric of {name}", symmetric, True)
+    return integers(fmt, bits, columns, zero_points=not symmetric)
+
+
 _FP8_STRATEGIES = {"tensor": FP8_TENSOR, "channel": FP8_CHANNEL}
 
 
 def _of_group(at: str, group: Mapping[str, Any], layout: WeightLayout, name: str) -> StoredExperts:
     """How a linear is stored in `layout` by what a group of compressed-tensors says."""
     weights, activations = _mapping(f"{at}.weights", group.get("weights")), None
-    if group.get("input_activations") is not None:
+    # Integers are dequantized, for bf16 tokens, whatever activations they may be meant for.
+    if group.get("input_activations") is not None and layout.int_bits is None:
         where = f"{at}.input_activations"
         activations = _mapping(where, group["input_activations"])
         bits = 8 if layout.dequantized else layout.format.element_bits
@@ -501,7 +558,8 @@ def _of_group(at: str, group: Mapping[str, Any], layout: WeightLayout, name: str
             _expect(f"{at}.input_activations.dynamic of {name}", activations.get("dynamic"), True)
     elif layout.format.swizzled:
         _expect(f"{at}.weights.group_size of {name}", weights.get("group_size"), layout.format.block)
-    _expect(f"{at}.weights.symmetric of {name}", weights.get("symmetric", True), True)
+    if layout.int_bits is None:
+        _expect(f"{at}.weights.symmetric of {name}", weights.get("symmetric", True), True)
     tokens = "bf16" if activations is None or layout is COMPRESSED_MXFP4 else layout.format.name
     return StoredExperts(layout, tokens, f"{at}.input_activations")
 

@@ -453,7 +453,7 @@ def test_activation_scales_without_a_finite_reciprocal(folder: Path) -> None:
         ([], r": expected an object, got \[\]"),
         (
             MODELOPT | {"quant_algo": "INT4_AWQ"},
-            r"\.quant_algo of model.*gate_proj: expected one of NVFP4, W4A16_NVFP4, FP8, .*, got 'INT4_AWQ'",
+            r"\.quant_algo of model.*gate_proj: expected one of NVFP4, W4A16_NVFP4, .*, FP8, .*, got 'INT4_AWQ'",
         ),
         (MODELOPT | {"group_size": 32}, r"\.group_size of model.*gate_proj: expected 16, got 32"),
         (FP8 | {"weight_block_size": [0, 128]}, r"\.weight_block_size: expected two positive integers, got \[0, 128\]"),
@@ -461,8 +461,8 @@ def test_activation_scales_without_a_finite_reciprocal(folder: Path) -> None:
         (FP8 | {"activation_scheme": "new"}, r"\.activation_scheme: expected 'dynamic' or 'static', got 'new'"),
         ({"quant_method": "compressed-tensors"}, r"\.config_groups: expected an object, got None"),
         (
-            {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": {"a": {}}},
-            r"\.format of model.*gate_proj: expected one of nvfp4-pack-quantized, .*, got 'int-quantized'",
+            {"quant_method": "compressed-tensors", "format": "marlin-24", "config_groups": {"a": {}}},
+            r"\.format of model.*gate_proj: expected one of nvfp4-pack-quantized, .*, got 'marlin-24'",
         ),
         (
             {
