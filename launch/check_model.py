@@ -241,7 +241,7 @@ def generate(model: Any, owner: ExpertParallel, prompt: list[int], count: int) -
 def run_model(options: argparse.Namespace, device: torch.device, parallel: ParallelConfig) -> int:
     """Load, check, generate and report; the exit code. Collective."""
     memory = []
-    with Checkpoint(options.folder) as checkpoint:
+    with Checkpoint(options.folder, routers=False) as checkpoint:
         model = load_model(checkpoint, device)
         memory.append(memory_now("model without experts", device))
         vocabulary = model.get_input_embeddings().num_embeddings

@@ -53,7 +53,7 @@ from moe_runtime.checkpoints.layouts import (
 )
 from moe_runtime.checkpoints.loading import FRESH, ExpertTensors, QuantBuffer, QuantBuffers, check_buffers
 from moe_runtime.checkpoints.readers import ExpertNames, ExpertReader, dense, layout_of, read_linear
-from moe_runtime.comm.arguments import check_integer, check_kind, check_path, describe
+from moe_runtime.comm.arguments import check_flag, check_integer, check_kind, check_path, describe
 from moe_runtime.config import MAX_EXPERTS, ActivationConfig, MoELayerConfig, RouterConfig, SharedExpertConfig
 from moe_runtime.kernels.formats.number_formats import (
     format_named,
@@ -99,9 +99,15 @@ class SharedExpertTensors:
 class Checkpoint:
     """A checkpoint folder, open for reading; a context manager. Tensors are read only on request.
 
+    Args:
+        path: of the folder.
+        routers: False for `apply_expert_parallel`, where the model brings its own routers and says what its experts
+            compute. Then what `config.json` says of these is not read, and any kind of model will do.
+
     Attributes:
         folder: its path.
         config: the parsed `config.json`.
+        routers: as given.
         family: the family of the model.
         quantization: how its routed experts are quantized.
         files: its tensors.
@@ -115,14 +121,16 @@ class Checkpoint:
     Warns (`UserWarning`) of a `model_type` that no family has: what its config does not say is guessed (`DEFAULT`).
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, *, routers: bool = True) -> None:
         self.folder = check_path("path", path)
+        check_flag("routers", routers)
+        self.routers = routers
         if re.fullmatch(_HUB_ID, str(path)) and not os.path.exists(self.folder):
             raise ValueError(f"path: no folder {path}; a model of the Hugging Face Hub has to be downloaded first")
         self._source = str(self.folder / CONFIG_FILE)
         self.config = read_json(self.folder / CONFIG_FILE)
         self.family: Family = family_of(self.config, source=self._source)
-        if (guess := guessed(self.config, source=self._source)) is not None:
+        if routers and (guess := guessed(self.config, source=self._source)) is not None:
             router = self._sizes().router
             warnings.warn(f"{self._source}: {guess} is not known; its router is read as {router!r}", stacklevel=2)
         self.quantization = Quantization.of(self.folder, self.config, stacked=self.family is GPT_OSS)
@@ -182,7 +190,10 @@ class Checkpoint:
         found: dict[str, Any] = {"token_format": token, "weight_format": weight}
         if token == "nvfp4" and overrides.get("intermediate_gsf") is None:
             found["intermediate_gsf"] = self.reader(layer).smallest_input_gsf()
-        return layer_config(self.config, source=self._source, **overrides | found)
+        made = layer_config(self.config, source=self._source, experts_only=not self.routers, **overrides | found)
+        if made.activation.order != (order := self.names(layer).order.value):
+            raise ValueError(f"activation.order: {self._source} is read as {order}, got {made.activation.order}")
+        return made
 
     def check_fits(self, config: MoELayerConfig, *, but_for: Collection[str] = ()) -> None:
         """Raise `ValueError` naming the field if `config` contradicts `config.json`, except in the fields `but_for`.
@@ -194,19 +205,21 @@ class Checkpoint:
         for name in but_for:
             if not isinstance(name, str) or name not in MoELayerConfig.model_fields:
                 raise ValueError(f"but_for: expected names of fields, got {describe(name)}")
+        but_for = set(but_for) if self.routers else {*but_for} & {"hidden_size", "intermediate_size", "num_experts"}
         fields = {name: value for name, value in config.model_dump().items() if name not in but_for}
-        layer_config(self.config, source=self._source, **fields)
+        layer_config(self.config, source=self._source, experts_only=not self.routers, **fields)
 
     def digests(self, layer: int | None = None) -> dict[str, str]:
         """Hashes that must be equal on ranks that read one checkpoint (`TensorFiles.file_digests`).
 
-        A `layer` adds the hash of its router, which differs between trainings of one model, and those of the headers
-        of the files with its experts, which must all be there.
+        A `layer` adds the hash of its router, if routers are read, which differs between trainings of one model, and
+        those of the headers of the files with its experts, which must all be there.
         """
         found = self.files.file_digests((CONFIG_FILE, MODELOPT_FILE))
         if layer is not None:
-            raw = self.router(layer).weight.view(torch.uint8).numpy().tobytes()
-            found[f"sha256 of {self._gate(layer)}.weight"] = hashlib.sha256(raw).hexdigest()[:16]
+            if self.routers:
+                raw = self.router(layer).weight.view(torch.uint8).numpy().tobytes()
+                found[f"sha256 of {self._gate(layer)}.weight"] = hashlib.sha256(raw).hexdigest()[:16]
             block = f"{self.names(layer).block}."
             found |= self.files.header_digests(name for name in self.files.names() if name.startswith(block))
         return found
@@ -214,7 +227,7 @@ class Checkpoint:
     def check_layer(self, layer: int) -> None:
         """Raise `ValueError` unless decoder layer `layer` has routed experts."""
         if not self._is_moe_layer(layer):
-            where = self.files.index if self.family is DEFAULT else self._source
+            where = self.files.index if self.family is DEFAULT or not self.routers else self._source
             raise ValueError(f"layer: {where} says that layer {layer} has no experts")
 
     @property
@@ -225,8 +238,11 @@ class Checkpoint:
     def _is_moe_layer(self, layer: int) -> bool:
         """As `is_moe_layer`, but the files say which layers have experts if the family is `DEFAULT`.
 
-        They also say which layers for multi-token prediction there are, if the config does not.
+        They also say which layers for multi-token prediction there are, if the config does not. Without routers,
+        nothing but the files counts.
         """
+        if not self.routers:
+            return type(layer) is int and layer in self._blocks
         if (
             self._says_no_prediction
             and type(layer) is int
@@ -278,6 +294,7 @@ class Checkpoint:
         Also if there is a shared expert, or a gate of one, that `config.json` does not have.
         Reads headers only, so that nobody allocates what a wrong `config.json` asks for.
         """
+        self._check_routers()
         self.check_layer(layer)
         sizes = self._sizes()
         hidden, shared = sizes.hidden_size, sizes.shared_expert
@@ -434,7 +451,8 @@ class Checkpoint:
         return QuantBuffer(count), QuantBuffer(count)
 
     def router(self, layer: int) -> RouterTensors:
-        """The router of a layer, with its biases."""
+        """The router of a layer, with its biases. Raises `ValueError` also where routers are not read."""
+        self._check_routers()
         self.check_layer(layer)
         sizes = self._sizes()
         gate, correction_bias = self._gate(layer), self._found(layer, self.family.names.correction_biases)
@@ -450,7 +468,8 @@ class Checkpoint:
         )
 
     def shared_expert(self, layer: int) -> SharedExpertTensors | None:
-        """The shared expert of a layer; None if the model has none."""
+        """The shared expert of a layer; None if the model has none. Raises `ValueError` as `router`."""
+        self._check_routers()
         self.check_layer(layer)
         sizes = self._sizes()
         shared: SharedExpertConfig | None = sizes.shared_expert
@@ -499,8 +518,15 @@ class Checkpoint:
         stack, blocks = self._stack
         return blocks.get(layer, f"{stack}.{layer}.{self.family.names.block}")
 
+    def _check_routers(self) -> None:
+        if not self.routers:
+            raise ValueError("routers: expected True where a router or a shared expert is read")
+
     def _sizes(self) -> MoELayerConfig:
-        return layer_config(self.config, source=self._source, max_tokens_per_rank=1)
+        """All that `config.json` says; without routers, only the sizes of experts."""
+        top_k = {} if self.routers else {"top_k": 1}
+        found = {"max_tokens_per_rank": 1, **top_k}
+        return layer_config(self.config, source=self._source, experts_only=not self.routers, **found)
 
 
 def choose_formats(

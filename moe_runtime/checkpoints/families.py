@@ -86,7 +86,7 @@ class Family:
 
 NUM_EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Keys of the number of routed experts. Of these and of all keys below, the first one that is there counts."""
-EXPERT_SIZE_KEYS = ("moe_intermediate_size", "intermediate_size")
+EXPERT_SIZE_KEYS = ("moe_intermediate_size", "intermediate_size", "expert_ffn_hidden_size")
 TOP_K_KEYS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk")
 SCORING_KEYS = ("scoring_func", "score_function", "score_func", "moe_router_activation_func")
 RENORMALIZE_KEYS = ("norm_topk_prob", "moe_renormalize", "route_norm")
@@ -190,7 +190,7 @@ OTHER_KINDS = {
     "llama4": "its router scales the inputs of experts",
     "longcat_flash": "some of its experts compute nothing",
 }
-"""Kinds of models whose files look like those that are read, but that compute something else."""
+"""Kinds of models whose files look like those that are read, but whose layers compute something else."""
 
 MAX_DEPTH = 4
 """Most configs within each other, counting the outermost."""
@@ -215,7 +215,7 @@ def text_config(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
 def family_of(config: Mapping[str, Any], *, source: str = "config") -> Family:
     """The family of `model_type`, `DEFAULT` for one that is in no family.
 
-    Raises `ValueError` naming `source` if it is no text or one of `OTHER_KINDS`, or if the model has no experts.
+    Raises `ValueError` naming `source` if it is no text, or if the model has no experts.
     """
     return _Keys.of(config, source).family
 
@@ -228,7 +228,9 @@ def guessed(config: Mapping[str, Any], *, source: str = "config") -> str | None:
     return None if known else f"{keys.at}model_type: {shortened(model_type)}"
 
 
-def layer_config(config: Mapping[str, Any], *, source: str = "config", **overrides: Any) -> MoELayerConfig:
+def layer_config(
+    config: Mapping[str, Any], *, source: str = "config", experts_only: bool = False, **overrides: Any
+) -> MoELayerConfig:
     """The MoE layers that a `config.json` describes. `overrides` set the other fields.
 
     They must have `max_tokens_per_rank`, which has no default. A whole config (`**config.model_dump()`) checks that it
@@ -237,26 +239,27 @@ def layer_config(config: Mapping[str, Any], *, source: str = "config", **overrid
     Args:
         config: the parsed file, or `to_dict()` of a transformers config.
         source: its name in error messages, such as the path of the file.
+        experts_only: read the sizes of the experts alone. `overrides` say everything else.
 
     Raises:
-        ValueError: a key that is missing or out of range, values that `MoELayerConfig` refuses, or overrides that
-            contradict the config; names `source` and key.
+        ValueError: a model in `OTHER_KINDS`, a key that is missing or out of range, values that `MoELayerConfig`
+            refuses, or overrides that contradict the config; names `source` and key.
     """
     keys = _Keys.of(config, source)
-    for key in ACTIVATION_KEYS:
-        if keys.config.get(key) not in (None, "silu", "swish"):
-            keys.refuse(key, "silu")
     try:
         stored: dict[str, Any] = {
             "hidden_size": keys.positive("hidden_size"),
             "intermediate_size": keys.positive(*EXPERT_SIZE_KEYS),
             "num_experts": keys.positive(*NUM_EXPERTS_KEYS),
-            "top_k": keys.positive(*TOP_K_KEYS),
-            "router": _router(keys),
-            "activation": _activation(keys),
-            "expert_bias": keys.family.expert_bias,
-            "shared_expert": shared_expert(config, source=source),
         }
+        if not experts_only:
+            stored |= {
+                "top_k": keys.positive(*TOP_K_KEYS),
+                "router": _router(keys),
+                "activation": _activation(keys),
+                "expert_bias": keys.family.expert_bias,
+                "shared_expert": shared_expert(config, source=source),
+            }
         made = MoELayerConfig.model_validate(stored | overrides)
     except ValidationError as error:
         raise ValueError(f"{source}: {'; '.join(complaints(error))}") from None
@@ -325,6 +328,8 @@ def num_layers(config: Mapping[str, Any], *, source: str = "config", prediction:
 
 
 def _router(keys: _Keys) -> RouterConfig:
+    if keys.kind in OTHER_KINDS:
+        keys.refuse("model_type", f"another kind, since {OTHER_KINDS[keys.kind]}", keys.kind)
     family, kind = keys.family, _router_kind(keys)
     renormalize = family.renormalize
     if renormalize is None:
@@ -369,6 +374,9 @@ def _router_kind(keys: _Keys) -> Literal["softmax", "topk_softmax", "sigmoid"]:
 
 
 def _activation(keys: _Keys) -> ActivationConfig:
+    for key in ACTIVATION_KEYS:
+        if keys.config.get(key) not in (None, "silu", "swish"):
+            keys.refuse(key, "silu")
     if not keys.family.clamped_swiglu:
         if keys.config.get("swiglu_limit") is not None:
             keys.refuse("swiglu_limit", "none")
@@ -393,6 +401,7 @@ class _Keys:
     source: str
     at: str
     family: Family
+    kind: str = ""
 
     @classmethod
     def of(cls, config: Mapping[str, Any], source: str) -> _Keys:
@@ -400,11 +409,9 @@ class _Keys:
         model_type = found.get("model_type", config.get("model_type"))
         kind = model_type.removesuffix("_text") if isinstance(model_type, str) else ""
         family = next((family for family in FAMILIES if kind in family.model_types), DEFAULT)
-        keys = cls(found, source, at, family)
+        keys = cls(found, source, at, family, kind)
         if not isinstance(model_type, str):
             keys.refuse("model_type", "a text", model_type)
-        if kind in OTHER_KINDS:
-            keys.refuse("model_type", f"another kind, since {OTHER_KINDS[kind]}", model_type)
         if family is DEFAULT and keys.first(NUM_EXPERTS_KEYS) is None:
             keys.refuse("model_type", f"a model with experts ({' or '.join(NUM_EXPERTS_KEYS)})", model_type)
         return keys

@@ -378,9 +378,13 @@ def _config_of(
 ) -> MoELayerConfig:
     """The config of the layer of `block`, without the shared expert, which stays in the block."""
     if isinstance(experts, Checkpoint):
-        plain = layer_config(model_config, source="model.config", max_tokens_per_rank=1)
         # The model must agree with the checkpoint.
-        stated = {key: getattr(plain, key) for key in plain.model_fields_set} | block.described.fields
+        if experts.routers:
+            plain = layer_config(model_config, source="model.config", max_tokens_per_rank=1)
+            stated = {key: getattr(plain, key) for key in plain.model_fields_set}
+        else:
+            stated = {"top_k": block.top_k(model_config, settings.get("top_k"))}
+        stated |= block.described.fields
         made = experts.layer_config(block.number, **stated | settings)
         alone: MoELayerConfig = made.replace(shared_expert=None)
         return alone

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ pytest.importorskip("transformers")
 
 import transformers
 
+from moe_runtime.checkpoints.checkpoint import Checkpoint
 from moe_runtime.integrations.expert_modules import describe_experts
 from moe_runtime.integrations.transformers import apply_expert_parallel
 from moe_runtime.integrations.transformers_models import without_experts
@@ -65,6 +67,30 @@ def test_experts_of_any_family_may_be_left_out(family: str, one_thread: None) ->
     for model, source in ((whole, None), (empty, lambda layer, ids: tensors[layer].tensors(ids))):
         with apply_expert_parallel(model, max_tokens_per_rank=96, experts=source), torch.no_grad():
             found.append(model(**families_table.inputs_of(model, ids))[0])
+    assert_same_bits(found[1], found[0])
+
+
+OF_FILES = [
+    *("afmoe", "deepseek_v4", "ernie4_5_moe", "hy_v4", "inkling", "laguna", "minimax_m3_vl", "phimoe", "zaya"),
+]
+"""Routers and activations that `config.json` says in words of its own; all of them are read from the model."""
+
+
+@pytest.mark.parametrize("family", OF_FILES)
+def test_experts_of_any_family_come_from_its_files(family: str, one_thread: None, tmp_path: Path, seed: int) -> None:
+    saved = families_table.tiny_model(family, seed)
+    saved.save_pretrained(tmp_path)
+    whole = type(saved).from_pretrained(tmp_path, dtype=torch.bfloat16)
+    with without_experts():
+        empty = type(saved).from_pretrained(tmp_path, dtype=torch.bfloat16)
+    ids, found = torch.randint(3, families_table.VOCABULARY, families_table.TOKENS), []
+    with Checkpoint(tmp_path, routers=False) as checkpoint:
+        for model, source in ((whole, None), (empty, checkpoint)):
+            with apply_expert_parallel(model, max_tokens_per_rank=96, experts=source), torch.no_grad():
+                found.append(model(**families_table.inputs_of(model, ids))[0])
+        number = next(iter(checkpoint.moe_layers()))
+        with pytest.raises(ValueError, match="routers: expected True where a router or a shared expert is read"):
+            checkpoint.router(number)
     assert_same_bits(found[1], found[0])
 
 

@@ -345,7 +345,7 @@ ARGUMENTS: dict[str, Callable[[World, Any], dict[str, Any]]] = {
     "softmax_topk": lambda w, on: _logits(w) | {"renormalize": True, "scaling_factor": 1.5},
     "topk_softmax": lambda w, on: _logits(w) | {"scaling_factor": 1.5},
     # Contexts, configs, placements, checkpoints, models.
-    "Checkpoint": lambda w, on: {"path": w.folder / "checkpoint"},
+    "Checkpoint": lambda w, on: {"path": w.folder / "checkpoint", "routers": True},
     "Checkpoint.check_fits": lambda w, on: {"config": w.config(), "but_for": ["top_k"]},
     "Checkpoint.check_layer": lambda w, on: {"layer": 0},
     "Checkpoint.check_sizes": lambda w, on: {"layer": 0},
