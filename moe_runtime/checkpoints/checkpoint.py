@@ -64,6 +64,8 @@ from moe_runtime.kernels.gemm.weights import GateUpOrder
 
 _NUMBER = re.compile("[0-9]{1,4}").fullmatch
 """A number of a decoder layer."""
+_STACK_OF_GRANITE = ".block_sparse_moe.input_linear.weight"
+"""Stacked experts without a module of their own."""
 _OTHER_STACKS = ("mtp", "draft", "talker")
 """Modules that may have decoder layers of their own, which are not those of the model."""
 
@@ -220,8 +222,9 @@ class Checkpoint:
             if self.routers:
                 raw = self.router(layer).weight.view(torch.uint8).numpy().tobytes()
                 found[f"sha256 of {self._gate(layer)}.weight"] = hashlib.sha256(raw).hexdigest()[:16]
-            block = f"{self.names(layer).block}."
-            found |= self.files.header_digests(name for name in self.files.names() if name.startswith(block))
+            names = self.names(layer)
+            of_experts = (f"{names.block}.", *names.stacks)
+            found |= self.files.header_digests(name for name in self.files.names() if name.startswith(of_experts))
         return found
 
     def check_layer(self, layer: int) -> None:
@@ -267,6 +270,8 @@ class Checkpoint:
         seen = set()
         for name in self.files.names():
             block, found, _ = name.partition(".experts.")
+            if name.endswith(_STACK_OF_GRANITE):
+                block, found, _ = name.rpartition(".input_linear")
             if not found or block in seen or len(block) > MAX_NAME:
                 continue
             seen.add(block)
@@ -389,11 +394,20 @@ class Checkpoint:
     def names(self, layer: int) -> ExpertNames:
         """The names of a layer's experts."""
         self.check_layer(layer)
-        block, known = f"{self._block(layer)}.experts", self.family.names.projections
+        outer, known, stacks = self._block(layer), self.family.names.projections, self.family.names.stacks
+        block = f"{outer}.experts"
         parts = next((parts for parts in known if self._holds_linear(f"{block}.0.{parts[0]}")), known[0])
+        gate_up, down = next((pair for pair in stacks if f"{outer}.{pair[0]}" in self.files), stacks[0])
         order = GateUpOrder.INTERLEAVED if self.family.clamped_swiglu else GateUpOrder.GATE_UP
         correction_bias = self._found(layer, self.family.names.correction_biases)
-        return ExpertNames(block, *parts, order=order, biases=self.family.expert_bias, others=(correction_bias,))
+        return ExpertNames(
+            block,
+            *parts,
+            stacks=(f"{outer}.{gate_up}", f"{outer}.{down}"),
+            order=order,
+            biases=self.family.expert_bias,
+            others=(correction_bias,),
+        )
 
     def _holds_linear(self, prefix: str) -> bool:
         return any(f"{prefix}.{weight}" in self.files for weight in WEIGHT_NAMES)

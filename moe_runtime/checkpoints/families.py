@@ -33,6 +33,7 @@ class TensorNames:
     Attributes:
         block: the module that holds router and experts, in messages about files that have none.
         projections: gate, up and down of one expert.
+        stacks: gate-and-up and down of all experts, within the block.
         routers: the linear gate, within the block.
         correction_biases: its correction bias, within the block.
         shared_experts: the shared expert, within the block.
@@ -41,7 +42,12 @@ class TensorNames:
 
     block: str = "mlp"
     projections: tuple[tuple[str, str, str], ...] = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
-    routers: tuple[str, ...] = ("gate", "router", "gate.wg", "router.gate")
+    stacks: tuple[tuple[str, str], ...] = (
+        ("experts.gate_up_proj", "experts.down_proj"),
+        ("experts.fc1.weight", "experts.fc2.weight"),
+        ("input_linear.weight", "output_linear.weight"),
+    )
+    routers: tuple[str, ...] = ("gate", "router", "gate.wg", "router.gate", "router.layer")
     correction_biases: tuple[str, ...] = (
         "gate.e_score_correction_bias",
         "e_score_correction_bias",
@@ -158,6 +164,9 @@ MINIMAX_M2 = Family(
     names=TensorNames("block_sparse_moe", projections=(("w1", "w3", "w2"), ("gate_proj", "up_proj", "down_proj"))),
 )
 OLMOE = Family("olmoe", ("olmoe", "flex_olmo"), "softmax", defaults={"norm_topk_prob": False})
+GRANITEMOE = Family(
+    "granitemoe", ("granitemoe",), "topk_softmax", renormalize=True, names=TensorNames("block_sparse_moe")
+)
 JAMBA = Family("jamba", ("jamba",), "softmax", renormalize=False)
 LFM2_MOE = Family("lfm2_moe", ("lfm2_moe",), "sigmoid", defaults={"num_dense_layers": 2})
 
@@ -171,6 +180,7 @@ FAMILIES = (
     MISTRAL4,
     MINIMAX_M2,
     OLMOE,
+    GRANITEMOE,
     JAMBA,
     LFM2_MOE,
 )

@@ -57,6 +57,7 @@ class ExpertNames:
     Attributes:
         block: their common prefix, such as `model.layers.3.mlp.experts`.
         gate, up, down: names of the projections of one expert, if experts are not stacked.
+        stacks: prefixes of gate-and-up and of down if experts are stacked.
         order: order of the rows of gate and up in the model, and in stacked tensors.
         biases: whether each projection has a bias.
         others: tensors with names like those of experts that belong to something else.
@@ -66,6 +67,7 @@ class ExpertNames:
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+    stacks: tuple[str, str] = ("", "")
     order: GateUpOrder = GateUpOrder.GATE_UP
     biases: bool = False
     others: tuple[str, ...] = ()
@@ -74,11 +76,6 @@ class ExpertNames:
         """Prefixes of gate, up and down of an expert that is not stacked."""
         prefix = f"{self.block}.{expert}"
         return f"{prefix}.{self.gate}", f"{prefix}.{self.up}", f"{prefix}.{self.down}"
-
-    @property
-    def stacks(self) -> tuple[str, str]:
-        """Prefixes of gate-and-up and of down if experts are stacked."""
-        return f"{self.block}.gate_up_proj", f"{self.block}.down_proj"
 
 
 @dataclass(frozen=True)

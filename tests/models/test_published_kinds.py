@@ -65,6 +65,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "dots1": GROUPED | {"norm_topk_prob": True},
     "exaone_moe": {"routed_scaling_factor": 1.5},
     "flex_olmo": {},
+    "granitemoe": {},
     "glm4_moe": GROUPED,
     "glm4_moe_lite": GROUPED,
     "glm4v_moe": GROUPED,
