@@ -172,7 +172,9 @@ def recorded(layer: MoELayer) -> Iterator[list[tuple[torch.Tensor, Any, torch.Te
     calls: list[tuple[torch.Tensor, Any, torch.Tensor]] = []
 
     def keep(module: Any, args: Any, named: Any, y_TH: torch.Tensor) -> None:
-        calls.append((args[0], (named["topk_idx"], named["topk_weights"]), y_TH))
+        # Later layers may write over them.
+        routes = named["topk_idx"].clone(), named["topk_weights"].clone()
+        calls.append((args[0].clone(), routes, y_TH.clone()))
 
     hook = layer.register_forward_hook(keep, with_kwargs=True)
     try:
@@ -249,8 +251,9 @@ def run_model(options: argparse.Namespace, device: torch.device, parallel: Paral
             raise ValueError(f"--tokens: expected ids below {vocabulary}, got {wrong}")
         count = max(len(options.tokens), options.check_tokens)
         formats = {name: getattr(options, name) for name in FORMATS}
+        sizes = {"max_tokens_per_rank": count, "token_buckets": (1,)}  # a prompt, and one token after it
         with apply_expert_parallel(
-            model, max_tokens_per_rank=count, experts=checkpoint, parallel=parallel, device=device, **formats
+            model, experts=checkpoint, parallel=parallel, device=device, **sizes, **formats
         ) as owner:
             memory.append(memory_now("with experts", device))
             # Every rank has tokens of its own.
@@ -258,6 +261,7 @@ def run_model(options: argparse.Namespace, device: torch.device, parallel: Paral
             ids = torch.randint(vocabulary, (1, options.check_tokens), generator=rng).to(device)
             checks = list(check_kinds(model, checkpoint, owner, ids))
             generation = generate(model, owner, options.tokens, options.new)
+            owner.context.check_peers()
             memory.append(memory_now("at the end", device))
             return finish(RankResult(checks, generation, memory), options, owner.context)
 
@@ -273,6 +277,7 @@ def run_layer(options: argparse.Namespace, context: ExpertParallelContext) -> in
         memory = [memory_now("with experts", context.device)]
         x_TH, *routes = cases.step_inputs(layer, "router", options.seed, context.rank, 0, options.check_tokens)
         y_TH = layer(x_TH, topk_idx=routes[0], topk_weights=routes[1])
+        context.check_peers()
         checks = [check_layer(layer, checkpoint, options.layer, x_TH, routes, y_TH)]
         memory.append(memory_now("at the end", context.device))
     return finish(RankResult(checks, None, memory), options, context)

@@ -130,7 +130,7 @@ def layer_reference(
         if expert < 0:
             continue
         gate_up, down, gate_up_bias, down_bias = (
-            None if tensor is None else dense(tensor.to(x_TH.device))[None] for tensor in experts(expert)
+            None if tensor is None else dense(tensor).to(x_TH.device)[None] for tensor in experts(expert)
         )
         assert gate_up is not None and down is not None
         y_TH += moe_reference(
