@@ -209,8 +209,11 @@ def load_model(checkpoint: Checkpoint, device: torch.device) -> Any:
     if hasattr(config, "quantization_config") and not any(name.endswith(SCALE_NAMES) for name in names):
         del config.quantization_config
     kind = getattr(transformers, (config.architectures or [""])[0], transformers.AutoModelForCausalLM)
-    with without_experts():
-        model = kind.from_pretrained(checkpoint.folder, config=config, dtype=torch.bfloat16)
+    try:
+        with without_experts():
+            model = kind.from_pretrained(checkpoint.folder, config=config, dtype=torch.bfloat16)
+    except ImportError as error:
+        raise ValueError(f"transformers cannot load the rest of the model: {error}") from None
     return model.to(device).eval()
 
 

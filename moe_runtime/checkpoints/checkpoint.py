@@ -313,7 +313,7 @@ class Checkpoint:
             linears, inner = self._shared_linears(layer), shared.intermediate_size
             layout = self._shared_layout(linears)
             for name, (rows, columns) in zip(linears, ((inner, hidden), (inner, hidden), (hidden, inner)), strict=True):
-                shape = (rows, layout.quant_columns(columns))
+                shape = layout.quant_shape(rows, columns)
                 self.files.check(f"{name}.{layout.weight}", shape, layout.quant_dtypes)
 
     def stored_of(self, layer: int) -> StoredExperts:

@@ -57,11 +57,15 @@ def in_blocks(scales: torch.Tensor, high: int, wide: int, rows: int, columns: in
 
 
 def unpacked(quants: torch.Tensor, bits: int, count: int) -> torch.Tensor:
-    """int8 `[..., count]` of the integers of 2, 4 or 8 bits in int32 `[..., W]`, less `2^(bits - 1)`."""
+    """uint8 `[..., count]` of the integers of 2, 4 or 8 bits in int32 `[..., W]`."""
     raw, mask = quants.contiguous().view(torch.uint8), (1 << bits) - 1
-    values = torch.stack([raw >> shift & mask for shift in range(0, 8, bits)], -1).flatten(-2)
+    return torch.stack([raw >> shift & mask for shift in range(0, 8, bits)], -1).flatten(-2)[..., :count]
+
+
+def centred(values: torch.Tensor, bits: int) -> torch.Tensor:
+    """int8 of uint8 to which `2^(bits - 1)` was added."""
     # In bytes, where what falls below 0 is the two's complement.
-    return (values[..., :count] - (1 << bits - 1)).view(torch.int8)
+    return (values - (1 << bits - 1)).view(torch.int8)
 
 
 def times_columns(w_NK: torch.Tensor, factors: torch.Tensor, order: GateUpOrder | None) -> torch.Tensor:

@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NoReturn
@@ -42,13 +43,13 @@ _CONFIG_KEYS = (EXPERTS_KEY, "quantization_config", OLD_KEY)
 _WILDCARD = re.compile(r"[*?\[]")
 QUANTIZED_DTYPES = ("F8_E4M3", "U8")
 """Dtypes of quants of 8 and of 4 bits, as safetensors names them."""
-WEIGHT_NAMES = ("weight", "weight_packed")
+WEIGHT_NAMES = ("weight", "weight_packed", "qweight")
 """Last parts of the names of the quants of linears."""
 FLOAT_DTYPES = ("BF16", "F32", "F16")
 """Dtypes of what is not quantized."""
 _SCALE_DTYPES = ("F32", "BF16", "F16")
 """Dtypes of scales that may be any numbers. The first is written."""
-SCALE_NAMES = (".weight_scale", ".weight_scale_inv")
+SCALE_NAMES = (".weight_scale", ".weight_scale_inv", ".scales")
 """Ends of names of scales. In every layout but that of stacked experts, some tensor of a quantized linear has one."""
 
 
@@ -58,6 +59,22 @@ class ScaleName:
 
     suffix: str
     divides: bool
+
+
+class Packing(Enum):
+    """How the integers of a linear `[N, K]` lie in int32s, and their zero points and scales in groups of columns."""
+
+    ROWS = "rows"
+    """Along the rows, with `2^(int_bits - 1)` added to integers and zero points; zero points along columns of
+    `[N, V]`."""
+    GPTQ = "gptq"
+    """Along columns: quants of `[K, N]` along `K`, zero points of `[V, N]` along `N`, scales `[V, N]`."""
+    AWQ = "awq"
+    """All of `[K, N]` and `[V, N]` along `N`, eight at a time in the order of `AWQ_ORDER`."""
+
+
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+"""Which of eight rows each nibble holds, lowest first."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +90,9 @@ class WeightLayout:
         grid: rows and columns that share a block scale, None for all of them, if not those of the format.
         quants: number format of the quants, if not `format`.
         int_bits: width of quants that are integers; None if they are none.
-        packed: integers lie in a row's int32s one after the other, low bits first, with `2^(int_bits - 1)` added.
-        zero_points: last part of the name of what is subtracted from integers, packed along a column `[N, V]`.
+        packing: how integers lie in int32s, low bits first; None if they have bytes of their own.
+        zero_points: last part of the name of what is subtracted from integers.
+        zero_offset: what is added to zero points.
         column_scale: last part of the name of a factor of each column `[K]`, which a linear may lack.
         scale_dtypes: possible dtypes of the block scales, as safetensors names them.
         weight_scale: second-level scale of the weight, fp32, one number.
@@ -93,8 +111,9 @@ class WeightLayout:
     grid: tuple[int | None, int | None] | None = None
     quants: TokenFormat | None = None
     int_bits: int | None = None
-    packed: bool = False
+    packing: Packing | None = None
     zero_points: str | None = None
+    zero_offset: int = 0
     column_scale: str | None = None
     weight_scale: ScaleName | None = None
     input_scale: ScaleName | None = None
@@ -122,13 +141,19 @@ class WeightLayout:
     def quant_dtypes(self) -> tuple[str, ...]:
         """Possible dtypes of the quants, as safetensors names them."""
         if self.int_bits is not None:
-            return ("I32" if self.packed else "I8",)
+            return ("I8" if self.packing is None else "I32",)
         bits = self.quant_format.element_bits
         return {16: FLOAT_DTYPES, 8: QUANTIZED_DTYPES[:1], 4: QUANTIZED_DTYPES[1:]}[bits]
 
-    def quant_columns(self, k: int) -> int:
-        """Elements of the quants of a row of `k` values."""
-        return packed_words(k, self.int_bits) if self.packed and self.int_bits else self.quant_format.quant_columns(k)
+    def quant_shape(self, rows: int, columns: int) -> tuple[int, int]:
+        """Shape of the quants of a linear."""
+        if self.packing is None or self.int_bits is None:
+            return rows, self.quant_format.quant_columns(columns)
+        if self.packing is Packing.ROWS:
+            return rows, packed_words(columns, self.int_bits)
+        if self.packing is Packing.GPTQ:
+            return packed_words(columns, self.int_bits), rows
+        return columns, packed_words(rows, self.int_bits)
 
     def stack(self, prefix: str) -> tuple[str, ...]:
         """Names of the quants and, if there are any, of the scales of stacked experts."""
@@ -205,18 +230,35 @@ INT_BITS = {PACKED_INTS: (4, 8, 2), PLAIN_INTS: (8,)}
 
 def integers(fmt: str, bits: int, columns: int | None, *, zero_points: bool) -> WeightLayout:
     """A format of `INT_BITS` with one scale for this many columns of a row, None for all."""
-    packed = fmt == PACKED_INTS
+    packing = Packing.ROWS if fmt == PACKED_INTS else None
     return WeightLayout(
         f"{fmt} of {bits} bits",
         BF16,
-        weight="weight_packed" if packed else "weight",
+        weight="weight_packed" if packing else "weight",
         scale="weight_scale",
         scale_dtypes=_SCALE_DTYPES,
         grid=(1, columns),
         int_bits=bits,
-        packed=packed,
+        packing=packing,
         zero_points="weight_zero_point" if zero_points else None,
-        unused=("weight_shape",) if packed else ("input_scale", "input_zero_point", "azp_adj"),
+        unused=("weight_shape",) if packing else ("input_scale", "input_zero_point", "azp_adj"),
+    )
+
+
+def transposed_integers(packing: Packing, bits: int, columns: int | None, zero_offset: int) -> WeightLayout:
+    """GPTQ's or AWQ's integers with one scale and zero point for this many columns of a row, None for all."""
+    return WeightLayout(
+        f"{packing.value} of {bits} bits",
+        BF16,
+        weight="qweight",
+        scale="scales",
+        scale_dtypes=_SCALE_DTYPES,
+        grid=(1, columns),
+        int_bits=bits,
+        packing=packing,
+        zero_points="qzeros",
+        zero_offset=zero_offset,
+        unused=("g_idx",),
     )
 
 
@@ -417,6 +459,34 @@ def _fp8(at: str, quant_config: Mapping[str, Any], name: str) -> StoredExperts:
     return StoredExperts(layout, layout.format.name, f"{at}.quant_method")
 
 
+def _gptq(at: str, quant_config: Mapping[str, Any], name: str) -> StoredExperts:
+    """`quant_method: gptq`, of AutoGPTQ and GPTQModel. The tensors show which linears are left out."""
+    bits, form = quant_config.get("bits"), quant_config.get("checkpoint_format", "gptq")
+    if bits not in (2, 4, 8):
+        raise ValueError(f"{at}.bits: expected 2, 4 or 8, got {bits!r}")
+    if form not in ("gptq", "gptq_v2"):
+        raise ValueError(f"{at}.checkpoint_format: expected 'gptq' or 'gptq_v2', got {form!r}")
+    for pattern in _mapping(f"{at}.dynamic", quant_config.get("dynamic") or {}):
+        if not pattern.startswith("-:"):
+            raise ValueError(f"{at}.dynamic: expected only what is left out (-:), got {pattern!r}")
+    layout = transposed_integers(Packing.GPTQ, bits, _group_size(at, quant_config), 1 if form == "gptq" else 0)
+    return StoredExperts(layout, "bf16", f"{at}.quant_method")
+
+
+def _awq(at: str, quant_config: Mapping[str, Any], name: str) -> StoredExperts:
+    """`quant_method: awq`, of AutoAWQ. The tensors show which linears are left out."""
+    for key, expected in (("bits", 4), ("version", "gemm"), ("zero_point", True)):
+        _expect(f"{at}.{key}", quant_config.get(key, expected if key != "bits" else None), expected)
+    layout = transposed_integers(Packing.AWQ, 4, _group_size(at, quant_config), 0)
+    return StoredExperts(layout, "bf16", f"{at}.quant_method")
+
+
+def _group_size(at: str, quant_config: Mapping[str, Any]) -> int | None:
+    """Columns that share a scale; None for all."""
+    size = quant_config.get("group_size")
+    return None if size == -1 else _block(f"{at}.group_size", [size], 1)[0]
+
+
 def _modelopt(at: str, quant_config: Mapping[str, Any], name: str) -> StoredExperts:
     """`quant_method: modelopt`: by `quant_algo`, or by `quantized_layers` for the linear or a module that it is in.
 
@@ -608,6 +678,8 @@ _METHODS: dict[str, Callable[[str, Mapping[str, Any], str], StoredExperts]] = {
     "modelopt": _modelopt,
     "compressed-tensors": _compressed,
     "fp8": _fp8,
+    "gptq": _gptq,
+    "awq": _awq,
 }
 
 

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from moe_runtime.checkpoints.dequantize import (
+    centred,
     dequantized,
     in_blocks,
     keeps_scales,
@@ -30,10 +31,12 @@ from moe_runtime.checkpoints.dequantize import (
 )
 from moe_runtime.checkpoints.files import DTYPES, TensorFiles
 from moe_runtime.checkpoints.layouts import (
+    AWQ_ORDER,
     FLOAT_DTYPES,
     FP8_TENSOR,
     FP8_TENSOR_INV,
     PLAIN,
+    Packing,
     ScaleName,
     WeightLayout,
     packed_words,
@@ -344,10 +347,13 @@ def begin_linears(
     bf16 or fp32, or weights of one expert. Weights in 128x128 blocks that `ExpertWeights` does not hold
     (`keeps_scales`) come back dequantized to fp32, and so do those of layouts that no format has.
     """
+    if layout.packing in (Packing.GPTQ, Packing.AWQ):
+        linears = [_read_transposed_integers(files, layout, prefix, rows, columns) for prefix in prefixes]
+        return lambda: stack_rows(torch.stack(linears), order)
     fmt = layout.quant_format
     if fmt.scale_dtype is not torch.float32:
         fmt.check_columns(columns, f"{files.index}: columns of {prefixes[0]}")
-    shape, dtypes = (rows, layout.quant_columns(columns)), layout.quant_dtypes
+    shape, dtypes = layout.quant_shape(rows, columns), layout.quant_dtypes
     first = files.check(f"{prefixes[0]}.{layout.weight}", shape, dtypes)
     if order is GateUpOrder.INTERLEAVED:
         quants = allocate_quants(empty, rows, len(prefixes), shape[1], dtype=DTYPES[first.dtype]).transpose(0, 1)
@@ -366,7 +372,8 @@ def begin_linears(
     if layout.int_bits is not None:
         _check_integers(files, layout, prefixes, rows, columns)
         zeros = _read_zero_points(files, layout, prefixes, rows, columns)
-        quants = unpacked(quants, layout.int_bits, columns) if layout.packed else quants
+        if layout.packing is not None:
+            quants = centred(unpacked(quants, layout.int_bits, columns), layout.int_bits)
     scales = _read_scales(files, layout, prefixes, rows, columns)
     second = None
     if layout.weight_scale is not None:
@@ -445,7 +452,39 @@ def _read_zero_points(
         return None
     shape = packed_words(rows, layout.int_bits), ceil_div(columns, layout.grid[1] or columns)
     words = torch.stack([files.read(f"{prefix}.{layout.zero_points}", shape, ("I32",)) for prefix in prefixes])
-    return unpacked(words.mT, layout.int_bits, rows).mT.float()
+    return centred(unpacked(words.mT, layout.int_bits, rows), layout.int_bits).mT.float()
+
+
+def _read_transposed_integers(
+    files: TensorFiles, layout: WeightLayout, prefix: str, rows: int, columns: int
+) -> torch.Tensor:
+    """fp32 `[N, K]` of a linear as GPTQ or AWQ packs it."""
+    assert layout.int_bits is not None and layout.grid is not None
+    bits, group = layout.int_bits, layout.grid[1] or columns
+    groups = ceil_div(columns, group)
+    if layout.packing is Packing.AWQ and rows % len(AWQ_ORDER):
+        raise ValueError(f"{files.index}: rows of {prefix}: expected a multiple of {len(AWQ_ORDER)}, got {rows}")
+    words = files.read(f"{prefix}.{layout.weight}", layout.quant_shape(rows, columns), layout.quant_dtypes)
+    zeros_GW = files.read(f"{prefix}.{layout.zero_points}", (groups, packed_words(rows, bits)), ("I32",))
+    scales_GN = files.read(f"{prefix}.{layout.scale}", (groups, rows), layout.scale_dtypes)
+    check_no_nan(files, f"{prefix}.{layout.scale}", scales_GN)
+    if layout.packing is Packing.AWQ:
+        q_KN, zeros_GN = (_in_awq_order(unpacked(part, bits, rows)) for part in (words, zeros_GW))
+    else:
+        q_KN, zeros_GN = unpacked(words.mT, bits, columns).mT, unpacked(zeros_GW, bits, rows)
+    group_K = torch.arange(columns) // group
+    if layout.packing is Packing.GPTQ and (name := f"{prefix}.g_idx") in files:
+        group_K = files.read(name, (columns,), ("I32", "I64")).long()
+        if not bool(((group_K >= 0) & (group_K < groups)).all()):
+            raise ValueError(f"{files.path_of(name)}: tensor {name}: expected groups of 0 .. {groups - 1}, got another")
+    zeros_GN, scales_GN = zeros_GN.float() + layout.zero_offset, scales_GN.float()
+    return (q_KN.float().sub_(zeros_GN[group_K]).mul_(scales_GN[group_K])).mT.contiguous()
+
+
+def _in_awq_order(values: torch.Tensor) -> torch.Tensor:
+    """`[..., N]` of nibbles in the order of `AWQ_ORDER`, as rows in theirs."""
+    places = torch.tensor(AWQ_ORDER).argsort()
+    return values.unflatten(-1, (-1, len(AWQ_ORDER)))[..., places].flatten(-2)
 
 
 def _read_column_scales(files: TensorFiles, suffix: str, prefixes: tuple[str, ...], columns: int) -> torch.Tensor:

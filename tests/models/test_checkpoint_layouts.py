@@ -448,8 +448,8 @@ def test_activation_scales_without_a_finite_reciprocal(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("quantization", "message"),
     [
-        ({"quant_method": "gptq"}, ".quant_method: expected one of modelopt, compressed-tensors, fp8, got 'gptq'"),
-        ({"quant_method": "mxfp4"}, ".quant_method: expected one of modelopt, compressed-tensors, fp8, got 'mxfp4'"),
+        ({"quant_method": "hqq"}, ".quant_method: expected one of modelopt, .*, fp8, gptq, awq, got 'hqq'"),
+        ({"quant_method": "mxfp4"}, ".quant_method: expected one of modelopt, .*, fp8, gptq, awq, got 'mxfp4'"),
         ([], r": expected an object, got \[\]"),
         (
             MODELOPT | {"quant_algo": "INT4_AWQ"},

@@ -141,8 +141,81 @@ def nvfp4_awq(w: torch.Tensor) -> dict[str, torch.Tensor]:
     return modelopt_nvfp4(w / factors.float()) | {"pre_quant_scale": factors}
 
 
-def product(parts: dict[str, torch.Tensor]) -> np.ndarray:
+def _packed(values_AB: np.ndarray, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
+    """Nibbles `[A, B]` as int32 `[A, B / 8]`; nibble `i` of each holds entry `order[i]` of eight."""
+    words = np.zeros((values_AB.shape[0], values_AB.shape[1] // 8), dtype=np.uint32)
+    for place, entry in enumerate(order):
+        words |= values_AB[:, entry::8].astype(np.uint32) << np.uint32(4 * place)
+    return torch.from_numpy(words.view(np.int32).copy())
+
+
+def _quantized_in_groups(w: torch.Tensor, group: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Integers of 0 to 15 `[N, K]`, zero points `[N, K / group]` of 1 to 15 and FP16 scales of as many."""
+    x = w.double().numpy().reshape(len(w), -1, group)
+    low, high = np.minimum(x.min(2), 0), np.maximum(x.max(2), 0)
+    scales = ((high - low) / 14).astype(np.float16)
+    zeros = np.clip(np.round(-low / scales), 1, 15)
+    q = np.clip(np.round(x / scales[:, :, None].astype(np.float64)) + zeros[:, :, None], 0, 15)
+    return q.reshape(w.shape), zeros, scales
+
+
+def gptq(w: torch.Tensor, *, stored_less: int = 1, act_order: bool = False) -> dict[str, torch.Tensor]:
+    """AutoGPTQ's layout: zero points less 1, except in `gptq_v2`; with `act_order` columns have groups of their own."""
+    q_NK, zeros_NV, scales_NV = _quantized_in_groups(w, 64)
+    groups = np.arange(w.shape[1]) // 64
+    if act_order:
+        mixed = np.random.default_rng(0).permutation(w.shape[1])
+        q_NK, groups = q_NK[:, mixed], groups[mixed]
+    return {
+        "qweight": _packed(q_NK).T.contiguous(),
+        "qzeros": _packed(zeros_NV.T - stored_less),
+        "scales": torch.from_numpy(scales_NV.T.copy()),
+        "g_idx": torch.from_numpy(groups.astype(np.int32)),
+    }
+
+
+def gptq_v2(w: torch.Tensor) -> dict[str, torch.Tensor]:
+    return gptq(w, stored_less=0)
+
+
+def gptq_act_order(w: torch.Tensor) -> dict[str, torch.Tensor]:
+    return gptq(w, act_order=True)
+
+
+def awq(w: torch.Tensor) -> dict[str, torch.Tensor]:
+    """AutoAWQ's layout: both along rows, in an order of its own."""
+    q_NK, zeros_NV, scales_NV = _quantized_in_groups(w, 32)
+    order = (0, 2, 4, 6, 1, 3, 5, 7)
+    return {
+        "qweight": _packed(q_NK.T, order),
+        "qzeros": _packed(zeros_NV.T, order),
+        "scales": torch.from_numpy(scales_NV.T.copy()),
+    }
+
+
+def _nibble(words: torch.Tensor, place: int) -> np.ndarray:
+    return (words.numpy().view(np.uint32) >> np.uint32(4 * place) & 15).astype(np.float64)
+
+
+def _product_of_ints(parts: dict[str, torch.Tensor], zero_offset: int) -> np.ndarray:
+    """float64 of GPTQ's or AWQ's integers, one row or column after the other."""
+    words, zeros, scales = parts["qweight"], parts["qzeros"], parts["scales"].double().numpy()
+    rows, places = scales.shape[1], (0, 4, 1, 5, 2, 6, 3, 7)
+    if "g_idx" in parts:
+        q_NK = np.stack([_nibble(words[k // 8], k % 8) for k in range(8 * len(words))], 1)
+        zeros_NV = np.stack([_nibble(zeros[:, n // 8], n % 8) for n in range(rows)]) + zero_offset
+        groups = parts["g_idx"].numpy()
+    else:
+        q_NK = np.stack([_nibble(words[:, n // 8], places[n % 8]) for n in range(rows)])
+        zeros_NV = np.stack([_nibble(zeros[:, n // 8], places[n % 8]) for n in range(rows)])
+        groups = np.arange(len(words)) // 32
+    return (q_NK - zeros_NV[:, groups]) * scales.T[:, groups]
+
+
+def product(parts: dict[str, torch.Tensor], zero_offset: int = 1) -> np.ndarray:
     """float64 of quants times scales, by the shape of the scales."""
+    if "qweight" in parts:
+        return _product_of_ints(parts, zero_offset)
     if "weight_scale_2" in parts:
         scales = parts["weight_scale"].double().numpy() * parts["weight_scale_2"].double().item()
         factor = parts.get("pre_quant_scale", torch.ones(1)).double().numpy()
@@ -158,6 +231,9 @@ def product(parts: dict[str, torch.Tensor]) -> np.ndarray:
     return parts["weight"].double().numpy() * factors.repeat(high, 0)[:rows].repeat(wide, 1)[:, :columns]
 
 
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 64, "desc_act": False, "dynamic": {"-:.*gate$": {}}}
+AUTOAWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+
 LAYOUTS: dict[str, tuple[Quantizer, dict[str, Any], tuple[str, str]]] = {
     "modelopt FP8": (per_tensor, modelopt("FP8"), ("fp8_block", "fp8_block")),
     "modelopt FP8_PER_CHANNEL_PER_TOKEN": (per_row, modelopt("FP8_PER_CHANNEL_PER_TOKEN"), ("bf16", "bf16")),
@@ -170,6 +246,10 @@ LAYOUTS: dict[str, tuple[Quantizer, dict[str, Any], tuple[str, str]]] = {
         ("fp8_block", "fp8_block"),
     ),
     "modelopt NVFP4_AWQ": (nvfp4_awq, modelopt("NVFP4_AWQ") | AWQ, ("bf16", "bf16")),
+    "gptq": (gptq, GPTQ, ("bf16", "bf16")),
+    "gptq, act order": (gptq_act_order, GPTQ | {"desc_act": True}, ("bf16", "bf16")),
+    "gptq_v2": (gptq_v2, GPTQ | {"checkpoint_format": "gptq_v2"}, ("bf16", "bf16")),
+    "awq": (awq, AUTOAWQ, ("bf16", "bf16")),
     "fp8 64x32": (blocks_64, FP8 | {"weight_block_size": [64, 32]}, ("bf16", "bf16")),
     "fp8 with FP16 scales": (half_scales, FP8, ("fp8_block", "fp8_block")),
 }
@@ -183,7 +263,7 @@ def test_layouts_by_their_definition(name: str, folder: Path, seed: int) -> None
     exact = {}
     for prefix, got in values(folder).items():
         parts = {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
-        want = product(parts)
+        want = product(parts, zero_offset=0 if name == "gptq_v2" else 1)
         if "weight_scale_2" in parts:
             # Three factors, rounded after each.
             np.testing.assert_allclose(got.numpy(), want, rtol=2.0**-22)
@@ -594,6 +674,11 @@ def group(*, format: str = "float-quantized", **weights: Any) -> dict[str, Any]:
             torch.zeros(256, 4).int(),
             r"expected shape \[32, 4\], got \[256, 4\]",
         ),
+        (gptq, GPTQ, "qweight", torch.zeros(256, 16).int(), r"expected shape \[16, 256\], got \[256, 16\]"),
+        (gptq, GPTQ, "qzeros", torch.zeros(2, 64).int(), r"expected shape \[2, 32\], got \[2, 64\]"),
+        (gptq, GPTQ, "g_idx", torch.full((128,), 2).int(), r"expected groups of 0 \.\. 1, got another"),
+        (gptq, GPTQ, "scales", torch.full((2, 256), float("inf")), "expected finite scales"),
+        (awq, AUTOAWQ, "qweight", torch.zeros(16, 256).int(), r"expected shape \[128, 32\], got \[16, 256\]"),
         (nvfp4_awq, modelopt("NVFP4_AWQ"), "pre_quant_scale", torch.ones(64), r"expected shape \[128\], got \[64\]"),
         (nvfp4_awq, modelopt("NVFP4_AWQ"), "pre_quant_scale", torch.zeros(128), "expected positive numbers"),
     ],
@@ -623,6 +708,12 @@ WEIGHTS = r"quantization_config\.config_groups\.group_0\.weights"
         ),
         (of_int4(group_size=-1), WEIGHTS + r"\.group_size of model.*gate_proj: expected a positive integer, got -1"),
         (of_int4(strategy="tensor"), WEIGHTS + r"\.strategy of model.*: expected 'group' or 'channel', got 'tensor'"),
+        (GPTQ | {"bits": 3}, r"quantization_config\.bits: expected 2, 4 or 8, got 3"),
+        (GPTQ | {"checkpoint_format": "marlin"}, r"quantization_config\.checkpoint_format: .*, got 'marlin'"),
+        (GPTQ | {"dynamic": {"+:.*": {"bits": 8}}}, r"quantization_config\.dynamic: expected only what is left out"),
+        (GPTQ | {"group_size": 0}, r"quantization_config\.group_size: expected a positive integer, got 0"),
+        (AUTOAWQ | {"version": "gemv"}, r"quantization_config\.version: expected 'gemm', got 'gemv'"),
+        (AUTOAWQ | {"bits": 8}, r"quantization_config\.bits: expected 4, got 8"),
         (group(type="int"), WEIGHTS + r"\.type of model.*gate_proj: expected 'float', got 'int'"),
         (group(num_bits=6), WEIGHTS + r"\.num_bits of model.*gate_proj: expected 8, got 6"),
         (modelopt("MXFP8") | {"group_size": 16}, r"quantization_config\.group_size of model.*: expected 32, got 16"),
