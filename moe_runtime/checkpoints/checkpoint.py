@@ -1,8 +1,8 @@
 """Reads the MoE layers of checkpoints in HuggingFace folders, in the names and layouts that model makers use.
 
 A folder holds `config.json` and either `model.safetensors` or shards with `model.safetensors.index.json`. The family of
-the model (`moe_runtime.checkpoints.families`) and the layout of its experts (`moe_runtime.checkpoints.layouts`) follow
-from `config.json`, the layout also from `hf_quant_config.json` if `config.json` says nothing of it.
+the model (`moe_runtime.checkpoints.families`) and the layout of its experts (`moe_runtime.checkpoints.quantization`)
+follow from `config.json`, the layout also from `hf_quant_config.json` if `config.json` says nothing of it.
 """
 
 from __future__ import annotations
@@ -36,10 +36,7 @@ from moe_runtime.checkpoints.families import (
 )
 from moe_runtime.checkpoints.files import INDEX_FILE, SINGLE_FILE, TensorFiles, read_json, write_json
 from moe_runtime.checkpoints.layouts import (
-    CONFIG_FILE,
-    EXPERTS_KEY,
     FLOAT_DTYPES,
-    MODELOPT_FILE,
     PLAIN,
     PLAIN_FUSED,
     PLAIN_FUSED_TRANSPOSED,
@@ -47,11 +44,10 @@ from moe_runtime.checkpoints.layouts import (
     QUANTIZED_DTYPES,
     SCALE_NAMES,
     WEIGHT_NAMES,
-    Quantization,
-    StoredExperts,
     WeightLayout,
 )
 from moe_runtime.checkpoints.loading import FRESH, ExpertTensors, QuantBuffer, QuantBuffers, check_buffers
+from moe_runtime.checkpoints.quantization import CONFIG_FILE, EXPERTS_KEY, MODELOPT_FILE, Quantization, StoredExperts
 from moe_runtime.checkpoints.readers import ExpertNames, ExpertReader, dense, layout_of, read_linear
 from moe_runtime.comm.arguments import check_flag, check_integer, check_kind, check_path, describe
 from moe_runtime.config import MAX_EXPERTS, ActivationConfig, MoELayerConfig, RouterConfig, SharedExpertConfig

@@ -32,15 +32,12 @@ from moe_runtime.checkpoints.files import DTYPES, INDEX_FILE, SINGLE_FILE, Safet
 from moe_runtime.checkpoints.layouts import (
     COMPRESSED_MXFP4,
     COMPRESSED_NVFP4,
-    CONFIG_FILE,
-    EXPERTS_KEY,
     GPT_OSS_MXFP4,
-    MODELOPT_FILE,
-    OLD_KEY,
     PLAIN,
     SCALE_NAMES,
     WeightLayout,
 )
+from moe_runtime.checkpoints.quantization import CONFIG_FILE, EXPERTS_KEY, MODELOPT_FILE, OLD_KEY
 from moe_runtime.checkpoints.readers import ExpertReader
 from moe_runtime.checkpoints.writer import TensorWriter, sync_folder, write_whole
 from moe_runtime.support.folder_lock import locked_folder

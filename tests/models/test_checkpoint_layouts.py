@@ -23,11 +23,11 @@ from moe_runtime.checkpoints.layouts import (
     GPT_OSS_MXFP4,
     MODELOPT_NVFP4,
     PLAIN,
-    StoredExperts,
     WeightLayout,
 )
 from moe_runtime.checkpoints.loading import FRESH, ExpertTensors, QuantBuffer
 from moe_runtime.checkpoints.loading import quantize_experts as load_experts
+from moe_runtime.checkpoints.quantization import StoredExperts
 from moe_runtime.checkpoints.readers import ExpertNames, ExpertReader, check_no_nan, read_linear
 from moe_runtime.config import MoELayerConfig
 from moe_runtime.context.expert_parallel import ExpertParallelContext

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from moe_runtime.build import random_expert
 from moe_runtime.checkpoints.checkpoint import Checkpoint
 from moe_runtime.checkpoints.conversion import convert_checkpoint
-from moe_runtime.checkpoints.layouts import EXPERTS_KEY
+from moe_runtime.checkpoints.quantization import EXPERTS_KEY
 from moe_runtime.comm.errors import PeerAbortedError, PeerTimeoutError
 from moe_runtime.config import MoELayerConfig, ParallelConfig
 from moe_runtime.integrations.expert_modules import describe_experts
