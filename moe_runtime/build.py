@@ -15,7 +15,7 @@ from moe_runtime.checkpoints.loading import ExpertTensors, QuantBuffers, quantiz
 from moe_runtime.config import MoELayerConfig, ParallelConfig
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.context.peers import abort_peers_on_error
-from moe_runtime.experts import Experts, swiglu_of
+from moe_runtime.experts import Experts, activation_of
 from moe_runtime.kernels.formats.number_formats import format_named
 from moe_runtime.router import Router
 from moe_runtime.shared_expert import SharedExpert
@@ -106,10 +106,11 @@ def random_expert(config: MoELayerConfig, seed: int, expert: int, device: torch.
         return (x * fan_in**-0.5).to(torch.bfloat16)
 
     hidden, inner = config.hidden_size, config.intermediate_size
-    gate_up, down = normal(2 * inner, hidden, fan_in=hidden), normal(hidden, inner, fan_in=inner)
+    rows = config.activation.num_parts * inner
+    gate_up, down = normal(rows, hidden, fan_in=hidden), normal(hidden, inner, fan_in=inner)
     if not config.expert_bias:
         return ExpertTensors(gate_up, down)
-    return ExpertTensors(gate_up, down, normal(2 * inner, fan_in=hidden), normal(hidden, fan_in=inner))
+    return ExpertTensors(gate_up, down, normal(rows, fan_in=hidden), normal(hidden, fan_in=inner))
 
 
 def make_experts(
@@ -127,7 +128,7 @@ def make_experts(
     made = Experts(
         gate_up,
         down,
-        swiglu_of(config.activation),
+        activation_of(config.activation),
         intermediate_format=format_named(config.token_format),
         intermediate_gsf=config.intermediate_gsf,
         engine=context.engine,

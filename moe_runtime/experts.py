@@ -1,4 +1,4 @@
-"""The experts of one rank: gate and up, SwiGLU with requantization, down; rows of a group in, rows of the group out."""
+"""The experts of one rank: gate and up, an activation with requantization, down; rows of a group in, rows of it out."""
 
 from __future__ import annotations
 
@@ -17,14 +17,18 @@ from moe_runtime.kernels.gemm.grouped_gemm import grouped_gemm, grouped_gemm_swi
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.gemm.plan import GemmPlan, GemmProblem, plan_gemm
 from moe_runtime.kernels.gemm.prepacked import MAX_PREPACKED_EXPERTS, RESULT_FORMATS, PrepackedWeights
-from moe_runtime.kernels.gemm.weights import SILU, ExpertWeights, GateUpOrder, SwiGLU
+from moe_runtime.kernels.gemm.weights import SILU, Activation, ActivationFunction, ExpertWeights, GateUpOrder
 from moe_runtime.kernels.runtime import Engine, resolve_engine
 from moe_runtime.metrics import phase
 
 
-def swiglu_of(activation: ActivationConfig) -> SwiGLU:
+def activation_of(config: ActivationConfig) -> Activation:
     """The formula that a config describes."""
-    return SwiGLU(GateUpOrder(activation.order), activation.alpha, activation.limit, activation.up_offset)
+    fields = config.model_dump() | {
+        "order": GateUpOrder(config.order),
+        "function": ActivationFunction(config.function),
+    }
+    return Activation(**fields)
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,7 @@ class Experts:
     each call, and that waits for the host.
 
     Attributes:
-        gate_up: weights `[E, 2I, H]`.
+        gate_up: weights `[E, 2I, H]` of gate and up, or `[E, I, H]` of up where the activation has no gate.
         down: weights `[E, H, I]`.
         activation: formula, and the order of gate and up.
         intermediate_format: format between the products; None means that of `down`, bf16 with `mxfp4` weights.
@@ -53,7 +57,7 @@ class Experts:
 
     gate_up: ExpertWeights | PrepackedWeights
     down: ExpertWeights | PrepackedWeights
-    activation: SwiGLU = SILU
+    activation: Activation = SILU
     intermediate_format: str | TokenFormat | None = None
     intermediate_gsf: float | torch.Tensor | None = None
     engine: str = "auto"
@@ -63,18 +67,17 @@ class Experts:
         gate_up, down = self.gate_up, self.down
         check_kind("gate_up", gate_up, (ExpertWeights, PrepackedWeights))
         check_kind("down", down, (ExpertWeights, PrepackedWeights))
-        check_kind("activation", self.activation, SwiGLU)
+        check_kind("activation", self.activation, Activation)
         if self.num_sms is not None and (type(self.num_sms) is not int or not 1 <= self.num_sms < 2**31):
             raise ValueError(f"num_sms: expected at least 1 or None, got {describe(self.num_sms)}")
-        check_activation(gate_up, self.activation)
-        if isinstance(gate_up, PrepackedWeights) and gate_up.gate_up is None:
-            raise ValueError("gate_up: expected weights prepacked with gate_up, got plain ones")
+        check_activation(gate_up, self.activation, "gate_up")
         if isinstance(down, PrepackedWeights) and down.gate_up is not None:
             raise ValueError("down: expected plain prepacked weights, got some of gate and up")
         if down.num_experts != gate_up.num_experts:
             raise ValueError(f"down: expected {gate_up.num_experts} experts as in gate_up, got {down.num_experts}")
-        if down.num_columns != gate_up.num_rows // 2:
-            raise ValueError(f"down: expected K = I = {gate_up.num_rows // 2}, got {down.num_columns}")
+        inner = gate_up.num_rows // self.activation.num_parts
+        if down.num_columns != inner:
+            raise ValueError(f"down: expected K = I = {inner}, got {down.num_columns}")
         if down.num_rows != gate_up.num_columns:
             raise ValueError(f"down: expected N = H = {gate_up.num_columns}, got {down.num_rows}")
         if down.device != gate_up.device:
@@ -107,7 +110,7 @@ class Experts:
         gate_up, down = self.gate_up, self.down
         assert isinstance(self.intermediate_format, TokenFormat)
         if self._wanted(gate_up) and self.intermediate_format.name in RESULT_FORMATS:
-            gate_up = PrepackedWeights.prepack(replace(gate_up, gate_up=self.activation.order))
+            gate_up = PrepackedWeights.prepack(replace(gate_up, gate_up=self.activation.gate_up))
         if self._wanted(down) and (down.expert_scales is None or down.expert_scales.ndim == 1):
             down = PrepackedWeights.prepack(replace(down, gate_up=None))
         return replace(self, gate_up=gate_up, down=down)
@@ -162,6 +165,7 @@ def plan_experts(
     weights, tokens = weight_format_named(config.weight_format), format_named(config.token_format)
     prepacks = engine == "cuda" and weights in DEQUANT_FORMATS and geometry.num_local_experts <= MAX_PREPACKED_EXPERTS
     hidden, inner, experts = config.hidden_size, config.intermediate_size, geometry.num_local_experts
+    activation = activation_of(config.activation)
     gate_up = GemmProblem(
         engine,
         capability,
@@ -169,13 +173,14 @@ def plan_experts(
         weight_format=weights,
         token_format=tokens,
         experts=experts,
-        n=2 * inner,
+        n=activation.num_parts * inner,
         k=hidden,
         rows=geometry.expected_rows,
         capacity=geometry.row_capacity,
         groups=experts,
         active_groups=experts,
         out_format=tokens,
+        gated=activation.gated,
         prepacked=prepacks and tokens.name in RESULT_FORMATS,
         gathered=not geometry.contiguous,
     )

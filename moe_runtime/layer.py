@@ -122,7 +122,7 @@ class MoELayer(nn.Module):
         self.experts: Experts | None = None
         self.shared_expert: SharedExpert | None = None
         if config.shared_expert is not None:
-            self.shared_expert = SharedExpert(config.hidden_size, config.shared_expert, device)
+            self.shared_expert = SharedExpert(config.hidden_size, config.shared_expert, device, config.activation)
         self.times: PhaseTimes | None = None
         self.counters: LayerCounters | None = None
 

@@ -15,6 +15,7 @@ from moe_runtime.checkpoints.checkpoint import Checkpoint
 from moe_runtime.checkpoints.loading import ExpertTensors
 from moe_runtime.checkpoints.readers import dense
 from moe_runtime.config import MoELayerConfig, RunConfig
+from moe_runtime.experts import activation_of
 from moe_runtime.layer import MoELayer
 from moe_runtime.reference import error_bound, moe_reference
 
@@ -148,7 +149,8 @@ def layer_reference(
 
 def layer_bound(config: MoELayerConfig) -> float:
     """The derived bound of the error of a layer, in the Frobenius norm over many tokens."""
-    return error_bound(config.token_format, config.weight_format, config.combine_format)
+    activation = activation_of(config.activation)
+    return error_bound(config.token_format, config.weight_format, config.combine_format, activation=activation)
 
 
 def default_check_tokens(config: MoELayerConfig) -> int:

@@ -25,7 +25,7 @@ EXPERT_CLASSES = {
 """Classes of the experts that `without_experts` leaves out; of two, the last is that of older releases."""
 
 
-TOP_K = ("top_k", "num_experts_per_tok")
+TOP_K = ("top_k", "num_experts_per_tok", "top_k_experts")
 """What blocks, routers and configs call the number of experts of a token."""
 
 
