@@ -15,7 +15,7 @@ Layers, from the top. A module imports from its own layer or from those below it
     experts, placement.migration
     step, warming
     dispatcher
-    context, checkpoints, router, shared_expert, counters, reference
+    context, checkpoints, router, shared_expert, post_expert_norm, counters, reference
     placement
     config, metrics, support
     kernels.aot

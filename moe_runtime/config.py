@@ -194,6 +194,15 @@ class SharedExpertConfig(_Model):
     )
 
 
+class PostExpertNormConfig(_Model):
+    """An RMSNorm over the output of each expert, before it is weighted, with one weight for all experts.
+
+    The weight comes before the norm: `y * rsqrt(mean(y^2) + eps)`, `y = bf16(x * (1 + weight))` (Muse Spark).
+    """
+
+    eps: _Factor = Field(default=1e-6, description="added to the mean square")
+
+
 class MoELayerConfig(_Model):
     """One expert-parallel layer. All ranks of a group must hold equal values."""
 
@@ -225,6 +234,9 @@ class MoELayerConfig(_Model):
     router: RouterConfig = Field(default_factory=RouterConfig)
     activation: ActivationConfig = Field(default_factory=ActivationConfig)
     expert_bias: bool = Field(default=False, description="both projections of every expert have a bias (gpt-oss)")
+    post_expert_norm: PostExpertNormConfig | None = Field(
+        default=None, description="a norm over the output of each expert; none when not given"
+    )
     shared_expert: SharedExpertConfig | None = Field(default=None, description="none when not given")
 
     @model_validator(mode="before")

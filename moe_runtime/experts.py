@@ -13,6 +13,7 @@ from moe_runtime.kernels.exchange.geometry import ExchangeGeometry
 from moe_runtime.kernels.formats.number_formats import TokenFormat, format_named, token_formats_for, weight_format_named
 from moe_runtime.kernels.gemm.arguments import check_activation, check_formats, encode_scale
 from moe_runtime.kernels.gemm.dequant_layout import DEQUANT_FORMATS, UNIT, unit_columns
+from moe_runtime.kernels.gemm.expert_norm import ExpertNorm, expert_norm
 from moe_runtime.kernels.gemm.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.gemm.plan import GemmPlan, GemmProblem, plan_gemm
@@ -46,6 +47,7 @@ class Experts:
             `nvfp4` weights also take bf16, `mxfp4` weights mxfp8.
         intermediate_gsf: encode scale of an `nvfp4` intermediate, a number or one fp32 element on the device of the
             weights; None means `kernels.gemm.arguments.DEFAULT_INTERMEDIATE_GSF`. Kept as a tensor.
+        norm: a norm over each row of the result, which is then bf16; None for none.
         engine: "auto", "cuda", "triton" or "torch".
         num_sms: most SMs that Hopper's GEMMs take, for experts that run at the same time as other kernels; None means
             all. Blocks of FP8 and bf16 GEMMs come in clusters of two: give 8 less than the others leave, one for each
@@ -62,6 +64,7 @@ class Experts:
     intermediate_gsf: float | torch.Tensor | None = None
     engine: str = "auto"
     num_sms: int | None = None
+    norm: ExpertNorm | None = None
 
     def __post_init__(self) -> None:
         gate_up, down = self.gate_up, self.down
@@ -82,6 +85,11 @@ class Experts:
             raise ValueError(f"down: expected N = H = {gate_up.num_columns}, got {down.num_rows}")
         if down.device != gate_up.device:
             raise ValueError(f"down: expected device {gate_up.device} as gate_up, got {down.device}")
+        if self.norm is not None:
+            check_kind("norm", self.norm, ExpertNorm)
+            if self.norm.scale.shape != (down.num_rows,) or self.norm.scale.device != down.device:
+                found = f"{list(self.norm.scale.shape)} on {self.norm.scale.device}"
+                raise ValueError(f"norm: expected a scale [{down.num_rows}] on {down.device}, got {found}")
         usual = token_formats_for(down.format.name)[0]
         asked = usual if self.intermediate_format is None else self.intermediate_format
         fmt = format_named(asked, "intermediate_format")
@@ -127,6 +135,7 @@ class Experts:
             gate_up=self.gate_up.to(device),
             down=self.down.to(device),
             intermediate_gsf=gsf.to(device) if isinstance(gsf, torch.Tensor) else gsf,
+            norm=None if self.norm is None else self.norm.to(device),
         )
 
     def __call__(self, rows: GroupedRows, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -134,7 +143,7 @@ class Experts:
 
         Args:
             rows: `H` numbers each, in a format that goes with `gate_up`.
-            out: bf16, fp16 or fp32 `[>= capacity, H]`; a new bf16 one when None.
+            out: bf16, fp16 or fp32 `[>= capacity, H]`, with a norm bf16; a new bf16 one when None.
 
         Returns:
             The output; rows that no active group owns are not written.
@@ -152,7 +161,11 @@ class Experts:
                 num_sms=self.num_sms,
             )
         with phase("down"):
-            return grouped_gemm(hidden, self.down, out=out, engine=self.engine, num_sms=self.num_sms)
+            out = grouped_gemm(hidden, self.down, out=out, engine=self.engine, num_sms=self.num_sms)
+        if self.norm is not None:
+            with phase("post_expert_norm"):
+                expert_norm(out, rows, self.num_experts, self.norm, engine=self.engine)
+        return out
 
 
 def plan_experts(

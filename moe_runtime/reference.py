@@ -10,6 +10,7 @@ import math
 import torch
 
 from moe_runtime.kernels.formats.number_formats import BF16, MXFP4, TokenFormat, weight_format_named
+from moe_runtime.kernels.gemm.expert_norm import ExpertNorm
 from moe_runtime.kernels.gemm.weights import Activation, ActivationFunction
 
 FUNCTION_GAINS = {
@@ -65,10 +66,12 @@ def moe_reference(
     *,
     gate_up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None,
+    norm: ExpertNorm | None = None,
 ) -> torch.Tensor:
     """`y[t] = sum over k of topk_weights[t, k] * down[e] @ act(gate_up[e] @ x[t])`, `e = topk_idx[t, k]`.
 
-    Both products add their bias, if given. Operands are converted to float64, one expert at a time.
+    Both products add their bias, if given. A `norm` follows the second one. Operands are converted to float64, one
+    expert at a time.
 
     Args:
         x: `[T, H]`, any float dtype.
@@ -79,6 +82,7 @@ def moe_reference(
         activation: None is `silu(gate) * up`, gate above up.
         gate_up_bias: `[E, 2I]` or `[E, I]`, rows in the same order.
         down_bias: `[E, H]`.
+        norm: of each expert's row, without its rounding of `x * scale`.
 
     Returns:
         float64 `[T, H]`.
@@ -115,6 +119,9 @@ def moe_reference(
         output = activation_reference(projected, activation) @ down[expert].double().T
         if down_bias is not None:
             output += down_bias[expert].double()
+        if norm is not None:
+            output = output * norm.scale.double().to(output.device)
+            output = output * torch.rsqrt(output.square().mean(1, keepdim=True) + norm.eps)
         y_TH.index_add_(0, token, output * topk_weights[token, k].double()[:, None])
     return y_TH
 
@@ -180,6 +187,8 @@ def error_bound(
     combine_format: str | TokenFormat = "bf16",
     intermediate_format: str | TokenFormat | None = None,
     activation: Activation | None = None,
+    *,
+    post_expert_norm: bool = False,
 ) -> float:
     """Bound of `relative_error(y, moe_reference(...))[0]`, derived from the formats alone.
 
@@ -209,7 +218,9 @@ def error_bound(
     3. Down: the intermediate and its weight are quantized: times `(1 + e_intermediate^2) (1 + e_weight^2)`.
     4. Each expert's row is rounded to bf16, each rank's partial sum to the combine format, the sum over ranks to
        bf16: times `(1 + e_bf16^2)^2 (1 + e_combine^2)`. Sums over experts and ranks keep relative errors or make
-       them smaller, since independent parts add in quadrature.
+       them smaller, since independent parts add in quadrature. A norm after each expert (`post_expert_norm`) rounds
+       its row to bf16 twice more: times `(1 + e_bf16^2)^2`. To divide a row by its norm takes away the part of its
+       error that lies along it. It weights rows alike: those of one layer, sums of many terms, have nearly equal norms.
 
     Accumulation in fp32 (about 2^-20) is far below all of these. A clamp (`limit`) or a softcap at several times the
     root mean square of gates and ups changes little, and an offset of up only adds to what the errors are compared
@@ -229,4 +240,6 @@ def error_bound(
     formula = activation or Activation()
     activated = (1 + FUNCTION_GAINS[formula.function] * (projected - 1)) * (projected if formula.gated else 1.0)
     returned = activated * intermediate * weight * growth(BF16) ** 2 * growth(combine_format)
+    if post_expert_norm:
+        returned *= growth(BF16) ** 2
     return math.sqrt(returned - 1)

@@ -141,6 +141,7 @@ def layer_reference(
             gate_up,
             down,
             layer.experts.activation,
+            norm=layer.experts.norm,
             gate_up_bias=gate_up_bias,
             down_bias=down_bias,
         )
@@ -150,7 +151,8 @@ def layer_reference(
 def layer_bound(config: MoELayerConfig) -> float:
     """The derived bound of the error of a layer, in the Frobenius norm over many tokens."""
     activation = activation_of(config.activation)
-    return error_bound(config.token_format, config.weight_format, config.combine_format, activation=activation)
+    formats = config.token_format, config.weight_format, config.combine_format
+    return error_bound(*formats, activation=activation, post_expert_norm=config.post_expert_norm is not None)
 
 
 def default_check_tokens(config: MoELayerConfig) -> int:

@@ -268,6 +268,7 @@ def layer_config(config: Mapping[str, Any], *, source: str = "config", **overrid
             "router": _router(keys),
             "activation": _activation(keys),
             "expert_bias": keys.family.expert_bias,
+            "post_expert_norm": None,
             "shared_expert": shared_expert(config, source=source),
         }
         made = MoELayerConfig.model_validate(stored | overrides)

@@ -6,6 +6,7 @@ Sizes, biases and the layout of weights follow from the shapes of the parameters
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -15,14 +16,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from moe_runtime.checkpoints.loading import ExpertTensors
-from moe_runtime.config import ActivationConfig
+from moe_runtime.checkpoints.loading import FRESH, ExpertTensors, QuantBuffers
+from moe_runtime.config import ActivationConfig, PostExpertNormConfig
 from moe_runtime.experts import activation_of
+from moe_runtime.layer import MoELayer
 from moe_runtime.reference import activation_reference
 
 DOWN = "down_proj"
 WEIGHTS = ("gate_up_proj", DOWN)
 UNGATED_WEIGHTS = ("up_proj", DOWN)
+NORM_WEIGHT = "post_expert_norm.weight"
 DBRX_WEIGHTS = ("w1", "v1", "w2")
 POSSIBLE = (
     "function(gate) * (up + up_offset), with gate and up clamped or softcapped or neither, or function(up), of the "
@@ -52,6 +55,7 @@ class DescribedExperts:
         expert_bias: whether both projections have biases.
         activation: formula, and the order of gate and up.
         transposed: weights are stored as `[E, H, 2I]` (without a gate `[E, H, I]`) and `[E, I, H]`.
+        norm_eps: eps of the norm that follows each expert (`PostExpertNormConfig`); None where there is none.
         identity_experts: how many ids from `num_experts` on return the token itself (LongCat-Flash).
     """
 
@@ -63,6 +67,7 @@ class DescribedExperts:
     expert_bias: bool
     activation: ActivationConfig
     transposed: bool = False
+    norm_eps: float | None = None
     identity_experts: int = 0
 
     @property
@@ -81,6 +86,7 @@ class DescribedExperts:
             "num_experts": self.num_experts,
             "expert_bias": self.expert_bias,
             "activation": self.activation,
+            "post_expert_norm": None if self.norm_eps is None else PostExpertNormConfig(eps=self.norm_eps),
         }
 
     def of_ranks(self, ranks: int) -> DescribedExperts:
@@ -98,6 +104,12 @@ class DescribedExperts:
             if weight.is_meta or weight.dtype != torch.bfloat16:
                 got = "on the meta device" if weight.is_meta else f"{weight.dtype}"
                 raise ValueError(f"{self.name}.{key}: expected torch.bfloat16 with values, got {got}")
+
+    def load_into(self, layer: MoELayer, ids: Sequence[int], buffers: QuantBuffers = FRESH) -> None:
+        """Load the experts `ids` of the module, and the norm that follows them, into `layer`."""
+        layer.load_experts(self.tensors(ids), buffers)
+        if layer.post_expert_norm is not None:
+            layer.post_expert_norm.load(self.module.post_expert_norm.weight.detach())
 
     def tensors(self, ids: Sequence[int]) -> Iterator[ExpertTensors]:
         """The experts `ids` of the module, as views of its parameters where the layout is that of a layer."""
@@ -124,11 +136,6 @@ def describe_experts(module: nn.Module, name: str = "experts") -> DescribedExper
     if _is_dbrx(module):
         return _describe_dbrx(module, name)
     gated = bool(getattr(module, "has_gate", True))
-    if getattr(module, "has_post_expert_norm", False):
-        raise ValueError(
-            f"{name}: has_post_expert_norm: expected experts that end with down_proj, whose outputs a layer sums on "
-            f"their way back, got {_class_of(module)} with a norm after it"
-        )
     keys = WEIGHTS if gated else UNGATED_WEIGHTS
     first, down = (_weight(module, name, key) for key in keys)
     identity = _identity_experts(module)
@@ -142,12 +149,17 @@ def describe_experts(module: nn.Module, name: str = "experts") -> DescribedExper
     hidden, inner = (down.shape[2], down.shape[1]) if transposed else (down.shape[1], down.shape[2])
     has_bias = _has_bias(module, name, num_experts, {keys[0]: inner * (1 + gated), DOWN: hidden})
     possible = (*keys, *map(bias_of, keys))
-    known = possible if has_bias else keys
+    norm_eps = None
+    if getattr(module, "has_post_expert_norm", False):
+        norm_eps = _measure_norm(module, name, hidden)
+    known = (*(possible if has_bias else keys), *(() if norm_eps is None else (NORM_WEIGHT,)))
     if others := [key for key, _ in module.named_parameters() if key not in known]:
         raise ValueError(f"{name}: {others[0]}: expected no parameters but {', '.join(possible)}, got another")
     measure = _measure_activation if gated else _measure_function
     activation = measure(module, name, first.device)
-    return DescribedExperts(module, name, hidden, inner, num_experts, has_bias, activation, transposed, identity)
+    return DescribedExperts(
+        module, name, hidden, inner, num_experts, has_bias, activation, transposed, norm_eps, identity
+    )
 
 
 def routes_of(
@@ -237,6 +249,28 @@ def _measure_function(module: Any, name: str, device: torch.device) -> Activatio
             if answers.shape == expected.shape and _close(answers, expected):
                 return fitted
     raise _other_activation(module, name)
+
+
+def _measure_norm(module: Any, name: str, hidden: int) -> float:
+    """eps of `post_expert_norm`, whose answers must be those of `PostExpertNormConfig`, for rows large and tiny."""
+    norm, label = module.post_expert_norm, f"{name}: post_expert_norm"
+    eps = getattr(norm, "eps", getattr(norm, "variance_epsilon", None))
+    shapes = {key: list(parameter.shape) for key, parameter in norm.named_parameters()}
+    if not isinstance(eps, float) or shapes != {"weight": [hidden]}:
+        raise ValueError(f"{label}: expected an RMSNorm with eps and a weight [{hidden}], got {type(norm).__name__}")
+    ours = copy.deepcopy(norm).to_empty(device="cpu").double()
+    weight = torch.linspace(-0.5, 0.5, hidden, dtype=torch.float64, device="cpu")
+    x = torch.cos(torch.arange(3 * hidden, dtype=torch.float64, device="cpu")).view(3, hidden)
+    x = x * torch.tensor([[1.0], [30.0], [eps**0.5]], dtype=torch.float64, device="cpu")
+    with torch.no_grad(), suppress(RuntimeError, TypeError, ValueError):
+        ours.weight.copy_(weight)
+        y = x * (1.0 + weight)
+        if _close(ours(x).double(), y * torch.rsqrt(y.square().mean(1, keepdim=True) + eps)):
+            return eps
+    raise ValueError(
+        f"{label}: expected y * rsqrt(mean(y^2) + eps) with y = x * (1 + weight), got {type(norm).__name__}, which is "
+        "another norm"
+    )
 
 
 def _other_activation(module: Any, name: str) -> ValueError:

@@ -369,7 +369,7 @@ def _load(layer: MoELayer, block: MoEBlock, experts: ExpertSource) -> None:
         layer.load_checkpoint(experts, block.number, shared_elsewhere=True)
     elif experts is None:
         assert block.described is not None
-        layer.load_experts(block.described.tensors(layer.local_experts))
+        block.described.load_into(layer, layer.local_experts)
     else:
         layer.load_experts(experts(block.number, layer.local_experts))
 

@@ -235,7 +235,7 @@ def _layer_of(module: Any, top_k: int, mesh: Any, settings: _Settings) -> _Built
         described = describe_experts(module, name)
         described.check_weights()
         local = range(getattr(module, DOWN).shape[0])
-        built.layer.load_experts(described.tensors(local), _in_place(described, built.layer.config))
+        described.load_into(built.layer, local, _in_place(described, built.layer.config))
         built.weights = weights
     return built
 
@@ -273,8 +273,8 @@ def _weights_of(module: Any) -> tuple[object, ...]:
     """Which weights the parameters hold: changes where they are replaced or written to."""
     found: list[object] = []
     names = dict.fromkeys((*WEIGHTS, *UNGATED_WEIGHTS))
-    for key in (*names, *map(bias_of, names)):
-        weight = getattr(module, key, None)
+    weights = [getattr(module, key, None) for key in (*names, *map(bias_of, names))]
+    for weight in (*weights, getattr(getattr(module, "post_expert_norm", None), "weight", None)):
         if weight is not None:
             version = 0 if weight.is_inference() else weight._version
             found += [weight.data_ptr(), version, weight.dtype, weight.device]

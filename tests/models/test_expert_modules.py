@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from moe_runtime.config import ActivationConfig
+from moe_runtime.config import ActivationConfig, PostExpertNormConfig
 from moe_runtime.experts import activation_of
 from moe_runtime.integrations.expert_modules import describe_experts, routes_of
 from moe_runtime.reference import activation_reference, moe_reference
@@ -175,6 +175,7 @@ def test_sizes_and_tensors_follow_from_the_shapes(transposed: bool, biases: bool
         "num_experts": E,
         "expert_bias": biases,
         "activation": ActivationConfig(),
+        "post_expert_norm": None,
     }
     described.check_weights()
     first, second = described.tensors([2, 0])
@@ -210,10 +211,33 @@ def test_weights_of_a_tensor_class_of_others_are_refused() -> None:
         describe_experts(module, "layer").check_weights()
 
 
-def with_norm() -> nn.Module:
+class InputScaledNorm(nn.Module):
+    """The norm of Muse Spark, with `1 + weight` before it; or after it, or with another root."""
+
+    def __init__(self, *, after: bool = False, power: float = -0.5, columns: int = H) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(columns).bfloat16())
+        self.eps, self.after, self.power = 1e-4, after, power
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = 1.0 + self.weight
+        y = x if self.after else x * scale
+        y = y * (y.square().mean(-1, keepdim=True) + self.eps) ** self.power
+        return y * scale if self.after else y
+
+
+def with_norm(norm: nn.Module | None = None, said: bool = True) -> nn.Module:
     module = Experts()
-    module.post_expert_norm = nn.RMSNorm(H)
+    module.post_expert_norm = InputScaledNorm() if norm is None else norm
+    module.has_post_expert_norm = said
     return module
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_norm_after_each_expert_is_measured(device: str) -> None:
+    described = describe_experts(with_norm().to(device))
+    assert described.fields["post_expert_norm"] == PostExpertNormConfig(eps=1e-4)
+    assert describe_experts(Experts()).fields["post_expert_norm"] is None
 
 
 def changed(**changes: Any) -> nn.Module:
@@ -245,8 +269,24 @@ def clamped_after(gate: torch.Tensor) -> torch.Tensor:
         (Experts(softcapped), "act_fn: expected .*, got softcapped of Experts"),
         (Experts(clamped_after), "act_fn: expected .*, got clamped_after of Experts"),
         (changed(has_gate=False), "expected up_proj of all experts in one tensor, .*, got Experts"),
-        (changed(has_post_expert_norm=True), "has_post_expert_norm: expected experts that end with down_proj"),
-        (with_norm(), r"post_expert_norm\.weight: expected no parameters but gate_up_proj, .*, got another"),
+        (
+            with_norm(nn.RMSNorm(H, eps=1e-4)),
+            r"post_expert_norm: expected y \* rsqrt\(.*, got RMSNorm, which is another",
+        ),
+        (
+            with_norm(InputScaledNorm(after=True)),
+            "post_expert_norm: expected .*, got InputScaledNorm, which is another",
+        ),
+        (
+            with_norm(InputScaledNorm(power=-0.4)),
+            "post_expert_norm: expected .*, got InputScaledNorm, which is another",
+        ),
+        (
+            with_norm(InputScaledNorm(columns=H + 1)),
+            r"post_expert_norm: expected an RMSNorm .* \[16\], got Input",
+        ),
+        (with_norm(nn.Identity()), "post_expert_norm: expected an RMSNorm with eps and a weight .*, got Identity"),
+        (with_norm(said=False), r"post_expert_norm\.weight: expected no parameters but gate_up_proj, .*, got another"),
         (changed(down_proj=None), "expected down_proj of all experts in one tensor, .*, got Experts"),
         (nn.ModuleList(), "expected gate_up_proj of all experts in one tensor, .*, got ModuleList"),
         (

@@ -11,10 +11,12 @@ from moe_runtime.build import random_expert
 from moe_runtime.config import ActivationConfig, MoELayerConfig, SharedExpertConfig
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.experts import activation_of
+from moe_runtime.kernels.gemm.expert_norm import ExpertNorm
 from moe_runtime.layer import MoELayer
+from moe_runtime.placement import Placement
 from moe_runtime.reference import error_bound, moe_reference, relative_error
 from moe_runtime.shared_expert import SharedExpert
-from moe_runtime.virtual import VirtualRanks
+from moe_runtime.virtual import VirtualRanks, replace_experts
 from tests.support.comparison import assert_same_bits
 from tests.support.gemm_cases import ENGINES
 
@@ -35,18 +37,20 @@ def config(activation: dict[str, Any], **fields: Any) -> MoELayerConfig:
     return MoELayerConfig(**sizes, max_tokens_per_rank=32, activation=ActivationConfig(**activation), **fields)
 
 
-def exact(c: MoELayerConfig, seed: int, x: torch.Tensor, route: tuple[torch.Tensor, ...]) -> torch.Tensor:
+def exact(
+    c: MoELayerConfig, seed: int, x: torch.Tensor, route: tuple[torch.Tensor, ...], norm: ExpertNorm | None = None
+) -> torch.Tensor:
     experts = [random_expert(c, seed, e) for e in range(EXPERTS)]
     gate_up, down = (torch.stack([pair[i] for pair in experts]) for i in (0, 1))
     biases: dict[str, Any] = {}
     if c.expert_bias:
         biases = {name: torch.stack([getattr(e, name) for e in experts]) for name in ("gate_up_bias", "down_bias")}
     idx, weights = (part.cpu() for part in route)
-    return moe_reference(x.cpu(), idx, weights, gate_up, down, activation_of(c.activation), **biases)
+    return moe_reference(x.cpu(), idx, weights, gate_up, down, activation_of(c.activation), **biases, norm=norm)
 
 
 @each
-@pytest.mark.parametrize(("token", "weight"), FORMATS, ids="-".join)
+@pytest.mark.parametrize(("token", "weight"), FORMATS, ids=["-".join(pair) for pair in FORMATS])
 def test_layers_are_within_their_bound(
     token: str, weight: str, activation: dict[str, Any], device: torch.device, rng: torch.Generator, seed: int
 ) -> None:
@@ -93,7 +97,8 @@ def rows_of(rank: int, seed: int) -> torch.Tensor:
 @pytest.mark.cpu_only
 @pytest.mark.parametrize("activation", [ACTIVATIONS["gelu_tanh"], ACTIVATIONS["relu2"]], ids=["gelu_tanh", "relu2"])
 def test_processes_give_the_bits_of_virtual_ranks(activation: dict[str, Any], get_pool: Any, seed: int) -> None:
-    c = config(activation, token_format="fp8_block", shared_expert=SharedExpertConfig(intermediate_size=64))
+    more = {"shared_expert": SharedExpertConfig(intermediate_size=64), "post_expert_norm": {"eps": 1e-5}}
+    c = config(activation, token_format="fp8_block", **more)
     found = get_pool(2).run(run_rank, c, seed)
     with VirtualRanks(c, 2, lambda layer: layer.load_random(seed)) as ranks:
         for one, other in zip(found, ranks([rows_of(rank, seed) for rank in range(2)]), strict=True):
@@ -126,6 +131,30 @@ def test_shared_experts_have_the_activation(
     if not formula.gated:
         with pytest.raises(ValueError, match=r"gate_proj: expected none, got shape \[40, 128\]"):
             shared.load(gate, up, down, token_gate if gated else None)
+
+
+@pytest.mark.parametrize(("token", "weight"), FORMATS, ids=["-".join(pair) for pair in FORMATS])
+def test_layers_with_a_norm_after_each_expert(
+    token: str, weight: str, device: torch.device, rng: torch.Generator, seed: int
+) -> None:
+    """Within their bound, of which a layer without the norm is far outside; experts may move."""
+    c = config({}, token_format=token, weight_format=weight, post_expert_norm={"eps": 1e-5})
+    xs = [torch.randn(count, 128, generator=rng).bfloat16().to(device) for count in (32, 0, 21)]
+    placements = [Placement(EXPERTS, 3, tuple(order)) for order in (range(EXPERTS), reversed(range(EXPERTS)))]
+    with VirtualRanks(c, 3, lambda layer: layer.load_random(seed), device=device, placement=placements[0]) as ranks:
+        routes = [ranks.layers[0].router(x) for x in xs]
+        y = torch.cat(ranks(xs, routes)).cpu()
+        norm = ranks.layers[0].post_expert_norm
+        assert norm is not None and norm.scale.std() > 0.01
+        norm = norm.norm.to("cpu")
+        replace_experts(ranks.layers, placements[1])
+        moved = torch.cat(ranks(xs, routes)).cpu()
+    route = tuple(torch.cat(parts) for parts in zip(*routes, strict=True))
+    bound = error_bound(token, weight, post_expert_norm=True)
+    want = exact(c, seed, torch.cat(xs), route, norm)
+    for found in (y, moved):
+        assert relative_error(found, want)[0] <= bound
+    assert relative_error(y, exact(c, seed, torch.cat(xs), route))[0] > bound
 
 
 def test_weights_with_a_gate_do_not_fit_without_one(device: torch.device) -> None:

@@ -386,6 +386,12 @@ def test_keys_of_a_nested_config_are_named(changes: dict[str, Any], message: str
         moe_layers(config, source="file")
 
 
+def test_a_norm_that_no_file_has_is_refused() -> None:
+    config = PUBLISHED["Nemotron-3-Nano-30B-A3B"][0]
+    with pytest.raises(ValueError, match=r"^post_expert_norm: config says None, got PostExpertNormConfig"):
+        layer_config(config, max_tokens_per_rank=8, post_expert_norm={"eps": 1e-6})
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

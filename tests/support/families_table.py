@@ -267,7 +267,8 @@ def outcome_of(family: str, rank: int = 0) -> Outcome:
         with parallel:
             errors += _errors(model, exact, rank)
     assert errors, f"{family}: its experts were never called"
-    worst, bound = max(errors), error_bound("bf16")
+    normed = any(one.norm_eps is not None for one in described)
+    worst, bound = max(errors), error_bound("bf16", post_expert_norm=normed)
     assert worst <= bound, f"{family}: relative error {worst:.3e} above {bound:.3e}"
     formula = "; ".join(dict.fromkeys(_formula(one) for one in described))
     return Outcome(family, type(model).__name__, names, formula, with_interface, refused, worst)
@@ -319,6 +320,7 @@ def _formula(described: DescribedExperts) -> str:
     parts = [_activation(activation)]
     parts += ["interleaved"] if activation.order == "interleaved" else []
     parts += ["biases"] if described.expert_bias else []
+    parts += ["a norm after each expert"] if described.norm_eps is not None else []
     parts += ["transposed"] if described.transposed else []
     parts += ["identity experts"] if described.identity_experts else []
     return ", ".join(parts)

@@ -116,6 +116,8 @@ def test_what_is_absent_gets_its_default(tmp_path: Path) -> None:
             r"layer\.router\.top_groups: 1 groups of 2 experts cannot give top_k = 3",
         ),
         ({"router": {"scaling_factor": float("nan")}}, r"layer\.router\.scaling_factor: .*got nan"),
+        ({"post_expert_norm": {"eps": 0.0}}, r"layer\.post_expert_norm\.eps: .*got 0\.0"),
+        ({"post_expert_norm": True}, r"layer\.post_expert_norm: .*got True"),
         ({"activation": {"limit": -1.0}}, r"layer\.activation\.limit: .*got -1\.0"),
         ({"activation": {"order": "up"}}, r"layer\.activation\.order: .*got 'up'"),
         ({"activation": {"function": "swish"}}, r"layer\.activation\.function: .*got 'swish'"),
