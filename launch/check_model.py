@@ -48,7 +48,7 @@ from moe_runtime.kernels.runtime import ENGINES
 from moe_runtime.launch.common import cases, environment
 from moe_runtime.launch.common.published_layers import PUBLISHED
 from moe_runtime.layer import MoELayer
-from moe_runtime.reference import error_bound, relative_error
+from moe_runtime.reference import relative_error
 
 KIND = "check_model"
 """`kind` of the JSON."""
@@ -153,7 +153,7 @@ def check_layer(
         **{name: getattr(config, name) for name in FORMATS},
         tokens=len(x_TH),
         error=relative_error(y_TH, reference_TH)[0],
-        bound=error_bound(config.token_format, "bf16" if exact else config.weight_format, config.combine_format),
+        bound=cases.layer_bound(config, exact_weights=exact),
     )
 
 

@@ -85,10 +85,11 @@ class RouterTensors:
 class SharedExpertTensors:
     """A shared expert: `gate_proj` and `up_proj` `[S, H]`, `down_proj` `[H, S]`, and the gate `[1, H]` of gated ones.
 
-    bf16; fp32 if they are stored so or in fp16, or quantized. The gate is as it is stored.
+    bf16; fp32 if they are stored so or in fp16, or quantized. The gate is as it is stored. `gate_proj` is None where
+    the model's experts have none.
     """
 
-    gate_proj: torch.Tensor
+    gate_proj: torch.Tensor | None
     up_proj: torch.Tensor
     down_proj: torch.Tensor
     token_gate: torch.Tensor | None = None
@@ -272,7 +273,7 @@ class Checkpoint:
                 continue
             seen.add(block)
             parts = block.split(".")
-            place = next((n for n in range(1, len(parts) - 1) if parts[n - 1] == "layers" and _NUMBER(parts[n])), None)
+            place = next((n for n in range(1, len(parts)) if parts[n - 1] == "layers" and _NUMBER(parts[n])), None)
             if place is None or not set(_OTHER_STACKS).isdisjoint(parts):
                 continue
             blocks, layer = stacks.setdefault(".".join(parts[:place]), {}), int(parts[place])
@@ -308,7 +309,7 @@ class Checkpoint:
         else:
             linears, inner = self._shared_linears(layer), shared.intermediate_size
             layout = self._shared_layout(linears)
-            for name, (rows, columns) in zip(linears, ((inner, hidden), (inner, hidden), (hidden, inner)), strict=True):
+            for name, (rows, columns) in zip(linears, _shapes(linears, inner, hidden), strict=True):
                 shape = layout.quant_shape(rows, columns)
                 self.files.check(f"{name}.{layout.weight}", shape, layout.quant_dtypes)
 
@@ -352,8 +353,9 @@ class Checkpoint:
         sizes = self._sizes()
         experts, hidden, inner = sizes.num_experts, sizes.hidden_size, sizes.intermediate_size
         found = [self.files.entry(stack).shape for stack in names.stacks]
-        transposed = [(experts, hidden, 2 * inner), (experts, inner, hidden)]
-        plain = [(experts, 2 * inner, hidden), (experts, hidden, inner)]
+        rows = inner * sizes.activation.num_parts
+        transposed = [(experts, hidden, rows), (experts, inner, hidden)]
+        plain = [(experts, rows, hidden), (experts, hidden, inner)]
         turned = found == transposed and found != plain
         return StoredExperts(PLAIN_FUSED_TRANSPOSED if turned else PLAIN_FUSED, "bf16")
 
@@ -392,7 +394,7 @@ class Checkpoint:
         self.check_layer(layer)
         outer, known, stacks = self._block(layer), self.family.names.projections, self.family.names.stacks
         block = f"{outer}.experts"
-        parts = next((parts for parts in known if self._holds_linear(f"{block}.0.{parts[0]}")), known[0])
+        parts = next((parts for parts in known if self._holds_linear(f"{block}.0.{parts[0] or parts[1]}")), known[0])
         gate_up, down = next((pair for pair in stacks if f"{outer}.{pair[0]}" in self.files), stacks[0])
         order = GateUpOrder.INTERLEAVED if self.family.clamped_swiglu else GateUpOrder.GATE_UP
         correction_bias = self._found(layer, self.family.names.correction_biases)
@@ -402,7 +404,7 @@ class Checkpoint:
             stacks=(f"{outer}.{gate_up}", f"{outer}.{down}"),
             order=order,
             biases=self.family.expert_bias,
-            others=(correction_bias,),
+            others=(correction_bias, f"{block}.post_expert_norm.weight"),
         )
 
     def _holds_linear(self, prefix: str) -> bool:
@@ -487,12 +489,12 @@ class Checkpoint:
             return None
         linears, hidden, inner = self._shared_linears(layer), sizes.hidden_size, shared.intermediate_size
         layout = self._shared_layout(linears)
-        shapes = ((inner, hidden), (inner, hidden), (hidden, inner))
-        gate, up, down = (
+        shapes = _shapes(linears, inner, hidden)
+        *gate, up, down = (
             dense(read_linear(self.files, layout, name, *shape)) for name, shape in zip(linears, shapes, strict=True)
         )
         return SharedExpertTensors(
-            gate,
+            gate[0] if gate else None,
             up,
             down,
             self.files.read(self._shared_gate(layer), (1, hidden), FLOAT_DTYPES) if shared.gated else None,
@@ -509,7 +511,7 @@ class Checkpoint:
     def _shared_linears(self, layer: int) -> list[str]:
         block, names = self._block(layer), self.family.names
         found = [
-            [f"{block}.{shared}.{part}" for part in parts]
+            [f"{block}.{shared}.{part}" for part in parts if part is not None]
             for shared in names.shared_experts
             for parts in names.projections
         ]
@@ -565,6 +567,11 @@ def choose_formats(
         possible = token_formats_for(weight_format)
         token_format = stored.token_format if stored.token_format in possible else (*possible, "bf16")[0]
     return token_format, weight_format
+
+
+def _shapes(linears: Sequence[str], inner: int, hidden: int) -> list[tuple[int, int]]:
+    """Shapes of gate, if there is one, up and down."""
+    return [(inner, hidden)] * (len(linears) - 1) + [(hidden, inner)]
 
 
 def opened(checkpoint: Checkpoint | str | Path) -> AbstractContextManager[Checkpoint]:

@@ -173,6 +173,10 @@ class _Conversion:
         for layer in _layers_with_experts(checkpoint):
             reader = checkpoint.reader(layer)
             reader.check_names()
+            if reader.names.gate is None:
+                raise ValueError(
+                    f"source: {reader.names.block} of {checkpoint.folder} have no gate, expected experts with one"
+                )
             if reader.layout.format is fmt:
                 raise ValueError(
                     f"weight_format: expected another than the source holds, got {fmt.name}, as of layer {layer}"
@@ -272,7 +276,7 @@ class _Conversion:
     def _config(self, plain: list[str]) -> dict[str, Any]:
         config = dict(self.checkpoint.config)
         names = self.checkpoint.names(self.layers[0]) if self.layers else None
-        linears = "|".join((names.gate, names.up, names.down)) if names is not None else ""
+        linears = "|".join((str(names.gate), names.up, names.down)) if names is not None else ""
         linears = rf"\.experts\.\d+\.({linears})$"
         targets = {rf"re:.*{linears}": bool(self.calibrations)}
         if self.calibrations and (rest := [str(layer) for layer in self.layers if layer not in self.calibrations]):

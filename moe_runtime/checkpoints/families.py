@@ -32,8 +32,8 @@ class TensorNames:
 
     Attributes:
         block: the module that holds router and experts, in messages about files that have none.
-        projections: gate, up and down of one expert.
-        stacks: gate-and-up and down of all experts, within the block.
+        projections: gate, up and down of one expert; None for the gate where there is none.
+        stacks: gate-and-up (or up) and down of all experts, within the block.
         routers: the linear gate, within the block.
         correction_biases: its correction bias, within the block.
         shared_experts: the shared expert, within the block.
@@ -41,10 +41,11 @@ class TensorNames:
     """
 
     block: str = "mlp"
-    projections: tuple[tuple[str, str, str], ...] = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
+    projections: tuple[tuple[str | None, str, str], ...] = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
     stacks: tuple[tuple[str, str], ...] = (
         ("experts.gate_up_proj", "experts.down_proj"),
         ("experts.fc1.weight", "experts.fc2.weight"),
+        ("experts.w13_weight", "experts.w2_weight"),
         ("input_linear.weight", "output_linear.weight"),
     )
     routers: tuple[str, ...] = ("gate", "router", "gate.wg", "router.gate", "router.layer")
@@ -73,6 +74,7 @@ class Family:
         router_bias: the linear gate has a bias.
         correction_bias: a sigmoid router has a correction bias; None reads it (`topk_method`, `BIAS_KEYS`).
         clamped_swiglu: interleaved gate and up, and the activation of gpt-oss; else SwiGLU with gate above up.
+        squared_relu: experts without a gate, with squared ReLU; `ACTIVATION_KEYS` of the config are not theirs.
         expert_bias: both projections of an expert have biases.
         defaults: values of keys that may be missing, as transformers has them.
         names: names of tensors.
@@ -85,6 +87,7 @@ class Family:
     router_bias: bool = False
     correction_bias: bool | None = None
     clamped_swiglu: bool = False
+    squared_relu: bool = False
     expert_bias: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict, hash=False)
     names: TensorNames = TensorNames()
@@ -170,6 +173,18 @@ GRANITEMOE = Family(
 JAMBA = Family("jamba", ("jamba",), "softmax", renormalize=False)
 LFM2_MOE = Family("lfm2_moe", ("lfm2_moe",), "sigmoid", defaults={"num_dense_layers": 2})
 
+NEMOTRON_H = Family(
+    "nemotron_h",
+    ("nemotron_h",),
+    "sigmoid",
+    correction_bias=True,
+    squared_relu=True,
+    defaults={"norm_topk_prob": True},
+    names=TensorNames(
+        "mixer", projections=((None, "up_proj", "down_proj"),), stacks=(("experts.up_proj", "experts.down_proj"),)
+    ),
+)
+
 FAMILIES = (
     MIXTRAL,
     QWEN2_MOE,
@@ -183,6 +198,7 @@ FAMILIES = (
     GRANITEMOE,
     JAMBA,
     LFM2_MOE,
+    NEMOTRON_H,
 )
 
 DEFAULT = Family(
@@ -268,6 +284,7 @@ def layer_config(
                 "router": _router(keys),
                 "activation": _activation(keys),
                 "expert_bias": keys.family.expert_bias,
+                "post_expert_norm": None,
                 "shared_expert": shared_expert(config, source=source),
             }
         made = MoELayerConfig.model_validate(stored | overrides)
@@ -280,6 +297,9 @@ def layer_config(
 def shared_expert(config: Mapping[str, Any], *, source: str = "config") -> SharedExpertConfig | None:
     """Size and gate of the shared expert of the MoE layers; None if there is none. Raises as `layer_config`."""
     keys = _Keys.of(config, source)
+    if keys.family.squared_relu:
+        # One expert of this size, however many the config counts.
+        return SharedExpertConfig(intermediate_size=keys.positive("moe_shared_expert_intermediate_size"))
     size, gated = keys.count("shared_expert_intermediate_size"), True
     if not size:
         count, gated = keys.count(*SHARED_COUNT_KEYS), False
@@ -304,6 +324,9 @@ def is_moe_layer(config: Mapping[str, Any], layer_index: int, *, source: str = "
     check_integer("layer", layer_index, low=None)
     if not 0 <= layer_index < layers:
         raise ValueError(f"layer: {source} says {layers} layers, asked for layer {describe(layer_index)}")
+    blocks = keys.list_of_layers("layers_block_type") or keys.text("hybrid_override_pattern")
+    if blocks:
+        return layer_index < len(blocks) and blocks[layer_index] in ("moe", "E")
     kinds = keys.list_of_layers("mlp_layer_types")
     if kinds:
         kind = kinds[layer_index] if layer_index < len(kinds) else "sparse"
@@ -328,7 +351,8 @@ def is_moe_layer(config: Mapping[str, Any], layer_index: int, *, source: str = "
 def num_layers(config: Mapping[str, Any], *, source: str = "config", prediction: bool = True) -> int:
     """The number of decoder layers, with those for multi-token prediction that the config names if `prediction`."""
     keys = _Keys.of(config, source)
-    layers = keys.positive("num_hidden_layers") + (keys.count(*MTP_KEYS) if prediction else 0)
+    stated = len(keys.list_of_layers("layers_block_type")) or None
+    layers = keys.positive("num_hidden_layers", default=stated) + (keys.count(*MTP_KEYS) if prediction else 0)
     if layers > MAX_LAYERS:
         raise ValueError(
             f"{source}: {keys.at}num_hidden_layers and num_nextn_predict_layers: expected at most {MAX_LAYERS} in all, "
@@ -384,6 +408,11 @@ def _router_kind(keys: _Keys) -> Literal["softmax", "topk_softmax", "sigmoid"]:
 
 
 def _activation(keys: _Keys) -> ActivationConfig:
+    if keys.family.squared_relu:
+        for key, expected in (("mlp_hidden_act", "relu2"), ("moe_latent_size", None), ("mlp_bias", False)):
+            if keys.config.get(key, expected) not in (None, expected):
+                keys.refuse(key, "none" if expected is None else str(expected).lower())
+        return ActivationConfig(function="relu2", gated=False)
     for key in ACTIVATION_KEYS:
         if keys.config.get(key) not in (None, "silu", "swish"):
             keys.refuse(key, "silu")
@@ -453,6 +482,13 @@ class _Keys:
         if type(value) not in (int, float) or not 0 < value < math.inf:
             self.refuse(key, "a positive number", value)
         return float(value)
+
+    def text(self, key: str) -> str:
+        """A text; empty if there is none."""
+        value = self.config.get(key)
+        if value is not None and not isinstance(value, str):
+            self.refuse(key, "a text")
+        return value or ""
 
     def list_of_layers(self, key: str) -> Sequence[Any]:
         """A list with at most one item for each layer; empty if there is none."""

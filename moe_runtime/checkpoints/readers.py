@@ -59,15 +59,15 @@ class ExpertNames:
 
     Attributes:
         block: their common prefix, such as `model.layers.3.mlp.experts`.
-        gate, up, down: names of the projections of one expert, if experts are not stacked.
-        stacks: prefixes of gate-and-up and of down if experts are stacked.
+        gate, up, down: names of the projections of one expert, if experts are not stacked; `gate` is None without one.
+        stacks: prefixes of gate-and-up, or of up, and of down if experts are stacked.
         order: order of the rows of gate and up in the model, and in stacked tensors.
         biases: whether each projection has a bias.
         others: tensors with names like those of experts that belong to something else.
     """
 
     block: str
-    gate: str = "gate_proj"
+    gate: str | None = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
     stacks: tuple[str, str] = ("", "")
@@ -75,10 +75,15 @@ class ExpertNames:
     biases: bool = False
     others: tuple[str, ...] = ()
 
-    def linears(self, expert: int) -> tuple[str, str, str]:
-        """Prefixes of gate, up and down of an expert that is not stacked."""
-        prefix = f"{self.block}.{expert}"
-        return f"{prefix}.{self.gate}", f"{prefix}.{self.up}", f"{prefix}.{self.down}"
+    @property
+    def gate_up(self) -> GateUpOrder | None:
+        """The order of gate and up; None without a gate."""
+        return None if self.gate is None else self.order
+
+    def linears(self, expert: int) -> tuple[str, ...]:
+        """Prefixes of gate, if there is one, up and down of an expert that is not stacked."""
+        parts = (self.up, self.down) if self.gate is None else (self.gate, self.up, self.down)
+        return tuple(f"{self.block}.{expert}.{part}" for part in parts)
 
 
 @dataclass(frozen=True)
@@ -125,13 +130,13 @@ class ExpertReader:
         if self.layout.stacked:
             one = self._stacked(expert, buffers)
             return lambda: one
-        gate, up, down = self.names.linears(expert)
-        order, inner, hidden = self.names.order, self.inner, self.hidden
-        first = begin_linears(self.files, self.layout, (gate, up), inner, hidden, buffers[0], order)
+        *gate_up, down = self.names.linears(expert)
+        order, inner, hidden = self.names.gate_up, self.inner, self.hidden
+        first = begin_linears(self.files, self.layout, tuple(gate_up), inner, hidden, buffers[0], order)
         second = begin_linears(self.files, self.layout, (down,), hidden, inner, buffers[1])
         biases: tuple[torch.Tensor, ...] = ()
         if self.names.biases:
-            parts = [self._bias(gate, inner), self._bias(up, inner)]
+            parts = [self._bias(prefix, inner) for prefix in gate_up]
             biases = stack_rows(torch.stack(parts), order), self._bias(down, hidden)
         return lambda: ExpertTensors(first(), second(), *biases)
 
@@ -143,7 +148,7 @@ class ExpertReader:
         if self.layout.dequantized:
             return False
         if self.layout != PLAIN:
-            parts = (self.inner, self.hidden, self.names.order), (self.hidden, self.inner, None)
+            parts = (self.inner, self.hidden, self.names.gate_up), (self.hidden, self.inner, None)
             if self.layout.format is not fmt or self.layout.scale is None:
                 return False
             if self.layout.fused and self._blocks_run_on:
@@ -179,7 +184,7 @@ class ExpertReader:
         scale = self.layout.input_scale
         if scale is None:
             return None
-        downs = ((expert, self.names.linears(expert)[2]) for expert in range(self.num_experts))
+        downs = ((expert, self.names.linears(expert)[-1]) for expert in range(self.num_experts))
         found = [
             _second_level(self.files, down, scale, may_be_zeros=functools.partial(self._may_be_zeros, expert))
             for expert, down in downs
@@ -226,8 +231,9 @@ class ExpertReader:
     def _stacked(self, expert: int, buffers: QuantBuffers) -> ExpertTensors:
         weights: list[torch.Tensor | ExpertWeights] = []
         biases = []
-        sizes = ((2 * self.inner, self.hidden), (self.hidden, self.inner))
-        orders = (self.names.order, None)
+        rows = self.inner if self.names.gate is None else 2 * self.inner
+        sizes = ((rows, self.hidden), (self.hidden, self.inner))
+        orders = (self.names.gate_up, None)
         for prefix, (rows, columns), order, empty in zip(self.names.stacks, sizes, orders, buffers, strict=True):
             if self.names.biases:
                 bias = self.files.read(f"{prefix}_bias", (self.num_experts, rows), FLOAT_DTYPES, item=expert)

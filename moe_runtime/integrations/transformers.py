@@ -364,11 +364,14 @@ class ParallelExperts(nn.Module):
 
 
 def _load(layer: MoELayer, block: MoEBlock, experts: ExpertSource) -> None:
-    """Load this rank's experts of `block` into `layer`."""
+    """Load this rank's experts of `block`, and the norm after them if there is one, into `layer`."""
+    if experts is None:
+        block.described.load_into(layer, layer.local_experts)
+        return
+    if layer.post_expert_norm is not None:
+        layer.post_expert_norm.load(block.module.experts.post_expert_norm.weight.detach())
     if isinstance(experts, Checkpoint):
         layer.load_checkpoint(experts, block.number, shared_elsewhere=True)
-    elif experts is None:
-        layer.load_experts(block.described.tensors(layer.local_experts))
     else:
         layer.load_experts(experts(block.number, layer.local_experts))
 

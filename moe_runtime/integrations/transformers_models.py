@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from moe_runtime.checkpoints.layouts import COMPRESSED_NVFP4
 from moe_runtime.checkpoints.quantization import EXPERTS_KEY, compressed_group
 from moe_runtime.integrations.expert_modules import WEIGHTS, DescribedExperts, describe_experts
 
-TOP_K = ("top_k", "num_experts_per_tok")
+TOP_K = ("top_k", "num_experts_per_tok", "top_k_experts")
 """What blocks, routers and configs call the number of experts of a token."""
 
 
@@ -26,10 +27,12 @@ class _NoExperts(nn.Module):
     Attributes:
         described: what they compute; its module is on the meta device.
         config: the config that they had, if any.
+        post_expert_norm: the norm after each expert, which stays and is loaded; None if there is none.
     """
 
-    def __init__(self, described: DescribedExperts) -> None:
+    def __init__(self, described: DescribedExperts, post_expert_norm: nn.Module | None) -> None:
         super().__init__()
+        self.post_expert_norm = post_expert_norm
         self.described = described
         self.config = getattr(described.module, "config", None)
         for name in WEIGHTS:
@@ -60,7 +63,8 @@ def without_experts() -> Iterator[None]:
         # Every model ends its __init__ with post_init, which gives memory its first values.
         for name, block in _with_experts(model):
             if not isinstance(block.experts, _NoExperts):
-                block.experts = _NoExperts(describe_experts(block.experts.to("meta"), f"model: {name}.experts"))
+                norm = copy.deepcopy(getattr(block.experts, "post_expert_norm", None))
+                block.experts = _NoExperts(describe_experts(block.experts.to("meta"), f"model: {name}.experts"), norm)
         return post_init(model, *args, **named)
 
     try:

@@ -39,7 +39,15 @@ from moe_runtime.config import (
 )
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.context.peers import abort_peers, abort_peers_on_error
-from moe_runtime.integrations.expert_modules import BIASES, WEIGHTS, DescribedExperts, describe_experts, routes_of
+from moe_runtime.integrations.expert_modules import (
+    DOWN,
+    UNGATED_WEIGHTS,
+    WEIGHTS,
+    DescribedExperts,
+    bias_of,
+    describe_experts,
+    routes_of,
+)
 from moe_runtime.kernels.formats.number_formats import ceil_div
 from moe_runtime.layer import MoELayer
 from moe_runtime.support.compiling import not_compiled
@@ -228,8 +236,8 @@ def _layer_of(module: Any, top_k: int, mesh: Any, settings: _Settings) -> _Built
         name = type(module).__name__
         described = describe_experts(module, name)
         described.check_weights()
-        local = range(getattr(module, WEIGHTS[1]).shape[0])
-        built.layer.load_experts(described.tensors(local), _in_place(described, built.layer.config))
+        local = range(getattr(module, DOWN).shape[0])
+        described.load_into(built.layer, local, _in_place(described, built.layer.config))
         built.weights = weights
     return built
 
@@ -239,7 +247,7 @@ def _build(module: Any, top_k: int, mesh: Any, settings: _Settings) -> _Built:
     described = describe_experts(module, name)
     ranks = 1 if mesh is None else mesh.size()
     config = layer_fields(described.of_ranks(ranks), top_k, settings.fields)
-    device = getattr(module, WEIGHTS[0]).device
+    device = getattr(module, DOWN).device
     group = None if mesh is None else mesh.get_group().group_name
     sizes = config.hidden_size, config.num_experts, top_k
     key = id(module.config), id(settings), str(device), group, *sizes
@@ -266,8 +274,9 @@ def _context(parallel: ParallelConfig, mesh: Any, device: torch.device) -> Exper
 def _weights_of(module: Any) -> tuple[object, ...]:
     """Which weights the parameters hold: changes where they are replaced or written to."""
     found: list[object] = []
-    for key in (*WEIGHTS, *BIASES):
-        weight = getattr(module, key, None)
+    names = dict.fromkeys((*WEIGHTS, *UNGATED_WEIGHTS))
+    weights = [getattr(module, key, None) for key in (*names, *map(bias_of, names))]
+    for weight in (*weights, getattr(getattr(module, "post_expert_norm", None), "weight", None)):
         if weight is not None:
             version = 0 if weight.is_inference() else weight._version
             found += [weight.data_ptr(), version, weight.dtype, weight.device]
@@ -279,7 +288,7 @@ def _in_place(described: DescribedExperts, config: MoELayerConfig) -> QuantBuffe
     if config.weight_format != "bf16" or described.transposed:
         return FRESH
     buffers = []
-    for key in WEIGHTS:
+    for key in described.weights:
         weight = getattr(described.module, key).detach()
         buffer = QuantBuffer(weight.shape[0])
         buffer.tensor = weight

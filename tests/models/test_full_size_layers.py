@@ -27,7 +27,7 @@ from moe_runtime.launch.common.published_layers import (
     write_gpt_oss_mxfp4,
 )
 from moe_runtime.layer import MoELayer
-from moe_runtime.reference import error_bound, relative_error, swiglu_reference
+from moe_runtime.reference import activation_reference, error_bound, relative_error
 from tests.support.checkpoint_writers import read_e2m1
 
 TOKENS = 16
@@ -53,7 +53,7 @@ def deepseek_expert(folder: Path, expert: int, x: torch.Tensor) -> torch.Tensor:
         return torch.from_numpy(read_e2m1(quants) * factors.repeat(16, axis=1)) * second.double()
 
     both = torch.cat([x.double() @ weight(name).T for name in ("gate", "up")], dim=1)
-    return swiglu_reference(both, SwiGLU()) @ weight("down").T
+    return activation_reference(both, SwiGLU()) @ weight("down").T
 
 
 def gpt_oss_expert(folder: Path, expert: int, x: torch.Tensor) -> torch.Tensor:
@@ -66,7 +66,7 @@ def gpt_oss_expert(folder: Path, expert: int, x: torch.Tensor) -> torch.Tensor:
         values = read_e2m1(blocks.flatten(1)) * factors.repeat(32, axis=1)
         return rows.double() @ torch.from_numpy(values).T + bias.double()
 
-    return product("down_proj", swiglu_reference(product("gate_up_proj", x), GPT_OSS))
+    return product("down_proj", activation_reference(product("gate_up_proj", x), GPT_OSS))
 
 
 def run_from_files(rank: int, world: int, folder: str, tokens: str | None, checked: int, seed: int) -> tuple[Any, ...]:

@@ -83,6 +83,7 @@ ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 SPECIAL: dict[str, dict[str, Any]] = {
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8}},
     "deepseek_ocr2": {"num_hidden_layers": 2, "mlp_layer_types": ["sparse", "sparse"]},
+    "diffusion_gemma": {"top_k_experts": 2},
     "dots1": {"n_shared_experts": 1},
     "ernie4_5_vl_moe": {"moe_intermediate_size": [48, 32], "rope_parameters": ROPE | {"mrope_section": [6, 6, 4]}},
     "gemma4": {
@@ -185,7 +186,13 @@ def _filled(kind: Any, config: Any, seed: int) -> Any:
         for name, buffer in model.named_buffers():
             if name.endswith("tid2eid"):  # experts of each token of the vocabulary, from the checkpoint
                 buffer.copy_(torch.argsort(torch.rand(buffer.shape[0], 8), dim=1)[:, : buffer.shape[1]])
-    return model.bfloat16()
+    model.bfloat16()
+    # As transformers loads it.
+    kept = model._keep_in_fp32_modules_strict or ()
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_floating_point() and any(part in name for part in kept):
+            tensor.data = tensor.data.float()
+    return model
 
 
 @torch.no_grad()
@@ -261,7 +268,8 @@ def outcome_of(family: str, rank: int = 0) -> Outcome:
         with parallel:
             errors += _errors(model, exact, rank)
     assert errors, f"{family}: its experts were never called"
-    worst, bound = max(errors), error_bound("bf16")
+    normed = any(one.norm_eps is not None for one in described)
+    worst, bound = max(errors), error_bound("bf16", post_expert_norm=normed)
     assert worst <= bound, f"{family}: relative error {worst:.3e} above {bound:.3e}"
     formula = "; ".join(dict.fromkeys(_formula(one) for one in described))
     return Outcome(family, type(model).__name__, names, formula, with_interface, refused, worst)
@@ -310,15 +318,19 @@ def inputs_of(model: Any, ids: torch.Tensor) -> dict[str, Any]:
 def _formula(described: DescribedExperts) -> str:
     """The activation, biases and layout in words."""
     activation = described.activation
-    parts = ["SwiGLU" if activation == ActivationConfig(order=activation.order) else _clamped(activation)]
+    parts = [_activation(activation)]
     parts += ["interleaved"] if activation.order == "interleaved" else []
     parts += ["biases"] if described.expert_bias else []
+    parts += ["a norm after each expert"] if described.norm_eps is not None else []
     parts += ["transposed"] if described.transposed else []
     parts += ["identity experts"] if described.identity_experts else []
     return ", ".join(parts)
 
 
-def _clamped(activation: ActivationConfig) -> str:
+_NAMES = {"silu": "SiLU", "gelu": "GELU", "gelu_tanh": "GELU by tanh", "relu2": "squared ReLU"}
+
+
+def _activation(activation: ActivationConfig) -> str:
     parts = []
     if activation.alpha != 1.0:
         parts.append(f"alpha {activation.alpha:g}")
@@ -326,7 +338,13 @@ def _clamped(activation: ActivationConfig) -> str:
         parts.append(f"limit {activation.limit:g}")
     if activation.up_offset:
         parts.append(f"up + {activation.up_offset:g}")
-    return f"SwiGLU with {', '.join(parts)}"
+    for name, cap in (("gate", activation.gate_softcap), ("up", activation.up_softcap)):
+        if cap is not None:
+            parts.append(f"{name} softcap {cap:g}")
+    if not activation.gated:
+        return f"{_NAMES[activation.function]} without a gate"
+    name = "SwiGLU" if activation.function == "silu" else f"{_NAMES[activation.function]} of gate"
+    return f"{name} with {', '.join(parts)}" if parts else name
 
 
 def _reason(problem: ValueError) -> str:
