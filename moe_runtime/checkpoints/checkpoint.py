@@ -403,7 +403,7 @@ class Checkpoint:
             *parts,
             stacks=(f"{outer}.{gate_up}", f"{outer}.{down}"),
             order=order,
-            biases=self.family.expert_bias,
+            biases=self.family.expert_bias or (not self.routers and f"{outer}.{gate_up}_bias" in self.files),
             others=(correction_bias, f"{block}.post_expert_norm.weight"),
         )
 

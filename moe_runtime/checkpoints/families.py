@@ -45,7 +45,6 @@ class TensorNames:
     stacks: tuple[tuple[str, str], ...] = (
         ("experts.gate_up_proj", "experts.down_proj"),
         ("experts.fc1.weight", "experts.fc2.weight"),
-        ("experts.w13_weight", "experts.w2_weight"),
         ("input_linear.weight", "output_linear.weight"),
     )
     routers: tuple[str, ...] = ("gate", "router", "gate.wg", "router.gate", "router.layer")
