@@ -78,11 +78,15 @@ def cases() -> list[GemmCase]:
 
 MANY = {"max_tokens_per_rank": 1000, "num_experts": 500}
 """Tokens whose slots are counted in several chunks."""
+NORMED = {"activation": {"function": "relu2", "gated": False}, "post_expert_norm": {"eps": 1e-6}}
+"""Experts without a gate, with a norm after each."""
 EXCHANGES: dict[str, dict[str, Any]] = {
     "exchange nvfp4, bf16 home": {"token_format": "nvfp4", "mode": "gathered"},
     "exchange nvfp4 contiguous, mxfp8 home": {"token_format": "nvfp4", "mode": "contiguous", "combine_format": "mxfp8"},
     "exchange mxfp8, fp8_block home": {"token_format": "mxfp8", "mode": "gathered", "combine_format": "fp8_block"},
     "exchange fp8_block on 3 SMs": {"token_format": "fp8_block", "mode": "contiguous", "num_sms": 3},
+    "exchange nvfp4, squared ReLU and a norm": {"token_format": "nvfp4", "mode": "gathered"} | NORMED,
+    "exchange fp8_block, squared ReLU and a norm": {"token_format": "fp8_block", "mode": "contiguous"} | NORMED,
     "exchange bf16, many tokens": {"token_format": "bf16", "mode": "contiguous"} | MANY,
     "exchange nvfp4, many tokens": {"token_format": "nvfp4", "mode": "gathered"} | MANY,
 }

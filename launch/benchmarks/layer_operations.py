@@ -168,7 +168,10 @@ def gemm(bench: Bench) -> None:
         lambda number, lap: project(number),
         lambda number, lap: grouped_gemm(between, down[number % len(down)], out=out_RH, engine=engine),
     )
-    sizes = ((2 * inner, hidden, arrived, checks.format_bytes(fmt, inner)), (hidden, inner, middle, 2 * hidden))
+    sizes = (
+        (config.activation.num_parts * inner, hidden, arrived, checks.format_bytes(fmt, inner)),
+        (hidden, inner, middle, 2 * hidden),
+    )
     weights = (experts.gate_up, experts.down)
     for index, (n, k, rows, row_bytes) in enumerate(sizes):
         name = ("gemm gate+up", "gemm down")[index]

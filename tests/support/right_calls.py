@@ -147,6 +147,11 @@ def _mxfp8_weights(w: World, on: Any) -> dict[str, Any]:
     return {"b": q, "b_scale": ops.pack_ue8m0_weights(scales), "scale_granularity_mnk": (1, 1, 128)}
 
 
+def _activation_fields(w: World) -> dict[str, Any]:
+    fields = {"order": GateUpOrder.GATE_UP, "alpha": 1.5, "limit": 7.0, "up_offset": 0.5}
+    return fields | {"function": "silu", "gated": True, "gate_softcap": 4.0, "up_softcap": 25.0}
+
+
 def _format_fields(w: World, on: Any) -> dict[str, Any]:
     fmt = w.draw.choice(list(WEIGHT_FORMATS.values()))
     return {name: getattr(fmt, name) for name in type(fmt).__dataclass_fields__}
@@ -259,6 +264,7 @@ ARGUMENTS: dict[str, Callable[[World, Any], dict[str, Any]]] = {
         "bias": w.numbers(2, 32),
     },
     "ExpertWeights.to": _NONE,
+    "Activation": lambda w, on: _activation_fields(w),
     "Experts": lambda w, on: w.experts_arguments(),
     "Experts.__call__": lambda w, on: {"rows": w.rows(on.gate_up.format.name), "out": w.numbers(12, HIDDEN)},
     "Experts.to": _NONE,
@@ -272,7 +278,7 @@ ARGUMENTS: dict[str, Callable[[World, Any], dict[str, Any]]] = {
     "PrepackedWeights.wanted": lambda w, on: {"w": w.expert_weights()},
     "QuantizedRows": _quantized_fields,
     "RecordLayout": lambda w, on: {"format": "nvfp4", "hidden": HIDDEN, "top_k": TOP_K, "alignment": 16},
-    "SwiGLU": lambda w, on: {"order": GateUpOrder.GATE_UP, "alpha": 1.5, "limit": 7.0, "up_offset": 0.5},
+    "SwiGLU": lambda w, on: _activation_fields(w),
     "TokenFormat": _format_fields,
     "TokenFormat.check_columns": lambda w, on: {"k": 128, "argument": "k"},
     # Routing, exchange and layers.
@@ -378,7 +384,7 @@ ARGUMENTS: dict[str, Callable[[World, Any], dict[str, Any]]] = {
     "softmax_topk": lambda w, on: _logits(w) | {"renormalize": True, "scaling_factor": 1.5},
     "topk_softmax": lambda w, on: _logits(w) | {"scaling_factor": 1.5},
     # Contexts, configs, placements, checkpoints, models.
-    "Checkpoint": lambda w, on: {"path": w.folder / "checkpoint"},
+    "Checkpoint": lambda w, on: {"path": w.folder / "checkpoint", "routers": True},
     "Checkpoint.check_fits": lambda w, on: {"config": w.config(), "but_for": ["top_k"]},
     "Checkpoint.check_layer": lambda w, on: {"layer": 0},
     "Checkpoint.check_sizes": lambda w, on: {"layer": 0},
@@ -419,7 +425,7 @@ ARGUMENTS: dict[str, Callable[[World, Any], dict[str, Any]]] = {
         w.config().model_dump() | {"router": RouterConfig(), "activation": w.config().activation}
     ),
     "MoELayerConfig.replace": lambda w, on: {"top_k": 1},
-    "ActivationConfig": lambda w, on: {"order": "gate_up", "alpha": 1.5, "limit": 7.0, "up_offset": 0.5},
+    "ActivationConfig": lambda w, on: _activation_fields(w) | {"order": "gate_up"},
     "ActivationConfig.replace": lambda w, on: {"alpha": 2.0},
     "CheckpointConfig": lambda w, on: {"path": "folder", "layer": 1},
     "CheckpointConfig.replace": lambda w, on: {"layer": 1},

@@ -163,6 +163,7 @@ class World:
             "intermediate_gsf": 8.0 if fmt == "nvfp4" else None,
             "engine": "auto",
             "num_sms": None,
+            "norm": None,
         }
 
     def prepacked(self) -> PrepackedWeights:
