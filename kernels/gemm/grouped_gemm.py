@@ -306,6 +306,8 @@ def grouped_gemm_swiglu(
 ) -> GroupedRows:
     """Multiply by gate and up, apply the activation in fp32 and quantize, with no other rounding between.
 
+    SwiGLU, which it is named after, is one of the activations.
+
     Args:
         a: the rows, as for `grouped_gemm`.
         w: the weights `[E, 2I, K]` of gate and up, or `[E, I, K]` where the activation has no gate. Prepacked weights

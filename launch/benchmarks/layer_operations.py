@@ -236,7 +236,8 @@ def whole_layer(bench: Bench) -> None:
         return
     starts = layer.dispatcher.geometry.starts
     rows = statistics.mean(max(_rows_of_ranks(idx, starts)) for idx in bench.ids_of_turns)
-    work = Work(flops=gemm_flops(1, 3 * config.intermediate_size, config.hidden_size) * rows)
+    width = (config.activation.num_parts + 1) * config.intermediate_size
+    work = Work(flops=gemm_flops(1, width, config.hidden_size) * rows)
     measured = bench.time(lambda number, lap: forward(number), [check], capturable=bench.context.heap.graph_safe)
     weight_bytes = bench.experts.gate_up.num_bytes + bench.experts.down.num_bytes
     bench.add("layer", measured, TOTAL, work, check, weight_bytes=weight_bytes, weight_copies=len(experts))

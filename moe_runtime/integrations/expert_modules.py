@@ -325,7 +325,7 @@ def _softcapped(
     up_cap = _NEAR / math.atanh(of_far_gate / both)
     gate_cap = both / up_cap
     sigmoid = of_far_up / (up_cap * gate_cap * math.tanh(_NEAR / gate_cap))
-    if not 0.5 < sigmoid < 1.0:
+    if not 0.5 + _TOLERANCE < sigmoid < 1.0:
         return None
     alpha = math.log(sigmoid / (1.0 - sigmoid)) / _NEAR
     return {"alpha": _rounded(alpha), "gate_softcap": _rounded(gate_cap), "up_softcap": _rounded(up_cap)}
@@ -334,7 +334,7 @@ def _softcapped(
 def _functions(answer: float) -> Iterator[dict[str, Any]]:
     """The functions that may be `answer` at `_NEAR`, as fields of `ActivationConfig`."""
     sigmoid = answer / _NEAR
-    if 0.5 < sigmoid < 1.0:
+    if 0.5 + _TOLERANCE < sigmoid < 1.0:
         yield {"alpha": _rounded(math.log(sigmoid / (1.0 - sigmoid)) / _NEAR)}
     yield from ({"function": name} for name in ("gelu", "gelu_tanh", "relu2"))
 

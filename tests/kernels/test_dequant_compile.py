@@ -192,14 +192,10 @@ VARIANTS: list[tuple[DequantShape, str, str, int, Activation | None, str]] = [
     (PREFILL, "mxfp4", "bf16", 2880, None, "bfloat16"),
     (DECODE, "nvfp4", "nvfp4", 7168, GEGLU, "nvfp4 dequantized"),
     (PREFILL, "nvfp4", "nvfp4", 7168, SOFTCAPPED, "nvfp4 dequantized"),
-    (PREFILL, "nvfp4", "nvfp4", 7168, GEGLU, "nvfp4"),
     (MIDDLE, "mxfp8", "mxfp8", 7168, GEGLU_TANH, "mxfp8 dequantized"),
-    (DECODE, "nvfp4", "nvfp4", 7168, SQUARED_RELU, "nvfp4 dequantized"),
     (PREFILL, "nvfp4", "nvfp4", 2880, SQUARED_RELU, "nvfp4 dequantized"),
     (MIDDLE, "nvfp4", "nvfp4", 2048, SQUARED_RELU, "nvfp4"),
-    (MIDDLE, "nvfp4", "bf16", 2048, SQUARED_RELU, "bf16 dequantized"),
     (PREFILL, "mxfp8", "mxfp8", 7168, SQUARED_RELU, "mxfp8 dequantized"),
-    (PREFILL, "mxfp4", "bf16", 2880, SQUARED_RELU, "bf16 dequantized"),
     (DECODE, "mxfp4", "mxfp8", 2880, SQUARED_RELU, "mxfp8"),
 ]
 

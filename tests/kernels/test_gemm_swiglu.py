@@ -83,7 +83,7 @@ def test_swiglu_requantized(
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("apart", [True, False], ids=["apart", "together"])
 @pytest.mark.parametrize(("k", "inner"), [(288, 320), (192, 352), (320, 192), (16, 96)])
-@pytest.mark.parametrize("activation", ACTIVATIONS, ids=IDS)
+@pytest.mark.parametrize("activation", [*ACTIVATIONS[:4], SQUARED_RELU], ids=[*IDS[:4], "relu2"])
 def test_swiglu_in_short_fp8_blocks(
     activation: Activation,
     k: int,

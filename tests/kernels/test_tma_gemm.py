@@ -74,7 +74,7 @@ def _variants() -> list[dict[str, int]]:
             for short in (False, True) if fmt is FP8_BLOCK else (False,):
                 more = {**common, "short_blocks": short}
                 found.append(tma.macros(fmt, regime, 32, activation=SILU, order=order, out_code=code, **more))
-        for formula in (GEGLU, GEGLU_TANH, SQUARED_RELU) if gather or copied else ():
+        for formula in (GEGLU, GEGLU_TANH, SQUARED_RELU) if regime is TMA_PREFILL and (gather or copied) else ():
             more = {**common, "short_blocks": fmt is FP8_BLOCK and not copied}
             order, code = formula.gate_up, 3 if fmt is FP8_BLOCK else 0
             found.append(tma.macros(fmt, regime, 32, activation=formula, order=order, out_code=code, **more))

@@ -102,6 +102,14 @@ def test_the_activation_is_measured(
         assert wanted is None or math.isclose(wanted, got, rel_tol=2e-5, abs_tol=1e-9)
 
 
+@pytest.mark.parametrize("limit", [None, 58.0, 7.0])
+def test_squared_relu_is_not_taken_for_silu_with_a_slope_of_zero(limit: float | None) -> None:
+    """At 0.5 both are 0.25, but for the rounding of the measurement."""
+    for up_offset in (0.0, 1.0, 0.1):
+        activation = ActivationConfig(function="relu2", limit=limit, up_offset=up_offset)
+        assert describe_experts(Formula(activation)).activation == activation
+
+
 def test_quick_gelu_is_swiglu_with_another_slope() -> None:
     assert describe_experts(Experts(lambda gate: gate * torch.sigmoid(1.702 * gate))).activation == ActivationConfig(
         alpha=1.702

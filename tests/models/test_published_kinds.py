@@ -16,9 +16,10 @@ from moe_runtime.checkpoints.checkpoint import Checkpoint, write_qwen3_moe_check
 from moe_runtime.checkpoints.conversion import convert_checkpoint
 from moe_runtime.checkpoints.converted_experts import TARGET_LAYOUTS, quantization_config, quantized_linear
 from moe_runtime.checkpoints.families import layer_config, moe_layers
-from moe_runtime.config import ActivationConfig, MoELayerConfig, RouterConfig, SharedExpertConfig
+from moe_runtime.config import ActivationConfig, MoELayerConfig, RouterConfig, SharedExpertConfig, load_config
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.kernels.gemm.weights import ExpertWeights
+from moe_runtime.launch import run
 from moe_runtime.layer import MoELayer
 from moe_runtime.reference import error_bound, relative_error
 from tests.support.checkpoint_writers import layer_config_of, load_all, rewrite
@@ -385,6 +386,14 @@ def test_keys_of_a_nested_config_are_named(changes: dict[str, Any], message: str
     with pytest.raises(ValueError, match=f"^file: {message}"):
         layer_config(config, source="file", max_tokens_per_rank=8)
         moe_layers(config, source="file")
+
+
+def test_the_tiny_config_of_nemotron_h_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    published = layer_config(PUBLISHED["Nemotron-3-Nano-30B-A3B"][0], max_tokens_per_rank=8)
+    layer = load_config("tiny_nemotron_h").layer
+    assert (layer.router, layer.activation) == (published.router, published.activation)
+    assert run.main(["--config", "tiny_nemotron_h", "--steps", "1"]) == 0
+    assert "inside" in capsys.readouterr().out
 
 
 def test_a_norm_that_no_file_has_is_refused() -> None:

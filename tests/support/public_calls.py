@@ -30,7 +30,9 @@ PACKAGES = (
 )
 ALSO = {
     "moe_runtime.comm.heaps.private_heap": ("PrivateHeap",),
-    "moe_runtime.config": ("ActivationConfig", "CheckpointConfig", "PlacementConfig", "SharedExpertConfig"),
+    "moe_runtime.config": (
+        *("ActivationConfig", "CheckpointConfig", "PlacementConfig", "PostExpertNormConfig", "SharedExpertConfig"),
+    ),
     "moe_runtime.router": ("softmax_topk", "topk_softmax", "sigmoid_topk"),
     "moe_runtime.virtual": ("VirtualRanks",),
 }

@@ -427,6 +427,8 @@ ARGUMENTS: dict[str, Callable[[World, Any], dict[str, Any]]] = {
     "MoELayerConfig.replace": lambda w, on: {"top_k": 1},
     "ActivationConfig": lambda w, on: _activation_fields(w) | {"order": "gate_up"},
     "ActivationConfig.replace": lambda w, on: {"alpha": 2.0},
+    "PostExpertNormConfig": lambda w, on: {"eps": 1e-5},
+    "PostExpertNormConfig.replace": lambda w, on: {"eps": 1e-8},
     "CheckpointConfig": lambda w, on: {"path": "folder", "layer": 1},
     "CheckpointConfig.replace": lambda w, on: {"layer": 1},
     "PlacementConfig": lambda w, on: {"spare_slots": 2, "load": "load.json", "file": None},
