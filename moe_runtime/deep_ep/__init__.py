@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 from moe_runtime.deep_ep.alias import install_alias
-from moe_runtime.deep_ep.buffer import Buffer, topk_idx_t
+from moe_runtime.deep_ep.arguments import topk_idx_t
+from moe_runtime.deep_ep.buffer import Buffer
 from moe_runtime.deep_ep.events import EventHandle, EventOverlap
 from moe_runtime.deep_ep.sizes import Config
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import ClassVar, NoReturn
 
 import torch
@@ -12,15 +12,22 @@ import torch.distributed as dist
 
 from moe_runtime.comm.arguments import check_flag, check_integer, check_is_tensor, check_kind
 from moe_runtime.context.expert_parallel import ExpertParallelContext
-from moe_runtime.deep_ep import low_latency
+from moe_runtime.deep_ep.arguments import (
+    BF16,
+    FP32,
+    IDS,
+    check_experts,
+    check_layout,
+    check_matrix,
+    check_routing,
+    check_tokens,
+    payload_of,
+)
 from moe_runtime.deep_ep.events import CommStream, EventHandle, EventOverlap
 from moe_runtime.deep_ep.layout import dispatch_layout
 from moe_runtime.deep_ep.low_latency import LowLatencyExchange, LowLatencyHandle
 from moe_runtime.deep_ep.normal import NormalExchange, NormalHandle, Tokens
 from moe_runtime.deep_ep.sizes import FP8_BLOCK_SIZE, Config, low_latency_bytes, normal_bytes, normal_tokens
-
-topk_idx_t = torch.int64
-"""dtype of expert ids."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -186,8 +193,8 @@ class Buffer:
             int32 `[W]`, tokens for each rank; None; int32 `[E]`, tokens for each expert; bool `[T, W]`, whether a token
             goes to a rank; the event.
         """
-        self._check_ids(topk_idx)
-        self._check_experts(num_experts)
+        check_matrix("topk_idx", topk_idx, self.device, IDS)
+        check_experts(num_experts, self.group_size)
         beside = _beside(previous_event, async_finish, allocate_on_comm_stream)
         with self._comm.running(beside, previous_event):
             per_rank, per_expert, in_rank = dispatch_layout(topk_idx, num_experts, self.group_size)
@@ -237,7 +244,7 @@ class Buffer:
             ValueError: an argument of wrong shape, dtype or value.
             MoERuntimeError: a rank that failed or did not come.
         """
-        hidden = self._check_tokens(x)
+        hidden = check_tokens(x, self.device)
         check_integer("expert_alignment", expert_alignment)
         check_integer("num_worst_tokens", num_worst_tokens, 0)
         beside = _beside(previous_event, async_finish, allocate_on_comm_stream)
@@ -252,9 +259,10 @@ class Buffer:
                 rows, row_scales = self._exchange(hidden).dispatch_again(x, handle)
             event = self._comm.finish(beside, async_finish, (quants, scales, rows, row_scales))
             return (rows if row_scales is None else (rows, row_scales)), None, None, None, None, event
-        counts = self._check_layout(
-            quants.shape[0], num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert, topk_idx, topk_weights
+        counts = check_layout(
+            quants.shape[0], self.group_size, self.device, num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert
         )
+        check_routing(topk_idx, topk_weights, quants.shape[0], self.device)
         with self._comm.running(beside, previous_event):
             got = self._exchange(hidden).dispatch(x, *counts, topk_idx, topk_weights, num_worst_tokens)
         experts = [] if got.handle.tokens_of_experts is None else got.handle.tokens_of_experts
@@ -290,14 +298,14 @@ class Buffer:
         Raises: as `dispatch`.
         """
         check_kind("handle", handle, NormalHandle)
-        self._check("x", x, (torch.bfloat16,), handle.num_rows, None)
+        check_matrix("x", x, self.device, BF16, handle.num_rows)
         if topk_weights is not None:
-            self._check("topk_weights", topk_weights, (torch.float32,), handle.num_rows, None)
+            check_matrix("topk_weights", topk_weights, self.device, FP32, handle.num_rows)
         biases = bias if isinstance(bias, tuple) else () if bias is None else (bias,)
         if len(biases) > 2:
             raise ValueError(f"bias: expected at most two tensors, got {len(biases)}")
         for one in biases:
-            self._check("bias", one, (torch.bfloat16,), handle.num_tokens, x.shape[1])
+            check_matrix("bias", one, self.device, BF16, handle.num_tokens, x.shape[1])
         beside = _beside(previous_event, async_finish, allocate_on_comm_stream)
         with self._comm.running(beside, previous_event):
             added = biases[0] + biases[1] if len(biases) == 2 else biases[0] if biases else None
@@ -345,7 +353,7 @@ class Buffer:
         use_nvfp4: bool = False,
         x_global_scale: torch.Tensor | None = None,
         use_mxfp8: bool = False,
-    ) -> tuple[Tokens, torch.Tensor, LowLatencyHandle, EventOverlap, Callable[[], None] | None]:
+    ) -> tuple[Tokens, torch.Tensor, LowLatencyHandle, EventOverlap, Callable[[], object] | None]:
         """Send tokens to the rows of their experts. Collective; does not wait for the host, can be captured.
 
         Between this call and its combine, or its hook where that comes later, one other dispatch or combine may be
@@ -381,11 +389,11 @@ class Buffer:
             raise ValueError("use_ue8m0: expected False without round_scale")
         if async_finish and return_recv_hook:
             raise ValueError("async_finish: expected False with return_recv_hook")
-        self._check("x", x, (torch.bfloat16,), None, None)
+        check_matrix("x", x, self.device, BF16)
         multiple = 512 if use_fp8 and use_ue8m0 else FP8_BLOCK_SIZE
         if x.shape[1] == 0 or x.shape[1] % multiple:
             raise ValueError(f"x: expected a hidden size that is a multiple of {multiple}, got {x.shape[1]}")
-        self._check_ids(topk_idx, x.shape[0])
+        check_matrix("topk_idx", topk_idx, self.device, IDS, x.shape[0])
         statistics = cumulative_local_expert_recv_stats
         exchange = self._low_latency_exchange(
             num_max_dispatch_tokens_per_rank, x.shape[1], num_experts, topk_idx.shape[1]
@@ -398,7 +406,7 @@ class Buffer:
                     f"cumulative_local_expert_recv_stats: expected contiguous int32 "
                     f"[{exchange.num_local_experts}], got {statistics.dtype} {list(statistics.shape)}"
                 )
-        payload, gsf = self._payload(use_fp8, round_scale, use_ue8m0, use_nvfp4, x_global_scale, use_mxfp8)
+        payload, gsf = payload_of(use_fp8, round_scale, use_ue8m0, use_nvfp4, x_global_scale, use_mxfp8, self.device)
         with self._comm.running(async_finish, None):
             step = exchange.dispatch_send(x, topk_idx, payload, gsf)
             if not return_recv_hook:
@@ -421,7 +429,7 @@ class Buffer:
         return_recv_hook: bool = False,
         out: torch.Tensor | None = None,
         combine_wait_recv_cost_stats: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, EventOverlap, Callable[[], None] | None]:
+    ) -> tuple[torch.Tensor, EventOverlap, Callable[[], object] | None]:
         """Weight and sum the rows of each token. Collective; does not wait for the host, can be captured.
 
         `sum over ranks ascending of bf16(sum over that rank's experts of w_k * row)`, sums in fp32.
@@ -451,8 +459,8 @@ class Buffer:
             raise ValueError("async_finish: expected False with return_recv_hook")
         check_kind("handle", handle, LowLatencyHandle)
         exchange = handle.exchange
-        self._check_ids(topk_idx, handle.num_tokens, exchange.top_k)
-        self._check("topk_weights", topk_weights, (torch.float32,), handle.num_tokens, exchange.top_k)
+        check_matrix("topk_idx", topk_idx, self.device, IDS, handle.num_tokens, exchange.top_k)
+        check_matrix("topk_weights", topk_weights, self.device, FP32, handle.num_tokens, exchange.top_k)
         shape = (exchange.num_local_experts, exchange.num_slots, exchange.hidden)
         rows = exchange.scratch() if zero_copy else check_is_tensor("x", x)
         if rows.shape != shape or rows.dtype != torch.bfloat16:
@@ -464,35 +472,7 @@ class Buffer:
             if not return_recv_hook:
                 exchange.combine_recv(renewed)
         event = self._comm.finish(async_finish, async_finish, (x, topk_idx, topk_weights, handle.positions, out))
-        return out, event, (functools.partial(_received, exchange, renewed) if return_recv_hook else None)
-
-    def _payload(
-        self,
-        use_fp8: bool,
-        round_scale: bool,
-        use_ue8m0: bool,
-        use_nvfp4: bool,
-        x_global_scale: torch.Tensor | None,
-        use_mxfp8: bool,
-    ) -> tuple[low_latency.Payload, torch.Tensor | None]:
-        """What travels, and fp32 `[1]`, the encode scale of NVFP4 tokens."""
-        if use_nvfp4 and use_mxfp8:
-            raise ValueError("use_mxfp8: expected False with use_nvfp4")
-        if not use_nvfp4:
-            if x_global_scale is not None:
-                raise ValueError("x_global_scale: expected None without use_nvfp4")
-            if use_mxfp8:
-                return low_latency.MX, None
-            if not use_fp8:
-                return low_latency.PLAIN, None
-            rounded = low_latency.FP8_UE8M0 if use_ue8m0 else low_latency.FP8_ROUNDED
-            return (rounded if round_scale else low_latency.FP8), None
-        if not isinstance(x_global_scale, torch.Tensor) or x_global_scale.numel() != 1:
-            raise ValueError("x_global_scale: expected a tensor of one element with use_nvfp4, for all experts")
-        if x_global_scale.device != self.device or not x_global_scale.dtype.is_floating_point:
-            got = f"{x_global_scale.dtype} on {x_global_scale.device}"
-            raise ValueError(f"x_global_scale: expected fp32 on {self.device}, got {got}")
-        return low_latency.NV, x_global_scale.float().reshape(1)
+        return out, event, (functools.partial(exchange.combine_recv, renewed) if return_recv_hook else None)
 
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> torch.Tensor:
         """bf16 `[E_local, W * max, H]` for rows that `low_latency_combine` takes with `zero_copy`."""
@@ -513,7 +493,7 @@ class Buffer:
 
     def _low_latency_exchange(self, tokens: int, hidden: int, num_experts: int, top_k: int) -> LowLatencyExchange:
         check_integer("num_max_dispatch_tokens_per_rank", tokens)
-        self._check_experts(num_experts)
+        check_experts(num_experts, self.group_size)
         key = tokens, hidden, num_experts, top_k
         if key not in self._low_latency:
             least = low_latency_bytes(tokens, hidden, self.group_size, num_experts, top_k)
@@ -524,94 +504,6 @@ class Buffer:
                 )
             self._low_latency[key] = LowLatencyExchange(self._context(), *key)
         return self._low_latency[key]
-
-    # Arguments
-
-    def _check_experts(self, num_experts: int) -> None:
-        check_integer("num_experts", num_experts)
-        if num_experts % self.group_size:
-            raise ValueError(f"num_experts: expected a multiple of {self.group_size} ranks, got {num_experts}")
-
-    def _check_ids(self, topk_idx: torch.Tensor, rows: int | None = None, columns: int | None = None) -> None:
-        self._check("topk_idx", topk_idx, (topk_idx_t,), rows, columns)
-
-    def _check(
-        self,
-        name: str,
-        tensor: torch.Tensor,
-        dtypes: Sequence[torch.dtype],
-        rows: int | None,
-        columns: int | None,
-    ) -> None:
-        """Raise `ValueError` unless `tensor` is a matrix of these dtypes and sizes on this device."""
-        check_is_tensor(name, tensor)
-        if tensor.device != self.device:
-            raise ValueError(f"{name}: expected device {self.device}, got {tensor.device}")
-        if tensor.dtype not in dtypes:
-            raise ValueError(f"{name}: expected {' or '.join(map(str, dtypes))}, got {tensor.dtype}")
-        sizes = (rows, columns)
-        if tensor.ndim != 2 or any(want not in (None, got) for want, got in zip(sizes, tensor.shape, strict=True)):
-            expected = ", ".join("any" if size is None else str(size) for size in sizes)
-            raise ValueError(f"{name}: expected shape [{expected}], got {list(tensor.shape)}")
-
-    def _check_tokens(self, x: Tokens) -> int:
-        """`H` of tokens of normal mode."""
-        if isinstance(x, tuple):
-            if len(x) != 2:
-                raise ValueError(f"x: expected a tensor, or quants and scales, got {len(x)} tensors")
-            quants, scales = x
-            self._check("x[0]", quants, (torch.float8_e4m3fn,), None, None)
-            if quants.shape[1] % FP8_BLOCK_SIZE:
-                raise ValueError(f"x[0]: expected a multiple of {FP8_BLOCK_SIZE} columns, got {quants.shape[1]}")
-            self._check("x[1]", scales, (torch.float32,), quants.shape[0], quants.shape[1] // FP8_BLOCK_SIZE)
-        else:
-            quants = x
-            self._check("x", x, (torch.bfloat16,), None, None)
-        if quants.shape[1] == 0 or quants.shape[1] % 16:
-            raise ValueError(f"x: expected a hidden size that is a multiple of 16, got {quants.shape[1]}")
-        if not quants.is_contiguous():
-            raise ValueError(f"x: expected contiguous rows, got strides {list(quants.stride())}")
-        return int(quants.shape[1])
-
-    def _check_layout(
-        self,
-        num_tokens: int,
-        per_rank: torch.Tensor | None,
-        in_rank: torch.Tensor | None,
-        per_expert: torch.Tensor | None,
-        topk_idx: torch.Tensor | None,
-        topk_weights: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """`(is_token_in_rank, num_tokens_per_rank, num_tokens_per_expert)`."""
-        named = {"num_tokens_per_rank": per_rank, "num_tokens_per_expert": per_expert, "is_token_in_rank": in_rank}
-        for name, tensor in named.items():
-            check_is_tensor(name, tensor)
-            assert tensor is not None
-            if tensor.device != self.device:
-                raise ValueError(f"{name}: expected device {self.device}, got {tensor.device}")
-        assert per_rank is not None and per_expert is not None and in_rank is not None
-        if in_rank.dtype != torch.bool or in_rank.shape != (num_tokens, self.group_size):
-            expected = [num_tokens, self.group_size]
-            raise ValueError(f"is_token_in_rank: expected bool {expected}, got {in_rank.dtype} {list(in_rank.shape)}")
-        if per_rank.shape != (self.group_size,) or per_rank.dtype != torch.int32:
-            raise ValueError(
-                f"num_tokens_per_rank: expected int32 [{self.group_size}], got {per_rank.dtype} {list(per_rank.shape)}"
-            )
-        if per_expert.ndim != 1 or per_expert.dtype != torch.int32:
-            raise ValueError(
-                f"num_tokens_per_expert: expected int32 [E], got {per_expert.dtype} {list(per_expert.shape)}"
-            )
-        self._check_experts(per_expert.numel())
-        if (topk_idx is None) != (topk_weights is None):
-            raise ValueError("topk_weights: expected it together with topk_idx")
-        if topk_idx is not None and topk_weights is not None:
-            self._check_ids(topk_idx, num_tokens)
-            self._check("topk_weights", topk_weights, (torch.float32,), num_tokens, topk_idx.shape[1])
-        return in_rank, per_rank, per_expert
-
-
-def _received(exchange: LowLatencyExchange, renewed: object) -> None:
-    exchange.combine_recv(renewed)  # type: ignore[arg-type]
 
 
 def _beside(previous_event: EventOverlap | None, async_finish: bool, allocate_on_comm_stream: bool) -> bool:

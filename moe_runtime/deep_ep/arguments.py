@@ -1,0 +1,133 @@
+"""What `Buffer` accepts: each wrong argument is a `ValueError` with its name, what was expected and what came."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from moe_runtime.comm.arguments import check_integer, check_is_tensor
+from moe_runtime.deep_ep import low_latency
+from moe_runtime.deep_ep.normal import Tokens
+from moe_runtime.deep_ep.sizes import FP8_BLOCK_SIZE
+
+topk_idx_t = torch.int64
+"""dtype of expert ids."""
+IDS, BF16, FP32 = (topk_idx_t,), (torch.bfloat16,), (torch.float32,)
+
+
+def check_experts(num_experts: int, num_ranks: int) -> None:
+    """`num_experts` is a multiple of the ranks."""
+    check_integer("num_experts", num_experts)
+    if num_experts % num_ranks:
+        raise ValueError(f"num_experts: expected a multiple of {num_ranks} ranks, got {num_experts}")
+
+
+def check_matrix(
+    name: str,
+    tensor: torch.Tensor,
+    device: torch.device,
+    dtypes: Sequence[torch.dtype],
+    rows: int | None = None,
+    columns: int | None = None,
+) -> None:
+    """`tensor` is a matrix of these dtypes and sizes on `device`."""
+    _check_place(name, tensor, device)
+    if tensor.dtype not in dtypes:
+        raise ValueError(f"{name}: expected {' or '.join(map(str, dtypes))}, got {tensor.dtype}")
+    sizes = (rows, columns)
+    if tensor.ndim != 2 or any(want not in (None, got) for want, got in zip(sizes, tensor.shape, strict=True)):
+        expected = ", ".join("any" if size is None else str(size) for size in sizes)
+        raise ValueError(f"{name}: expected shape [{expected}], got {list(tensor.shape)}")
+
+
+def check_tokens(x: Tokens, device: torch.device) -> int:
+    """`x` is what normal mode takes: bf16, or e4m3 and fp32 scales. Returns `H`."""
+    if isinstance(x, tuple):
+        if len(x) != 2:
+            raise ValueError(f"x: expected a tensor, or quants and scales, got {len(x)} tensors")
+        quants, scales = x
+        check_matrix("x[0]", quants, device, (torch.float8_e4m3fn,))
+        if quants.shape[1] % FP8_BLOCK_SIZE:
+            raise ValueError(f"x[0]: expected a multiple of {FP8_BLOCK_SIZE} columns, got {quants.shape[1]}")
+        check_matrix("x[1]", scales, device, FP32, quants.shape[0], quants.shape[1] // FP8_BLOCK_SIZE)
+    else:
+        quants = x
+        check_matrix("x", x, device, BF16)
+    if quants.shape[1] == 0 or quants.shape[1] % 16:
+        raise ValueError(f"x: expected a hidden size that is a multiple of 16, got {quants.shape[1]}")
+    if not quants.is_contiguous():
+        raise ValueError(f"x: expected contiguous rows, got strides {list(quants.stride())}")
+    return int(quants.shape[1])
+
+
+def check_layout(
+    num_tokens: int,
+    num_ranks: int,
+    device: torch.device,
+    per_rank: torch.Tensor | None,
+    in_rank: torch.Tensor | None,
+    per_expert: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What `get_dispatch_layout` gave: `(is_token_in_rank, num_tokens_per_rank, num_tokens_per_expert)`."""
+    per_rank = _check_place("num_tokens_per_rank", per_rank, device)
+    per_expert = _check_place("num_tokens_per_expert", per_expert, device)
+    in_rank = _check_place("is_token_in_rank", in_rank, device)
+    if per_expert.ndim != 1:
+        raise ValueError(f"num_tokens_per_expert: expected one dimension, got shape {list(per_expert.shape)}")
+    for name, tensor, shape, dtype in (
+        ("is_token_in_rank", in_rank, (num_tokens, num_ranks), torch.bool),
+        ("num_tokens_per_rank", per_rank, (num_ranks,), torch.int32),
+        ("num_tokens_per_expert", per_expert, tuple(per_expert.shape), torch.int32),
+    ):
+        if tensor.shape != shape or tensor.dtype != dtype:
+            raise ValueError(f"{name}: expected {dtype} {list(shape)}, got {tensor.dtype} {list(tensor.shape)}")
+    check_experts(per_expert.numel(), num_ranks)
+    return in_rank, per_rank, per_expert
+
+
+def check_routing(
+    topk_idx: torch.Tensor | None, topk_weights: torch.Tensor | None, num_tokens: int, device: torch.device
+) -> None:
+    """Ids and weights come together, or neither."""
+    if (topk_idx is None) != (topk_weights is None):
+        raise ValueError("topk_weights: expected it together with topk_idx")
+    if topk_idx is not None and topk_weights is not None:
+        check_matrix("topk_idx", topk_idx, device, IDS, num_tokens)
+        check_matrix("topk_weights", topk_weights, device, FP32, num_tokens, topk_idx.shape[1])
+
+
+def payload_of(
+    use_fp8: bool,
+    round_scale: bool,
+    use_ue8m0: bool,
+    use_nvfp4: bool,
+    x_global_scale: torch.Tensor | None,
+    use_mxfp8: bool,
+    device: torch.device,
+) -> tuple[low_latency.Payload, torch.Tensor | None]:
+    """What a low-latency dispatch sends, and fp32 `[1]`, the encode scale of NVFP4 tokens."""
+    if use_nvfp4 and use_mxfp8:
+        raise ValueError("use_mxfp8: expected False with use_nvfp4")
+    if not use_nvfp4:
+        if x_global_scale is not None:
+            raise ValueError("x_global_scale: expected None without use_nvfp4")
+        if use_mxfp8:
+            return low_latency.MX, None
+        if not use_fp8:
+            return low_latency.PLAIN, None
+        rounded = low_latency.FP8_UE8M0 if use_ue8m0 else low_latency.FP8_ROUNDED
+        return (rounded if round_scale else low_latency.FP8), None
+    if not isinstance(x_global_scale, torch.Tensor) or x_global_scale.numel() != 1:
+        raise ValueError("x_global_scale: expected a tensor of one element with use_nvfp4, for all experts")
+    if x_global_scale.device != device or not x_global_scale.dtype.is_floating_point:
+        got = f"{x_global_scale.dtype} on {x_global_scale.device}"
+        raise ValueError(f"x_global_scale: expected fp32 on {device}, got {got}")
+    return low_latency.NV, x_global_scale.float().reshape(1)
+
+
+def _check_place(name: str, tensor: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    found = check_is_tensor(name, tensor)
+    if found.device != device:
+        raise ValueError(f"{name}: expected device {device}, got {found.device}")
+    return found
