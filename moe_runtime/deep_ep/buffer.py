@@ -24,10 +24,10 @@ from moe_runtime.deep_ep.arguments import (
     payload_of,
 )
 from moe_runtime.deep_ep.events import CommStream, EventHandle, EventOverlap
-from moe_runtime.deep_ep.layout import dispatch_layout
 from moe_runtime.deep_ep.low_latency import LowLatencyExchange, LowLatencyHandle
 from moe_runtime.deep_ep.normal import NormalExchange, NormalHandle, Tokens
 from moe_runtime.deep_ep.sizes import FP8_BLOCK_SIZE, Config, low_latency_bytes, normal_bytes, normal_tokens
+from moe_runtime.kernels.exchange.layout import dispatch_layout
 
 _LOG = logging.getLogger(__name__)
 
@@ -197,7 +197,8 @@ class Buffer:
         check_experts(num_experts, self.group_size)
         beside = _beside(previous_event, async_finish, allocate_on_comm_stream)
         with self._comm.running(beside, previous_event):
-            per_rank, per_expert, in_rank = dispatch_layout(topk_idx, num_experts, self.group_size)
+            engine = self._contexts[0].engine
+            per_rank, per_expert, in_rank = dispatch_layout(topk_idx, num_experts, self.group_size, engine=engine)
         event = self._comm.finish(beside, async_finish, (topk_idx, per_rank, per_expert, in_rank))
         return per_rank, None, per_expert, in_rank, event
 

@@ -1,7 +1,6 @@
 """Normal mode over a `TokenDispatcher` whose experts are the ranks: a token goes once to each rank that wants it.
 
-What travels with a token is payload of bf16 words, of which the exchange copies the bits: the token in bf16, or its
-e4m3 quants and fp32 scales; then, with top-k, its ids as int32 and its weights as fp32.
+What travels with a token is payload of bf16 words, of which the exchange copies the bits (`kernels.exchange.payload`).
 
 A step takes as many tokens of a rank as the buffer has room for. Ranks tell each other their counts first, one small
 record each, so that more tokens travel in several steps, and so that the host knows how many rows come.
@@ -15,10 +14,18 @@ import torch
 
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.context.peers import collective_step
-from moe_runtime.deep_ep.layout import ranks_as_experts
-from moe_runtime.deep_ep.sizes import MOST_TOP_K, WORD, normal_words
+from moe_runtime.deep_ep.sizes import MOST_TOP_K, normal_words
 from moe_runtime.dispatcher.handle import DispatchedTokens, DispatchHandle
+from moe_runtime.dispatcher.landing import landing_half
 from moe_runtime.dispatcher.token_dispatcher import NO_TOKEN, TokenDispatcher
+from moe_runtime.kernels.exchange.payload import (
+    WORD,
+    LandedRows,
+    PayloadLayout,
+    UnpackedRows,
+    pack_tokens,
+    unpack_rows,
+)
 from moe_runtime.kernels.formats.number_formats import align, ceil_div
 
 Tokens = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -80,29 +87,6 @@ class Received:
     topk_idx: torch.Tensor | None
     topk_weights: torch.Tensor | None
     handle: NormalHandle
-
-
-@dataclass(frozen=True)
-class _Payload:
-    """The words of a token, as bytes: `[token | scales | ids | weights]`."""
-
-    hidden: int
-    fp8: bool
-    scales: int
-    top_k: int
-
-    @property
-    def token_words(self) -> int:
-        return self.hidden // 2 if self.fp8 else self.hidden
-
-    @property
-    def words(self) -> int:
-        return align(self.token_words + 2 * (self.scales + 2 * self.top_k), 16)
-
-    @property
-    def bare(self) -> bool:
-        """Whether a token is its own payload."""
-        return not self.fp8 and self.top_k == 0 and self.words == self.hidden
 
 
 class NormalExchange:
@@ -181,81 +165,72 @@ class NormalExchange:
             table = self._exchange_counts(num_tokens, num_tokens_per_rank, num_tokens_per_expert)
             steps = max(1, ceil_div(int(table[:, 0].max()), self.max_tokens))
             num_rows = int(table[:, 1 + self.context.rank].sum())
-        payload = self._payload(x, topk_idx)
-        packed = self._packed(payload, x, topk_idx, topk_weights)
-        rows, sources, done, came = self._steps(payload, packed, is_token_in_rank, steps, table, num_rows)
-        ids, weights = self._routing_of_rows(payload, rows, num_tokens_per_expert.numel())
-        if came is not None and ids is not None and weights is not None:
-            ids, weights = torch.where(came[:, None], ids, -1), torch.where(came[:, None], weights, 0.0)
+        layout = self._layout(x, topk_idx)
+        packed = self._packed(layout, x, topk_idx, topk_weights)
+        out = UnpackedRows.allocate(layout, num_rows, self.context.device)
+        done = self._steps(layout, packed, is_token_in_rank, steps, table, out, num_tokens_per_expert.numel())
         prefix, of_experts = None, None
         if table is not None:
             world, mine = self.context.world_size, self.context.rank
-            prefix = table[:, 1 : 1 + world].cumsum(0).to(device=rows.device, dtype=torch.int32)
+            prefix = table[:, 1 : 1 + world].cumsum(0).to(device=self.context.device, dtype=torch.int32)
             of_experts = table[:, 1 + world :].sum(dim=0).view(world, -1)[mine].tolist()
-        handle = NormalHandle((prefix, None, None, sources.to(torch.int32), is_token_in_rank, None))
+        handle = NormalHandle((prefix, None, None, out.source_tokens, is_token_in_rank, None))
         handle.steps, handle.num_tokens, handle.num_rows = done, num_tokens, num_rows
         handle.tokens_of_experts = of_experts
-        return Received(*self._unpacked(payload, rows), ids, weights, handle)
+        return Received(self._tokens(layout, out), out.scales, out.ids, out.weights, handle)
 
     def dispatch_again(self, x: Tokens, handle: NormalHandle) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Send other tokens the way of `handle`; `(rows, scales)`. One step does not wait for the host."""
-        payload = self._payload(x, None)
-        packed = self._packed(payload, x, None, None)
-        dispatcher = self._dispatcher(payload.words)
-        rows: torch.Tensor | None = None
+        layout = self._layout(x, None)
+        packed = self._packed(layout, x, None, None)
+        out = UnpackedRows.allocate(layout, handle.num_rows, self.context.device)
+        dispatcher = self._dispatcher(layout.words)
         for step in handle.steps:
             arrived = dispatcher.dispatch(packed[step.start : step.end], step.ranks, step.weights)
-            if len(handle.steps) == 1:
-                rows = self._rows(arrived, handle.num_rows)
-                break
-            # Rows of this step to rows of all steps: the same slots, by their new positions and by the old.
-            new, old = arrived.handle.positions.flatten(), step.positions.flatten()
-            came = new >= 0
-            place = old.new_empty(int(came.sum()), dtype=torch.int64)
-            place[new[came].to(torch.int64)] = old[came].to(torch.int64)
-            rows = packed.new_empty(handle.num_rows, payload.words) if rows is None else rows
-            rows[place] = self._rows(arrived, place.numel())
-        assert rows is not None
-        return self._unpacked(payload, rows)
+            place = None
+            if len(handle.steps) > 1:
+                # Rows of this step to rows of all steps: the same slots, by their new positions and by the old.
+                new, old = arrived.handle.positions.flatten(), step.positions.flatten()
+                came = new >= 0
+                place = torch.empty(int(came.sum()), dtype=torch.int64, device=old.device)
+                place[new[came].to(torch.int64)] = old[came].to(torch.int64)
+            self._unpack(layout, arrived, out, place, 0)
+        return self._tokens(layout, out), out.scales
 
     def _steps(
         self,
-        payload: _Payload,
+        layout: PayloadLayout,
         packed: torch.Tensor,
         is_token_in_rank: torch.Tensor,
         steps: int,
         table: torch.Tensor | None,
-        num_rows: int,
-    ) -> tuple[torch.Tensor, torch.Tensor, list[_Step], torch.Tensor | None]:
-        """`(rows [R, words], token of each row at its rank [R], steps, whether a row came [R], where that is open)`."""
-        ranks = ranks_as_experts(is_token_in_rank)
+        out: UnpackedRows,
+        num_experts: int,
+    ) -> list[_Step]:
+        """Send in `steps` steps, and receive into `out`."""
+        ranks = _ranks_as_experts(is_token_in_rank)
         weights = torch.ones(ranks.shape, dtype=torch.float32, device=ranks.device)
-        dispatcher = self._dispatcher(payload.words)
-        done: list[_Step] = []
+        dispatcher = self._dispatcher(layout.words)
         if steps == 1:
             arrived = dispatcher.dispatch(packed, ranks, weights)
-            done.append(_Step(0, packed.shape[0], ranks, weights, arrived.handle.positions))
-            rows, tokens = self._rows(arrived, num_rows), self._slots(arrived, num_rows) % self.max_tokens
-            if table is not None:
-                return rows, tokens, done, None
-            torch._assert_async((arrived.group_offsets[1] <= num_rows).squeeze())
-            return rows, tokens, done, torch.arange(num_rows, device=rows.device) < arrived.group_offsets[1]
+            if table is None:
+                torch._assert_async((arrived.group_offsets[1] <= out.tokens.shape[0]).squeeze())
+            self._unpack(layout, arrived, out, None, num_experts)
+            return [_Step(0, packed.shape[0], ranks, weights, arrived.handle.positions)]
         assert table is not None
-        rows = packed.new_empty(num_rows, payload.words)
-        tokens = torch.empty(num_rows, dtype=torch.int64, device=rows.device)
-        filled = torch.zeros(len(table), dtype=torch.int64, device=rows.device)
+        done: list[_Step] = []
+        filled = torch.zeros(len(table), dtype=torch.int64, device=ranks.device)
         for start, end in self._bounds(packed.shape[0], steps):
             arrived = dispatcher.dispatch(packed[start:end], ranks[start:end], weights[start:end])
-            slots = self._slots(arrived, int(arrived.group_offsets[1]))
-            place = self._place(table, slots // self.max_tokens, filled)
-            rows[place] = self._rows(arrived, place.numel())
-            tokens[place] = slots % self.max_tokens + len(done) * self.max_tokens
+            place = self._place(table, self._sources(arrived), filled)
+            self._unpack(layout, arrived, out, place, num_experts)
+            out.source_tokens[place] += len(done) * self.max_tokens
             positions = arrived.handle.positions
             if place.numel():
                 moved = place[positions.clamp(min=0).to(torch.int64)].to(torch.int32)
                 positions = torch.where(positions >= 0, moved, -1)
             done.append(_Step(start, end, ranks[start:end], weights[start:end], positions))
-        return rows, tokens, done, None
+        return done
 
     def _bounds(self, num_tokens: int, steps: int) -> list[tuple[int, int]]:
         """The tokens of each step; a rank with few tokens has none in the last ones."""
@@ -273,7 +248,9 @@ class NormalExchange:
         weights = torch.ones(1, world, dtype=torch.float32, device=device)
         dispatcher = self._dispatcher(words, tokens=1)
         arrived = dispatcher.dispatch(payload.view(torch.bfloat16), everyone, weights)
-        table = self._rows(arrived, world).view(torch.int32)[:, : mine.numel()].to(device="cpu", dtype=torch.int64)
+        assert arrived.row_index is not None
+        landed = arrived.rows.index_select(0, arrived.row_index[:world])
+        table = landed.view(torch.int32)[:, : mine.numel()].to(device="cpu", dtype=torch.int64)
         # On a GPU a failure is known by now: the copy has waited for the kernels.
         self.context.check()
         return table
@@ -288,76 +265,62 @@ class NormalExchange:
 
     # Payload
 
-    def _payload(self, x: Tokens, topk_idx: torch.Tensor | None) -> _Payload:
+    def _layout(self, x: Tokens, topk_idx: torch.Tensor | None) -> PayloadLayout:
         top_k = 0 if topk_idx is None else topk_idx.shape[1]
         if top_k > MOST_TOP_K:
             raise ValueError(f"topk_idx: expected at most {MOST_TOP_K} experts of a token, got {top_k}")
-        scales = x[1].shape[1] if isinstance(x, tuple) else 0
-        return _Payload(self.hidden, isinstance(x, tuple), scales, top_k)
+        if isinstance(x, tuple):
+            return PayloadLayout(self.hidden, x[1].shape[1], top_k)
+        return PayloadLayout(WORD * self.hidden, 0, top_k)
 
     def _packed(
-        self, payload: _Payload, x: Tokens, topk_idx: torch.Tensor | None, topk_weights: torch.Tensor | None
+        self, layout: PayloadLayout, x: Tokens, topk_idx: torch.Tensor | None, topk_weights: torch.Tensor | None
     ) -> torch.Tensor:
         """bf16 `[T, words]`, of which only the bits count."""
         quants, scales = x if isinstance(x, tuple) else (x, None)
-        if payload.bare:
-            return quants
-        words = quants.new_empty(quants.shape[0], payload.words, dtype=torch.bfloat16)
-        parts = [quants.view(torch.bfloat16)]
-        if scales is not None:
-            parts.append(scales.contiguous().view(torch.bfloat16))
-        if topk_idx is not None and topk_weights is not None:
-            parts += [topk_idx.to(torch.int32).view(torch.bfloat16), topk_weights.contiguous().view(torch.bfloat16)]
-        at = 0
-        for part in parts:
-            words[:, at : at + part.shape[1]] = part
-            at += part.shape[1]
-        words[:, at:] = 0
-        return words
+        how = {"engine": self.context.engine, "num_sms": self.num_sms}
+        return pack_tokens(layout, quants, scales, topk_idx, topk_weights, **how)  # type: ignore[arg-type]
 
-    def _unpacked(self, payload: _Payload, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Tokens and scales of `rows` `[R, words]`, contiguous."""
-        tokens = rows[:, : payload.token_words].contiguous()
-        if not payload.fp8:
-            return tokens, None
-        scales = rows[:, payload.token_words : payload.token_words + 2 * payload.scales].contiguous()
-        return tokens.view(torch.float8_e4m3fn), scales.view(torch.float32)
+    def _tokens(self, layout: PayloadLayout, out: UnpackedRows) -> torch.Tensor:
+        return out.tokens.view(torch.float8_e4m3fn if layout.num_scales else torch.bfloat16)
 
-    def _routing_of_rows(
-        self, payload: _Payload, rows: torch.Tensor, num_experts: int
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Local ids and weights of `rows`."""
-        if payload.top_k == 0:
-            return None, None
-        at, width = payload.token_words + 2 * payload.scales, 2 * payload.top_k
-        ids = rows[:, at : at + width].contiguous().view(torch.int32).to(torch.int64)
-        weights = rows[:, at + width : at + 2 * width].contiguous().view(torch.float32)
-        per_rank = num_experts // self.context.world_size
-        local = ids - self.context.rank * per_rank
-        here = (ids >= 0) & (local >= 0) & (local < per_rank)
-        return torch.where(here, local, -1), torch.where(here, weights, 0.0)
+    def _unpack(
+        self,
+        layout: PayloadLayout,
+        arrived: DispatchedTokens,
+        out: UnpackedRows,
+        place: torch.Tensor | None,
+        num_experts: int,
+    ) -> None:
+        local = num_experts // self.context.world_size
+        unpack_rows(
+            layout,
+            self._landed(arrived),
+            out,
+            place,
+            first_expert=local * self.context.rank,
+            num_experts=local,
+            engine=self.context.engine,
+            num_sms=self.num_sms,
+        )
 
-    def _rows(self, arrived: DispatchedTokens, num_rows: int) -> torch.Tensor:
-        """The first `num_rows` rows that arrived, contiguous; what did not come is any row."""
-        at = self._index(arrived, num_rows)
-        words = arrived.rows.shape[1]
-        # As wide as the words allow: the bytes are the same, and there are fewer elements to copy.
-        wide = torch.int64 if words * WORD % 8 == 0 else arrived.rows.dtype
-        return arrived.rows.view(wide).index_select(0, at).view(torch.bfloat16)
-
-    def _index(self, arrived: DispatchedTokens, num_rows: int) -> torch.Tensor:
+    def _landed(self, arrived: DispatchedTokens) -> LandedRows:
+        geometry = arrived.handle.geometry
         assert arrived.row_index is not None
-        index = arrived.row_index[:num_rows]
-        if num_rows > index.numel():
-            index = torch.nn.functional.pad(index, (0, num_rows - index.numel()))
-        came = torch.arange(num_rows, device=index.device) < arrived.group_offsets[1]
-        return torch.where(came, index, 0)
+        return LandedRows(
+            arrived.rows,
+            arrived.row_index,
+            arrived.group_offsets,
+            arrived.handle.epoch,
+            landing_half(self.context, geometry) // geometry.record.record_bytes,
+            geometry.max_tokens,
+        )
 
-    def _slots(self, arrived: DispatchedTokens, num_rows: int) -> torch.Tensor:
-        """int64 `[R]`: landing slot of each row, `source * max_tokens + token`."""
-        geometry, context = arrived.handle.geometry, self.context
-        first = geometry.landing_half(context.half_bytes["landing"]) // geometry.record.record_bytes
-        return (self._index(arrived, num_rows) - (arrived.handle.epoch & 1) * first).clamp(min=0).to(torch.int64)
+    def _sources(self, arrived: DispatchedTokens) -> torch.Tensor:
+        """int64 `[R]`, the source rank of each row that came; waits for the host."""
+        landed = self._landed(arrived)
+        index = landed.row_index[: int(landed.group_offsets[1])].to(torch.int64)
+        return (index - (landed.epoch & 1) * landed.first_row) // self.max_tokens
 
     # Combine
 
@@ -416,3 +379,9 @@ class NormalExchange:
         for part in range(geometry.parts):
             total = torch.where(renewed.num_parts[:, None] > part, total + values[:, part], total)
         return total
+
+
+def _ranks_as_experts(is_token_in_rank: torch.Tensor) -> torch.Tensor:
+    """int64 `[T, W]`: rank `r` where the token goes there, -1 elsewhere; each rank is one expert of the exchange."""
+    ranks = torch.arange(is_token_in_rank.shape[1], dtype=torch.int64, device=is_token_in_rank.device)
+    return torch.where(is_token_in_rank, ranks, -1)

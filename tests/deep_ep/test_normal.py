@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from moe_runtime.deep_ep import Buffer, Config
+from moe_runtime.deep_ep import buffer as buffer_module
 from moe_runtime.deep_ep.sizes import normal_bytes
 from moe_runtime.deep_ep.utils.math import per_token_cast_to_fp8
 
@@ -165,6 +167,22 @@ def worst_case(rank: int, world: int, seed: int) -> None:
 @pytest.mark.cpu_only
 def test_worst_case_rows_are_marked(get_pool: Any, seed: int) -> None:
     get_pool(2).run(worst_case, seed)
+
+
+def interpreted(rank: int, world: int, counts: list[int], room: int, seed: int) -> None:
+    contexts = buffer_module.ExpertParallelContext
+    try:
+        buffer_module.ExpertParallelContext = partial(contexts, engine="triton")  # type: ignore[misc, assignment]
+        for fp8 in (False, True):
+            dispatch_and_combine(rank, world, counts, fp8, room, seed)
+        worst_case(rank, world, seed)
+    finally:
+        buffer_module.ExpertParallelContext = contexts  # type: ignore[misc]
+
+
+@pytest.mark.cpu_only
+def test_interpreted_kernels_pack_and_unpack_the_same_rows(get_pool: Any, seed: int) -> None:
+    get_pool(2).run(interpreted, [5, 3], 4, seed)
 
 
 def test_a_config_hints_the_bytes_of_its_tokens() -> None:
