@@ -1,4 +1,4 @@
-"""`Buffer` as Megatron's fused dispatch and combine call it in forward and backward, against a dense model in float64."""
+"""`Buffer` as Megatron's fused dispatch and combine call it, forward and backward, against a dense model in float64."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class FusedDispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, probs: torch.Tensor, ids: torch.Tensor, buffer: Buffer) -> Any:
         per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(ids, EXPERTS)
-        rows, got_ids, got_probs, counts, handle, _ = buffer.dispatch(
+        rows, got_ids, got_probs, _, handle, _ = buffer.dispatch(
             x,
             num_tokens_per_rank=per_rank,
             num_tokens_per_expert=per_expert,
@@ -30,7 +30,6 @@ class FusedDispatch(torch.autograd.Function):
         )
         ctx.handle, ctx.buffer = handle, buffer
         ctx.mark_non_differentiable(got_ids)
-        ctx.kept = (counts, handle)
         FusedDispatch.last = handle  # type: ignore[attr-defined]
         return rows, got_ids, got_probs
 
