@@ -54,7 +54,7 @@ def plot_runs(options: argparse.Namespace) -> int:
     layers, files, left_out = [], [], 0
     for file in options.runs:
         try:
-            report = runs.read(file, runs.LAYER, runs.PHASES, runs.GEMM)
+            report = runs.read(file, runs.LAYER, runs.LOW_LATENCY, runs.PHASES, runs.GEMM)
             with environment.reading(file, "a whole run"):
                 if runs.kind_of(report) == runs.GEMM:
                     files.append(options.folder / f"{file.stem}.svg")

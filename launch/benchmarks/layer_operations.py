@@ -20,6 +20,7 @@ from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
 from moe_runtime.kernels.gemm.weights import ExpertWeights
 from moe_runtime.launch.benchmarks import bounds, checks, gemm_peers, torch_layer
 from moe_runtime.launch.benchmarks.layer_bench import Bench, Measured, Work
+from moe_runtime.launch.benchmarks.layer_report import LOW_LATENCY
 from moe_runtime.launch.benchmarks.timing import TOTAL, Lap, Step, copies_to_rotate
 from moe_runtime.launch.benchmarks.trace import record
 from moe_runtime.launch.common import cases, environment
@@ -115,7 +116,7 @@ def low_latency(bench: Bench) -> None:
 
     graph_safe = context.heap.graph_safe
     parts = bench.time(step, [check], capturable=graph_safe, laps=True)
-    by = f"moe_runtime.deep_ep low latency, {fmt}"
+    by = f"{LOW_LATENCY}, {fmt}"
     for name in ("dispatch", "combine"):
         bench.add(name, parts, name, Work(), check, by)
     bench.add("dispatch+combine", bench.time(step, [check], capturable=graph_safe), TOTAL, Work(), check, by)

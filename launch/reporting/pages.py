@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from moe_runtime.launch.benchmarks.bounds import EVEN
-from moe_runtime.launch.benchmarks.layer_report import baselines_of, key_of
+from moe_runtime.launch.benchmarks.layer_report import LOW_LATENCY, baselines_of, key_of
 from moe_runtime.launch.reporting import runs
 from moe_runtime.launch.reporting.operations import operations_markdown
 from moe_runtime.launch.reporting.runs import Report, Result, gpu_of, kind_of, ours, ranks_of, shown_us, where
@@ -73,6 +73,22 @@ def exchange_table(found: Found) -> str:
                     torch = "" if baseline is None else f" ({shown_us(baseline['median_us'])})"
                     column.setdefault(result["tokens_per_rank"], _cell(result, torch))
     return _by_tokens(reports, columns, "In parentheses: torch's all-to-all of the same bytes.")
+
+
+def low_latency_table(found: Found) -> str:
+    """A line per number of tokens: dispatch, combine and both, by the calls of `moe_runtime.deep_ep` and by our own."""
+    reports = found.get(runs.LOW_LATENCY, [])
+    columns: dict[str, dict[int, str]] = {}
+    for name, report in reports:
+        own = {(r["operation"], r["tokens_per_rank"]): r["median_us"] for r in ours(report)}
+        for result in report["results"]:
+            if not str(result["implementation"]).startswith(LOW_LATENCY):
+                continue
+            column = columns.setdefault(f"{_short(name)} {result['operation']}", {})
+            native = own.get((result["operation"], result["tokens_per_rank"]))
+            beside = "" if native is None else f" ({shown_us(native)}, {result['median_us'] / native:.2f})"
+            column[result["tokens_per_rank"]] = _cell(result, beside)
+    return _by_tokens(reports, columns, "In parentheses: our native calls, and the ratio to them.")
 
 
 def goal_table(found: Found) -> str:
@@ -161,6 +177,7 @@ TABLES: dict[str, Callable[[Found], str]] = {
     "gemm": gemm_table,
     "operations": operation_table,
     "models": models_table,
+    "low_latency": low_latency_table,
 }
 """What makes the table of each pair of marks."""
 
