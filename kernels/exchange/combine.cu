@@ -116,9 +116,9 @@ extern "C" __global__ void __launch_bounds__(32 * READERS + 64, 1)
       const u8* record = landed + half * landing_half + entry * RECORD_BYTES;
       int position[K], id[K];
       float weight[K];
+#if AWAIT_TOKENS
 #pragma unroll
       for (int k = 0; k < K; ++k) position[k] = positions[entry * K + k];
-#if AWAIT_TOKENS
       bool failed = await_slots(x, own, arrived, there ? static_cast<int>(entry) : num_slots, COMBINE_SEND);
       const Glance glance(x, own);  // loaded with the ids
       const int sent = there ? without_sign(__ldcg(arrived.counts + source)) - arrived.tag : 0;
@@ -130,6 +130,7 @@ extern "C" __global__ void __launch_bounds__(32 * READERS + 64, 1)
         weight[k] = __ldcg(reinterpret_cast<const float*>(record + WEIGHTS_AT) + k);
         if (id[k] == NONE || token >= sent) position[k] = -1;
 #else
+        position[k] = positions[entry * K + k];
         id[k] = reinterpret_cast<const u16*>(record + IDS_AT)[k];
         weight[k] = reinterpret_cast<const float*>(record + WEIGHTS_AT)[k];
 #endif

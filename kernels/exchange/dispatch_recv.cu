@@ -338,7 +338,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, PADDED ? 1 : 2)
 #endif
       // Loaded with the block scales, stored after them.
       const float decode = FMT != NVFP4 ? 0.0f : PER_TOKEN_FLAGS ? places.row_scale[s] : arrived.row_scale(slot);
-      // Loaded before the rows, stored after them.
       u32 words[LANE_SCALES > 0 ? LANE_SCALES : 1];
       if constexpr (SCALE_WORDS > 0 && !TILED_SCALES) {
 #pragma unroll
@@ -349,6 +348,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, PADDED ? 1 : 2)
             words[i] &= (1u << 8 * (SCALE_COLUMNS % 4)) - 1;
         }
       }
+      [[maybe_unused]] const auto store_scales = [&] {
+        for (u32 left = present; left; left &= left - 1) {
+          const int k = __ffs(left) - 1;
+          const long long row = __shfl_sync(ALL, position, k);
+          const long long at = __shfl_sync(ALL, at_scales, k);
+#pragma unroll
+          for (int i = 0; i < LANE_SCALES; ++i) {
+            const int word = i * 32 + lane;
+            if (word >= SCALE_WORDS) continue;
+            if (PADDED) reinterpret_cast<u32*>(scales)[at + static_cast<long long>(word) * num_slots] = words[i];
+            else if (FMT == FP8_BLOCK) reinterpret_cast<u32*>(scales)[row * SCALE_COLUMNS + word] = words[i];
+            else *reinterpret_cast<u32*>(scales + at + word * 512) = words[i];
+          }
+        }
+      };
+      // Scales of padded rows lie far apart: they are stored when the rows have been loaded.
+      if constexpr (SCALE_WORDS > 0 && !TILED_SCALES && !PADDED) store_scales();
+      if (FMT == NVFP4 && mine) row_scale[position] = decode;
       if constexpr (CONTIGUOUS) {
         // Of padded rows a warp copies few: the fewer rounds, the better.
         constexpr int WIDTH = QUANT_BYTES % 16 == 0 ? 16 : 8, PIECES = QUANT_BYTES / WIDTH, AT_ONCE = PADDED ? 14 : 8;
@@ -368,22 +385,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PADDED ? 1 : 2)
           }
         }
       }
-      if constexpr (SCALE_WORDS > 0 && !TILED_SCALES) {
-        for (u32 left = present; left; left &= left - 1) {
-          const int k = __ffs(left) - 1;
-          const long long row = __shfl_sync(ALL, position, k);
-          const long long at = __shfl_sync(ALL, at_scales, k);
-#pragma unroll
-          for (int i = 0; i < LANE_SCALES; ++i) {
-            const int word = i * 32 + lane;
-            if (word >= SCALE_WORDS) continue;
-            if (PADDED) reinterpret_cast<u32*>(scales)[at + static_cast<long long>(word) * num_slots] = words[i];
-            else if (FMT == FP8_BLOCK) reinterpret_cast<u32*>(scales)[row * SCALE_COLUMNS + word] = words[i];
-            else *reinterpret_cast<u32*>(scales + at + word * 512) = words[i];
-          }
-        }
-      }
-      if (FMT == NVFP4 && mine) row_scale[position] = decode;
+      if constexpr (SCALE_WORDS > 0 && PADDED) store_scales();
     }
     if (LOOPED) __syncthreads();
   }
