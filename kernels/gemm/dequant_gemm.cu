@@ -821,9 +821,9 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + 128, 1)
         // Weights do not depend on the previous kernel, which may still be dequantizing the tokens.
         const int ahead = min(STAGES, units / STAGE_K64);
         for (int s = 0; s < ahead; ++s) load_weights(s * STAGE_K64, s);
+        if (pending) announce();
         asm volatile("griddepcontrol.wait;" ::: "memory");
         for (; stage < ahead; ++stage, k64 += STAGE_K64) load_tokens(k64, stage);
-        if (pending) announce();
         if (stage == STAGES) stage = 0, parity ^= 1;
         early = false;
       }
