@@ -1,15 +1,16 @@
 """The kernels under compute-sanitizer: `python -m moe_runtime.launch.sanitize` (`make sanitize`) on a GPU.
 
 Small cases of every kernel of the grouped GEMM that the GPU runs, in both regimes, of what quantizes and swizzles their
-operands, and of the exchange between two virtual ranks, with an expert id out of range at the end; once under each of
-`TOOLS`. Writes JSON with the environment (`--json FILE`); exits with 1 where a tool reports something, or a run fails
-or takes longer than `--seconds`.
+operands, and of the exchange between two virtual ranks: steps of a layer, with an expert id out of range at the end,
+handles that are combined again, and rows padded for each expert; once under each of `TOOLS`. Writes JSON with the
+environment (`--json FILE`); exits with 1 where a tool reports something, or a run fails or takes longer than
+`--seconds`.
 
 At an arrival at a barrier racecheck counts what its own thread did before. It does not know that a `__syncwarp`, or a
 wait for products of a warpgroup, orders other lanes before it. The kernels in CUDA C++ are therefore compiled with
 EACH_LANE_ARRIVES (`mbarrier.cuh`): every lane arrives for itself, where otherwise one lane does for its warp.
 
-On one H200 both tools found nothing in the 26 cases of each engine (launch/results/sanitizer_h200.json). Before,
+On one H100 both tools found nothing in the 34 cases of each engine (launch/results/sanitizer_h100.json). Before,
 racecheck had found a race in Triton's `_dispatch_send_kernel`, with an expert id out of range: each thread read the
 latch, and warps that saw different values waited at different barriers. `signalling.agreed` makes them agree.
 """
@@ -25,7 +26,9 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch
 
@@ -34,9 +37,11 @@ import torch
 from moe_runtime.comm.errors import RoutingError
 from moe_runtime.config import MoELayerConfig
 from moe_runtime.context.expert_parallel import ExpertParallelContext
+from moe_runtime.dispatcher.handle import DispatchHandle
 from moe_runtime.dispatcher.token_dispatcher import TokenDispatcher
 from moe_runtime.kernels import nvrtc
-from moe_runtime.kernels.formats.number_formats import FORMATS
+from moe_runtime.kernels.exchange.padded_rows import PaddedRows
+from moe_runtime.kernels.formats.number_formats import FORMATS, token_formats_for
 from moe_runtime.kernels.gemm import plan
 from moe_runtime.kernels.gemm.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
 from moe_runtime.kernels.gemm.plan import DequantOverlap
@@ -46,7 +51,7 @@ from moe_runtime.launch.benchmarks.gemm_data import make_rows, make_weights
 from moe_runtime.launch.common import cases as random_cases
 from moe_runtime.launch.common import environment
 from moe_runtime.layer import MoELayer
-from moe_runtime.virtual import VirtualRanks
+from moe_runtime.virtual import VirtualRanks, virtual_contexts
 
 TOOLS = ("memcheck", "racecheck")
 KIND = "sanitizer"
@@ -67,12 +72,35 @@ _RACE = re.compile(r"Race reported between \w+ access at (\w+)")
 _SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard)")
 
 
+MXFP4_SIZES = (
+    ("decode", 4, 8, "layer", 256),
+    ("prefill", 2, 200, "zipf", 256),
+    ("prefill", 2, 130, "zipf", 320),
+)
+"""As `SIZES`, then hidden and intermediate size; 320 is no multiple of 128, and an odd number of units of 64."""
+
+
 def cases() -> list[GemmCase]:
-    """Both products with SwiGLU between, of every format."""
-    return [
+    """Both products with SwiGLU between: every format with itself, and MXFP4 weights with the tokens they have."""
+    with_themselves = [
         GemmCase(f"{fmt} {name} {groups}x{rows}", fmt, groups, rows, "both", routing, hidden=256, intermediate=256)
         for fmt in FORMATS
         for name, groups, rows, routing in SIZES
+    ]
+    return with_themselves + [
+        GemmCase(
+            f"mxfp4 x {fmt} {name} {groups}x{rows}, K={size}",
+            fmt,
+            groups,
+            rows,
+            "both",
+            routing,
+            hidden=size,
+            intermediate=size,
+            weights="mxfp4",
+        )
+        for fmt in token_formats_for("mxfp4")
+        for name, groups, rows, routing, size in MXFP4_SIZES
     ]
 
 
@@ -91,26 +119,33 @@ EXCHANGES: dict[str, dict[str, Any]] = {
     "exchange nvfp4, many tokens": {"token_format": "nvfp4", "mode": "gathered"} | MANY,
 }
 """Settings of layers on two ranks."""
+AGAIN: dict[str, dict[str, Any]] = {
+    "handles again, bf16": {"token_format": "bf16", "combine_format": "bf16"},
+    "handles again, fp8_block": {"token_format": "fp8_block", "combine_format": "fp8_block"},
+}
+"""Settings of dispatchers with `reusable_handles` on two ranks."""
+EXCHANGE_SIZES = {"hidden_size": 256, "num_experts": 96, "top_k": 3, "max_tokens_per_rank": 40}
 RANKS = 2
 
 
 def exchange_config(name: str) -> MoELayerConfig:
     """Of one of `EXCHANGES`, but for its mode, which layers do not choose."""
-    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_experts": 96, "top_k": 3, "max_tokens_per_rank": 40}
+    sizes = EXCHANGE_SIZES | {"intermediate_size": 256}
     return MoELayerConfig(**(sizes | {key: value for key, value in EXCHANGES[name].items() if key != "mode"}))
 
 
 def names() -> list[str]:
     """Of all cases, in their order."""
-    return [case.name for case in cases()] + list(EXCHANGES)
+    return [case.name for case in cases()] + list(EXCHANGES) + list(AGAIN)
 
 
 def run_cases(engine: str) -> None:
     """Every case once; raises `RuntimeError` naming one that gives what it must not."""
     nvrtc.EVERY_PROGRAM["EACH_LANE_ARRIVES"] = 1
     run_gemms(engine)
-    for name in EXCHANGES:
-        run_exchange(name, engine)
+    for name in (*EXCHANGES, *AGAIN):
+        run = run_exchange if name in EXCHANGES else run_again
+        run(name, engine)
         print(name, flush=True)
 
 
@@ -142,6 +177,83 @@ def run_exchange(name: str, engine: str, device: str = "cuda") -> None:
             if not finite:
                 raise RuntimeError(f"{name}: results that are not finite")
     raise RuntimeError(f"{name}: an expert id out of range was not found")
+
+
+def run_again(name: str, engine: str, device: str = "cuda") -> None:
+    """A step of virtual ranks, combined twice more, the second time with other weights, then rows that are padded.
+
+    Each stage runs on all ranks before the next one begins; `TokenDispatcher.combine` would wait for other ranks.
+    """
+    tokens, experts, top_k = (
+        EXCHANGE_SIZES["max_tokens_per_rank"],
+        EXCHANGE_SIZES["num_experts"],
+        EXCHANGE_SIZES["top_k"],
+    )
+    with ExitStack() as stack:
+        contexts = virtual_contexts(RANKS, device=device, engine=engine)
+        for context in contexts:
+            stack.callback(context.close)
+        settings = {"mode": "gathered", "reusable_handles": True, "agreed": True, **EXCHANGE_SIZES, **AGAIN[name]}
+        dispatchers = [TokenDispatcher(context, **settings) for context in contexts]
+        for context in contexts:
+            context.allocate()
+        place, geometry = contexts[0].device, dispatchers[0].geometry
+        steps = [
+            (
+                random_cases.tokens(SEED, rank, 0, tokens - rank, geometry.hidden, place),
+                *random_cases.routing("zipf", SEED, rank, 0, tokens - rank, experts, top_k, place),
+            )
+            for rank in range(RANKS)
+        ]
+        # Of rows of ones, each token gets the sum of its weights.
+        rows = torch.ones(geometry.row_capacity, geometry.hidden, dtype=torch.bfloat16, device=place)
+        handles = [d.dispatch_send(*step) for d, step in zip(dispatchers, steps, strict=True)]
+        for dispatcher, handle in zip(dispatchers, handles, strict=True):
+            dispatcher.dispatch_recv(handle)
+        _combine(name, dispatchers, handles, rows, 1.0)
+        combiners = [d._routing_only for d in dispatchers if d._routing_only is not None]
+        for factor in (None, 2.0):
+            renewed = [
+                d.renew(handle, None if factor is None else factor * weights_TK)
+                for d, handle, (_, _, weights_TK) in zip(dispatchers, handles, steps, strict=True)
+            ]
+            _combine(name, combiners, renewed, rows, factor or 1.0)
+        padded = [d.dispatch_send(*step) for d, step in zip(dispatchers, steps, strict=True)]
+        for dispatcher, handle in zip(dispatchers, padded, strict=True):
+            out = _padded_rows(dispatcher)
+            statistics = torch.zeros_like(out.counts)
+            dispatcher.dispatch_recv_padded(handle, out, statistics=statistics)
+            if not bool((statistics == out.counts).all()):
+                raise RuntimeError(f"{name}: statistics that differ from the rows of experts")
+        contexts[0].check()
+
+
+def _combine(
+    name: str, dispatchers: Sequence[TokenDispatcher], handles: Sequence[DispatchHandle], rows: torch.Tensor, sum: float
+) -> None:
+    """Combine `rows` on all ranks; raises `RuntimeError` for tokens that are not `sum` of the rows' ones."""
+    for dispatcher, handle in zip(dispatchers, handles, strict=True):
+        dispatcher.combine_send(rows, handle)
+    for dispatcher, handle in zip(dispatchers, handles, strict=True):
+        y_TH = dispatcher.combine_recv(handle)
+        if not bool(((y_TH - sum).abs() <= 0.1 * sum).all()):
+            raise RuntimeError(f"{name}: sums of weights that are not {sum}")
+
+
+def _padded_rows(dispatcher: TokenDispatcher) -> PaddedRows:
+    """For what arrives at a rank."""
+    geometry, context = dispatcher.geometry, dispatcher.context
+    fmt, hidden = geometry.token_format, geometry.hidden
+    return PaddedRows.allocate(
+        geometry.num_local_experts,
+        geometry.num_slots,
+        fmt.quant_bytes(hidden),
+        fmt.scale_columns(hidden),
+        context.world_size,
+        geometry.top_k,
+        packed_scales=False,
+        device=context.device,
+    )
 
 
 def run_gemms(engine: str) -> None:

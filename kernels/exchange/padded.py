@@ -91,7 +91,7 @@ def place_padded_rows(landed: LandedTokens, out: PaddedRows, statistics: torch.T
     """Fill `out`; add each expert's rows to int32 `statistics` `[E]`. Does not wait for the host."""
     experts, slots, row_bytes = out.rows.shape
     top_k = landed.positions.shape[1]
-    dispatch_place_kernel[(slots + experts,)](
+    _dispatch_place_kernel[(slots + experts,)](
         landed.records,
         landed.row_index,
         landed.positions,
@@ -153,7 +153,7 @@ def _constexprs(
 
 
 @triton.jit(do_not_specialize=["first_row", "first_expert", "max_tokens", "slots"])
-def dispatch_place_kernel(
+def _dispatch_place_kernel(
     records_ptr,
     row_index_ptr,
     positions_ptr,
@@ -302,7 +302,7 @@ def _aot_case(fmt: TokenFormat, kind: PaddedScales) -> AotCase:
     scales = {"scales_ptr": "*u8" if kind.scale_bytes == 1 else "*i32"}
     types = {"records_ptr": "*u8", "rows_ptr": "*u8", "layout_range_ptr": "*i64", **scales}
     values = {**constexprs, "S_PAD": 1024, "HAS_STATISTICS": True}
-    return exchange_aot_case("dispatch_place", fmt.name, dispatch_place_kernel, values, types)
+    return exchange_aot_case("dispatch_place", fmt.name, _dispatch_place_kernel, values, types)
 
 
 AOT_CASES = (

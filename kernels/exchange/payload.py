@@ -146,7 +146,7 @@ def pack_tokens(
         packed[:, at:] = 0
         return packed
     if num_tokens:
-        _pack_kernel[(_programs(num_tokens, num_sms),)](
+        _dispatch_pack_kernel[(_programs(num_tokens, num_sms),)](
             packed,
             tokens,
             packed if scales is None else scales,
@@ -190,7 +190,7 @@ def unpack_rows(
     if engine == "torch":
         _unpack_reference(layout, landed, out, place, first_expert, num_experts)
     elif num_rows:
-        _unpack_kernel[(_programs(num_rows, num_sms),)](
+        _dispatch_unpack_kernel[(_programs(num_rows, num_sms),)](
             landed.rows,
             landed.rows.stride(0) * WORD // 8,
             landed.row_index,
@@ -262,7 +262,7 @@ def _constexprs(layout: PayloadLayout) -> dict[str, int]:
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def _pack_kernel(
+def _dispatch_pack_kernel(
     packed_ptr,
     tokens_ptr,
     scales_ptr,
@@ -307,7 +307,7 @@ def _pack_kernel(
 
 
 @triton.jit(do_not_specialize=["num_rows", "capacity", "first_row", "max_tokens", "first_expert", "num_experts"])
-def _unpack_kernel(
+def _dispatch_unpack_kernel(
     rows_ptr,
     row_stride,
     row_index_ptr,
@@ -379,7 +379,7 @@ AOT_CASES = tuple(
     exchange_aot_case(name, "fp8_block" if layout.num_scales else "bf16", kernel, _constexprs(layout) | more, _TYPES)
     for layout in _LAYOUTS
     for name, kernel, more in (
-        ("dispatch_pack", _pack_kernel, {}),
-        ("dispatch_unpack", _unpack_kernel, {"HAS_PLACE": False}),
+        ("dispatch_pack", _dispatch_pack_kernel, {}),
+        ("dispatch_unpack", _dispatch_unpack_kernel, {"HAS_PLACE": False}),
     )
 )

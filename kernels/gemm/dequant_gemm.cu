@@ -816,18 +816,21 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + 128, 1)
       Tile& tile = tiles[number % TILES_AHEAD];
       if (lane == 0) walk.next(tile);
       __syncwarp();
-      const bool marked = W_FMT != NVFP4 && tile.rows > 0 && lane < tile.high &&
-                          special_values[static_cast<long long>(tile.expert) * unit_rows + tile.unit + lane];
+      // The load of the marks stays in flight until the first loads of the tile have started: only `announce` reads `mark`.
+      u32 mark = 0;
+      if (W_FMT != NVFP4 && tile.rows > 0) {
+        mark = special_values[static_cast<long long>(tile.expert) * unit_rows + tile.unit + min(lane, tile.high - 1)];
+      }
       bool pending = true;
       auto announce = [&] {
-        const u32 marks = W_FMT == NVFP4 ? 0 : __ballot_sync(0xFFFFFFFF, marked);
-        if (lane == 0) {
-          if (W_FMT != NVFP4) tile.special_values = marks;
-          barrier_arrive(announced + number % TILES_AHEAD * 8);
+        if (W_FMT != NVFP4) {
+          asm volatile("" : "+r"(mark));  // otherwise `mark` is compared where it is loaded, and the warp waits there
+          const u32 marks = __ballot_sync(0xFFFFFFFF, mark != 0);
+          if (lane == 0) tile.special_values = marks;
         }
+        if (lane == 0) barrier_arrive(announced + number % TILES_AHEAD * 8);
         pending = false;
       };
-      // The load of the marks stays in flight until the first loads of the tile have started.
       if (W_FMT == NVFP4 || tile.rows == 0) announce();
       if (tile.rows == 0) break;
       const int blocks = (tile.rows + 7) / 8;

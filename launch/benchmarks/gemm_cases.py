@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from moe_runtime.kernels.formats.number_formats import FORMATS, TokenFormat
+from moe_runtime.kernels.formats.number_formats import FORMATS, TokenFormat, weight_format_named
 from moe_runtime.kernels.gemm.grouped_gemm import gemm_bytes, gemm_flops
 from moe_runtime.launch.benchmarks.checks import format_bytes
 from moe_runtime.launch.common.cases import routing
@@ -85,13 +85,14 @@ class GemmCase:
 
     Attributes:
         name: unique; what `--cases` selects by.
-        format: of rows, weights and what lies between the products.
+        format: of rows and what lies between the products, and of weights but for `weights`.
         groups: experts, one group each.
         rows: rows of a group, on average.
         product: `gate_up` (a plain product with the `[2I, H]` weight), `down` (`[H, I]`) or `both` with SwiGLU between.
         routing: one of `ROUTINGS`.
         goals: what it should reach; none for a case that others are compared with.
         hidden, intermediate: `H` and `I`.
+        weights: format of the weights; None for that of the rows.
     """
 
     name: str
@@ -103,10 +104,15 @@ class GemmCase:
     goals: tuple[Goal, ...] = ()
     hidden: int = 7168
     intermediate: int = 2048
+    weights: str | None = None
 
     @property
     def token_format(self) -> TokenFormat:
         return FORMATS[self.format]
+
+    @property
+    def weight_format(self) -> TokenFormat:
+        return weight_format_named(self.weights or self.format)
 
     @property
     def products(self) -> tuple[Product, ...]:
@@ -157,7 +163,7 @@ class GemmCase:
             product.n,
             product.k,
             a_format=self.token_format,
-            w_format=self.token_format,
+            w_format=self.weight_format,
             active_experts=sum(size > 0 for size in sizes),
             out_bytes_per_row=product.out_bytes,
         )

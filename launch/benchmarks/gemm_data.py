@@ -82,7 +82,7 @@ def make_weights(case: GemmCase, product: Product, rng: torch.Generator, engine:
     for _ in range(case.groups):
         w_NK = torch.randn(product.n, product.k, generator=rng, dtype=torch.float32, device=rng.device)
         w_NK.mul_(product.k**-0.5)
-        parts.append(ExpertWeights.quantize(w_NK.to(torch.bfloat16)[None], case.token_format, gate_up=gate_up))
+        parts.append(ExpertWeights.quantize(w_NK.to(torch.bfloat16)[None], case.weight_format, gate_up=gate_up))
     quants = _joined([part.quants for part in parts])
     scales, expert_scales = (
         _joined(tensors) if (tensors := [t for part in parts if (t := getattr(part, name)) is not None]) else None

@@ -40,6 +40,7 @@ class Settings:
         link_gb_per_s: what floors count with; None for none.
         trace: where steps of the layer are recorded instead of being timed; None where they are timed.
         with_torch: whether torch's layer is timed beside ours.
+        sustained: whether long steps are timed without pauses too.
     """
 
     operations: Sequence[str]
@@ -48,6 +49,7 @@ class Settings:
     link_gb_per_s: float | None = None
     trace: TraceFile | None = None
     with_torch: bool = True
+    sustained: bool = True
 
 
 @dataclass(frozen=True)
@@ -184,8 +186,15 @@ class Bench:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
             before = torch.cuda.memory_allocated(device)
-        iterations = self.settings.iterations
-        timings = measure(self.context, step, iterations=iterations, capturable=capturable, laps=laps)
+        settings = self.settings
+        timings = measure(
+            self.context,
+            step,
+            iterations=settings.iterations,
+            capturable=capturable,
+            laps=laps,
+            sustained=settings.sustained,
+        )
         peak = torch.cuda.max_memory_allocated(device) - before if device.type == "cuda" else None
         return Measured(timings, peak)
 

@@ -102,6 +102,7 @@ def measure(
     capturable: bool,
     laps: bool = False,
     steps: int = STEPS_PER_GRAPH,
+    sustained: bool = True,
 ) -> dict[str, Timing]:
     """Time `step(number, lap)`. Collective.
 
@@ -113,6 +114,7 @@ def measure(
         laps: time the parts instead of the whole step. Telling them apart takes time itself: on Hopper a kernel that
             writes the clock and lets the next one begin early, else an event, in graphs a node of its own.
         steps: of an iteration on a GPU, at most; fewer where they are long.
+        sustained: whether long steps are timed without pauses too.
 
     Returns:
         Timings by part; under `total` that of the whole step where `laps` is false.
@@ -132,11 +134,11 @@ def measure(
         name: Timing([max(values) for values in zip(*(r[name] for r in ranks), strict=True)], clock.steps, clock.method)
         for name in mine
     }
-    if isinstance(clock, _CudaClock) and not laps and timings[TOTAL].median_us >= LONG_US:
+    if sustained and isinstance(clock, _CudaClock) and not laps and timings[TOTAL].median_us >= LONG_US:
         _barrier(context)
-        sustained = clock.sustained(timings[TOTAL].median_us)
+        mine_us = clock.sustained(timings[TOTAL].median_us)
         context.check()
-        sustained_us = max(gather(context, "sustained time", sustained, float))
+        sustained_us = max(gather(context, "sustained time", mine_us, float))
         timings[TOTAL] = replace(timings[TOTAL], sustained_us=sustained_us)
     return timings
 

@@ -14,9 +14,16 @@ import torch
 from moe_runtime.dispatcher.token_dispatcher import TokenDispatcher
 from moe_runtime.kernels.exchange.plan import required_plan
 from moe_runtime.kernels.formats.number_formats import FORMATS
-from moe_runtime.kernels.gemm.dequant_layout import DEQUANT_FORMATS
+from moe_runtime.kernels.gemm.dequant_layout import DEQUANT_FORMATS, unit_columns
 from moe_runtime.kernels.gemm.plan import choose_dequant_shape, choose_tma_shape
-from moe_runtime.kernels.gemm.shapes import DEQUANT_DECODE, DEQUANT_MIDDLE, DEQUANT_PREFILL, TMA_DECODE, TMA_PREFILL
+from moe_runtime.kernels.gemm.shapes import (
+    DEQUANT_DECODE,
+    DEQUANT_MIDDLE,
+    DEQUANT_PREFILL,
+    TMA_DECODE,
+    TMA_PREFILL,
+    Regime,
+)
 from moe_runtime.launch import sanitize
 from moe_runtime.launch.benchmarks.gemm_data import make_rows
 from moe_runtime.virtual import virtual_contexts
@@ -33,9 +40,14 @@ def test_cases_take_both_regimes_of_each_kernel() -> None:
     rng = torch.Generator().manual_seed(0)
     seen: dict[str, set[Any]] = {name: set() for name in FORMATS}
     gathers = set()
+    others: dict[tuple[str, str], set[tuple[Regime, bool]]] = {}
     for case in sanitize.cases():
         rows = make_rows(case, 0, rng, "torch")
         sizes = rows.likely_rows, rows.num_groups
+        if case.weights is not None:
+            shape = choose_dequant_shape(*sizes, case.weight_format, unit_columns(case.hidden))
+            others.setdefault((case.weights, case.format), set()).add((shape.regime, case.hidden % 128 == 0))
+            continue
         dequantized = rows.format in DEQUANT_FORMATS
         seen[case.format].add(choose_dequant_shape(*sizes, rows.format, 4) if dequantized else choose_tma_shape(*sizes))
         gathers.add((case.format, rows.row_index is not None))
@@ -43,11 +55,24 @@ def test_cases_take_both_regimes_of_each_kernel() -> None:
         dequant_shapes = {DEQUANT_DECODE, DEQUANT_MIDDLE, DEQUANT_PREFILL}
         assert seen[name] == (dequant_shapes if fmt in DEQUANT_FORMATS else {TMA_DECODE, TMA_PREFILL})
         assert {(name, True), (name, False)} <= gathers
+    assert set(others) == {("mxfp4", "bf16"), ("mxfp4", "mxfp8")}
+    for shapes in others.values():
+        assert shapes == {(Regime.DECODE, True), (Regime.PREFILL, True), (Regime.MIDDLE, False)}
 
 
 @pytest.mark.parametrize("name", sanitize.EXCHANGES)
 def test_exchanges_end_with_an_expert_id_out_of_range(name: str) -> None:
     sanitize.run_exchange(name, "torch", "cpu")
+
+
+@pytest.mark.parametrize("name", sanitize.AGAIN)
+def test_handles_are_combined_again_with_the_weights_of_then(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sanitize.run_again(name, "torch", "cpu")
+    # Where a combine keeps the old weights, it is told.
+    renew = TokenDispatcher.renew
+    monkeypatch.setattr(TokenDispatcher, "renew", lambda self, handle, weights=None: renew(self, handle))
+    with pytest.raises(RuntimeError, match=r"sums of weights that are not 2\.0"):
+        sanitize.run_again(name, "torch", "cpu")
 
 
 def test_exchanges_count_slots_in_one_chunk_and_in_several() -> None:
