@@ -40,7 +40,7 @@ from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.dispatcher.handle import DispatchHandle
 from moe_runtime.dispatcher.token_dispatcher import TokenDispatcher
 from moe_runtime.kernels import nvrtc
-from moe_runtime.kernels.exchange.padded_rows import PaddedRows
+from moe_runtime.kernels.exchange.padded_rows import PaddedRows, PaddedScales
 from moe_runtime.kernels.formats.number_formats import FORMATS, token_formats_for
 from moe_runtime.kernels.gemm import plan
 from moe_runtime.kernels.gemm.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
@@ -248,11 +248,11 @@ def _padded_rows(dispatcher: TokenDispatcher) -> PaddedRows:
         geometry.num_local_experts,
         geometry.num_slots,
         fmt.quant_bytes(hidden),
-        fmt.scale_columns(hidden),
         context.world_size,
         geometry.top_k,
-        packed_scales=False,
         device=context.device,
+        kind=PaddedScales.NONE if fmt.scale_dtype is None else PaddedScales.COLUMNS,
+        num_scales=fmt.scale_columns(hidden),
     )
 
 
