@@ -7,7 +7,8 @@ ever reset; those with two halves use the half `epoch % 2`. With `W` ranks, in w
     token_count   [2][W]   how many tokens rank w had, from bit `COUNT_BITS` on the number of the exchange, and in
                            `TURN_BIT` the turn of the epoch (written before dispatch_flag); the sign is set by kernels
                            that store the flag of each token on all ranks after its record has landed
-    combine_flag  [2][W]   rank w's partial results of this epoch have landed here
+    combine_flag  [2][W]   rank w's partial results of this epoch have landed here; or none will come, and rank w
+                           has read the tokens of this epoch
     ready         [W]      rank w no longer reads what lies in the half of this epoch
     abort         [W][8]   (code, phase, epoch, rank it is about, detail, detail2, 1 + the rank that informed rank w of
                            it, or 0, 0) of rank w's failure; code is written last
@@ -35,9 +36,10 @@ ERROR_WORDS = 8
 """Words of a rank's own error record in host-visible memory, code written last:
 (code, rank it is about, phase, epoch, detail, origin rank, detail2, 0)."""
 COMBINED = 1
-NUM_COUNTERS = COMBINED + 1 + PROGRESS_PARTS
+RECEIVED = COMBINED + 1 + PROGRESS_PARTS
+NUM_COUNTERS = RECEIVED + 1
 """Words in a rank's own memory by which the last block of a kernel knows itself: `dispatch_send` uses the first,
-`combine_send` those from `COMBINED` on."""
+`combine_send` those from `COMBINED` on, `recv_permute` of padded rows `RECEIVED`."""
 
 
 def tag_of(count_tag: int, epoch: int) -> int:

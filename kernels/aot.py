@@ -62,7 +62,15 @@ from moe_runtime.kernels.gemm.shapes import (
     TmaShape,
     overlapped_token_shape,
 )
-from moe_runtime.kernels.gemm.weights import GPT_OSS, SILU, GateUpOrder, SwiGLU
+from moe_runtime.kernels.gemm.weights import (
+    GEGLU,
+    GEGLU_TANH,
+    GPT_OSS,
+    SILU,
+    SQUARED_RELU,
+    Activation,
+    GateUpOrder,
+)
 from moe_runtime.kernels.runtime import ALL_ARCHS, INTERPRET, AotCase, CudaCase
 
 INTERPRETED = "ahead-of-time compilation needs a process without TRITON_INTERPRET; unset it and run again"
@@ -100,7 +108,7 @@ def _triton(
     *,
     operation: str | None = None,
     out: TokenFormat | None = None,
-    activation: SwiGLU | None = None,
+    activation: Activation | None = None,
     out_type: str = "*i16",
     absent: tuple[str, ...] = (),
     archs: tuple[int, ...] = ALL_ARCHS,
@@ -115,12 +123,13 @@ def _triton(
     `operation` is one of `moe_runtime.ops`; None means a layer. `constants` are constexprs.
     """
     if operation is None:
-        tile = choose_tile(n, a, out_block=0 if out is None else out.block, native=native)
+        gated = activation is None or activation.gated
+        tile = choose_tile(n, a, out_block=0 if out is None else out.block, gated=gated, native=native)
     else:
         tile = choose_op_tile(n, w, max_tile_n, bool(native), activation is not None)
     if activation is not None:
-        constants |= {"ORDER": activation.order.code}
-        constants |= {"ACTIVATION": (activation.alpha, activation.limit, activation.up_offset)}
+        order = activation.gate_up
+        constants |= {"ORDER": 0 if order is None else order.code, "ACTIVATION": activation.constants}
     how = tile_options(tile, native, num_groups=32, k=tile.block_k) | {"INTERPRET": False}
     options = {name: how.pop(name) for name in ("num_warps", "num_stages", "enable_fp_fusion")}
     a_layout, w_layout = (int(f.scale_layout if layout is None else layout) for f in (a, w))
@@ -172,9 +181,9 @@ def _layer_cases() -> Iterator[AotCase]:
     """Every format with the widest tile, token formats in both operations. Other forms have the narrowest tile."""
     for f in FORMATS.values():
         yield _triton(f, f, absent=() if f.has_row_scale else ("row_scale_ptr",))
-        yield _triton(f, f, out=f, activation=SwiGLU(), **_TWO)
+        yield _triton(f, f, out=f, activation=SILU, **_TWO)
     apart: dict[str, Any] = {"BLOCKS_APART": True, "absent": ("row_scale_ptr",)}
-    yield _triton(FP8_BLOCK, FP8_BLOCK, out=FP8_BLOCK, activation=SwiGLU(), **apart, **_ODD_K)
+    yield _triton(FP8_BLOCK, FP8_BLOCK, out=FP8_BLOCK, activation=SILU, **apart, **_ODD_K)
     yield _triton(BF16, NVFP4, absent=_NO_EXTRAS, **_ONE, **_ODD_K)
     yield _triton(BF16, NVFP4, out=BF16, activation=GPT_OSS, n=NARROW, **_TWO, **_ODD_K)
     yield _triton(BF16, MXFP4, n=NARROW, **_ODD_K)
@@ -185,14 +194,20 @@ def _layer_cases() -> Iterator[AotCase]:
     yield _triton(BF16, BF16, out_type="*fp16", absent=_NO_EXTRAS, n=NARROW, **_ODD_K)
     interleaved: dict[str, Any] = {"ORDER": GateUpOrder.INTERLEAVED.code}
     yield _triton(MXFP8, MXFP8, out_type="*fp32", n=NARROW, **interleaved, **_TWO, **_ODD_K)
-    up_gate = SwiGLU(GateUpOrder.UP_GATE)
+    up_gate = Activation(GateUpOrder.UP_GATE)
     yield _triton(NVFP4, NVFP4, out=NVFP4, activation=up_gate, absent=("bias_ptr",), n=NARROW, **_ONE)
+    yield _triton(NVFP4, NVFP4, out=NVFP4, activation=SQUARED_RELU, **_ONE)
+    yield _triton(FP8_BLOCK, FP8_BLOCK, out=FP8_BLOCK, activation=SQUARED_RELU, absent=("row_scale_ptr",), **_ODD_K)
+    for arch, native in ((90, NativeForm.NONE), (100, _STORED), (120, _WIDENED)):
+        yield _triton(MXFP8, MXFP4, out=MXFP8, activation=SQUARED_RELU, archs=(arch,), native=native)
+    yield _triton(BF16, BF16, out=BF16, activation=GEGLU_TANH, n=NARROW)
+    yield _triton(BF16, NVFP4, out=BF16, activation=GEGLU, n=NARROW, **_TWO)
 
 
 def _op_cases() -> Iterator[AotCase]:
     """Each layout of scales, element type and tile width of `moe_runtime.ops`, in the form for each architecture."""
     common: dict[str, Any]
-    up_gate = SwiGLU(GateUpOrder.UP_GATE)
+    up_gate = Activation(GateUpOrder.UP_GATE)
     for archs, native, max_tile_n in (((90,), NativeForm.NONE, 128), ((100, 120), _STORED, 64)):
         common = {"layout": ScaleLayout.SWIZZLED, "archs": archs, "native": native}
         yield _triton(NVFP4, NVFP4, operation=OP_MAX, absent=_NO_EXTRAS[:3], **_ONE, **_ODD_K, **common)
@@ -221,25 +236,38 @@ BF16_WGMMA = {90: r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k16\.f32\.bf16\.bf16
 FP8_WGMMA = {90: r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k32\.f32\.e4m3\.e4m3"}
 
 
-def _dequant(operation: str, fmt: TokenFormat, shape: DequantShape, out_dtype: torch.dtype, **more: Any) -> CudaCase:
-    gated = operation == GATED
-    arguments = fmt, fmt, shape, unit_columns(HIDDEN), fmt if gated else None, out_dtype, SILU if gated else None
+def _dequant(
+    operation: str,
+    fmt: TokenFormat,
+    shape: DequantShape,
+    out_dtype: torch.dtype,
+    activation: Activation | None = None,
+    **more: Any,
+) -> CudaCase:
+    out = None if activation is None else fmt
+    arguments = fmt, fmt, shape, unit_columns(HIDDEN), out, out_dtype, activation
     defines, _ = dequant_gemm.macros(*arguments, **more)
     return CudaCase(operation, fmt.name, "dequant_gemm.cu", "dequant_gemm", defines, instruction=BF16_WGMMA)
 
 
 def _tma(
-    operation: str, fmt: TokenFormat, shape: TmaShape, out_code: int, gather: bool, copied: bool = False
+    operation: str,
+    fmt: TokenFormat,
+    shape: TmaShape,
+    out_code: int,
+    gather: bool,
+    copied: bool = False,
+    activation: Activation | None = None,
 ) -> CudaCase:
-    order = SILU.order if operation == GATED else None
-    more = {"gather": gather, "gated": order is not None, "extras": False, "copied_scales": copied}
-    defines = tma_gemm.macros(fmt, shape, GROUPS, order=order, out_code=out_code, **more)
+    order = None if activation is None else activation.gate_up
+    more = {"gather": gather, "extras": False, "copied_scales": copied}
+    defines = tma_gemm.macros(fmt, shape, GROUPS, activation=activation, order=order, out_code=out_code, **more)
     wgmma = FP8_WGMMA if fmt is FP8_BLOCK else BF16_WGMMA
     return CudaCase(operation, fmt.name, tma_gemm.SOURCE, "tma_gemm", defines, instruction=wgmma)
 
 
 def _hopper_cases() -> Iterator[CudaCase]:
-    """Each format in every regime, plain and gated, and the kernels of the operations of `moe_runtime.ops`."""
+    """Each format in every regime, plain and with SwiGLU; other activations; the operations of `moe_runtime.ops`."""
     for operation, fmt in ((OP_MAX, NVFP4), (OP_NVFP4, NVFP4), (OP_MXFP8, MXFP8)):
         for out_dtype in (torch.bfloat16, torch.float16):
             yield _dequant(operation, fmt, DEQUANT_DECODE, out_dtype)
@@ -252,14 +280,20 @@ def _hopper_cases() -> Iterator[CudaCase]:
             keep = keeps_tokens(GROUPS, HIDDEN, fmt, dequant_shape)
             for operation, dequantized, overlapped in ways:
                 more = {"out_dequantized": dequantized, "keep_tokens": keep, "overlapped": overlapped}
-                yield _dequant(operation, fmt, dequant_shape, torch.bfloat16, **more)
+                formula = None if operation == PLAIN else SILU
+                yield _dequant(operation, fmt, dequant_shape, torch.bfloat16, formula, **more)
     for fmt in (FP8_BLOCK, BF16):
         for tma_shape in (TMA_DECODE, TMA_PREFILL):
             for operation in (PLAIN, GATED):
                 out_code = 3 if operation == GATED and fmt is FP8_BLOCK else 0
-                yield _tma(operation, fmt, tma_shape, out_code, gather=operation == GATED)
+                formula = None if operation == PLAIN else SILU
+                yield _tma(operation, fmt, tma_shape, out_code, gather=operation == GATED, activation=formula)
                 if fmt is FP8_BLOCK and tma_shape is TMA_PREFILL:
-                    yield _tma(operation, fmt, tma_shape, out_code, gather=False, copied=True)
+                    yield _tma(operation, fmt, tma_shape, out_code, gather=False, copied=True, activation=formula)
+    for formula in (GEGLU, GEGLU_TANH, SQUARED_RELU):
+        more = {"out_dequantized": True, "keep_tokens": True}
+        yield _dequant(GATED, NVFP4, DEQUANT_DECODE, torch.bfloat16, formula, **more)
+        yield _tma(GATED, FP8_BLOCK, TMA_PREFILL, 3, gather=False, copied=True, activation=formula)
     for fmt in (f for f in FORMATS.values() if f is not FP8_BLOCK):
         overlapped_shape = overlapped_token_shape(unit_columns(HIDDEN))
         layouts: list[dict[str, Any]] = [{}, {"packed": True}, {"shape": overlapped_shape}]

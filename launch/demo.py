@@ -50,7 +50,7 @@ PHASES = {
     "route": "each rank's router chooses the experts of its tokens",
     "dispatch_send": "tokens are quantized and stored in their experts' ranks",
     "dispatch_recv": "rows are awaited and grouped, scales laid out for the GEMM",
-    "experts": "GEMM gate and up, SwiGLU and requantize, GEMM down",
+    "experts": "GEMM gate and up, activate and requantize, GEMM down",
     "combine_send": "a rank's rows of a token are summed and stored on its rank",
     "combine_recv": "partial sums of all ranks are awaited and summed",
 }

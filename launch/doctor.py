@@ -37,6 +37,7 @@ from moe_runtime.comm.rank_group import RankGroup
 from moe_runtime.comm.transport import choose_transport
 from moe_runtime.config import MoELayerConfig, ParallelConfig, complaints, load_config
 from moe_runtime.context.memory import REGIONS, expert_bytes, layer_geometry, reserved_bytes
+from moe_runtime.deep_ep.sizes import FP8_BLOCK_SIZE, MOST_TOP_K, memory_of
 from moe_runtime.experts import plan_experts
 from moe_runtime.kernels import nvrtc
 from moe_runtime.kernels.exchange.cuda import can_keep_scales_in_record
@@ -104,6 +105,7 @@ def examine(
         "expert_bytes": expert_bytes(layer, world_size) if layer else None,
         "exchange_plans": exchange_plans(layer, world_size, parallel.engine, device, hopper=hopper) if layer else {},
         "gemm_plans": gemm_plans(layer, world_size, parallel.engine, device, hopper=hopper) if layer else {},
+        "deep_ep_bytes": deep_ep_bytes(layer, world_size, tokens or [layer.max_tokens_per_rank]) if layer else {},
         "copies": world_size if transport["name"] == "collective" else 1,
     }
 
@@ -127,6 +129,16 @@ def reserved_by_format(
         else:
             reserved[name] = reserved_bytes(changed, world_size, placed=placed)
     return reserved
+
+
+def deep_ep_bytes(layer: MoELayerConfig, world_size: int, tokens: Sequence[int]) -> dict[int, dict[str, int]]:
+    """What the modes of `moe_runtime.deep_ep` take on each rank, by tokens of a rank (`deep_ep.sizes.memory_of`).
+
+    Empty for a layer that they do not take.
+    """
+    if layer.num_experts % world_size or layer.hidden_size % FP8_BLOCK_SIZE or layer.top_k > MOST_TOP_K:
+        return {}
+    return {count: memory_of(layer.hidden_size, world_size, layer.num_experts, layer.top_k, count) for count in tokens}
 
 
 def exchange_plans(
@@ -333,10 +345,21 @@ def _print_report(report: dict[str, Any], console: Console) -> None:
         console.print(f"Weights of the experts of one layer, on each of {report['world_size']} rank(s): {size}")
     for count, formats in report["reserved_bytes"].items():
         _print_reserved(report, count, formats, console)
+    if report["deep_ep_bytes"]:
+        _print_deep_ep(report, console)
     if report["exchange_plans"]:
         _print_exchange_plans(report, console)
     if report["gemm_plans"]:
         _print_gemm_plans(report, console)
+
+
+def _print_deep_ep(report: dict[str, Any], console: Console) -> None:
+    title = f"moe_runtime.deep_ep on each of {report['world_size']} rank(s)"
+    columns = ("normal: reserved", "rows, bf16", "low latency: reserved", "rows, bf16", "rows, FP8")
+    table = Table("tokens per rank", *columns, title=title)
+    for count, sizes in report["deep_ep_bytes"].items():
+        table.add_row(str(count), *map(decimal, sizes.values()))
+    console.print(table)
 
 
 def _print_exchange_plans(report: dict[str, Any], console: Console) -> None:

@@ -10,9 +10,10 @@ At an arrival at a barrier racecheck counts what its own thread did before. It d
 wait for products of a warpgroup, orders other lanes before it. The kernels in CUDA C++ are therefore compiled with
 EACH_LANE_ARRIVES (`mbarrier.cuh`): every lane arrives for itself, where otherwise one lane does for its warp.
 
-On one H100 both tools found nothing in the 34 cases of each engine (launch/results/sanitizer_h100.json). Before,
-racecheck had found a race in Triton's `_dispatch_send_kernel`, with an expert id out of range: each thread read the
-latch, and warps that saw different values waited at different barriers. `signalling.agreed` makes them agree.
+On one H100 both tools found nothing in 34 cases of each engine (launch/results/sanitizer_h100.json); the two with a
+norm after each expert are newer. Before, racecheck had found a race in Triton's `_dispatch_send_kernel`, with an expert
+id out of range: each thread read the latch, and warps that saw different values waited at different barriers.
+`signalling.agreed` makes them agree.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.dispatcher.handle import DispatchHandle
 from moe_runtime.dispatcher.token_dispatcher import TokenDispatcher
 from moe_runtime.kernels import nvrtc
-from moe_runtime.kernels.exchange.padded_rows import PaddedRows
+from moe_runtime.kernels.exchange.padded_rows import PaddedRows, PaddedScales
 from moe_runtime.kernels.formats.number_formats import FORMATS, token_formats_for
 from moe_runtime.kernels.gemm import plan
 from moe_runtime.kernels.gemm.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
@@ -106,11 +107,15 @@ def cases() -> list[GemmCase]:
 
 MANY = {"max_tokens_per_rank": 1000, "num_experts": 500}
 """Tokens whose slots are counted in several chunks."""
+NORMED = {"activation": {"function": "relu2", "gated": False}, "post_expert_norm": {"eps": 1e-6}}
+"""Experts without a gate, with a norm after each."""
 EXCHANGES: dict[str, dict[str, Any]] = {
     "exchange nvfp4, bf16 home": {"token_format": "nvfp4", "mode": "gathered"},
     "exchange nvfp4 contiguous, mxfp8 home": {"token_format": "nvfp4", "mode": "contiguous", "combine_format": "mxfp8"},
     "exchange mxfp8, fp8_block home": {"token_format": "mxfp8", "mode": "gathered", "combine_format": "fp8_block"},
     "exchange fp8_block on 3 SMs": {"token_format": "fp8_block", "mode": "contiguous", "num_sms": 3},
+    "exchange nvfp4, squared ReLU and a norm": {"token_format": "nvfp4", "mode": "gathered"} | NORMED,
+    "exchange fp8_block, squared ReLU and a norm": {"token_format": "fp8_block", "mode": "contiguous"} | NORMED,
     "exchange bf16, many tokens": {"token_format": "bf16", "mode": "contiguous"} | MANY,
     "exchange nvfp4, many tokens": {"token_format": "nvfp4", "mode": "gathered"} | MANY,
 }
@@ -244,11 +249,11 @@ def _padded_rows(dispatcher: TokenDispatcher) -> PaddedRows:
         geometry.num_local_experts,
         geometry.num_slots,
         fmt.quant_bytes(hidden),
-        fmt.scale_columns(hidden),
         context.world_size,
         geometry.top_k,
-        packed_scales=False,
         device=context.device,
+        kind=PaddedScales.COLUMNS if fmt.scale_dtype is not None else PaddedScales.NONE,
+        num_scales=fmt.scale_columns(hidden),
     )
 
 

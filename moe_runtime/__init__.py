@@ -16,7 +16,7 @@ Layers, from the top. A module imports from its own layer or from those below it
     step, warming
     deep_ep
     dispatcher
-    context, checkpoints, router, shared_expert, counters, reference
+    context, checkpoints, router, shared_expert, post_expert_norm, counters, reference
     placement
     config, metrics, support
     kernels.aot
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from moe_runtime.kernels.formats.quantize import dequantize_rows, quantize_rows
     from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
     from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
-    from moe_runtime.kernels.gemm.weights import ExpertWeights, GateUpOrder, SwiGLU
+    from moe_runtime.kernels.gemm.weights import Activation, ExpertWeights, GateUpOrder, SwiGLU
     from moe_runtime.layer import MoELayer
     from moe_runtime.ops.token_format import NVFP4TokenFormat
     from moe_runtime.placement.placement import Placement, plan_placement
@@ -71,6 +71,7 @@ __version__ = "0.2.0"
 
 __all__ = [
     "FORMATS",
+    "Activation",
     "CapacityError",
     "CombineSink",
     "DispatchHandle",
@@ -116,6 +117,7 @@ __all__ = [
 ]
 
 _MODULE_OF = {
+    "Activation": "kernels.gemm.weights",
     "CapacityError": "comm.errors",
     "CombineSink": "dispatcher.handle",
     "DispatchHandle": "dispatcher.handle",

@@ -15,8 +15,10 @@ from moe_runtime.checkpoints.loading import ExpertTensors, QuantBuffers, quantiz
 from moe_runtime.config import MoELayerConfig, ParallelConfig
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.context.peers import abort_peers_on_error
-from moe_runtime.experts import Experts, swiglu_of
+from moe_runtime.experts import Experts, activation_of
 from moe_runtime.kernels.formats.number_formats import format_named
+from moe_runtime.kernels.gemm.expert_norm import ExpertNorm
+from moe_runtime.post_expert_norm import PostExpertNorm
 from moe_runtime.router import Router
 from moe_runtime.shared_expert import SharedExpert
 
@@ -80,8 +82,14 @@ def load_dense(checkpoint: Checkpoint, layer: int, router: Router | None, shared
         shared_expert.load(shared.gate_proj, shared.up_proj, shared.down_proj, shared.token_gate)
 
 
-def fill_dense(config: MoELayerConfig, seed: int, router: Router | None, shared_expert: SharedExpert | None) -> None:
-    """Fill `router` and `shared_expert` at random from `seed`, of sizes that keep activations near unit variance."""
+def fill_dense(
+    config: MoELayerConfig,
+    seed: int,
+    router: Router | None,
+    shared_expert: SharedExpert | None,
+    norm: PostExpertNorm | None,
+) -> None:
+    """Fill these at random from `seed`, with numbers that keep activations near unit variance."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(rows: int, columns: int) -> torch.Tensor:
@@ -95,6 +103,8 @@ def fill_dense(config: MoELayerConfig, seed: int, router: Router | None, shared_
     if shared_expert is not None:
         for parameter in shared_expert.parameters():
             parameter.data.copy_(normal(*parameter.shape))
+    if norm is not None:
+        norm.load(normal(1, config.hidden_size)[0])
 
 
 def random_expert(config: MoELayerConfig, seed: int, expert: int, device: torch.device | str = "cpu") -> ExpertTensors:
@@ -106,10 +116,11 @@ def random_expert(config: MoELayerConfig, seed: int, expert: int, device: torch.
         return (x * fan_in**-0.5).to(torch.bfloat16)
 
     hidden, inner = config.hidden_size, config.intermediate_size
-    gate_up, down = normal(2 * inner, hidden, fan_in=hidden), normal(hidden, inner, fan_in=inner)
+    rows = config.activation.num_parts * inner
+    gate_up, down = normal(rows, hidden, fan_in=hidden), normal(hidden, inner, fan_in=inner)
     if not config.expert_bias:
         return ExpertTensors(gate_up, down)
-    return ExpertTensors(gate_up, down, normal(2 * inner, fan_in=hidden), normal(hidden, fan_in=inner))
+    return ExpertTensors(gate_up, down, normal(rows, fan_in=hidden), normal(hidden, fan_in=inner))
 
 
 def make_experts(
@@ -118,6 +129,7 @@ def make_experts(
     count: int,
     context: ExpertParallelContext,
     buffers: QuantBuffers,
+    norm: ExpertNorm | None = None,
 ) -> Experts:
     """The `count` experts of a rank, quantized and in the order that the GPU's kernels read.
 
@@ -127,9 +139,10 @@ def make_experts(
     made = Experts(
         gate_up,
         down,
-        swiglu_of(config.activation),
+        activation_of(config.activation),
         intermediate_format=format_named(config.token_format),
         intermediate_gsf=config.intermediate_gsf,
         engine=context.engine,
+        norm=norm,
     )
     return made.prepacked()

@@ -24,6 +24,7 @@ from moe_runtime.support.regular_files import read_regular
 FormatName = Literal["bf16", "fp8_block", "mxfp8", "nvfp4"]
 WeightFormatName = Literal["bf16", "fp8_block", "mxfp8", "nvfp4", "mxfp4"]
 CombineFormatName = Literal["bf16", "fp8_block", "mxfp8"]
+Auto = Literal["auto"]
 ModeName = Literal["auto", "contiguous", "gathered"]
 ResolvedMode = Literal["contiguous", "gathered"]
 OLD_MODES: dict[str, ResolvedMode] = {"packed": "contiguous", "indexed": "gathered"}
@@ -93,6 +94,12 @@ def resolve_mode(mode: str, max_tokens_per_rank: int, token_format: str) -> Reso
     return "gathered" if few or token_format in ("nvfp4", "mxfp8") else "contiguous"
 
 
+def _says_nothing(key: object, value: object) -> bool:
+    """Whether a format is as if it were not given: `auto`, or no `weight_format`."""
+    auto = isinstance(value, str) and value == "auto" and key in ("token_format", "weight_format")
+    return auto or (key == "weight_format" and value is None)
+
+
 class _Model(BaseModel):
     """Strict: no unknown keys, no silent conversions (`"8"` is not 8, `true` is not 1), no later assignment."""
 
@@ -138,28 +145,69 @@ class RouterConfig(_Model):
 
 
 class ActivationConfig(_Model):
-    """SwiGLU: `gate * sigmoid(alpha * gate) * (up + up_offset)`, clamped first where a limit is set.
+    """`function(gate) * (up + up_offset)`, clamped first where a limit is set, or `function(up)` without a gate.
 
-    gpt-oss is `order: interleaved, alpha: 1.702, limit: 7.0, up_offset: 1.0`.
+    The defaults are SwiGLU. gpt-oss is `order: interleaved, alpha: 1.702, limit: 7.0, up_offset: 1.0`, Gemma 4 is
+    `function: gelu_tanh`, Nemotron-H is `function: relu2, gated: false`.
     """
 
+    function: Literal["silu", "gelu", "gelu_tanh", "relu2"] = Field(
+        default="silu", description="x * sigmoid(alpha * x), GELU, its approximation by tanh, or max(x, 0)^2"
+    )
+    gated: bool = Field(default=True, description="whether experts have a gate; without, the function is that of up")
     order: Literal["gate_up", "up_gate", "interleaved"] = Field(
         default="gate_up", description="rows of the first weight: gate above up, up above gate, or one by one"
     )
-    alpha: _Factor = Field(default=1.0, description="slope inside the sigmoid")
+    alpha: _Factor = Field(default=1.0, description="slope inside the sigmoid of silu")
     limit: _Factor | None = Field(
         default=None, description="gate is clamped to at most this, up to plus and minus this"
     )
     up_offset: _Finite = Field(default=0.0, description="added to up after the clamp")
+    gate_softcap: _Factor | None = Field(
+        default=None, description="silu: c, where the gate outside of the sigmoid is c * tanh(gate / c)"
+    )
+    up_softcap: _Factor | None = Field(default=None, description="silu: c, where up is c * tanh(up / c)")
+
+    @model_validator(mode="after")
+    def _check(self) -> ActivationConfig:
+        if self.function != "silu" and self.alpha != 1.0:
+            raise ValueError(f"alpha: only silu has one, expected 1 with {self.function}, got {self.alpha}")
+        for name in ("gate_softcap", "up_softcap"):
+            if self.function != "silu" and getattr(self, name) is not None:
+                raise ValueError(f"{name}: only silu has one, expected none with {self.function}")
+        if not self.gated:
+            for name in ("order", "limit", "up_offset", "gate_softcap", "up_softcap"):
+                value, default = getattr(self, name), type(self).model_fields[name].default
+                if value != default:
+                    raise ValueError(f"{name}: expected {default!r} without a gate, got {value!r}")
+        return self
+
+    @property
+    def num_parts(self) -> int:
+        """Parts of `I` rows in the first weight of an expert: 2, gate and up, or 1."""
+        return 2 if self.gated else 1
 
 
 class SharedExpertConfig(_Model):
-    """An expert for every token, computed on the token's own rank: SwiGLU between linears without biases."""
+    """An expert for every token, computed on the token's own rank, of linears without biases.
+
+    It has the function of the layer's `activation`, with alpha 1, and a gate if its experts have one; neither limit nor
+    offset.
+    """
 
     intermediate_size: _Positive = Field(description="width between its projections")
     gated: bool = Field(
         default=False, description="its output is multiplied by the sigmoid of a learned dot product with the token"
     )
+
+
+class PostExpertNormConfig(_Model):
+    """An RMSNorm over the output of each expert, before it is weighted, with one weight for all experts.
+
+    The weight comes before the norm: `y * rsqrt(mean(y^2) + eps)`, `y = bf16(x * (1 + weight))` (Muse Spark).
+    """
+
+    eps: _Factor = Field(default=1e-6, description="added to the mean square")
 
 
 class MoELayerConfig(_Model):
@@ -175,10 +223,15 @@ class MoELayerConfig(_Model):
         description="sizes below max_tokens_per_rank that get kernels of their own; a step takes the smallest bucket "
         "that holds its max_tokens (MoELayer.forward)",
     )
-    token_format: FormatName = Field(default="bf16", description="tokens on the wire and into the GEMMs")
+    token_format: FormatName = Field(
+        default="bf16",
+        description="tokens on the wire and into the GEMMs; that of the checkpoint, if there is one, when not given "
+        "(or auto)",
+    )
     weight_format: WeightFormatName = Field(
         default_factory=lambda data: data.get("token_format", "bf16"),
-        description="weights as stored; token_format when not given (or null)",
+        description="weights as stored; when not given (or auto or null) that of the checkpoint if it goes with "
+        "token_format, else token_format",
     )
     combine_format: CombineFormatName = Field(default="bf16", description="partial sums that combine sends back")
     expert_row_capacity: _Positive | None = Field(
@@ -193,15 +246,19 @@ class MoELayerConfig(_Model):
     router: RouterConfig = Field(default_factory=RouterConfig)
     activation: ActivationConfig = Field(default_factory=ActivationConfig)
     expert_bias: bool = Field(default=False, description="both projections of every expert have a bias (gpt-oss)")
+    post_expert_norm: PostExpertNormConfig | None = Field(
+        default=None, description="a norm over the output of each expert; none when not given"
+    )
     shared_expert: SharedExpertConfig | None = Field(default=None, description="none when not given")
 
     @model_validator(mode="before")
     @classmethod
     def _read_old_keys(cls, data: Any) -> Any:
-        """A `weight_format` of null is an absent one; keys of earlier releases count for one release."""
+        """A `weight_format` of null is an absent one, and so is a format `auto`; keys of earlier releases count for one
+        release."""
         if not isinstance(data, Mapping):
             return data
-        data = {key: value for key, value in data.items() if key != "weight_format" or value is not None}
+        data = {key: value for key, value in data.items() if not _says_nothing(key, value)}
         if "mode" in data:
             del data["mode"]
             warnings.warn(

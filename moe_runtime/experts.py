@@ -1,4 +1,4 @@
-"""The experts of one rank: gate and up, SwiGLU with requantization, down; rows of a group in, rows of the group out."""
+"""The experts of one rank: gate and up, an activation with requantization, down; rows of a group in, rows of it out."""
 
 from __future__ import annotations
 
@@ -13,18 +13,23 @@ from moe_runtime.kernels.exchange.geometry import ExchangeGeometry
 from moe_runtime.kernels.formats.number_formats import TokenFormat, format_named, token_formats_for, weight_format_named
 from moe_runtime.kernels.gemm.arguments import check_activation, check_formats, encode_scale
 from moe_runtime.kernels.gemm.dequant_layout import DEQUANT_FORMATS, UNIT, unit_columns
+from moe_runtime.kernels.gemm.expert_norm import ExpertNorm, expert_norm
 from moe_runtime.kernels.gemm.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.gemm.plan import GemmPlan, GemmProblem, plan_gemm
 from moe_runtime.kernels.gemm.prepacked import MAX_PREPACKED_EXPERTS, RESULT_FORMATS, PrepackedWeights
-from moe_runtime.kernels.gemm.weights import SILU, ExpertWeights, GateUpOrder, SwiGLU
+from moe_runtime.kernels.gemm.weights import SILU, Activation, ActivationFunction, ExpertWeights, GateUpOrder
 from moe_runtime.kernels.runtime import Engine, resolve_engine
 from moe_runtime.metrics import phase
 
 
-def swiglu_of(activation: ActivationConfig) -> SwiGLU:
+def activation_of(config: ActivationConfig) -> Activation:
     """The formula that a config describes."""
-    return SwiGLU(GateUpOrder(activation.order), activation.alpha, activation.limit, activation.up_offset)
+    fields = config.model_dump() | {
+        "order": GateUpOrder(config.order),
+        "function": ActivationFunction(config.function),
+    }
+    return Activation(**fields)
 
 
 @dataclass(frozen=True)
@@ -35,13 +40,14 @@ class Experts:
     each call, and that waits for the host.
 
     Attributes:
-        gate_up: weights `[E, 2I, H]`.
+        gate_up: weights `[E, 2I, H]` of gate and up, or `[E, I, H]` of up where the activation has no gate.
         down: weights `[E, H, I]`.
         activation: formula, and the order of gate and up.
         intermediate_format: format between the products; None means that of `down`, bf16 with `mxfp4` weights.
             `nvfp4` weights also take bf16, `mxfp4` weights mxfp8.
         intermediate_gsf: encode scale of an `nvfp4` intermediate, a number or one fp32 element on the device of the
             weights; None means `kernels.gemm.arguments.DEFAULT_INTERMEDIATE_GSF`. Kept as a tensor.
+        norm: a norm over each row of the result, which is then bf16; None for none.
         engine: "auto", "cuda", "triton" or "torch".
         num_sms: most SMs that Hopper's GEMMs take, for experts that run at the same time as other kernels; None means
             all. Blocks of FP8 and bf16 GEMMs come in clusters of two: give 8 less than the others leave, one for each
@@ -53,32 +59,37 @@ class Experts:
 
     gate_up: ExpertWeights | PrepackedWeights
     down: ExpertWeights | PrepackedWeights
-    activation: SwiGLU = SILU
+    activation: Activation = SILU
     intermediate_format: str | TokenFormat | None = None
     intermediate_gsf: float | torch.Tensor | None = None
     engine: str = "auto"
     num_sms: int | None = None
+    norm: ExpertNorm | None = None
 
     def __post_init__(self) -> None:
         gate_up, down = self.gate_up, self.down
         check_kind("gate_up", gate_up, (ExpertWeights, PrepackedWeights))
         check_kind("down", down, (ExpertWeights, PrepackedWeights))
-        check_kind("activation", self.activation, SwiGLU)
+        check_kind("activation", self.activation, Activation)
         if self.num_sms is not None and (type(self.num_sms) is not int or not 1 <= self.num_sms < 2**31):
             raise ValueError(f"num_sms: expected at least 1 or None, got {describe(self.num_sms)}")
-        check_activation(gate_up, self.activation)
-        if isinstance(gate_up, PrepackedWeights) and gate_up.gate_up is None:
-            raise ValueError("gate_up: expected weights prepacked with gate_up, got plain ones")
+        check_activation(gate_up, self.activation, "gate_up")
         if isinstance(down, PrepackedWeights) and down.gate_up is not None:
             raise ValueError("down: expected plain prepacked weights, got some of gate and up")
         if down.num_experts != gate_up.num_experts:
             raise ValueError(f"down: expected {gate_up.num_experts} experts as in gate_up, got {down.num_experts}")
-        if down.num_columns != gate_up.num_rows // 2:
-            raise ValueError(f"down: expected K = I = {gate_up.num_rows // 2}, got {down.num_columns}")
+        inner = gate_up.num_rows // self.activation.num_parts
+        if down.num_columns != inner:
+            raise ValueError(f"down: expected K = I = {inner}, got {down.num_columns}")
         if down.num_rows != gate_up.num_columns:
             raise ValueError(f"down: expected N = H = {gate_up.num_columns}, got {down.num_rows}")
         if down.device != gate_up.device:
             raise ValueError(f"down: expected device {gate_up.device} as gate_up, got {down.device}")
+        if self.norm is not None:
+            check_kind("norm", self.norm, ExpertNorm)
+            if self.norm.scale.shape != (down.num_rows,) or self.norm.scale.device != down.device:
+                found = f"{list(self.norm.scale.shape)} on {self.norm.scale.device}"
+                raise ValueError(f"norm: expected a scale [{down.num_rows}] on {down.device}, got {found}")
         usual = token_formats_for(down.format.name)[0]
         asked = usual if self.intermediate_format is None else self.intermediate_format
         fmt = format_named(asked, "intermediate_format")
@@ -107,7 +118,7 @@ class Experts:
         gate_up, down = self.gate_up, self.down
         assert isinstance(self.intermediate_format, TokenFormat)
         if self._wanted(gate_up) and self.intermediate_format.name in RESULT_FORMATS:
-            gate_up = PrepackedWeights.prepack(replace(gate_up, gate_up=self.activation.order))
+            gate_up = PrepackedWeights.prepack(replace(gate_up, gate_up=self.activation.gate_up))
         if self._wanted(down) and (down.expert_scales is None or down.expert_scales.ndim == 1):
             down = PrepackedWeights.prepack(replace(down, gate_up=None))
         return replace(self, gate_up=gate_up, down=down)
@@ -124,6 +135,7 @@ class Experts:
             gate_up=self.gate_up.to(device),
             down=self.down.to(device),
             intermediate_gsf=gsf.to(device) if isinstance(gsf, torch.Tensor) else gsf,
+            norm=None if self.norm is None else self.norm.to(device),
         )
 
     def __call__(self, rows: GroupedRows, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -131,7 +143,7 @@ class Experts:
 
         Args:
             rows: `H` numbers each, in a format that goes with `gate_up`.
-            out: bf16, fp16 or fp32 `[>= capacity, H]`; a new bf16 one when None.
+            out: bf16, fp16 or fp32 `[>= capacity, H]`, with a norm bf16; a new bf16 one when None.
 
         Returns:
             The output; rows that no active group owns are not written.
@@ -149,7 +161,11 @@ class Experts:
                 num_sms=self.num_sms,
             )
         with phase("down"):
-            return grouped_gemm(hidden, self.down, out=out, engine=self.engine, num_sms=self.num_sms)
+            out = grouped_gemm(hidden, self.down, out=out, engine=self.engine, num_sms=self.num_sms)
+        if self.norm is not None:
+            with phase("post_expert_norm"):
+                expert_norm(out, rows, self.num_experts, self.norm, engine=self.engine)
+        return out
 
 
 def plan_experts(
@@ -162,6 +178,7 @@ def plan_experts(
     weights, tokens = weight_format_named(config.weight_format), format_named(config.token_format)
     prepacks = engine == "cuda" and weights in DEQUANT_FORMATS and geometry.num_local_experts <= MAX_PREPACKED_EXPERTS
     hidden, inner, experts = config.hidden_size, config.intermediate_size, geometry.num_local_experts
+    activation = activation_of(config.activation)
     gate_up = GemmProblem(
         engine,
         capability,
@@ -169,13 +186,14 @@ def plan_experts(
         weight_format=weights,
         token_format=tokens,
         experts=experts,
-        n=2 * inner,
+        n=activation.num_parts * inner,
         k=hidden,
         rows=geometry.expected_rows,
         capacity=geometry.row_capacity,
         groups=experts,
         active_groups=experts,
         out_format=tokens,
+        gated=activation.gated,
         prepacked=prepacks and tokens.name in RESULT_FORMATS,
         gathered=not geometry.contiguous,
     )

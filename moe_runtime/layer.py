@@ -41,6 +41,7 @@ from moe_runtime.placement.migration import move_experts
 from moe_runtime.placement.physical_experts import SlotTable
 from moe_runtime.placement.placement import Placement, placement_from_config
 from moe_runtime.placement.rebalance import Replacement, agree_on_replacement
+from moe_runtime.post_expert_norm import PostExpertNorm
 from moe_runtime.router import Router
 from moe_runtime.shared_expert import SharedExpert
 from moe_runtime.step import LayerStep
@@ -76,6 +77,7 @@ class MoELayer(nn.Module):
         dispatcher: the last of them, for steps of any size.
         experts: `moe_runtime.experts.Experts`, None until weights are loaded.
         shared_expert: `moe_runtime.shared_expert.SharedExpert`; None where the config has none.
+        post_expert_norm: `moe_runtime.post_expert_norm.PostExpertNorm`; None where the config has none.
         times: set to a `PhaseTimes` to time each phase.
         counters: what `count_steps` made, None before.
         layer_id: of the layer in its context, equal on all ranks.
@@ -122,7 +124,10 @@ class MoELayer(nn.Module):
         self.experts: Experts | None = None
         self.shared_expert: SharedExpert | None = None
         if config.shared_expert is not None:
-            self.shared_expert = SharedExpert(config.hidden_size, config.shared_expert, device)
+            self.shared_expert = SharedExpert(config.hidden_size, config.shared_expert, device, config.activation)
+        self.post_expert_norm: PostExpertNorm | None = None
+        if config.post_expert_norm is not None:
+            self.post_expert_norm = PostExpertNorm(config.hidden_size, config.post_expert_norm, device)
         self.times: PhaseTimes | None = None
         self.counters: LayerCounters | None = None
 
@@ -389,7 +394,7 @@ class MoELayer(nn.Module):
         """
         self.context.check()
         check_integer("seed", seed, 0, 2**63 - 1)
-        fill_dense(self.config, seed, self.router, self.shared_expert)
+        fill_dense(self.config, seed, self.router, self.shared_expert, self.post_expert_norm)
         device = self.context.device
         self.load_experts(random_expert(self.config, seed, expert, device) for expert in self.local_experts)
 
@@ -407,7 +412,8 @@ class MoELayer(nn.Module):
             if not isinstance(experts, Iterable) or isinstance(experts, torch.Tensor | np.ndarray):
                 raise ValueError(f"experts: expected those of this rank, in order, got {describe(experts)}")
             check_buffers(buffers)
-            self.experts = make_experts(experts, self.config, len(self.local_experts), self.context, buffers)
+            norm = None if self.post_expert_norm is None else self.post_expert_norm.norm
+            self.experts = make_experts(experts, self.config, len(self.local_experts), self.context, buffers, norm)
 
     @by_one_thread
     @torch.inference_mode()  # weights that were loaded in this mode may not be changed outside it

@@ -10,22 +10,50 @@ import math
 import torch
 
 from moe_runtime.kernels.formats.number_formats import BF16, MXFP4, TokenFormat, weight_format_named
-from moe_runtime.kernels.gemm.weights import SwiGLU
+from moe_runtime.kernels.gemm.expert_norm import ExpertNorm
+from moe_runtime.kernels.gemm.weights import Activation, ActivationFunction
 
-SWIGLU_GAIN = 1.5511
-"""The largest `(s^2 + (1-s)^2) / (p^2 + (1-p)^2)` for `a >= 0`, `p = sigmoid(a)`, `s = p + a*p*(1-p)`, rounded up."""
+FUNCTION_GAINS = {
+    ActivationFunction.SILU: 1.5511,
+    ActivationFunction.GELU: 1.6110,
+    ActivationFunction.GELU_TANH: 1.6104,
+    ActivationFunction.RELU2: 4.0,
+}
+"""Bounds of how much a function enlarges the square of a relative error, rounded up (`error_bound`)."""
 
 
-def swiglu_reference(gate_up: torch.Tensor, activation: SwiGLU | None = None) -> torch.Tensor:
-    """The activation in float64: `[T, 2I]` to `[T, I]`. None is `silu(gate) * up`, gate in the first `I` columns."""
-    activation = activation or SwiGLU()
+def activation_reference(gate_up: torch.Tensor, activation: Activation | None = None) -> torch.Tensor:
+    """The activation in float64: `[T, 2I]` to `[T, I]`, or `[T, I]` to `[T, I]` without a gate.
+
+    None is `silu(gate) * up`, gate in the first `I` columns.
+    """
+    activation = activation or Activation()
+    if not activation.gated:
+        return _function(gate_up.double(), activation)
     columns = gate_up.shape[-1]
     gate = gate_up[..., activation.order.gate_rows(columns)].double()
     up = gate_up[..., activation.order.up_rows(columns)].double()
     if activation.limit is not None:
         gate = gate.clamp(max=activation.limit)
         up = up.clamp(-activation.limit, activation.limit)
-    return gate * torch.sigmoid(activation.alpha * gate) * (up + activation.up_offset)
+    if activation.up_softcap is not None:
+        up = _softcap(up, activation.up_softcap)
+    outside = gate if activation.gate_softcap is None else _softcap(gate, activation.gate_softcap)
+    return _function(gate, activation, outside) * (up + activation.up_offset)
+
+
+def _softcap(x: torch.Tensor, cap: float) -> torch.Tensor:
+    return torch.tanh(x / cap) * cap
+
+
+def _function(x: torch.Tensor, activation: Activation, outside: torch.Tensor | None = None) -> torch.Tensor:
+    """The function; `outside` stands for `x` outside of the sigmoid of silu."""
+    if activation.function is ActivationFunction.RELU2:
+        return torch.relu(x).square()
+    if activation.function is ActivationFunction.SILU:
+        return (x if outside is None else outside) * torch.sigmoid(activation.alpha * x)
+    approximate = "tanh" if activation.function is ActivationFunction.GELU_TANH else "none"
+    return torch.nn.functional.gelu(x, approximate=approximate)
 
 
 def moe_reference(
@@ -34,24 +62,27 @@ def moe_reference(
     topk_weights: torch.Tensor,
     gate_up: torch.Tensor,
     down: torch.Tensor,
-    activation: SwiGLU | None = None,
+    activation: Activation | None = None,
     *,
     gate_up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None,
+    norm: ExpertNorm | None = None,
 ) -> torch.Tensor:
-    """`y[t] = sum over k of topk_weights[t, k] * down[e] @ swiglu(gate_up[e] @ x[t])`, `e = topk_idx[t, k]`.
+    """`y[t] = sum over k of topk_weights[t, k] * down[e] @ act(gate_up[e] @ x[t])`, `e = topk_idx[t, k]`.
 
-    Both products add their bias, if given. Operands are converted to float64, one expert at a time.
+    Both products add their bias, if given. A `norm` follows the second one. Operands are converted to float64, one
+    expert at a time.
 
     Args:
         x: `[T, H]`, any float dtype.
         topk_idx: `[T, K]` ids, int32 or int64; -1 adds nothing.
         topk_weights: `[T, K]`, any float dtype.
-        gate_up: `[E, 2I, H]`, rows in the order `activation.order`.
+        gate_up: `[E, 2I, H]`, rows in the order `activation.order`, or `[E, I, H]` of up without a gate.
         down: `[E, H, I]`.
         activation: None is `silu(gate) * up`, gate above up.
-        gate_up_bias: `[E, 2I]`, rows in the same order.
+        gate_up_bias: `[E, 2I]` or `[E, I]`, rows in the same order.
         down_bias: `[E, H]`.
+        norm: of each expert's row, without its rounding of `x * scale`.
 
     Returns:
         float64 `[T, H]`.
@@ -67,8 +98,9 @@ def moe_reference(
             f"topk_idx, topk_weights: expected [{x.shape[0]}, K] both, "
             f"got {list(topk_idx.shape)} and {list(topk_weights.shape)}"
         )
-    if tuple(down.shape) != (experts, hidden, rows // 2):
-        raise ValueError(f"down: expected {[experts, hidden, rows // 2]}, got {list(down.shape)}")
+    inner = rows // (activation or Activation()).num_parts
+    if tuple(down.shape) != (experts, hidden, inner):
+        raise ValueError(f"down: expected {[experts, hidden, inner]}, got {list(down.shape)}")
     for name, bias, columns in (("gate_up_bias", gate_up_bias, rows), ("down_bias", down_bias, hidden)):
         if bias is not None and tuple(bias.shape) != (experts, columns):
             raise ValueError(f"{name}: expected {[experts, columns]}, got {list(bias.shape)}")
@@ -84,9 +116,12 @@ def moe_reference(
         projected = x[token].double() @ gate_up[expert].double().T
         if gate_up_bias is not None:
             projected += gate_up_bias[expert].double()
-        output = swiglu_reference(projected, activation) @ down[expert].double().T
+        output = activation_reference(projected, activation) @ down[expert].double().T
         if down_bias is not None:
             output += down_bias[expert].double()
+        if norm is not None:
+            output = output * norm.scale.double().to(output.device)
+            output = output * torch.rsqrt(output.square().mean(1, keepdim=True) + norm.eps)
         y_TH.index_add_(0, token, output * topk_weights[token, k].double()[:, None])
     return y_TH
 
@@ -151,11 +186,14 @@ def error_bound(
     weight_format: str | TokenFormat | None = None,
     combine_format: str | TokenFormat = "bf16",
     intermediate_format: str | TokenFormat | None = None,
+    activation: Activation | None = None,
+    *,
+    post_expert_norm: bool = False,
 ) -> float:
     """Bound of `relative_error(y, moe_reference(...))[0]`, derived from the formats alone.
 
     The reference takes the bf16 tokens and bf16 weights before they are quantized, so a bf16 operand adds nothing.
-    `weight_format` and `intermediate_format` are `token_format` when None.
+    `weight_format` and `intermediate_format` are `token_format` when None, `activation` is `silu(gate) * up`.
 
     What is assumed: rounding errors have zero mean, do not depend on each other or on what they are multiplied with,
     and lie anywhere between two neighbours alike (`rounding_error`); gates are distributed symmetrically about 0 and
@@ -171,15 +209,22 @@ def error_bound(
        `+a, -a`: with `p = sigmoid(a)` and `s = silu'(a) = p + a*p*(1-p)`, the pair has mean `silu^2` of
        `a^2 (p^2 + (1-p)^2) / 2` and mean `silu'^2` of `(s^2 + (1-s)^2) / 2`. The factor of `a^2` grows with `a`, so
        `E[silu^2] >= E[a^2] E[(p^2 + (1-p)^2) / 2]` (Chebyshev's sum inequality), and `c` is at most the largest ratio
-       of the two brackets, 1.5511 at `a = 1.608` (`SWIGLU_GAIN`). `alpha` only changes the unit of gate.
+       of the two brackets, 1.5511 at `a = 1.608` (`FUNCTION_GAINS`). `alpha` only changes the unit of gate.
        `1 + e_h^2 = (1 + c * e_g^2) (1 + e_g^2)`, the curvature of silu being left out (it is of order `e_g^4`).
+       GELU is `a * p` too, with other `p` that satisfy `p(-a) = 1 - p(a)`, so the same holds with `s = (a * p)'`:
+       1.6110 at `a = 1.025`, by tanh 1.6104. For `relu(a)^2`, `E[h^2] = E[a^4] / 2` and `E[h'^2] = 2 E[a^2]`, so
+       `c = 4 E[a^2]^2 / E[a^4]`, at most 4 (Jensen). Without a gate there is no error of another factor:
+       `1 + e_h^2 = 1 + c * e_g^2`.
     3. Down: the intermediate and its weight are quantized: times `(1 + e_intermediate^2) (1 + e_weight^2)`.
     4. Each expert's row is rounded to bf16, each rank's partial sum to the combine format, the sum over ranks to
        bf16: times `(1 + e_bf16^2)^2 (1 + e_combine^2)`. Sums over experts and ranks keep relative errors or make
-       them smaller, since independent parts add in quadrature.
+       them smaller, since independent parts add in quadrature. A norm after each expert (`post_expert_norm`) rounds
+       its row to bf16 twice more: times `(1 + e_bf16^2)^2`. To divide a row by its norm takes away the part of its
+       error that lies along it. It weights rows alike: those of one layer, sums of many terms, have nearly equal norms.
 
-    Accumulation in fp32 (about 2^-20) is far below all of these. A clamp (`limit`) at several times the root mean
-    square of gates and ups changes nothing, and an offset of up only adds to what the errors are compared with.
+    Accumulation in fp32 (about 2^-20) is far below all of these. A clamp (`limit`) or a softcap at several times the
+    root mean square of gates and ups changes little, and an offset of up only adds to what the errors are compared
+    with.
     """
 
     def growth(fmt: str | TokenFormat) -> float:
@@ -192,6 +237,9 @@ def error_bound(
     weight = operand(token_format if weight_format is None else weight_format)
     intermediate = growth(token_format if intermediate_format is None else intermediate_format)
     projected = token * weight
-    activated = (1 + SWIGLU_GAIN * (projected - 1)) * projected
+    formula = activation or Activation()
+    activated = (1 + FUNCTION_GAINS[formula.function] * (projected - 1)) * (projected if formula.gated else 1.0)
     returned = activated * intermediate * weight * growth(BF16) ** 2 * growth(combine_format)
+    if post_expert_norm:
+        returned *= growth(BF16) ** 2
     return math.sqrt(returned - 1)

@@ -2,41 +2,66 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 from torch import nn
 
-from moe_runtime.config import SharedExpertConfig
+from moe_runtime.config import ActivationConfig, SharedExpertConfig
 from moe_runtime.support.fixed_dtypes import FixedDtypes, copy_checked
 
 
-class SharedExpert(FixedDtypes):
-    """SwiGLU between bf16 linears, replicated on every rank: `down(silu(gate(x)) * up(x))`.
+def _squared_relu(x: torch.Tensor) -> torch.Tensor:
+    return nn.functional.relu(x).square()
 
-    A `gated` one, as in Qwen2-MoE, is multiplied by `sigmoid(x @ token_gate)`; DeepSeek-V3 has none. Operations and
-    roundings are those of these models in bf16. They are torch's, so on GPUs the last bits of a token may depend on the
-    number of tokens.
+
+_FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": nn.functional.silu,
+    "gelu": nn.functional.gelu,
+    "gelu_tanh": partial(nn.functional.gelu, approximate="tanh"),
+    "relu2": _squared_relu,
+}
+"""The names of `ActivationConfig.function`."""
+
+
+class SharedExpert(FixedDtypes):
+    """An activation between bf16 linears, replicated on every rank: `down(silu(gate(x)) * up(x))`.
+
+    It has the function of the layer's `activation` instead of silu, with alpha 1. Where that has no gate, it is
+    `down(function(up(x)))`. A `gated` one, as in Qwen2-MoE, is multiplied by `sigmoid(x @ token_gate)`; DeepSeek-V3 has
+    none. Operations and roundings are those of these models in bf16. They are torch's, so on GPUs the last bits of a
+    token may depend on the number of tokens.
 
     Attributes:
-        gate_proj, up_proj: bf16 `[S, H]`, `S` being `config.intermediate_size`.
+        gate_proj: bf16 `[S, H]`, `S` being `config.intermediate_size`; None where the activation has no gate.
+        up_proj: bf16 `[S, H]`.
         down_proj: bf16 `[H, S]`.
         token_gate: bf16 `[1, H]`; None where not `gated`.
     """
 
-    def __init__(self, hidden_size: int, config: SharedExpertConfig, device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        config: SharedExpertConfig,
+        device: torch.device | None = None,
+        activation: ActivationConfig | None = None,
+    ) -> None:
         super().__init__()
         inner = config.intermediate_size
+        formula = ActivationConfig() if activation is None else activation
+        self._function = _FUNCTIONS[formula.function]
         # Weights are loaded in place, which inference tensors allow in inference mode only.
         with torch.inference_mode(False):
-            self.gate_proj = _random(inner, hidden_size, device)
+            self.gate_proj = _random(inner, hidden_size, device) if formula.gated else None
             self.up_proj = _random(inner, hidden_size, device)
             self.down_proj = _random(hidden_size, inner, device)
             self.token_gate = _random(1, hidden_size, device) if config.gated else None
 
     def load(
         self,
-        gate_proj: torch.Tensor,
+        gate_proj: torch.Tensor | None,
         up_proj: torch.Tensor,
         down_proj: torch.Tensor,
         token_gate: torch.Tensor | None = None,
@@ -52,7 +77,10 @@ class SharedExpert(FixedDtypes):
         """bf16 `[T, H]` of bf16 `[T, H]`."""
         linear = nn.functional.linear
         with _without_autocast(x_TH.device.type):
-            inner_TS = nn.functional.silu(linear(x_TH, self.gate_proj)) * linear(x_TH, self.up_proj)
+            if self.gate_proj is None:
+                inner_TS = self._function(linear(x_TH, self.up_proj))
+            else:
+                inner_TS = self._function(linear(x_TH, self.gate_proj)) * linear(x_TH, self.up_proj)
             y_TH = linear(inner_TS, self.down_proj)
             return y_TH if self.token_gate is None else torch.sigmoid(linear(x_TH, self.token_gate)) * y_TH
 

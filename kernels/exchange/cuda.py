@@ -24,16 +24,18 @@ What was tried and what it gave, and why sizes are as they are: `kernels/exchang
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 import torch
 
-from moe_runtime.comm.signals import COMBINED
+from moe_runtime.comm.signals import COMBINED, RECEIVED
 from moe_runtime.kernels.exchange.geometry import ExchangeGeometry
 from moe_runtime.kernels.exchange.interface import ExchangeMemory, RecvBuffers
 from moe_runtime.kernels.exchange.macros import combine_macros, dispatch_macros, recv_macros
 from moe_runtime.kernels.exchange.padded import LandedTokens, place_padded_rows
-from moe_runtime.kernels.exchange.padded_rows import PaddedRows
+from moe_runtime.kernels.exchange.padded_rows import PaddedRows, PaddedScales
 from moe_runtime.kernels.exchange.plan import WARP, required_plan
+from moe_runtime.kernels.formats.number_formats import FormatCode
 from moe_runtime.kernels.nvrtc import Defines, int64, launch, most_sms
 
 
@@ -158,13 +160,13 @@ def dispatch_recv_padded(
     been grouped.
     """
     plan, fmt = required_plan(geometry), geometry.token_format
-    sizes = out.rows.shape[2], 0 if out.scales is None else out.scales.shape[2]
-    of_format = fmt.quant_bytes(geometry.hidden), fmt.scale_columns(geometry.hidden)
-    if plan.num_chunks > 1 or sizes != of_format or fmt.swizzled:
+    wanted = PaddedScales.COLUMNS if fmt.code == FormatCode.FP8_BLOCK else PaddedScales.NONE
+    own_rows = out.rows.shape[2] == fmt.quant_bytes(geometry.hidden) and out.kind == wanted and not fmt.swizzled
+    if plan.num_chunks > 1 or not own_rows:
         dispatch_recv(context, geometry, handle_epoch, timeout_ns, buffers)
         place_padded_rows(LandedTokens.of(context, geometry, buffers, handle_epoch, scales_at), out, statistics)
         return
-    written = [out.counts, out.source_tokens, out.layout_range, statistics]
+    written = [out.counts, out.source_tokens, out.layout_range, statistics, _counter(context, RECEIVED)]
     _receive(context, geometry, handle_epoch, timeout_ns, buffers, recv_macros(geometry, padded=True), out, written)
 
 
@@ -176,7 +178,7 @@ def _receive(
     buffers: RecvBuffers,
     macros: Defines,
     out: PaddedRows | None,
-    padded: list[torch.Tensor | None],
+    padded: list[Any],
 ) -> None:
     """`dispatch_recv` into `buffers`, or, with `out`, into its rows, scales and positions and into `padded`."""
     rows, scales, positions = buffers.rows, buffers.scales, buffers.positions
@@ -228,7 +230,7 @@ def _receive(
         "dispatch_recv.cu",
         geometry.kernel_prefix + "recv_permute",
         macros,
-        grid=(plan.place_blocks(split), 1, 1),
+        grid=(plan.place_blocks(split, padded=out is not None), 1, 1),
         block=block,
         shared_bytes=plan.place_shared_bytes,
         arguments=[buffers.counts, *written, *copies, *memory, *sizes, *limits, *padded],

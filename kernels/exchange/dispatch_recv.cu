@@ -17,7 +17,8 @@
 // `dispatch_send`. It does so at its own end, for kernels that wait for it.
 //
 // With PADDED (one chunk), each expert has `num_slots` rows of its own, filled from the front, as `padded.py` describes: rows and
-// scales are copied there, and `positions` count these rows.
+// scales are copied there, and `positions` count these rows. A last block writes the counts alone. Nothing is left to read in
+// the records then, and no combine follows: so the combine flag is raised at once, which lets peers write this half again.
 //
 // Macros: those of arrival.cuh, PADDED, FMT (FormatCode), K, EXPERTS (of this rank, at least 1), CHUNK (a multiple of 32), WARPS
 // (of a block), LOOPED (a block takes several tasks; for few SMs), PLACES_BYTES (shared memory of `recv_permute`), CONTIGUOUS
@@ -150,7 +151,7 @@ __host__ __device__ constexpr int lanes_of(int words) {
   return lanes;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 2)
+extern "C" __global__ void __launch_bounds__(THREADS, PADDED ? 1 : 2)
     recv_permute(const int* chunk_counts, int* group_offsets, int* group_scale_offsets, int* row_index, int* positions,
                  u8* rows, u8* scales, float* row_scale, const u64* landing, const u64* token_flags, const u64* signals,
                  const int* epoch_ptr, const int* handle_epoch, int* error, int* latch, int rank, int max_tokens,
@@ -158,7 +159,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                  int capacity, int first_row, long long landing_half, long long token_flags_half,
                  long long timeout_ns
 #if PADDED
-                 , int* counts, int* source_tokens, long long* layout_range, int* statistics
+                 , int* counts, int* source_tokens, long long* layout_range, int* statistics, int* counter
 #endif
     ) {
   extern __shared__ __align__(16) u8 shared[];
@@ -169,8 +170,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
   if (!PER_TOKEN_FLAGS) asm volatile("griddepcontrol.wait;" ::: "memory");  // all chunks have been counted
   asm volatile("griddepcontrol.launch_dependents;");
   const int epoch = load_relaxed(handle_epoch), warp = threadIdx.x / 32, lane = threadIdx.x & 31;
-  EACH_TASK(task, chunks * split) {
+  EACH_TASK(task, chunks * split + PADDED) {
+#if PADDED
+    const bool counts_alone = task == static_cast<u32>(split);
+    const int chunk = 0, first_slot = 0, part = task % split;
+#else
     const int chunk = task / split, first_slot = chunk * CHUNK, part = task % split;
+#endif
     u32* const bits = reinterpret_cast<u32*>(places.bits);
     u16* const local = reinterpret_cast<u16*>(places.local);
     for (int i = threadIdx.x; i < EXPERTS * CHUNK_WORDS; i += THREADS) bits[i] = 0;
@@ -261,7 +267,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     if (good && !fits && blockIdx.x == 0 && threadIdx.x == 0)
       record_failure(x, CAPACITY, rank, DISPATCH_RECV, epoch, places.rows, capacity);
     good = good && fits;
+#if PADDED
+    if (counts_alone) {
+#else
     if (blockIdx.x == 0) {
+#endif
       for (int e = threadIdx.x; e < num_local; e += THREADS) {
         group_offsets[e] = good ? places.offset[e] : 0;
         group_scale_offsets[e] = good ? places.block[e] - places.offset[e] / 128 : 0;
@@ -290,7 +300,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
 
     const int landing_row = first_row * (epoch & 1);
     // Unit `share * CHUNK + s`: of the rows of slot s, those whose number is `share` modulo `shares`.
-    for (int unit = warp * split + part; unit < CHUNK * shares; unit += split * WARPS) {
+#if PADDED
+    const int units = counts_alone ? 0 : CHUNK * shares;
+#else
+    const int units = CHUNK * shares;
+#endif
+    for (int unit = warp * split + part; unit < units; unit += split * WARPS) {
       const int share = unit / CHUNK, s = unit % CHUNK, slot = first_slot + s;
       if (slot >= num_slots) continue;
       int position = -1;
@@ -335,7 +350,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         }
       }
       if constexpr (CONTIGUOUS) {
-        constexpr int WIDTH = QUANT_BYTES % 16 == 0 ? 16 : 8, PIECES = QUANT_BYTES / WIDTH, AT_ONCE = 8;
+        // Of padded rows a warp copies few: the fewer rounds, the better.
+        constexpr int WIDTH = QUANT_BYTES % 16 == 0 ? 16 : 8, PIECES = QUANT_BYTES / WIDTH, AT_ONCE = PADDED ? 14 : 8;
         using Piece = typename Wide<WIDTH>::type;
         const Piece* from = reinterpret_cast<const Piece*>(record);
         for (int start = 0; start < PIECES; start += 32 * AT_ONCE) {
@@ -371,6 +387,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     }
     if (LOOPED) __syncthreads();
   }
+#if PADDED
+  __syncthreads();  // all warps have read their records
+  if (warp == 0) {
+    bool last = false;
+    if (lane == 0) last = last_to_arrive(counter);
+    last = __any_sync(ALL, last);
+    __syncwarp();
+    // A flag without data must come after the abort messages; after a failure nobody needs this one.
+    if (last && !x.failed() && lane < WORLD) store_release(x.words(lane) + COMBINE_FLAG + (epoch & 1) * WORLD + rank, epoch);
+  }
+#endif
   // So that a kernel that waits for this one also waits for `dispatch_send`.
   if (PER_TOKEN_FLAGS) asm volatile("griddepcontrol.wait;" ::: "memory");
 }

@@ -151,7 +151,7 @@ class ExchangeBackend(Protocol):
 
         Args:
             out: written, with counts of 0 after any failure. `buffers` are scratch memory.
-            scales_at: bytes from the start of a record to the fp32 scales of `out`.
+            scales_at: bytes from the start of a record to the scales of `out`.
             statistics: int32 `[E]`, to which the counts are added, or None.
         """
 

@@ -1,7 +1,7 @@
 """Rows of tokens that landed, copied to a block of rows for each expert: `[E, S, H]`, filled from the front.
 
-A program takes a landing slot and copies its token to the rows of its experts, with the scales in columns (the scale of
-row `i`, block `v`, lies at `v * S + i`). One more program for each expert writes its counts.
+A program takes a landing slot and copies its token to the rows of its experts, with the scales as `PaddedScales` says.
+One more program for each expert writes its counts.
 
 Two numbers for 128 tokens of 2 ranks, DeepSeek-V3's sizes in FP8: no operations; 1.9 MB read and 7.3 MB written,
 3 us at 3 TB/s.
@@ -19,9 +19,17 @@ import triton.language as tl
 from moe_runtime.kernels.exchange.dispatch_send import padded
 from moe_runtime.kernels.exchange.geometry import ExchangeGeometry
 from moe_runtime.kernels.exchange.interface import ExchangeMemory, RecvBuffers
-from moe_runtime.kernels.exchange.padded_rows import PaddedRows
+from moe_runtime.kernels.exchange.padded_rows import PaddedRows, PaddedScales
 from moe_runtime.kernels.exchange.record import RecordLayout
+from moe_runtime.kernels.exchange.signalling import exchange_aot_case
+from moe_runtime.kernels.formats.number_formats import BF16, FP8_BLOCK, MXFP8, NVFP4, TokenFormat
+from moe_runtime.kernels.formats.swizzle import swizzled_offset
 from moe_runtime.kernels.runtime import AotCase
+
+NONE = tl.constexpr(int(PaddedScales.NONE))
+COLUMNS = tl.constexpr(int(PaddedScales.COLUMNS))
+PACKED_COLUMNS = tl.constexpr(int(PaddedScales.PACKED_COLUMNS))
+ROWS = tl.constexpr(int(PaddedScales.ROWS))
 
 
 @dataclass(frozen=True)
@@ -31,7 +39,7 @@ class LandedTokens:
     Attributes:
         records: uint8 `[rows of both halves, record_bytes]`.
         record: layout of a record.
-        scales_at: bytes from the start of a record to its fp32 scales.
+        scales_at: bytes from the start of a record to its scales.
         row_index: int32 `[R]`, row of `records` of each position.
         positions: int32 `[S, K]`, position of each (landing slot, k), -1 for none.
         group_offsets: int32 `[E + 1]`, first position of each expert.
@@ -83,9 +91,6 @@ def place_padded_rows(landed: LandedTokens, out: PaddedRows, statistics: torch.T
     """Fill `out`; add each expert's rows to int32 `statistics` `[E]`. Does not wait for the host."""
     experts, slots, row_bytes = out.rows.shape
     top_k = landed.positions.shape[1]
-    scales = out.scales
-    num_scales = 0 if scales is None else scales.shape[2]
-    packed = scales is not None and scales.dtype == torch.int32
     dispatch_place_kernel[(slots + experts,)](
         landed.records,
         landed.row_index,
@@ -93,7 +98,7 @@ def place_padded_rows(landed: LandedTokens, out: PaddedRows, statistics: torch.T
         landed.group_offsets,
         landed.epoch,
         out.rows,
-        out.rows if scales is None else scales,
+        out.rows if out.scales is None else out.scales,
         out.counts,
         out.source_tokens,
         out.layout_range,
@@ -104,7 +109,14 @@ def place_padded_rows(landed: LandedTokens, out: PaddedRows, statistics: torch.T
         landed.max_tokens,
         slots,
         **_constexprs(
-            landed.record, landed.scales_at, row_bytes, experts, top_k, slots // landed.max_tokens, num_scales, packed
+            landed.record,
+            landed.scales_at,
+            row_bytes,
+            experts,
+            top_k,
+            slots // landed.max_tokens,
+            out.num_scales,
+            out.kind,
         ),
         S_PAD=padded(slots),
         HAS_STATISTICS=statistics is not None,
@@ -121,22 +133,22 @@ def _constexprs(
     top_k: int,
     world_size: int,
     num_scales: int,
-    packed: bool,
-) -> dict[str, int | bool]:
+    kind: PaddedScales,
+) -> dict[str, int]:
     return {
         "RECORD_BYTES": record.record_bytes,
         "IDS_AT": record.ids_offset,
         "SCALES_AT": scales_at,
         "WORDS": row_bytes // 8,
-        "COLUMNS": min(1024, padded(row_bytes // 8)),
+        "WIDTH": min(1024, padded(row_bytes // 8)),
         "E": experts,
         "E_PAD": padded(experts + 1),
         "K": top_k,
         "K_PAD": padded(top_k),
         "WORLD": world_size,
-        "NUM_SCALES": num_scales,
+        "NUM_SCALES": num_scales // 4 if kind == PaddedScales.PACKED_COLUMNS else num_scales,
         "SCALES_PAD": padded(max(num_scales, 1)),
-        "PACKED": packed,
+        "KIND": int(kind),
     }
 
 
@@ -162,7 +174,7 @@ def dispatch_place_kernel(
     IDS_AT: tl.constexpr,
     SCALES_AT: tl.constexpr,
     WORDS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    WIDTH: tl.constexpr,
     E: tl.constexpr,
     E_PAD: tl.constexpr,
     K: tl.constexpr,
@@ -170,7 +182,7 @@ def dispatch_place_kernel(
     WORLD: tl.constexpr,
     NUM_SCALES: tl.constexpr,
     SCALES_PAD: tl.constexpr,
-    PACKED: tl.constexpr,
+    KIND: tl.constexpr,
     S_PAD: tl.constexpr,
     HAS_STATISTICS: tl.constexpr,
 ):
@@ -189,9 +201,9 @@ def dispatch_place_kernel(
         tl.store(out_positions_ptr + slot * K + k, tl.where(here, target, -1), mask=k < K)
         tl.store(source_tokens_ptr + target, tl.zeros([K_PAD], tl.int32) + slot % max_tokens, mask=here)
         if tl.max(position, axis=0) >= 0:
-            column = tl.arange(0, COLUMNS)
+            column = tl.arange(0, WIDTH)
             words = record.to(tl.pointer_type(tl.int64))
-            for start in range(0, WORDS, COLUMNS):
+            for start in range(0, WORDS, WIDTH):
                 inside = start + column < WORDS
                 value = tl.load(words + start + column, mask=inside, other=0)
                 for entry in range(K):
@@ -199,23 +211,34 @@ def dispatch_place_kernel(
                     if chosen >= 0:
                         to = rows_ptr.to(tl.pointer_type(tl.int64)) + chosen.to(tl.int64) * WORDS + start
                         tl.store(to + column, value, mask=inside)
-            if NUM_SCALES > 0:
+            if KIND != NONE:
                 v = tl.arange(0, SCALES_PAD)
-                scale_at = (record + SCALES_AT).to(tl.pointer_type(tl.int32))
-                if PACKED:
-                    scale = tl.zeros([SCALES_PAD], tl.int32)
-                    for byte in tl.static_range(4):
-                        # A power of two: its exponent is the byte. Columns behind the last are not stored.
-                        bits = tl.load(scale_at + v * 4 + byte, mask=v < NUM_SCALES, other=0)
-                        scale = scale | (((bits >> 23) & 0xFF) << (8 * byte))
+                there = v < NUM_SCALES
+                if KIND == COLUMNS or KIND == PACKED_COLUMNS:
+                    words_at = (record + SCALES_AT).to(tl.pointer_type(tl.int32))
+                    if KIND == PACKED_COLUMNS:
+                        scale = tl.zeros([SCALES_PAD], tl.int32)
+                        for byte in tl.static_range(4):
+                            # A power of two: its exponent is the byte.
+                            bits = tl.load(words_at + v * 4 + byte, mask=there, other=0)
+                            scale = scale | (((bits >> 23) & 0xFF) << (8 * byte))
+                    else:
+                        scale = tl.load(words_at + v, mask=there, other=0)
                 else:
-                    scale = tl.load(scale_at + v, mask=v < NUM_SCALES, other=0)
+                    scale = tl.load(record + SCALES_AT + v, mask=there, other=0)
                 for entry in range(K):
                     chosen = tl.max(tl.where((k == entry) & here, target, -1), axis=0)
                     if chosen >= 0:
-                        block = (chosen // slots).to(tl.int64) * (NUM_SCALES * slots) + chosen % slots
-                        to = scales_ptr.to(tl.pointer_type(tl.int32)) + block
-                        tl.store(to + v * slots, scale, mask=v < NUM_SCALES)
+                        e, i = (chosen // slots).to(tl.int64), chosen % slots
+                        if KIND == COLUMNS or KIND == PACKED_COLUMNS:
+                            to = scales_ptr.to(tl.pointer_type(tl.int32)) + e * (NUM_SCALES * slots) + i
+                            tl.store(to + v * slots, scale, mask=there)
+                        elif KIND == ROWS:
+                            tl.store(scales_ptr + chosen.to(tl.int64) * NUM_SCALES + v, scale, mask=there)
+                        else:
+                            of_expert = (slots + 127) // 128 * ((NUM_SCALES + 3) // 4 * 512)
+                            to = scales_ptr + e * of_expert + swizzled_offset(i, v, NUM_SCALES)
+                            tl.store(to, scale, mask=there)
     else:
         e = program - slots
         begin = tl.load(offsets_ptr + e)
@@ -258,46 +281,34 @@ def place_reference(landed: LandedTokens, out: PaddedRows, statistics: torch.Ten
     of_source = torch.zeros(experts, world, dtype=torch.int64, device=device)
     of_source.index_put_((expert, slot // landed.max_tokens), torch.ones_like(slot), accumulate=True)
     out.layout_range.copy_((of_source.cumsum(1) - of_source) << 32 | of_source)
-    if out.scales is not None:
-        packed = out.scales.dtype == torch.int32
-        columns = out.scales.shape[2] * (4 if packed else 1)
-        scales = records[:, landed.scales_at : landed.scales_at + 4 * columns].contiguous()
-        if packed:
-            exponents = (scales.view(torch.int32) >> 23).to(torch.uint8)
-            out.scales[expert, row] = exponents.view(torch.int32)
-        else:
-            out.scales[expert, row] = scales.view(torch.float32)
+    if out.scales is None:
+        return
+    scales = records[:, landed.scales_at : landed.scales_at + out.num_scales * out.kind.scale_bytes].contiguous()
+    if out.kind == PaddedScales.COLUMNS:
+        out.scales[expert, row] = scales.view(torch.float32)
+    elif out.kind == PaddedScales.PACKED_COLUMNS:
+        out.scales[expert, row] = (scales.view(torch.int32) >> 23).to(torch.uint8).view(torch.int32)
+    elif out.kind == PaddedScales.ROWS:
+        out.scales[expert, row] = scales
+    else:
+        of_four = torch.nn.functional.pad(scales, (0, -out.num_scales % 4)).view(total, -1, 4)
+        out.scales[expert, row // 128, :, row % 32, row % 128 // 32] = of_four
 
 
-def _aot_case(fp8: bool, packed: bool) -> AotCase:
-    record = RecordLayout("fp8_block" if fp8 else "bf16", 7168, 8)  # type: ignore[arg-type]
-    num_scales = 0 if not fp8 else 14 if packed else 56
-    constexprs = _constexprs(record, record.scales_offset, 7168 * (1 if fp8 else 2), 32, 8, 8, num_scales, packed)
-    signature = {
-        "records_ptr": "*u8",
-        "row_index_ptr": "*i32",
-        "positions_ptr": "*i32",
-        "offsets_ptr": "*i32",
-        "epoch_ptr": "*i32",
-        "rows_ptr": "*u8",
-        "scales_ptr": "*i32" if packed else "*fp32",
-        "counts_ptr": "*i32",
-        "source_tokens_ptr": "*i32",
-        "layout_range_ptr": "*i64",
-        "out_positions_ptr": "*i32",
-        "statistics_ptr": "*i32",
-        **dict.fromkeys(("first_row", "first_expert", "max_tokens", "slots"), "i32"),
-    }
+def _aot_case(fmt: TokenFormat, kind: PaddedScales) -> AotCase:
+    record = RecordLayout(fmt, 7168, 8)
+    num_scales = fmt.scale_columns(7168)
+    constexprs = _constexprs(record, record.scales_offset, fmt.quant_bytes(7168), 32, 8, 8, num_scales, kind)
+    scales = {"scales_ptr": "*u8" if kind.scale_bytes == 1 else "*i32"}
+    types = {"records_ptr": "*u8", "rows_ptr": "*u8", "layout_range_ptr": "*i64", **scales}
     values = {**constexprs, "S_PAD": 1024, "HAS_STATISTICS": True}
-    types = {name: kind for name, kind in signature.items() if name not in values}
-    return AotCase(
-        "dispatch_place",
-        "fp8_block" if fp8 else "bf16",
-        dispatch_place_kernel,
-        {name: types.get(name, "constexpr") for name in dispatch_place_kernel.arg_names},
-        values,
-        {"num_warps": 8},
-    )
+    return exchange_aot_case("dispatch_place", fmt.name, dispatch_place_kernel, values, types)
 
 
-AOT_CASES = (_aot_case(False, False), _aot_case(True, False), _aot_case(True, True))
+AOT_CASES = (
+    _aot_case(BF16, PaddedScales.NONE),
+    _aot_case(FP8_BLOCK, PaddedScales.COLUMNS),
+    _aot_case(FP8_BLOCK, PaddedScales.PACKED_COLUMNS),
+    _aot_case(MXFP8, PaddedScales.ROWS),
+    _aot_case(NVFP4, PaddedScales.SWIZZLED),
+)

@@ -164,8 +164,9 @@ class ExchangePlan:
         shares = max(1, min(self.top_k, sms * self.recv_warps // slots))
         return shares, max(1, min(sms // self.num_chunks, self.chunk_slots * shares))
 
-    def place_blocks(self, split: int) -> int:
-        return self._limited(self.num_chunks * split)
+    def place_blocks(self, split: int, padded: bool = False) -> int:
+        """Of `recv_permute`; for `padded` rows one more, which writes the counts."""
+        return self._limited(self.num_chunks * split + padded)
 
     def scales_blocks(self, sms: int) -> int:
         return self._limited(2 * sms)

@@ -16,7 +16,7 @@ from moe_runtime.kernels.formats.quantize import check_gsf
 from moe_runtime.kernels.formats.scale_blocks import dense_128_blocks_needed, dense_128_offsets
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
-from moe_runtime.kernels.gemm.weights import ExpertWeights, SwiGLU
+from moe_runtime.kernels.gemm.weights import Activation, ExpertWeights
 
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -170,17 +170,28 @@ def check_out(
     return out
 
 
-def check_activation(w: ExpertWeights | PrepackedWeights, activation: SwiGLU) -> None:
-    """Raise `ValueError` unless `w` is a weight of gate and up in the order of `activation`."""
-    if w.gate_up is None and w.num_rows % 16:
-        raise ValueError(f"w: expected N = 2I with I a multiple of 8, got N = {w.num_rows}")
-    if w.gate_up is not None and w.gate_up is not activation.order:
-        raise ValueError(f"activation.order: expected {w.gate_up.value} as in w, got {activation.order.value}")
+def check_activation(w: ExpertWeights | PrepackedWeights, activation: Activation, argument: str = "w") -> None:
+    """Raise `ValueError` naming `argument` unless `w` goes with `activation`.
+
+    It must be a weight of gate and up in its order, which prepacked weights must say, or of up where it has no gate.
+    """
+    expected = activation.gate_up
+    if w.gate_up is None and expected is not None:
+        if isinstance(w, PrepackedWeights):
+            raise ValueError(f"{argument}.gate_up: expected prepacked weights of gate and up, got plain ones")
+        if w.num_rows % 16:
+            raise ValueError(f"{argument}: expected N = 2I with I a multiple of 8, got N = {w.num_rows}")
+    elif w.gate_up is not expected:
+        assert w.gate_up is not None
+        if expected is None:
+            raise ValueError(f"{argument}.gate_up: expected None without a gate, got {w.gate_up.value}")
+        raise ValueError(f"activation.order: expected {w.gate_up.value} as in {argument}, got {expected.value}")
 
 
 def empty_intermediate(
     a: GroupedRows,
     w: ExpertWeights | PrepackedWeights,
+    activation: Activation,
     out_format: str | TokenFormat,
     out_gsf: float | torch.Tensor | None,
     finished: bool = True,
@@ -193,7 +204,7 @@ def empty_intermediate(
     neither. With `finished=False` the kernel fills `row_scale` and clamps the encode scale. With `stored=False` rows
     and scales are left out.
     """
-    fmt, num_columns = format_named(out_format), w.num_rows // 2
+    fmt, num_columns = format_named(out_format), w.num_rows // activation.num_parts
     fmt.check_columns(num_columns, "I of w")
     device, columns = a.rows.device, fmt.scale_columns(num_columns)
     gsf = encode_scale(fmt, out_gsf, device, "out_gsf", clamped=finished)

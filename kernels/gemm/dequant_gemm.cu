@@ -6,16 +6,18 @@
 // and streams weights and tokens through a ring of stages. Each consumer warpgroup owns its weight rows.
 //
 // Macros:
-//   W_FMT, OUT_FMT (FormatCode), OUT_TYPE (0 bf16, 1 fp16, 2 fp32; not gated), GATED,
-//   OUT_DEQUANTIZED (gated results as dequant_tokens.cu would make them), ROW_SCALES, EXPERT_SCALES, BIAS (which exist),
+//   W_FMT, OUT_FMT (FormatCode), OUT_TYPE (0 bf16, 1 fp16, 2 fp32; of a plain result), ACTIVATED (the result is activated
+//   and in OUT_FMT), GATED (and the weights are gate and up), FUNCTION (ActivationFunction.code),
+//   OUT_DEQUANTIZED (activated results as dequant_tokens.cu would make them), ROW_SCALES, EXPERT_SCALES, BIAS (which exist),
 //   WARPGROUPS (64 weight rows of a tile each), STAGES, STAGE_K64 (columns of a stage / 64; divides `units`),
 //   CHUNK (columns of a chunk of weights / 64; divides STAGE_K64), BATCH (steps of 16 columns that are dequantized before
 //   they are multiplied), BUFFERS (dequantized batches that are held), ROLLING (wait for the oldest buffer; otherwise the
 //   last of BUFFERS and of a stage waits for all), MAX_BLOCKS (tokens of a tile / 8), CASES (smaller numbers of blocks with
 //   specialized code), MAX_GROUPS, SCALED_TOKENS (tokens are 2^100 times their value), KEEP_TOKENS (L2 keeps tokens and
 //   evicts weights first), OVERLAPPED (dequant_tokens.cu dequantizes tokens while this kernel runs, and counts them), ALPHA,
-//   LIMIT, UP_OFFSET.
+//   LIMIT, UP_OFFSET, GATE_SOFTCAP, UP_SOFTCAP (of `Activation`; none of them if not defined).
 
+#include "activation.cuh"
 #include "clock.cuh"
 #include "mbarrier.cuh"
 
@@ -29,8 +31,11 @@ constexpr int BLOCK_BYTES = 64 * 8 * 2;  // of 8 tokens and 64 columns
 constexpr int TOKEN_BYTES = MAX_BLOCKS * BLOCK_BYTES;
 constexpr int WEIGHT_STAGE = TILE_UNITS * STAGE_K64 * UNIT_BYTES;
 constexpr int STAGE_BYTES = WEIGHT_STAGE + STAGE_K64 * TOKEN_BYTES;
-constexpr int TURNED_COLUMNS = 36;  // 32 and padding, so that rows start in different banks
-constexpr int MOST_AT_A_TIME = MAX_BLOCKS > 8 ? 4 : 2;  // blocks of tokens that are transposed at a time
+constexpr int UNIT_COLUMNS = GATED ? 32 : 64;  // of a result, from 64 weight rows
+constexpr int TURNED_COLUMNS = UNIT_COLUMNS + 4;  // with padding, so that rows start in different banks
+constexpr int TOKEN_LANES = UNIT_COLUMNS / 4;  // threads that share a token after the transposition
+constexpr int STORED_BLOCKS = 16 / TOKEN_LANES;  // blocks of tokens that a warpgroup stores at a time
+constexpr int MOST_AT_A_TIME = (MAX_BLOCKS > 8 ? 2 : 1) * STORED_BLOCKS;  // blocks of tokens that are transposed at a time
 constexpr int TILES_AHEAD = 8;  // tiles that the producer may announce in advance
 constexpr long long PATIENCE_NS = 30'000'000'000;
 constexpr u32 LANES = 0x81C081C0;  // sign and magnitude of an e2m1 value in both bf16 halves
@@ -372,17 +377,40 @@ __device__ __forceinline__ float finished(const Problem& p, float acc, float row
   return BIAS ? __fadd_rn(acc, p.bias[bias_at]) : acc;
 }
 
-__device__ __forceinline__ float swiglu(float gate, float up) {
+// x * sigmoid(slope), given `exponent`, -slope / ln 2.
+__device__ __forceinline__ float times_sigmoid(float x, float exponent) {
+  float power, inverse;  // e^(-slope); the instruction flushes denormals to 0
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(exponent));
+  // This instruction flushes below 2^-126, too: a slope under -87.3 gives 0; exact would be about -5e-37.
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(__fadd_rn(1.0f, power)));
+  return __fmul_rn(x, inverse);
+}
+
+// x * sigmoid(ALPHA * gate).
+__device__ __forceinline__ float silu(float gate, float x) { return times_sigmoid(x, __fmul_rn(gate, -ALPHA * 0x1.715476p+0f)); }
+
+// The activation function of gate, or of up where there is no gate.
+__device__ __forceinline__ float function_of(float x) {
+  if (FUNCTION == RELU2) return squared_relu(x);
+  if (FUNCTION == GELU) return gelu(x);
+  if (FUNCTION == GELU_TANH) return times_sigmoid(x, __fmul_rn(gelu_tanh_slope(x), -0x1.715476p+0f));
+  return silu(x, x);
+}
+
+__device__ __forceinline__ float activated(float gate, float up) {
 #ifdef LIMIT
   gate = gate > LIMIT ? LIMIT : gate;
   up = up > LIMIT ? LIMIT : (up < -LIMIT ? -LIMIT : up);
 #endif
+#ifdef UP_SOFTCAP
+  up = softcapped(up, UP_SOFTCAP);
+#endif
   if (UP_OFFSET != 0.0f) up = __fadd_rn(up, UP_OFFSET);
-  float power, inverse;  // e^(-alpha * gate); the instruction flushes denormals to 0
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(__fmul_rn(gate, -ALPHA * 0x1.715476p+0f)));
-  // This instruction flushes below 2^-126, too: a gate under -87.3 / ALPHA gives 0; exact would be about -5e-37 * up.
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(__fadd_rn(1.0f, power)));
-  return __fmul_rn(__fmul_rn(gate, inverse), up);
+#ifdef GATE_SOFTCAP
+  return __fmul_rn(silu(gate, softcapped(gate, GATE_SOFTCAP)), up);
+#else
+  return __fmul_rn(function_of(gate), up);
+#endif
 }
 
 // An encode scale clamped to MAX_ENCODE_SCALE of number_formats.py.
@@ -449,7 +477,7 @@ struct alignas(16) OfScale {
 // In shared memory, for all results: their encode scale, and an entry for each scale that a block can have.
 struct Requantization {
   float gsf;
-  OfScale of_scale[OUT_FMT == NVFP4 && GATED ? 128 : 1];
+  OfScale of_scale[OUT_FMT == NVFP4 && ACTIVATED ? 128 : 1];
 
   __device__ __forceinline__ void prepare(float gsf, int code) {
     float scale, unused;
@@ -577,30 +605,33 @@ __device__ __forceinline__ void finish_plain(const Problem& p, const Tile& tile,
   }
 }
 
-// SwiGLU of 8 * STEP tokens at a time, transposed through `turned` so that a thread has four columns of one token.
+// The activation of 8 * STEP tokens at a time, transposed through `turned` so that a thread has four columns of one token.
 template <int BLOCKS>
-__device__ __forceinline__ void finish_gated(const Problem& p, const Tile& tile, const TileScales& scales,
-                                             const Requantization& with, int unit, const float (&acc)[4 * BLOCKS],
-                                             float (*turned)[TURNED_COLUMNS]) {
+__device__ __forceinline__ void finish_activated(const Problem& p, const Tile& tile, const TileScales& scales,
+                                                 const Requantization& with, int unit, const float (&acc)[4 * BLOCKS],
+                                                 float (*turned)[TURNED_COLUMNS]) {
   constexpr int STEP = BLOCKS % MOST_AT_A_TIME == 0 ? MOST_AT_A_TIME : BLOCKS % 2 ? 1 : 2;
   const int warpgroup = threadIdx.x / 128, thread = threadIdx.x & 127, warp = thread / 32, lane = thread & 31;
-  const float gate_scale = scales.experts[0], up_scale = scales.experts[p.scales_per_expert > 1];
-  const int bias_base = tile.expert * p.num_rows, column = unit * 32 + warp * 8 + lane / 4;
-  int gate_row = column, up_row = column;
-  if (p.gate_up_order == 3) gate_row = 2 * column, up_row = 2 * column + 1;
-  if (p.gate_up_order == 1) up_row += p.columns;
-  if (p.gate_up_order == 2) gate_row += p.columns;
-  if (column >= p.columns) gate_row = up_row = 0;
-  float* turned_to = turned[first_token()] + warp * 8 + lane / 4;
+  const float first_scale = scales.experts[0], up_scale = GATED ? scales.experts[p.scales_per_expert > 1] : first_scale;
+  // This thread has a column of gate and up, or two columns.
+  constexpr int OWN = UNIT_COLUMNS / 32;
+  const int bias_base = tile.expert * p.num_rows, column = unit * UNIT_COLUMNS + warp * 8 * OWN + lane / 4 * OWN;
+  int first_row = column, second_row = GATED ? column : column + 1;
+  if (GATED && p.gate_up_order == 3) first_row = 2 * column, second_row = 2 * column + 1;
+  if (GATED && p.gate_up_order == 1) second_row += p.columns;
+  if (GATED && p.gate_up_order == 2) first_row += p.columns;
+  if (column >= p.columns) first_row = second_row = 0;
+  float* turned_to = turned[first_token()] + warp * 8 * OWN + lane / 4 * OWN;
   // The columns of this thread after the transposition.
-  const int token = thread / 8, first = unit * 32 + thread % 8 * 4, live = first < p.columns ? tile.rows - token : 0;
-  const float4* of_token = reinterpret_cast<const float4*>(turned[token] + thread % 8 * 4);
+  const int token = thread / TOKEN_LANES, first = unit * UNIT_COLUMNS + thread % TOKEN_LANES * 4;
+  const int live = first < p.columns ? tile.rows - token : 0;
+  const float4* of_token = reinterpret_cast<const float4*>(turned[token] + thread % TOKEN_LANES * 4);
   const long long out_block = static_cast<long long>(first / 64) * p.token_blocks + tile.token_block() + token / 8;
   u8* out = static_cast<u8*>(p.out) + out_block * BLOCK_BYTES + first % 16 / 2 * 128 + token % 8 * 16 +
                 first % 64 / 16 * 4;
 #pragma unroll
   for (int block = 0; block < BLOCKS; block += STEP) {
-    float h[2 * STEP];
+    float h[2 * STEP * OWN];
 #pragma unroll
     for (int b = 0; b < STEP; ++b) {
       const float* c = acc + 4 * (block + b);
@@ -608,16 +639,25 @@ __device__ __forceinline__ void finish_gated(const Problem& p, const Tile& tile,
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const float row_scale = i == 0 ? row_scales.x : row_scales.y;
-        h[2 * b + i] = swiglu(finished(p, c[i], row_scale, gate_scale, bias_base + gate_row),
-                              finished(p, c[2 + i], row_scale, up_scale, bias_base + up_row));
+        const float one = finished(p, c[i], row_scale, first_scale, bias_base + first_row);
+        const float two = finished(p, c[2 + i], row_scale, up_scale, bias_base + second_row);
+        if constexpr (GATED) {
+          h[2 * b + i] = activated(one, two);
+        } else {
+          h[2 * (2 * b + i)] = function_of(one), h[2 * (2 * b + i) + 1] = function_of(two);
+        }
       }
     }
 #pragma unroll
-    for (int i = 0; i < 2 * STEP; ++i) turned_to[(i / 2 * 8 + i % 2) * TURNED_COLUMNS] = h[i];
+    for (int i = 0; i < 2 * STEP; ++i) {
+      float* to = turned_to + (i / 2 * 8 + i % 2) * TURNED_COLUMNS;
+      if constexpr (GATED) *to = h[i];
+      else *reinterpret_cast<float2*>(to) = make_float2(h[2 * i], h[2 * i + 1]);
+    }
     asm volatile("bar.sync %0, 128;" ::"r"(1 + warpgroup) : "memory");
-    if (STEP > 1 || warp < 2) {
+    if (STEP >= STORED_BLOCKS || warp < 2) {
 #pragma unroll
-      for (int at = 0; at < STEP; at += 2) {
+      for (int at = 0; at < STEP; at += STORED_BLOCKS) {
         const bool inside = 8 * (block + at) < live;
         const float4 h = of_token[at * 8 * TURNED_COLUMNS / 4];
         if (OUT_DEQUANTIZED) {
@@ -712,8 +752,8 @@ __device__ __forceinline__ void consume(const Problem& p, const Tile& tile, u32 
 
   const int unit = tile.unit + warpgroup;
   finish_copies(1 + warpgroup);
-  if (GATED) {
-    finish_gated<BLOCKS>(p, tile, scales, with, unit, acc, turned[warpgroup]);
+  if (ACTIVATED) {
+    finish_activated<BLOCKS>(p, tile, scales, with, unit, acc, turned[warpgroup]);
   } else {
     finish_plain<BLOCKS>(p, tile, scales, unit, acc);
     asm volatile("bar.sync %0, 128;" ::"r"(1 + warpgroup) : "memory");
@@ -729,7 +769,7 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + 128, 1)
                  u32* counters, int first_overlapped, int team) {
   extern __shared__ __align__(128) u8 memory[];
   __shared__ __align__(8) u64 barriers[2 * STAGES + TILES_AHEAD];
-  __shared__ __align__(16) float turned[GATED ? WARPGROUPS : 1][8 * MOST_AT_A_TIME][TURNED_COLUMNS];
+  __shared__ __align__(16) float turned[ACTIVATED ? WARPGROUPS : 1][8 * MOST_AT_A_TIME][TURNED_COLUMNS];
   __shared__ TileScales tile_scales[WARPGROUPS];
   __shared__ Requantization with;
   __shared__ Walk walk;
@@ -842,7 +882,7 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + 128, 1)
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(WARPGROUPS == 2 ? 232 : 112));
     // The previous kernel may write the scales of the rows.
     if (!OVERLAPPED) asm volatile("griddepcontrol.wait;" ::: "memory");
-    if (GATED && OUT_FMT == NVFP4) {
+    if (ACTIVATED && OUT_FMT == NVFP4) {
       // Write the row scales of all rows while the loads of tokens are in flight.
       const float gsf = clamped(*out_gsf), scale = __frcp_rn(gsf);
       constexpr int THREADS = WARPGROUPS * 128;

@@ -4,7 +4,7 @@
 `dequant_tokens` gathers the rows once and dequantizes them to bf16. `dequant_gemm` streams the weights and reads them
 once for up to 64, 128 or 160 tokens of a group, depending on its shape (chosen by `plan.py`). With many tokens, a few
 SMs dequantize most of them while the other SMs multiply. The product waits for each 8 tokens on a counter, and fails
-after half a minute. Gated results for another product with prepacked weights are requantized and stored as
+after half a minute. Activated results for another product with prepacked weights are requantized and stored as
 `dequant_tokens` would dequantize them. That product starts before the first has ended, unless it must leave SMs free.
 
 The `.cu` files describe the data flow, `dequant_tokens.py` the tokens, `dequant_layout.py` the order of the weights. On
@@ -41,13 +41,14 @@ import torch
 
 from moe_runtime.kernels import nvrtc
 from moe_runtime.kernels.formats.number_formats import NVFP4, TokenFormat
+from moe_runtime.kernels.gemm.activation import literal, softcap_macros
 from moe_runtime.kernels.gemm.dequant_layout import UNIT, chunk_units, unit_columns, unit_rows
 from moe_runtime.kernels.gemm.dequant_tokens import dequant_tokens, dequant_tokens_overlapped
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.gemm.plan import GemmPlan
 from moe_runtime.kernels.gemm.prepacked import MAX_PREPACKED_EXPERTS, RESULT_FORMATS, PrepackedWeights
 from moe_runtime.kernels.gemm.shapes import DequantShape, overlapped_token_shape
-from moe_runtime.kernels.gemm.weights import SwiGLU
+from moe_runtime.kernels.gemm.weights import Activation
 from moe_runtime.kernels.runtime import is_hopper
 
 MAX_UNIT_ROWS = 2**20
@@ -81,7 +82,7 @@ def dequant_gemm(
 def dequant_gemm_swiglu(
     a: GroupedRows,
     w: PrepackedWeights,
-    activation: SwiGLU,
+    activation: Activation,
     out: GroupedRows,
     gsf: torch.Tensor | None,
     plan: GemmPlan,
@@ -101,7 +102,7 @@ def macros(
     units: int,
     out_format: TokenFormat | None,
     out_dtype: torch.dtype,
-    activation: SwiGLU | None,
+    activation: Activation | None,
     *,
     out_dequantized: bool = False,
     row_scales: bool = True,
@@ -112,16 +113,19 @@ def macros(
 ) -> tuple[nvrtc.Defines, int]:
     """Macros of `dequant_gemm.cu`, and the dynamic shared memory of a block.
 
-    `units` is K in units. `out_format` is the format of a gated result; None means a plain result of `out_dtype`.
-    `out_dequantized` stores a gated result dequantized. `row_scales`, `expert_scales` and `bias` say which exist.
+    `units` is K in units. `out_format` is the format of an activated result; None means a plain result of `out_dtype`.
+    `out_dequantized` stores an activated result dequantized. `row_scales`, `expert_scales` and `bias` say which exist.
     `keep_tokens` and `overlapped` come from the plan.
     """
     stages, stage_k64, ring_bytes = shape.ring(w_format, units)
+    gated = activation is not None and activation.gated
     defines: dict[str, int | str] = {
         "W_FMT": int(w_format.code),
         "OUT_FMT": 0 if out_format is None else int(out_format.code),
         "OUT_TYPE": OUT_TYPES[out_dtype] if out_format is None else 0,
-        "GATED": int(out_format is not None),
+        "ACTIVATED": int(activation is not None),
+        "GATED": int(gated),
+        "FUNCTION": 0 if activation is None else activation.function.code,
         "OUT_DEQUANTIZED": int(out_dequantized),
         "ROW_SCALES": int(row_scales),
         "EXPERT_SCALES": int(expert_scales),
@@ -131,7 +135,7 @@ def macros(
         "STAGE_K64": stage_k64,
         "CHUNK": chunk_units(units),
         "BATCH": shape.batch,
-        "BUFFERS": shape.held_batches(w_format, a_format, gated=out_format is not None),
+        "BUFFERS": shape.held_batches(w_format, a_format, gated=gated),
         "ROLLING": int(shape.rolling),
         "SCALED_TOKENS": int(a_format is NVFP4),
         "KEEP_TOKENS": int(keep_tokens),
@@ -139,11 +143,12 @@ def macros(
         "MAX_BLOCKS": shape.max_blocks,
         "CASES": " ".join(f"CASE({blocks})" for blocks in shape.cases),
         "MAX_GROUPS": MAX_PREPACKED_EXPERTS,
-        "ALPHA": _literal(1.0 if activation is None else activation.alpha),
-        "UP_OFFSET": _literal(0.0 if activation is None else activation.up_offset),
+        "ALPHA": literal(1.0 if activation is None else activation.alpha),
+        "UP_OFFSET": literal(0.0 if activation is None else activation.up_offset),
     }
     if activation is not None and activation.limit is not None:
-        defines["LIMIT"] = _literal(activation.limit)
+        defines["LIMIT"] = literal(activation.limit)
+    defines |= softcap_macros(activation)
     return nvrtc.Defines(defines), ring_bytes
 
 
@@ -153,7 +158,7 @@ def _launch(
     out: torch.Tensor,
     plan: GemmPlan,
     *,
-    activation: SwiGLU | None = None,
+    activation: Activation | None = None,
     gsf: torch.Tensor | None = None,
     result: GroupedRows | None = None,
     packed_ld: int | None = None,
@@ -181,7 +186,7 @@ def _launch(
         keep_tokens=how.keep_tokens,
         overlapped=how.overlap is not None,
     )
-    columns = w.num_rows // 2 if result is not None else w.num_rows
+    columns = w.num_rows if result is None else result.num_columns
     counters, first, team = None, 0, 0
     if how.tokens is None:
         assert a.dequantized is not None
@@ -269,9 +274,3 @@ def _check(a: GroupedRows, w: PrepackedWeights, out: torch.Tensor, result: Group
     if result is None and not _out_aligned(out):
         align = 2 * out.element_size()
         raise ValueError(f"out: expected rows on {align}-byte boundaries, got strides {list(out.stride())}")
-
-
-def _literal(value: float) -> str:
-    """A C literal of the fp32 value nearest to `value`."""
-    number = torch.tensor(value, dtype=torch.float32, device="cpu")
-    return f"{float(number).hex()}f" if number.isfinite() else f"__int_as_float({int(number.view(torch.int32))})"

@@ -1,4 +1,4 @@
-"""Grouped GEMM over quantized rows: `C[rows of group] = A[rows of group] @ B[expert]^T`, and its SwiGLU form.
+"""Grouped GEMM over quantized rows: `C[rows of group] = A[rows of group] @ B[expert]^T`, and its activated form.
 
 Both functions validate, ask `plan.plan_gemm` for the kernel and launch it. Hopper has its own kernels in CUDA C++:
 `tma_gemm.py` for weights that tensor cores read as they are stored, `dequant_gemm.py` for prepacked weights. This file
@@ -28,7 +28,7 @@ from moe_runtime.kernels.formats.number_formats import TokenFormat, ceil_div, fo
 from moe_runtime.kernels.formats.quantize import CODE_BF16, CODE_MXFP4, CODE_MXFP8, CODE_NVFP4
 from moe_runtime.kernels.formats.reference_quantize import raw_bits
 from moe_runtime.kernels.gemm import dequant_gemm, dequant_tokens, plan, reference, tma_gemm
-from moe_runtime.kernels.gemm.activation import swiglu_tile
+from moe_runtime.kernels.gemm.activation import activated_tile, function_tile
 from moe_runtime.kernels.gemm.arguments import check_activation, check_operands, check_out, empty_intermediate
 from moe_runtime.kernels.gemm.epilogue import half_rows, scaled, store_plain, store_quantized
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
@@ -46,7 +46,7 @@ from moe_runtime.kernels.gemm.operands import (
 from moe_runtime.kernels.gemm.plan import GemmKernel, GemmPlan, GemmProblem
 from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
 from moe_runtime.kernels.gemm.shapes import GemmTile
-from moe_runtime.kernels.gemm.weights import ExpertWeights, GateUpOrder, SwiGLU, has_blocks_apart
+from moe_runtime.kernels.gemm.weights import Activation, ExpertWeights, has_blocks_apart
 from moe_runtime.kernels.runtime import INTERPRET, capability, resolve_engine
 
 _LOG = logging.getLogger(__name__)
@@ -101,16 +101,17 @@ def _grouped_gemm_kernel(
 ):
     """One `BLOCK_M x BLOCK_N` tile of the output of one group.
 
-    `columns` are those of the output: `N`, or `I` where ACTIVATION `(alpha, limit, up_offset)` combines gate and up.
+    `columns` are those of the output: `N`, or `I` where ACTIVATION (`Activation.constants`) combines gate and up.
     `a_stride` counts the words in which a row is loaded. `num_groups` counts the groups that may be active. `A_LAYOUT`
     and `W_LAYOUT` (`ScaleLayout`) give the positions of scales. A scale covers SCALE_BLOCK values of K, and
     ROWS_PER_SCALE rows if the scales are `unpadded`. Only the interpreter needs E5M2; compiled kernels know it from the
     pointers. NATIVE (`NativeForm`) uses Blackwell's block-scaled MMA instead of dequantizing to bf16. BLOCKS_APART
     is `weights.has_blocks_apart`.
     """
-    GATED: tl.constexpr = ACTIVATION is not None
+    ACTIVATED: tl.constexpr = ACTIVATION is not None
+    GATED: tl.constexpr = ACTIVATED and ACTIVATION[1]
     PAIRS: tl.constexpr = (W_FMT == CODE_NVFP4) or (W_FMT == CODE_MXFP4)
-    OUT_SWIZZLED: tl.constexpr = GATED and ((OUT_FMT == CODE_MXFP8) or (OUT_FMT == CODE_NVFP4))
+    OUT_SWIZZLED: tl.constexpr = ACTIVATED and ((OUT_FMT == CODE_MXFP8) or (OUT_FMT == CODE_NVFP4))
     A_GAIN: tl.constexpr = NVFP4_GAIN if A_FMT == CODE_NVFP4 and not NATIVE else 1.0
     W_GAIN: tl.constexpr = NVFP4_GAIN if W_FMT == CODE_NVFP4 and not NATIVE else 1.0
     GAIN: tl.constexpr = A_GAIN * W_GAIN
@@ -204,8 +205,12 @@ def _grouped_gemm_kernel(
             SCALES_PER_EXPERT,
             ORDER,
         )
-        c = swiglu_tile(c, up, ACTIVATION[0], ACTIVATION[1], ACTIVATION[2])
-    if GATED and OUT_FMT != CODE_BF16:
+        c = activated_tile(
+            c, up, ACTIVATION[0], ACTIVATION[2], ACTIVATION[3], ACTIVATION[4], ACTIVATION[5], ACTIVATION[6]
+        )
+    elif ACTIVATED:
+        c = function_tile(c, ACTIVATION[0], ACTIVATION[2])
+    if ACTIVATED and OUT_FMT != CODE_BF16:
         out_scale_row = position
         if OUT_SWIZZLED:
             out_scale_row = dense_scale_rows(out_scale_offsets_ptr, group, start, local)
@@ -270,7 +275,7 @@ def grouped_gemm(
     """
     check_operands(a, w)
     if isinstance(w, PrepackedWeights) and w.gate_up is not None:
-        raise ValueError("w.gate_up: expected None: prepacked weights with gate_up are in the order of SwiGLU")
+        raise ValueError("w.gate_up: expected None: prepacked weights with gate_up are in the order of the activation")
     out = check_out(a, w, out, out_dtype)
     plan = _plan(a, w, engine, num_sms, out=out)
     if plan.kernel is GemmKernel.DEQUANT:
@@ -291,7 +296,7 @@ def grouped_gemm(
 def grouped_gemm_swiglu(
     a: GroupedRows,
     w: ExpertWeights | PrepackedWeights,
-    activation: SwiGLU,
+    activation: Activation,
     *,
     out_format: str | TokenFormat,
     out_gsf: float | torch.Tensor | None = None,
@@ -301,9 +306,12 @@ def grouped_gemm_swiglu(
 ) -> GroupedRows:
     """Multiply by gate and up, apply the activation in fp32 and quantize, with no other rounding between.
 
+    SwiGLU, which it is named after, is one of the activations.
+
     Args:
         a: the rows, as for `grouped_gemm`.
-        w: the weights `[E, 2I, K]` of gate and up. Prepacked weights must have `gate_up`.
+        w: the weights `[E, 2I, K]` of gate and up, or `[E, I, K]` where the activation has no gate. Prepacked weights
+            must have `gate_up`, or none.
         activation: formula and order of gate and up; the order must be that of `w`, if `w` has one.
         out_format: format of the result; `I` must be a multiple of its `unit`.
         out_gsf: encode scale of an `nvfp4` result, a positive number or one fp32 element on the device, clamped to
@@ -323,13 +331,11 @@ def grouped_gemm_swiglu(
     """
     check_operands(a, w)
     check_activation(w, activation)
-    if isinstance(w, PrepackedWeights) and w.gate_up is None:
-        raise ValueError("w.gate_up: expected prepacked weights of gate and up, got plain ones")
-    plan = _plan(a, w, engine, num_sms, out_format=format_named(out_format), order=activation.order)
+    plan = _plan(a, w, engine, num_sms, out_format=format_named(out_format), activation=activation)
     if plan.kernel is GemmKernel.DEQUANT:
         assert isinstance(w, PrepackedWeights)
         dequantized = dequant_gemm.takes_dequantized(then)
-        out, gsf = empty_intermediate(a, w, out_format, out_gsf, finished=False, stored=not dequantized)
+        out, gsf = empty_intermediate(a, w, activation, out_format, out_gsf, finished=False, stored=not dequantized)
         if dequantized:
             out = replace(out, dequantized=dequant_tokens.empty_dequantized(a, out.num_columns))
         dequant_gemm.dequant_gemm_swiglu(a, w, activation, out, gsf, plan)
@@ -337,7 +343,7 @@ def grouped_gemm_swiglu(
     raw = _restored(w) if isinstance(w, PrepackedWeights) else w
     if plan.kernel is GemmKernel.TORCH:
         return reference.grouped_gemm_swiglu(a, raw, activation, out_format=out_format, out_gsf=out_gsf)
-    out, gsf = empty_intermediate(a, raw, out_format, out_gsf)
+    out, gsf = empty_intermediate(a, raw, activation, out_format, out_gsf)
     if plan.kernel is GemmKernel.TMA:
         tma_gemm.multiply_swiglu(a, raw, activation, out, plan)
         return out
@@ -355,10 +361,11 @@ def _plan(
     *,
     out: torch.Tensor | None = None,
     out_format: TokenFormat | None = None,
-    order: GateUpOrder | None = None,
+    activation: Activation | None = None,
 ) -> GemmPlan:
-    """The plan for checked operands; `out` is the output of a plain product, `out_format` and `order` are of a gated
-    one."""
+    """The plan for checked operands; `out` is the output of a plain product, `out_format` and `activation` are of one
+    that is activated."""
+    order = None if activation is None else activation.gate_up
     device, resolved = a.rows.device, resolve_engine(engine, a.rows.device)
     aligned = scales_aligned = True
     if resolved == "cuda" and isinstance(w, ExpertWeights):
@@ -379,6 +386,7 @@ def _plan(
             groups=a.num_groups,
             active_groups=a.max_active_groups,
             out_format=out_format,
+            gated=activation is None or activation.gated,
             tiled_blocks=isinstance(w, PrepackedWeights)
             or w.blocks_apart == has_blocks_apart(w.format, w.num_rows, order),
             prepacked=isinstance(w, PrepackedWeights),
@@ -430,13 +438,13 @@ def _launch(
     out: tuple[torch.Tensor | None, ...],
     out_stride: int,
     out_code: int,
-    activation: SwiGLU | None,
+    activation: Activation | None,
 ) -> None:
     if a.capacity == 0 or a.num_groups == 0 or w.num_experts == 0:
         return
     assert plan.triton is not None
     rows = _operand(a.rows, w.format.element_bits == 4 and not plan.native)
-    order = w.gate_up if activation is None else activation.order
+    order = w.gate_up if activation is None else activation.gate_up
     _grouped_gemm_kernel[(plan.blocks,)](
         rows,
         None if a.scales is None else raw_bits(a.scales),
@@ -472,7 +480,7 @@ def _launch(
         BLOCKS_APART=w.blocks_apart,
         ORDER=0 if order is None else order.code,
         SCALES_PER_EXPERT=0 if w.expert_scales is None else w.expert_scales.ndim,
-        ACTIVATION=None if activation is None else (activation.alpha, activation.limit, activation.up_offset),
+        ACTIVATION=None if activation is None else activation.constants,
         **tile_options(plan.triton, plan.native, a.num_groups, a.num_columns),
     )
 

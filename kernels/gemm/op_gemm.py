@@ -125,7 +125,7 @@ def op_gemm(problem: OpProblem, out: torch.Tensor, *, engine: str = "auto") -> N
         BLOCKS_APART=False,
         ORDER=0 if f is None else f.order.code,
         SCALES_PER_EXPERT=0 if p.expert_scales is None else 1,
-        ACTIVATION=None if f is None else (f.alpha, f.limit, f.up_offset),
+        ACTIVATION=None if f is None else f.constants,
         **tile_options(plan.triton, plan.native, p.num_groups, p.num_columns),
     )
 

@@ -11,7 +11,7 @@ import torch
 
 from moe_runtime.kernels.formats.number_formats import ScaleLayout, TokenFormat
 from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
-from moe_runtime.kernels.gemm.weights import SwiGLU
+from moe_runtime.kernels.gemm.weights import Activation
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class OpProblem:
     block: int
     rows_per_scale: int = 1
     max_tile_n: int = 128
-    activation: SwiGLU | None = None
+    activation: Activation | None = None
 
     @property
     def num_rows(self) -> int:

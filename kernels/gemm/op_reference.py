@@ -10,7 +10,7 @@ import torch
 from moe_runtime.kernels.formats.number_formats import WEIGHT_BLOCK_N, ScaleLayout, align, ceil_div
 from moe_runtime.kernels.formats.reference_quantize import raw_bits
 from moe_runtime.kernels.formats.scale_blocks import dense_128_block, swizzled_offset, unpadded_row
-from moe_runtime.kernels.gemm.activation import swiglu
+from moe_runtime.kernels.gemm.activation import activate
 from moe_runtime.kernels.gemm.op_problem import OpProblem, ScaledOperand
 from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
 from moe_runtime.kernels.gemm.reference import dequantize_f64, multiply_f64
@@ -34,8 +34,7 @@ def op_gemm(problem: OpProblem, out: torch.Tensor) -> None:
         if p.expert_scales is not None:
             c = c * p.expert_scales[expert]
         if p.activation is not None:
-            order = p.activation.order
-            c = swiglu(c[:, order.gate_rows(p.num_outputs)], c[:, order.up_rows(p.num_outputs)], p.activation)
+            c = activate(c, p.activation)
         out[start:end] = c.to(out.dtype)
 
 

@@ -56,15 +56,19 @@ class GemmKernel(Enum):
 # --- The Triton kernel ---
 
 
-def choose_tile(n: int, a_format: TokenFormat, *, out_block: int = 0, native: NativeForm = NativeForm.NONE) -> GemmTile:
-    """The tile for `n` output columns; `out_block` is the scale block of a gated result, 0 for a plain product.
+def choose_tile(
+    n: int, a_format: TokenFormat, *, out_block: int = 0, gated: bool = True, native: NativeForm = NativeForm.NONE
+) -> GemmTile:
+    """The tile for `n` output columns; `out_block` is the scale block of an activated result, 0 for a plain product.
+
+    An activated result that is `gated` has a product each for gate and up.
 
     The tile fixes the order of sums, so it depends on sizes and formats that are constant in a layer, never on the
     number of rows. Shared memory stays under the 99 KiB of sm_120. Block-scaled MMA on sm_100 needs 128 rows.
     """
     block_n = min(128, max(triton.next_power_of_2(n), 32, out_block))
     block_k = 64 if a_format.element_bits == 16 else 128
-    gated = out_block > 0
+    gated = gated and out_block > 0
     block_m = 128 if native is NativeForm.AS_STORED else 64
     num_warps = 8 if block_n == 128 and (gated or native) else 4
     return GemmTile(block_m, block_n, block_k, num_warps, num_stages=2 if gated else 3)
@@ -226,7 +230,8 @@ class GemmProblem(NamedTuple):
         rows: expected rows.
         capacity: most rows.
         groups, active_groups: all groups, and those that may be active.
-        out_format: format of a gated result (SwiGLU, requantized); None for a plain product.
+        out_format: format of an activated result; None for a plain product.
+        gated: whether an activated result has a gate.
         tiled_blocks: whether the 128x128 blocks of weight scales start where the tiles of Hopper's kernel do: those of
             gate and up apart if a gated product reads them apart.
         prepacked: whether the weights are `PrepackedWeights`.
@@ -256,6 +261,7 @@ class GemmProblem(NamedTuple):
     groups: int
     active_groups: int
     out_format: TokenFormat | None = None
+    gated: bool = True
     tiled_blocks: bool = True
     prepacked: bool = False
     gathered: bool = False
@@ -272,7 +278,7 @@ class GemmProblem(NamedTuple):
     @property
     def columns(self) -> int:
         """Columns of the result."""
-        return self.n if self.out_format is None else self.n // 2
+        return self.n if self.out_format is None or not self.gated else self.n // 2
 
 
 @dataclass(frozen=True)
@@ -376,7 +382,7 @@ def _plan_triton(p: GemmProblem) -> GemmPlan:
     else:
         native = native_form(p.token_format, p.weight_format, p.capability)
         out_block = 0 if p.out_format is None else p.out_format.block
-        tile = choose_tile(p.columns, p.token_format, out_block=out_block, native=native)
+        tile = choose_tile(p.columns, p.token_format, out_block=out_block, gated=p.gated, native=native)
     blocks = (ceil_div(p.capacity, tile.block_m) + p.groups) * ceil_div(p.columns, tile.block_n)
     size = tile.block_m, tile.block_n, tile.block_k
     return GemmPlan(GemmKernel.TRITON, Regime.ANY, size, blocks, restores=p.prepacked, triton=tile, native=native)

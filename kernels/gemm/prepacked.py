@@ -25,7 +25,7 @@ from moe_runtime.kernels.runtime import resolve_engine
 
 E4M3_MAX_CODE = 0x7E
 RESULT_FORMATS = ("bf16", "mxfp8", "nvfp4")
-"""Formats of a gated result of the GEMM of prepacked weights."""
+"""Formats of an activated result of the GEMM of prepacked weights."""
 
 MAX_PREPACKED_EXPERTS = 512
 """Most groups of a GEMM of prepacked weights."""
@@ -101,7 +101,7 @@ class PrepackedWeights:
 
     @classmethod
     def prepack(cls, w: ExpertWeights, *, engine: str = "auto", argument: str = "w.scales") -> PrepackedWeights:
-        """Reorder `w`, one expert after the other; weights with `gate_up` are prepacked for SwiGLU.
+        """Reorder `w`, one expert after the other; weights with `gate_up` are prepacked for a gated activation.
 
         Waits for the device. Raises `ValueError` for other formats than these three, and one that names `argument` for
         `nvfp4` block scales that are negative or NaN.

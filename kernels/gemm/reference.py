@@ -13,7 +13,7 @@ import torch
 
 from moe_runtime.kernels.formats import reference_quantize as rq
 from moe_runtime.kernels.formats.number_formats import TokenFormat, ceil_div
-from moe_runtime.kernels.gemm.activation import swiglu
+from moe_runtime.kernels.gemm.activation import activate
 from moe_runtime.kernels.gemm.arguments import (
     check_activation,
     check_operands,
@@ -21,7 +21,7 @@ from moe_runtime.kernels.gemm.arguments import (
     empty_intermediate,
 )
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
-from moe_runtime.kernels.gemm.weights import ExpertWeights, SwiGLU
+from moe_runtime.kernels.gemm.weights import Activation, ExpertWeights
 
 ROWS_AT_ONCE = 32
 """Rows of every float64 product; the last one is padded with zeros. For few rows BLAS sums in another order, which
@@ -47,7 +47,7 @@ def grouped_gemm(
 def grouped_gemm_swiglu(
     a: GroupedRows,
     w: ExpertWeights,
-    activation: SwiGLU,
+    activation: Activation,
     *,
     out_format: str | TokenFormat,
     out_gsf: float | torch.Tensor | None = None,
@@ -55,10 +55,9 @@ def grouped_gemm_swiglu(
     """Reference of `grouped_gemm.grouped_gemm_swiglu`."""
     check_operands(a, w)
     check_activation(w, activation)
-    out, gsf = empty_intermediate(a, w, out_format, out_gsf)
-    gate_rows, up_rows = activation.order.gate_rows(w.num_rows), activation.order.up_rows(w.num_rows)
+    out, gsf = empty_intermediate(a, w, activation, out_format, out_gsf)
     for group, rows, c in _products(a, w):
-        h = swiglu(c[:, gate_rows], c[:, up_rows], activation)
+        h = activate(c, activation)
         encode = torch.ones(1, dtype=torch.float32, device=h.device) if gsf is None else gsf
         q, s = rq.quantize_tile(h, encode.expand(h.shape[0]), out.format.code)
         rq.raw_bits(out.rows)[rows] = rq.raw_bits(q)

@@ -1,19 +1,21 @@
 // Grouped GEMM for Hopper that feeds operands to the tensor cores as they are stored. One warpgroup of producers fills a
 // ring in shared memory by TMA (by cp.async for gathered rows); two warpgroups multiply by wgmma.
 //
-// A tile is 128 rows times two halves of 128 weight rows: 256 columns of a plain result, or gate and up of the same 128
-// columns of a gated one. Each math warpgroup multiplies 64 of the rows. Tiles of at most 64 rows alternate between the two
+// A tile is 128 rows times two halves of 128 weight rows: 256 columns of a result, or gate and up of the same 128 columns
+// of a gated one. Each math warpgroup multiplies 64 of the rows. Tiles of at most 64 rows alternate between the two
 // warpgroups: one multiplies while the other stores. With CLUSTER 2, the two blocks of a cluster work on two row tiles of
 // the same columns and share the weights. For the odd row tile of a group they work on two column tiles and share the rows.
 // If the last round of plain tiles has work for at most half of the clusters, its tiles are halved along the columns.
 //
 // Macros: FP8 (1: e4m3 with fp32 scales of 1x128 and 128x128; 0: bf16), STAGES, CLUSTER 1 or 2, GATHER (rows through
-// row_index), GATED, ORDER (`GateUpOrder.code`, 0 for none), OUT (0 bf16, 1 fp16, 2 fp32, 3 e4m3 with 1x128 scales),
+// row_index), ACTIVATED (the result is activated), GATED (and the weights are gate and up), FUNCTION
+// (`ActivationFunction.code`), GATE_SOFTCAP and UP_SOFTCAP (of `Activation`; none if not defined), ORDER (`GateUpOrder.code`, 0 for none), OUT (0 bf16, 1 fp16, 2 fp32, 3 e4m3 with 1x128 scales),
 // EXTRAS (row scale, expert scales or bias exist), A_BOX (rows of a box of the rows' tensor map), TMA_SCALES (TMA copies the
 // scales too, so that one thread produces; needs FP8 without GATHER, 4 stages, scales of a row a multiple of 4),
-// SHORT_BLOCKS (the columns of a gated result end within a block of 128, and so do gate and up unless interleaved).
+// SHORT_BLOCKS (the columns of an activated result end within a block of 128, and so do gate and up unless interleaved).
 // The last stage of K may be short too: past its end TMA and the gathering threads write zeros, which add nothing.
 
+#include "activation.cuh"
 #include "mbarrier.cuh"
 
 struct alignas(64) TensorMap {
@@ -150,7 +152,7 @@ __device__ __forceinline__ void copy_word(u32 to, const float* from) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
 
-// Blocks of 128 columns of a gated result.
+// Blocks of 128 columns of an activated result.
 __device__ __forceinline__ int blocks_of(int columns) { return SHORT_BLOCKS ? (columns + 127) / 128 : columns / 128; }
 
 // Row of the weight's scales, counted over all experts, for half 0 or 1 of a tile (128 rows share one). If gate and up are
@@ -158,7 +160,7 @@ __device__ __forceinline__ int blocks_of(int columns) { return SHORT_BLOCKS ? (c
 __device__ __forceinline__ long long weight_scales(int expert, int column, int columns, int half) {
     int blocks = (GATED ? 2 * columns : columns) + 127 >> 7, block = column / 128 + (half > 0);
     if (GATED) block = column / 128 + ((half > 0) == (ORDER == GATE_UP) ? blocks_of(columns) : 0);
-    if (SHORT_BLOCKS && ORDER != INTERLEAVED) blocks = 2 * blocks_of(columns);
+    if (GATED && SHORT_BLOCKS && ORDER != INTERLEAVED) blocks = 2 * blocks_of(columns);
     if (GATED && ORDER == INTERLEAVED) block = column / 64 + (half > 0);
     return (long long)expert * blocks + min(block, blocks - 1);
 }
@@ -371,12 +373,32 @@ __device__ __forceinline__ u32 pack(float low, float high) {
     return word;
 }
 
-__device__ __forceinline__ float swiglu(float gate, float up, float alpha, float limit, float up_offset) {
+// x * sigmoid(slope), given `negative`, -slope.
+__device__ __forceinline__ float times_sigmoid(float x, float negative) {
+    float inverse;
+    asm("rcp.approx.f32 %0, %1;" : "=f"(inverse) : "f"(1.0f + __expf(negative)));
+    return __fmul_rn(x, inverse);
+}
+
+// The activation function of gate, or of up where there is no gate.
+__device__ __forceinline__ float function_of(float x, float alpha) {
+    if (FUNCTION == RELU2) return squared_relu(x);
+    if (FUNCTION == GELU) return gelu(x);
+    return times_sigmoid(x, FUNCTION == GELU_TANH ? -gelu_tanh_slope(x) : -alpha * x);
+}
+
+__device__ __forceinline__ float activated(float gate, float up, float alpha, float limit, float up_offset) {
     gate = gate > limit ? limit : gate;
     up = up > limit ? limit : (up < -limit ? -limit : up);
-    float inverse;
-    asm("rcp.approx.f32 %0, %1;" : "=f"(inverse) : "f"(1.0f + __expf(-alpha * gate)));
-    return __fmul_rn(__fmul_rn(gate, inverse), __fadd_rn(up, up_offset));
+#ifdef UP_SOFTCAP
+    up = softcapped(up, UP_SOFTCAP);
+#endif
+#ifdef GATE_SOFTCAP
+    float y = times_sigmoid(softcapped(gate, GATE_SOFTCAP), -alpha * gate);
+#else
+    float y = function_of(gate, alpha);
+#endif
+    return __fmul_rn(y, __fadd_rn(up, up_offset));
 }
 
 // The largest word in the four lanes that hold a row.
@@ -426,9 +448,9 @@ __device__ __forceinline__ void store(
     }
 }
 
-// Quantizes 128 columns of each row, one block, as `quantize.quantize_tile` does, and stores `columns` of them, past which
-// there are zeros. `scales` is that of the first row.
-template <int N>
+// Quantizes 128 columns of each row from `r[FIRST]` on, one block, as `quantize.quantize_tile` does, and stores `columns` of
+// them, past which there are zeros. `scales` is that of the first row.
+template <int FIRST, int N>
 __device__ __forceinline__ void store_quantized(
     const float (&r)[N], u8* staging, u8* out, long long stride, int rows, int columns, float* scales, int scale_stride) {
     int lane = threadIdx.x % 32, quad = lane % 4;
@@ -437,8 +459,8 @@ __device__ __forceinline__ void store_quantized(
         u32 bits = 0;
 #pragma unroll
         for (int j = 0; j < 16; ++j) {
-            bits = max(bits, __float_as_uint(r[4 * j + 2 * second]) & 0x7FFFFFFF);
-            bits = max(bits, __float_as_uint(r[4 * j + 2 * second + 1]) & 0x7FFFFFFF);
+            bits = max(bits, __float_as_uint(r[FIRST + 4 * j + 2 * second]) & 0x7FFFFFFF);
+            bits = max(bits, __float_as_uint(r[FIRST + 4 * j + 2 * second + 1]) & 0x7FFFFFFF);
         }
         bits = max_of_row(bits);
         bool poisoned = bits >= 0x7F800000;  // NaN or Inf
@@ -449,8 +471,8 @@ __device__ __forceinline__ void store_quantized(
         if (quad == 0 && row < rows) scales[row * scale_stride] = poisoned ? __uint_as_float(0x7FC00000) : scale;
 #pragma unroll
         for (int j = 0; j < 16; ++j) {
-            float low = divide(r[4 * j + 2 * second], scale, inverse);
-            float high = divide(r[4 * j + 2 * second + 1], scale, inverse);
+            float low = divide(r[FIRST + 4 * j + 2 * second], scale, inverse);
+            float high = divide(r[FIRST + 4 * j + 2 * second + 1], scale, inverse);
             u16 codes;
             asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
             u32 at = row * 128 + ((j / 2 ^ row % 8) << 4) + j % 2 * 8 + quad * 2;
@@ -790,12 +812,19 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
             u8* to = out + position * stride + (long long)tile.column * SIZE;
             if (GATED) {
 #pragma unroll
-                for (int i = 0; i < 64; ++i) acc[i] = swiglu(acc[i], acc[64 + i], alpha, limit, up_offset);
+                for (int i = 0; i < 64; ++i) acc[i] = activated(acc[i], acc[64 + i], alpha, limit, up_offset);
+            } else if (ACTIVATED) {
+#pragma unroll
+                for (int i = 0; i < SUMS; ++i) acc[i] = function_of(acc[i], alpha);
             }
             if (OUT == 3) {
                 int scale_columns = blocks_of(columns);
                 float* scales = out_scales + position * scale_columns + tile.column / 128;
-                store_quantized(acc, warp_staging, to, stride, rows, width, scales, scale_columns);
+                store_quantized<0>(acc, warp_staging, to, stride, rows, width, scales, scale_columns);
+                if (!GATED && width > HALF) {
+                    width -= HALF;
+                    store_quantized<64>(acc, warp_staging, to + HALF, stride, rows, width, scales + 1, scale_columns);
+                }
             } else {
                 store<TILE_COLUMNS>(acc, warp_staging, to, stride, rows, width);
             }

@@ -32,11 +32,12 @@ import torch
 
 from moe_runtime.kernels import nvrtc
 from moe_runtime.kernels.formats.number_formats import FormatCode, TokenFormat, ceil_div
+from moe_runtime.kernels.gemm.activation import softcap_macros
 from moe_runtime.kernels.gemm.arguments import OUT_DTYPES
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.gemm.plan import GemmPlan
 from moe_runtime.kernels.gemm.shapes import HALF, MAX_STAGES, TILE_ROWS, TmaShape
-from moe_runtime.kernels.gemm.weights import ExpertWeights, GateUpOrder, SwiGLU
+from moe_runtime.kernels.gemm.weights import SILU, Activation, ExpertWeights, GateUpOrder
 
 SOURCE = "tma_gemm.cu"
 THREADS = 384
@@ -64,7 +65,7 @@ def multiply(a: GroupedRows, w: ExpertWeights, out: torch.Tensor, plan: GemmPlan
     _launch(a, w, plan, w.num_rows, out, out.stride(0), None, OUT_DTYPES.index(out.dtype), None)
 
 
-def multiply_swiglu(a: GroupedRows, w: ExpertWeights, activation: SwiGLU, out: GroupedRows, plan: GemmPlan) -> None:
+def multiply_swiglu(a: GroupedRows, w: ExpertWeights, activation: Activation, out: GroupedRows, plan: GemmPlan) -> None:
     """`grouped_gemm_swiglu` of checked operands into `out`."""
     code = 0 if out.scales is None else 3
     _launch(a, w, plan, out.num_columns, out.rows, out.rows.stride(0), out.scales, code, activation)
@@ -86,7 +87,7 @@ def macros(
     num_groups: int,
     *,
     gather: bool,
-    gated: bool,
+    activation: Activation | None,
     order: GateUpOrder | None,
     out_code: int,
     extras: bool,
@@ -101,12 +102,15 @@ def macros(
             "CLUSTER": shape.cluster,
             "A_BOX": shape.box_rows,
             "GATHER": int(gather),
-            "GATED": int(gated),
+            "ACTIVATED": int(activation is not None),
+            "GATED": int(activation is not None and activation.gated),
+            "FUNCTION": 0 if activation is None else activation.function.code,
             "ORDER": 0 if order is None else order.code,
             "OUT": out_code,
             "EXTRAS": int(extras),
             "TMA_SCALES": int(copied_scales),
             "SHORT_BLOCKS": int(short_blocks),
+            **softcap_macros(activation),
         }
     )
 
@@ -120,20 +124,20 @@ def _launch(
     out_stride: int,
     out_scales: torch.Tensor | None,
     out_code: int,
-    activation: SwiGLU | None,
+    activation: Activation | None,
 ) -> None:
     assert plan.tma is not None
     shape, copied_scales = plan.tma.shape, plan.tma.copies_scales
     device, groups = a.rows.device, a.num_groups
     scales_per_expert = 0 if w.expert_scales is None else w.expert_scales.ndim
-    order = activation.order if activation is not None else (w.gate_up if scales_per_expert == 2 else None)
+    order = activation.gate_up if activation is not None else (w.gate_up if scales_per_expert == 2 else None)
     gather = a.row_index is not None
     defines = macros(
         a.format,
         shape,
         groups,
         gather=gather,
-        gated=activation is not None,
+        activation=activation,
         order=order,
         out_code=out_code,
         extras=not (a.row_scale is None and w.expert_scales is None and w.bias is None),
@@ -141,10 +145,10 @@ def _launch(
         short_blocks=w.blocks_apart or (out_code == 3 and columns % HALF != 0),
     )
     extras = _Extras(_pointer(a.row_scale), _pointer(w.expert_scales), _pointer(w.bias), scales_per_expert)
-    w_map = _weight_map(w, None if activation is None else activation.order)
+    w_map = _weight_map(w, None if activation is None else activation.gate_up)
     a_map = w_map if gather else _rows_map(a.rows, a.num_columns, shape.box_rows)
     row_bytes = a.num_columns * a.rows.element_size()
-    formula = activation or SwiGLU()
+    formula = activation or SILU
     nvrtc.launch(
         SOURCE,
         "tma_gemm",

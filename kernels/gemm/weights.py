@@ -1,18 +1,19 @@
 """Weights of one rank's experts as the grouped GEMM reads them, and the activation between the two GEMMs.
 
 A weight is quantized once, offline, along K. Second-level scales are not in the quants; the GEMM applies them to the
-fp32 accumulator. `E` experts, `N x K` the weight of one, `I` rows of gate (and of up), `V = ceil(K / block)`.
+fp32 accumulator. `E` experts, `N x K` the weight of one, `I` rows of gate (if there is one)
+and of up, `V = ceil(K / block)`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import NoReturn
 
 import torch
 
-from moe_runtime.comm.arguments import check_device, check_is_tensor, check_number, describe
+from moe_runtime.comm.arguments import check_device, check_flag, check_is_tensor, check_number, describe
 from moe_runtime.kernels.formats.number_formats import (
     FP8_BLOCK,
     WEIGHT_BLOCK_N,
@@ -64,34 +65,105 @@ class GateUpOrder(StrEnum):
         return (slice(half, num_rows), slice(0, half), slice(1, num_rows, 2))[self.code - 1]
 
 
-@dataclass(frozen=True)
-class SwiGLU:
-    """The activation between the two products: `gate * sigmoid(alpha * gate) * (up + up_offset)`, in fp32.
+class ActivationFunction(StrEnum):
+    """The function of one value in an `Activation`, in fp32. NaN stays NaN.
 
-    A `limit` first clamps gate to at most `limit` and up to `-limit .. limit`. NaN stays NaN. The defaults are
-    `silu(gate) * up` (Shazeer, arXiv 2002.05202). `GPT_OSS` is `swiglu` in github.com/openai/gpt-oss,
-    gpt_oss/torch/model.py.
+    `SILU` is `x * sigmoid(alpha * x)`, `GELU` is `x / 2 * (1 + erf(x / sqrt(2)))`, `GELU_TANH` its approximation
+    `x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3)))` (Hendrycks and Gimpel, arXiv 1606.08415), and `RELU2` is
+    `max(x, 0)^2` (So et al., arXiv 2109.08668).
+    """
+
+    SILU = "silu"
+    GELU = "gelu"
+    GELU_TANH = "gelu_tanh"
+    RELU2 = "relu2"
+
+    @classmethod
+    def of(cls, value: object) -> ActivationFunction:
+        """The function called `value`. Raises `ValueError` for anything else, also for arrays."""
+        return cls(value) if isinstance(value, str) else cls._missing_(value)
+
+    @classmethod
+    def _missing_(cls, value: object) -> NoReturn:
+        raise ValueError(f"function: expected one of {[each.value for each in cls]}, got {describe(value)}")
+
+    @property
+    def code(self) -> int:
+        """The code that kernels branch on, from 1."""
+        return 1 + list(ActivationFunction).index(self)
+
+
+@dataclass(frozen=True)
+class Activation:
+    """The activation between the two products, in fp32: `function(gate) * (up + up_offset)`, or `function(up)`.
+
+    A `limit` first clamps gate to at most `limit` and up to `-limit .. limit`. A softcap `c` then bounds up, and the
+    gate outside of the sigmoid, by `c * tanh(x / c)`. NaN stays NaN. The defaults are `silu(gate) * up`, SwiGLU
+    (Shazeer, arXiv 2002.05202). `GPT_OSS` is `swiglu` in github.com/openai/gpt-oss, gpt_oss/torch/model.py.
+    `SQUARED_RELU` has no gate: the first weight holds the `I` rows of up alone.
 
     Attributes:
-        order: order of the rows of gate and up in the first weight.
-        alpha: factor inside the sigmoid.
-        limit: the clamp, positive; None for none.
-        up_offset: added to up after the clamp.
+        order: order of the rows of gate and up in the first weight; `GATE_UP` without a gate.
+        alpha: factor inside the sigmoid of `SILU`; 1 for other functions.
+        limit: the clamp, positive; None for none, and without a gate.
+        up_offset: added to up after the clamp; 0 without a gate.
+        gate_softcap, up_softcap: softcaps, positive, of a gated `SILU` only; None for none.
+        function: function of gate, or of up where there is no gate; a name is looked up.
+        gated: whether there is a gate.
+
+    Raises:
+        ValueError: a value of the wrong kind, or one that the function or the missing gate excludes.
     """
 
     order: GateUpOrder = GateUpOrder.GATE_UP
     alpha: float = 1.0
     limit: float | None = None
     up_offset: float = 0.0
+    function: ActivationFunction = field(default=ActivationFunction.SILU, kw_only=True)
+    gated: bool = field(default=True, kw_only=True)
+    gate_softcap: float | None = field(default=None, kw_only=True)
+    up_softcap: float | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "order", GateUpOrder.of(self.order))
+        object.__setattr__(self, "function", ActivationFunction.of(self.function))
+        check_flag("gated", self.gated)
         check_number("alpha", self.alpha)
         check_number("up_offset", self.up_offset)
-        limit = self.limit
-        is_number = isinstance(limit, (int, float)) and not isinstance(limit, bool)
-        if limit is not None and not (is_number and limit > 0):
-            raise ValueError(f"limit: expected a positive number or None, got {describe(limit)}")
+        for name in ("limit", "gate_softcap", "up_softcap"):
+            bound = getattr(self, name)
+            is_number = isinstance(bound, (int, float)) and not isinstance(bound, bool)
+            if bound is not None and not (is_number and bound > 0):
+                raise ValueError(f"{name}: expected a positive number or None, got {describe(bound)}")
+        if self.function is not ActivationFunction.SILU and self.alpha != 1.0:
+            raise ValueError(f"alpha: only silu has one, expected 1 with {self.function.value}, got {self.alpha!r}")
+        for name in () if self.gated else ("order", "limit", "up_offset", "gate_softcap", "up_softcap"):
+            value, default = getattr(self, name), getattr(Activation, name)
+            if value != default:
+                raise ValueError(f"{name}: expected {default!r} without a gate, got {value!r}")
+        for name in ("gate_softcap", "up_softcap") if self.function is not ActivationFunction.SILU else ():
+            if getattr(self, name) is not None:
+                raise ValueError(f"{name}: only silu has one, expected None with {self.function.value}")
+
+    @property
+    def gate_up(self) -> GateUpOrder | None:
+        """The order of gate and up in the first weight; None without a gate."""
+        return self.order if self.gated else None
+
+    @property
+    def num_parts(self) -> int:
+        """Parts of `I` rows in the first weight: 2, gate and up, or 1."""
+        return 2 if self.gated else 1
+
+    @property
+    def constants(self) -> tuple[int, bool, float, float | None, float, float | None, float | None]:
+        """`(function, gated, alpha, limit, up_offset, gate_softcap, up_softcap)` for Triton kernels."""
+        clamps = self.alpha, self.limit, self.up_offset
+        return self.function.code, self.gated, *clamps, self.gate_softcap, self.up_softcap
+
+
+SwiGLU = Activation
+"""`Activation` under the name of what its defaults are."""
 
 
 def has_blocks_apart(fmt: TokenFormat, num_rows: int, order: GateUpOrder | None) -> bool:
@@ -122,8 +194,11 @@ def one_of(expert: int, num_experts: int) -> slice:
     return slice(expert, expert + 1)
 
 
-SILU = SwiGLU()
-GPT_OSS = SwiGLU(GateUpOrder.INTERLEAVED, alpha=1.702, limit=7.0, up_offset=1.0)
+SILU = Activation()
+GPT_OSS = Activation(GateUpOrder.INTERLEAVED, alpha=1.702, limit=7.0, up_offset=1.0)
+GEGLU = Activation(function=ActivationFunction.GELU)
+GEGLU_TANH = Activation(function=ActivationFunction.GELU_TANH)
+SQUARED_RELU = Activation(function=ActivationFunction.RELU2, gated=False)
 
 
 @dataclass(frozen=True)

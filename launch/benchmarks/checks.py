@@ -20,9 +20,9 @@ from moe_runtime.kernels.formats.quantize import dequantize_rows, quantize_rows
 from moe_runtime.kernels.formats.reference_quantize import raw_bits
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
-from moe_runtime.kernels.gemm.weights import ExpertWeights, SwiGLU
+from moe_runtime.kernels.gemm.weights import Activation, ExpertWeights
 from moe_runtime.launch.benchmarks.fp8_bound import FP8_MMA_GAIN
-from moe_runtime.reference import relative_error, rounding_error, swiglu_reference
+from moe_runtime.reference import activation_reference, relative_error, rounding_error
 
 FP32_GAIN = 2.0**-23
 """Per 16 of K: error of an fp32 sum, or of a bf16 MMA, over the sum of the products' magnitudes."""
@@ -159,10 +159,10 @@ def check_combine(y_TH: torch.Tensor, inputs: Inputs, geometry: ExchangeGeometry
 
 
 def check_gate_up(
-    out: GroupedRows, rows: GroupedRows, w: ExpertWeights | PrepackedWeights, activation: SwiGLU
+    out: GroupedRows, rows: GroupedRows, w: ExpertWeights | PrepackedWeights, activation: Activation
 ) -> Check:
     """Error of the quantized intermediate, bounded by its rounding: both sides use the same dequantized operands."""
-    expected = [swiglu_reference(c, activation) for _, c, _ in _products(rows, w)]
+    expected = [activation_reference(c, activation) for _, c, _ in _products(rows, w)]
     values = dequantize_rows(ungrouped(out), engine="torch")
     error, _ = relative_error(values, torch.cat(expected) if expected else values.double())
     return Check("gate and up: relative Frobenius error", error, rounding_error(out.format))

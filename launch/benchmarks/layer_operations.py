@@ -168,7 +168,10 @@ def gemm(bench: Bench) -> None:
         lambda number, lap: project(number),
         lambda number, lap: grouped_gemm(between, down[number % len(down)], out=out_RH, engine=engine),
     )
-    sizes = ((2 * inner, hidden, arrived, checks.format_bytes(fmt, inner)), (hidden, inner, middle, 2 * hidden))
+    sizes = (
+        (config.activation.num_parts * inner, hidden, arrived, checks.format_bytes(fmt, inner)),
+        (hidden, inner, middle, 2 * hidden),
+    )
     weights = (experts.gate_up, experts.down)
     for index, (n, k, rows, row_bytes) in enumerate(sizes):
         name = ("gemm gate+up", "gemm down")[index]
@@ -233,7 +236,8 @@ def whole_layer(bench: Bench) -> None:
         return
     starts = layer.dispatcher.geometry.starts
     rows = statistics.mean(max(_rows_of_ranks(idx, starts)) for idx in bench.ids_of_turns)
-    work = Work(flops=gemm_flops(1, 3 * config.intermediate_size, config.hidden_size) * rows)
+    width = (config.activation.num_parts + 1) * config.intermediate_size
+    work = Work(flops=gemm_flops(1, width, config.hidden_size) * rows)
     measured = bench.time(lambda number, lap: forward(number), [check], capturable=bench.context.heap.graph_safe)
     weight_bytes = bench.experts.gate_up.num_bytes + bench.experts.down.num_bytes
     bench.add("layer", measured, TOTAL, work, check, weight_bytes=weight_bytes, weight_copies=len(experts))

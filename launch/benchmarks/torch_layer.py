@@ -22,10 +22,10 @@ from torch.nn import functional
 
 from moe_runtime.checkpoints.readers import dense
 from moe_runtime.context.expert_parallel import ExpertParallelContext
-from moe_runtime.kernels.gemm.activation import swiglu
-from moe_runtime.kernels.gemm.weights import SwiGLU
+from moe_runtime.kernels.gemm.activation import activate
+from moe_runtime.kernels.gemm.weights import SILU, Activation
 from moe_runtime.launch.common.cases import ExpertSource
-from moe_runtime.reference import SWIGLU_GAIN, rounding_error
+from moe_runtime.reference import FUNCTION_GAINS, rounding_error
 
 NAME = "torch all_to_all_single + grouped_mm bf16"
 
@@ -99,12 +99,13 @@ class TorchLayer:
         local: Sequence[int],
         hidden: int,
         intermediate: int,
-        activation: SwiGLU,
+        activation: Activation,
         device: torch.device,
     ) -> None:
         count = len(local)
         self.activation = activation
-        self.gate_up_ENK = torch.empty(count, 2 * intermediate, hidden, dtype=torch.bfloat16, device=device)
+        rows = activation.num_parts * intermediate
+        self.gate_up_ENK = torch.empty(count, rows, hidden, dtype=torch.bfloat16, device=device)
         self.down_ENK = torch.empty(count, hidden, intermediate, dtype=torch.bfloat16, device=device)
         self.gate_up_bias_EN: torch.Tensor | None = None
         self.down_bias_EN: torch.Tensor | None = None
@@ -113,7 +114,7 @@ class TorchLayer:
             self.gate_up_ENK[place], self.down_ENK[place] = dense(gate_up), dense(down)
             if gate_up_bias is not None and down_bias is not None:
                 if self.gate_up_bias_EN is None or self.down_bias_EN is None:
-                    self.gate_up_bias_EN = self.gate_up_ENK.new_zeros(count, 2 * intermediate)
+                    self.gate_up_bias_EN = self.gate_up_ENK.new_zeros(count, rows)
                     self.down_bias_EN = self.down_ENK.new_zeros(count, hidden)
                 self.gate_up_bias_EN[place], self.down_bias_EN[place] = gate_up_bias, down_bias
 
@@ -152,13 +153,12 @@ class TorchLayer:
         return out_RN
 
 
-def gated(both_RN: torch.Tensor, activation: SwiGLU) -> torch.Tensor:
-    """bf16 `[R, I]` by torch, of bf16 gate and up `[R, 2I]`: in bf16 where torch has the formula, else in fp32."""
+def gated(both_RN: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """bf16 `[R, I]` by torch, of bf16 gate and up `[R, 2I]`, or of up: in bf16 for plain SwiGLU, else in fp32."""
     order, columns = activation.order, both_RN.shape[1]
-    gate, up = both_RN[:, order.gate_rows(columns)], both_RN[:, order.up_rows(columns)]
-    if activation == SwiGLU(order):
-        return functional.silu(gate) * up
-    return swiglu(gate.float(), up.float(), activation).to(both_RN.dtype)
+    if activation == Activation(order):
+        return functional.silu(both_RN[:, order.gate_rows(columns)]) * both_RN[:, order.up_rows(columns)]
+    return activate(both_RN.float(), activation).to(both_RN.dtype)
 
 
 def _all_to_all(
@@ -183,5 +183,5 @@ def error_bound() -> float:
     """
     growth = 1 + rounding_error("bf16") ** 2
     projected = growth**2
-    activated = (1 + SWIGLU_GAIN * (projected - 1)) * projected
+    activated = (1 + FUNCTION_GAINS[SILU.function] * (projected - 1)) * projected
     return math.sqrt(activated * growth**6 - 1)

@@ -15,6 +15,7 @@ from moe_runtime.checkpoints.checkpoint import Checkpoint
 from moe_runtime.checkpoints.loading import ExpertTensors
 from moe_runtime.checkpoints.readers import dense
 from moe_runtime.config import MoELayerConfig, RunConfig
+from moe_runtime.experts import activation_of
 from moe_runtime.layer import MoELayer
 from moe_runtime.reference import error_bound, moe_reference
 
@@ -140,15 +141,21 @@ def layer_reference(
             gate_up,
             down,
             layer.experts.activation,
+            norm=layer.experts.norm,
             gate_up_bias=gate_up_bias,
             down_bias=down_bias,
         )
     return y_TH
 
 
-def layer_bound(config: MoELayerConfig) -> float:
-    """The derived bound of the error of a layer, in the Frobenius norm over many tokens."""
-    return error_bound(config.token_format, config.weight_format, config.combine_format)
+def layer_bound(config: MoELayerConfig, *, exact_weights: bool = False) -> float:
+    """The derived bound of the error of a layer, in the Frobenius norm over many tokens.
+
+    With `exact_weights` the reference has the weights that the layer holds.
+    """
+    activation = activation_of(config.activation)
+    formats = config.token_format, "bf16" if exact_weights else config.weight_format, config.combine_format
+    return error_bound(*formats, activation=activation, post_expert_norm=config.post_expert_norm is not None)
 
 
 def default_check_tokens(config: MoELayerConfig) -> int:

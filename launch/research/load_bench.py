@@ -27,8 +27,8 @@ from rich.console import Console
 
 from moe_runtime.checkpoints.checkpoint import Checkpoint
 from moe_runtime.checkpoints.files import INDEX_FILE, SafetensorsFile, write_json
-from moe_runtime.checkpoints.layouts import CONFIG_FILE
 from moe_runtime.checkpoints.loading import quantize_experts
+from moe_runtime.checkpoints.quantization import CONFIG_FILE
 from moe_runtime.checkpoints.writer import TensorWriter
 from moe_runtime.kernels.formats.number_formats import NVFP4
 from moe_runtime.kernels.formats.scale_blocks import expert_starts

@@ -10,9 +10,9 @@ import torch
 
 from moe_runtime.checkpoints.checkpoint import Checkpoint
 from moe_runtime.checkpoints.readers import dense
-from moe_runtime.experts import swiglu_of
+from moe_runtime.experts import activation_of
 from moe_runtime.kernels.formats.number_formats import MAX_ENCODE_SCALE, NVFP4_FULL_SCALE
-from moe_runtime.kernels.gemm.activation import swiglu
+from moe_runtime.kernels.gemm.activation import activate
 from moe_runtime.router import Router
 
 
@@ -69,7 +69,7 @@ def calibrate(
         router = Router(config.hidden_size, config.num_experts, config.top_k, config.router, tokens_TH.device)
         router.load(stored.weight, bias=stored.bias, correction_bias=stored.correction_bias)
         topk_idx, _ = router(tokens_TH)
-        activation = swiglu_of(config.activation)
+        activation = activation_of(config.activation)
         largest = torch.zeros((), dtype=torch.float32, device=tokens_TH.device)
         for number, expert in enumerate(checkpoint.experts(layer, range(config.num_experts))):
             rows_RH = tokens_TH[(topk_idx == number).any(1)]
@@ -78,9 +78,8 @@ def calibrate(
             c = rows_RH @ dense(expert.gate_up).to(device).float().T
             if expert.gate_up_bias is not None:
                 c = c + expert.gate_up_bias.to(device)
-            gate, up = (c[:, part(c.shape[1])] for part in (activation.order.gate_rows, activation.order.up_rows))
             # `maximum` keeps a NaN.
-            largest = torch.maximum(largest, swiglu(gate, up, activation).abs().max())
+            largest = torch.maximum(largest, activate(c, activation).abs().max())
         token_amax = float(tokens_TH.abs().max()) if len(tokens_TH) else 0.0
     try:
         return Calibration(token_amax, float(largest))

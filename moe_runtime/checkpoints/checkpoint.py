@@ -1,8 +1,8 @@
 """Reads the MoE layers of checkpoints in HuggingFace folders, in the names and layouts that model makers use.
 
 A folder holds `config.json` and either `model.safetensors` or shards with `model.safetensors.index.json`. The family of
-the model (`moe_runtime.checkpoints.families`) and the layout of its experts (`moe_runtime.checkpoints.layouts`) follow
-from `config.json`, the layout also from `hf_quant_config.json` if `config.json` says nothing of it.
+the model (`moe_runtime.checkpoints.families`) and the layout of its experts (`moe_runtime.checkpoints.quantization`)
+follow from `config.json`, the layout also from `hf_quant_config.json` if `config.json` says nothing of it.
 """
 
 from __future__ import annotations
@@ -36,10 +36,7 @@ from moe_runtime.checkpoints.families import (
 )
 from moe_runtime.checkpoints.files import INDEX_FILE, SINGLE_FILE, TensorFiles, read_json, write_json
 from moe_runtime.checkpoints.layouts import (
-    CONFIG_FILE,
-    EXPERTS_KEY,
     FLOAT_DTYPES,
-    MODELOPT_FILE,
     PLAIN,
     PLAIN_FUSED,
     PLAIN_FUSED_TRANSPOSED,
@@ -47,13 +44,12 @@ from moe_runtime.checkpoints.layouts import (
     QUANTIZED_DTYPES,
     SCALE_NAMES,
     WEIGHT_NAMES,
-    Quantization,
-    StoredExperts,
     WeightLayout,
 )
 from moe_runtime.checkpoints.loading import FRESH, ExpertTensors, QuantBuffer, QuantBuffers, check_buffers
+from moe_runtime.checkpoints.quantization import CONFIG_FILE, EXPERTS_KEY, MODELOPT_FILE, Quantization, StoredExperts
 from moe_runtime.checkpoints.readers import ExpertNames, ExpertReader, dense, layout_of, read_linear
-from moe_runtime.comm.arguments import check_integer, check_kind, check_path, describe
+from moe_runtime.comm.arguments import check_flag, check_integer, check_kind, check_path, describe
 from moe_runtime.config import MAX_EXPERTS, ActivationConfig, MoELayerConfig, RouterConfig, SharedExpertConfig
 from moe_runtime.kernels.formats.number_formats import (
     format_named,
@@ -64,6 +60,8 @@ from moe_runtime.kernels.gemm.weights import GateUpOrder
 
 _NUMBER = re.compile("[0-9]{1,4}").fullmatch
 """A number of a decoder layer."""
+_STACK_OF_GRANITE = ".block_sparse_moe.input_linear.weight"
+"""Stacked experts without a module of their own."""
 _OTHER_STACKS = ("mtp", "draft", "talker")
 """Modules that may have decoder layers of their own, which are not those of the model."""
 
@@ -87,10 +85,11 @@ class RouterTensors:
 class SharedExpertTensors:
     """A shared expert: `gate_proj` and `up_proj` `[S, H]`, `down_proj` `[H, S]`, and the gate `[1, H]` of gated ones.
 
-    bf16; fp32 if they are stored so or in fp16, or quantized. The gate is as it is stored.
+    bf16; fp32 if they are stored so or in fp16, or quantized. The gate is as it is stored. `gate_proj` is None where
+    the model's experts have none.
     """
 
-    gate_proj: torch.Tensor
+    gate_proj: torch.Tensor | None
     up_proj: torch.Tensor
     down_proj: torch.Tensor
     token_gate: torch.Tensor | None = None
@@ -99,9 +98,15 @@ class SharedExpertTensors:
 class Checkpoint:
     """A checkpoint folder, open for reading; a context manager. Tensors are read only on request.
 
+    Args:
+        path: of the folder.
+        routers: False for `apply_expert_parallel`, where the model brings its own routers and says what its experts
+            compute. Then what `config.json` says of these is not read, and any kind of model will do.
+
     Attributes:
         folder: its path.
         config: the parsed `config.json`.
+        routers: as given.
         family: the family of the model.
         quantization: how its routed experts are quantized.
         files: its tensors.
@@ -115,14 +120,16 @@ class Checkpoint:
     Warns (`UserWarning`) of a `model_type` that no family has: what its config does not say is guessed (`DEFAULT`).
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, *, routers: bool = True) -> None:
         self.folder = check_path("path", path)
+        check_flag("routers", routers)
+        self.routers = routers
         if re.fullmatch(_HUB_ID, str(path)) and not os.path.exists(self.folder):
             raise ValueError(f"path: no folder {path}; a model of the Hugging Face Hub has to be downloaded first")
         self._source = str(self.folder / CONFIG_FILE)
         self.config = read_json(self.folder / CONFIG_FILE)
         self.family: Family = family_of(self.config, source=self._source)
-        if (guess := guessed(self.config, source=self._source)) is not None:
+        if routers and (guess := guessed(self.config, source=self._source)) is not None:
             router = self._sizes().router
             warnings.warn(f"{self._source}: {guess} is not known; its router is read as {router!r}", stacklevel=2)
         self.quantization = Quantization.of(self.folder, self.config, stacked=self.family is GPT_OSS)
@@ -182,7 +189,10 @@ class Checkpoint:
         found: dict[str, Any] = {"token_format": token, "weight_format": weight}
         if token == "nvfp4" and overrides.get("intermediate_gsf") is None:
             found["intermediate_gsf"] = self.reader(layer).smallest_input_gsf()
-        return layer_config(self.config, source=self._source, **overrides | found)
+        made = layer_config(self.config, source=self._source, experts_only=not self.routers, **overrides | found)
+        if made.activation.order != (order := self.names(layer).order.value):
+            raise ValueError(f"activation.order: {self._source} is read as {order}, got {made.activation.order}")
+        return made
 
     def check_fits(self, config: MoELayerConfig, *, but_for: Collection[str] = ()) -> None:
         """Raise `ValueError` naming the field if `config` contradicts `config.json`, except in the fields `but_for`.
@@ -194,27 +204,30 @@ class Checkpoint:
         for name in but_for:
             if not isinstance(name, str) or name not in MoELayerConfig.model_fields:
                 raise ValueError(f"but_for: expected names of fields, got {describe(name)}")
+        but_for = set(but_for) if self.routers else {*but_for} & {"hidden_size", "intermediate_size", "num_experts"}
         fields = {name: value for name, value in config.model_dump().items() if name not in but_for}
-        layer_config(self.config, source=self._source, **fields)
+        layer_config(self.config, source=self._source, experts_only=not self.routers, **fields)
 
     def digests(self, layer: int | None = None) -> dict[str, str]:
         """Hashes that must be equal on ranks that read one checkpoint (`TensorFiles.file_digests`).
 
-        A `layer` adds the hash of its router, which differs between trainings of one model, and those of the headers
-        of the files with its experts, which must all be there.
+        A `layer` adds the hash of its router, if routers are read, which differs between trainings of one model, and
+        those of the headers of the files with its experts, which must all be there.
         """
         found = self.files.file_digests((CONFIG_FILE, MODELOPT_FILE))
         if layer is not None:
-            raw = self.router(layer).weight.view(torch.uint8).numpy().tobytes()
-            found[f"sha256 of {self._gate(layer)}.weight"] = hashlib.sha256(raw).hexdigest()[:16]
-            block = f"{self.names(layer).block}."
-            found |= self.files.header_digests(name for name in self.files.names() if name.startswith(block))
+            if self.routers:
+                raw = self.router(layer).weight.view(torch.uint8).numpy().tobytes()
+                found[f"sha256 of {self._gate(layer)}.weight"] = hashlib.sha256(raw).hexdigest()[:16]
+            names = self.names(layer)
+            of_experts = (f"{names.block}.", *names.stacks)
+            found |= self.files.header_digests(name for name in self.files.names() if name.startswith(of_experts))
         return found
 
     def check_layer(self, layer: int) -> None:
         """Raise `ValueError` unless decoder layer `layer` has routed experts."""
         if not self._is_moe_layer(layer):
-            where = self.files.index if self.family is DEFAULT else self._source
+            where = self.files.index if self.family is DEFAULT or not self.routers else self._source
             raise ValueError(f"layer: {where} says that layer {layer} has no experts")
 
     @property
@@ -225,8 +238,11 @@ class Checkpoint:
     def _is_moe_layer(self, layer: int) -> bool:
         """As `is_moe_layer`, but the files say which layers have experts if the family is `DEFAULT`.
 
-        They also say which layers for multi-token prediction there are, if the config does not.
+        They also say which layers for multi-token prediction there are, if the config does not. Without routers,
+        nothing but the files counts.
         """
+        if not self.routers:
+            return type(layer) is int and layer in self._blocks
         if (
             self._says_no_prediction
             and type(layer) is int
@@ -251,11 +267,13 @@ class Checkpoint:
         seen = set()
         for name in self.files.names():
             block, found, _ = name.partition(".experts.")
+            if name.endswith(_STACK_OF_GRANITE):
+                block, found, _ = name.rpartition(".input_linear")
             if not found or block in seen or len(block) > MAX_NAME:
                 continue
             seen.add(block)
             parts = block.split(".")
-            place = next((n for n in range(1, len(parts) - 1) if parts[n - 1] == "layers" and _NUMBER(parts[n])), None)
+            place = next((n for n in range(1, len(parts)) if parts[n - 1] == "layers" and _NUMBER(parts[n])), None)
             if place is None or not set(_OTHER_STACKS).isdisjoint(parts):
                 continue
             blocks, layer = stacks.setdefault(".".join(parts[:place]), {}), int(parts[place])
@@ -278,6 +296,7 @@ class Checkpoint:
         Also if there is a shared expert, or a gate of one, that `config.json` does not have.
         Reads headers only, so that nobody allocates what a wrong `config.json` asks for.
         """
+        self._check_routers()
         self.check_layer(layer)
         sizes = self._sizes()
         hidden, shared = sizes.hidden_size, sizes.shared_expert
@@ -290,8 +309,8 @@ class Checkpoint:
         else:
             linears, inner = self._shared_linears(layer), shared.intermediate_size
             layout = self._shared_layout(linears)
-            for name, (rows, columns) in zip(linears, ((inner, hidden), (inner, hidden), (hidden, inner)), strict=True):
-                shape = (rows, layout.quant_columns(columns))
+            for name, (rows, columns) in zip(linears, _shapes(linears, inner, hidden), strict=True):
+                shape = layout.quant_shape(rows, columns)
                 self.files.check(f"{name}.{layout.weight}", shape, layout.quant_dtypes)
 
     def stored_of(self, layer: int) -> StoredExperts:
@@ -334,8 +353,9 @@ class Checkpoint:
         sizes = self._sizes()
         experts, hidden, inner = sizes.num_experts, sizes.hidden_size, sizes.intermediate_size
         found = [self.files.entry(stack).shape for stack in names.stacks]
-        transposed = [(experts, hidden, 2 * inner), (experts, inner, hidden)]
-        plain = [(experts, 2 * inner, hidden), (experts, hidden, inner)]
+        rows = inner * sizes.activation.num_parts
+        transposed = [(experts, hidden, rows), (experts, inner, hidden)]
+        plain = [(experts, rows, hidden), (experts, hidden, inner)]
         turned = found == transposed and found != plain
         return StoredExperts(PLAIN_FUSED_TRANSPOSED if turned else PLAIN_FUSED, "bf16")
 
@@ -372,11 +392,20 @@ class Checkpoint:
     def names(self, layer: int) -> ExpertNames:
         """The names of a layer's experts."""
         self.check_layer(layer)
-        block, known = f"{self._block(layer)}.experts", self.family.names.projections
-        parts = next((parts for parts in known if self._holds_linear(f"{block}.0.{parts[0]}")), known[0])
+        outer, known, stacks = self._block(layer), self.family.names.projections, self.family.names.stacks
+        block = f"{outer}.experts"
+        parts = next((parts for parts in known if self._holds_linear(f"{block}.0.{parts[0] or parts[1]}")), known[0])
+        gate_up, down = next((pair for pair in stacks if f"{outer}.{pair[0]}" in self.files), stacks[0])
         order = GateUpOrder.INTERLEAVED if self.family.clamped_swiglu else GateUpOrder.GATE_UP
         correction_bias = self._found(layer, self.family.names.correction_biases)
-        return ExpertNames(block, *parts, order=order, biases=self.family.expert_bias, others=(correction_bias,))
+        return ExpertNames(
+            block,
+            *parts,
+            stacks=(f"{outer}.{gate_up}", f"{outer}.{down}"),
+            order=order,
+            biases=self.family.expert_bias or (not self.routers and f"{outer}.{gate_up}_bias" in self.files),
+            others=(correction_bias, f"{block}.post_expert_norm.weight"),
+        )
 
     def _holds_linear(self, prefix: str) -> bool:
         return any(f"{prefix}.{weight}" in self.files for weight in WEIGHT_NAMES)
@@ -434,7 +463,8 @@ class Checkpoint:
         return QuantBuffer(count), QuantBuffer(count)
 
     def router(self, layer: int) -> RouterTensors:
-        """The router of a layer, with its biases."""
+        """The router of a layer, with its biases. Raises `ValueError` also where routers are not read."""
+        self._check_routers()
         self.check_layer(layer)
         sizes = self._sizes()
         gate, correction_bias = self._gate(layer), self._found(layer, self.family.names.correction_biases)
@@ -450,7 +480,8 @@ class Checkpoint:
         )
 
     def shared_expert(self, layer: int) -> SharedExpertTensors | None:
-        """The shared expert of a layer; None if the model has none."""
+        """The shared expert of a layer; None if the model has none. Raises `ValueError` as `router`."""
+        self._check_routers()
         self.check_layer(layer)
         sizes = self._sizes()
         shared: SharedExpertConfig | None = sizes.shared_expert
@@ -458,12 +489,12 @@ class Checkpoint:
             return None
         linears, hidden, inner = self._shared_linears(layer), sizes.hidden_size, shared.intermediate_size
         layout = self._shared_layout(linears)
-        shapes = ((inner, hidden), (inner, hidden), (hidden, inner))
-        gate, up, down = (
+        shapes = _shapes(linears, inner, hidden)
+        *gate, up, down = (
             dense(read_linear(self.files, layout, name, *shape)) for name, shape in zip(linears, shapes, strict=True)
         )
         return SharedExpertTensors(
-            gate,
+            gate[0] if gate else None,
             up,
             down,
             self.files.read(self._shared_gate(layer), (1, hidden), FLOAT_DTYPES) if shared.gated else None,
@@ -480,7 +511,7 @@ class Checkpoint:
     def _shared_linears(self, layer: int) -> list[str]:
         block, names = self._block(layer), self.family.names
         found = [
-            [f"{block}.{shared}.{part}" for part in parts]
+            [f"{block}.{shared}.{part}" for part in parts if part is not None]
             for shared in names.shared_experts
             for parts in names.projections
         ]
@@ -499,8 +530,15 @@ class Checkpoint:
         stack, blocks = self._stack
         return blocks.get(layer, f"{stack}.{layer}.{self.family.names.block}")
 
+    def _check_routers(self) -> None:
+        if not self.routers:
+            raise ValueError("routers: expected True where a router or a shared expert is read")
+
     def _sizes(self) -> MoELayerConfig:
-        return layer_config(self.config, source=self._source, max_tokens_per_rank=1)
+        """All that `config.json` says; without routers, only the sizes of experts."""
+        top_k = {} if self.routers else {"top_k": 1}
+        found = {"max_tokens_per_rank": 1, **top_k}
+        return layer_config(self.config, source=self._source, experts_only=not self.routers, **found)
 
 
 def choose_formats(
@@ -529,6 +567,11 @@ def choose_formats(
         possible = token_formats_for(weight_format)
         token_format = stored.token_format if stored.token_format in possible else (*possible, "bf16")[0]
     return token_format, weight_format
+
+
+def _shapes(linears: Sequence[str], inner: int, hidden: int) -> list[tuple[int, int]]:
+    """Shapes of gate, if there is one, up and down."""
+    return [(inner, hidden)] * (len(linears) - 1) + [(hidden, inner)]
 
 
 def opened(checkpoint: Checkpoint | str | Path) -> AbstractContextManager[Checkpoint]:

@@ -32,15 +32,12 @@ from moe_runtime.checkpoints.files import DTYPES, INDEX_FILE, SINGLE_FILE, Safet
 from moe_runtime.checkpoints.layouts import (
     COMPRESSED_MXFP4,
     COMPRESSED_NVFP4,
-    CONFIG_FILE,
-    EXPERTS_KEY,
     GPT_OSS_MXFP4,
-    MODELOPT_FILE,
-    OLD_KEY,
     PLAIN,
     SCALE_NAMES,
     WeightLayout,
 )
+from moe_runtime.checkpoints.quantization import CONFIG_FILE, EXPERTS_KEY, MODELOPT_FILE, OLD_KEY
 from moe_runtime.checkpoints.readers import ExpertReader
 from moe_runtime.checkpoints.writer import TensorWriter, sync_folder, write_whole
 from moe_runtime.support.folder_lock import locked_folder
@@ -80,8 +77,8 @@ def convert_checkpoint(
     and the experts get one of their own (`EXPERTS_KEY`). Other programs do not know it and misread the experts.
 
     Stacked experts, as in gpt-oss, stay stacked in `mxfp4`, in that model's own layout, and become separate linears in
-    other formats. Since a layer interleaves their rows of gate and up, it dequantizes 128x128 blocks of `fp8_block`
-    and quantizes them again.
+    other formats, as fused ones do in all. Since a layer interleaves the rows of gate and up of gpt-oss, it dequantizes
+    128x128 blocks of `fp8_block` and quantizes them again.
 
     Copied are the other tensors that the index (or the single file) names, and files in the folder that end in
     `.json`, `.jinja`, `.md`, `.model`, `.py`, `.tiktoken` or `.txt`. Tensors that the index does not name, and other
@@ -91,8 +88,7 @@ def convert_checkpoint(
     tensor, so another copy will do. A change after these bytes goes unnoticed and mixes old and new shards.
 
     Args:
-        source: a folder that `Checkpoint` reads, without fused experts. Nobody may write to it until
-            the conversion ends.
+        source: a folder that `Checkpoint` reads. Nobody may write to it until the conversion ends.
         target: created if missing. Complete shards of the same conversion are left as they are.
         weight_format: `nvfp4`, `mxfp4`, `mxfp8` or `fp8_block`; not the format of a layer of the source.
         calibrations: by layer, for every layer with experts; `nvfp4` only. Layers for multi-token prediction may be
@@ -157,7 +153,8 @@ class _Conversion:
         self.shards = checkpoint.files.shards()
         readers = self._readers()
         self.layers = list(readers)
-        if layout is COMPRESSED_MXFP4 and readers and all(reader.layout.stacked for reader in readers.values()):
+        own = [reader.layout.stacked and not reader.layout.fused for reader in readers.values()]
+        if layout is COMPRESSED_MXFP4 and own and all(own):
             self.layout = GPT_OSS_MXFP4
         self.experts: dict[str, list[_Expert]] = {shard: [] for shard in self.shards}
         self.replaced: set[str] = set()
@@ -176,10 +173,9 @@ class _Conversion:
         for layer in _layers_with_experts(checkpoint):
             reader = checkpoint.reader(layer)
             reader.check_names()
-            if reader.layout.fused:
+            if reader.names.gate is None:
                 raise ValueError(
-                    f"source: {reader.names.block} of {checkpoint.folder} are fused, as transformers has them in "
-                    "memory, expected what its save_pretrained writes with save_original_format=True"
+                    f"source: {reader.names.block} of {checkpoint.folder} have no gate, expected experts with one"
                 )
             if reader.layout.format is fmt:
                 raise ValueError(
@@ -280,7 +276,7 @@ class _Conversion:
     def _config(self, plain: list[str]) -> dict[str, Any]:
         config = dict(self.checkpoint.config)
         names = self.checkpoint.names(self.layers[0]) if self.layers else None
-        linears = "|".join((names.gate, names.up, names.down)) if names is not None else ""
+        linears = "|".join((str(names.gate), names.up, names.down)) if names is not None else ""
         linears = rf"\.experts\.\d+\.({linears})$"
         targets = {rf"re:.*{linears}": bool(self.calibrations)}
         if self.calibrations and (rest := [str(layer) for layer in self.layers if layer not in self.calibrations]):

@@ -175,7 +175,7 @@ def _check_finite(reader: ExpertReader, expert: int, gate_up: torch.Tensor, down
     layout, order = reader.layout, reader.names.order
     if layout.stacked:
         weights: tuple[torch.Tensor, ...] = (gate_up, down)
-        names = [prefix if layout.scale is None else f"{prefix}_{layout.weight}" for prefix in reader.names.stacks]
+        names = [layout.stack(prefix)[0] for prefix in reader.names.stacks]
     else:
         weights = (gate_up[order.gate_rows(len(gate_up))], gate_up[order.up_rows(len(gate_up))], down)
         names = [f"{prefix}.{layout.weight}" for prefix in reader.names.linears(expert)]
@@ -188,8 +188,8 @@ def _check_finite(reader: ExpertReader, expert: int, gate_up: torch.Tensor, down
 
 
 def _stacked_biases(reader: ExpertReader) -> tuple[str | None, str | None, str | None]:
-    """Names of the stacked biases that those of gate, up and down come from; None if biases stay as they are."""
-    if not reader.layout.stacked:
+    """Names of the stacked biases that those of gate, up and down come from; None if there are none to split."""
+    if not reader.layout.stacked or not reader.names.biases:
         return None, None, None
     gate_up, down = reader.biases(0)
     return gate_up, gate_up, down

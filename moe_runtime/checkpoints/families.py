@@ -32,7 +32,8 @@ class TensorNames:
 
     Attributes:
         block: the module that holds router and experts, in messages about files that have none.
-        projections: gate, up and down of one expert.
+        projections: gate, up and down of one expert; None for the gate where there is none.
+        stacks: gate-and-up (or up) and down of all experts, within the block.
         routers: the linear gate, within the block.
         correction_biases: its correction bias, within the block.
         shared_experts: the shared expert, within the block.
@@ -40,8 +41,13 @@ class TensorNames:
     """
 
     block: str = "mlp"
-    projections: tuple[tuple[str, str, str], ...] = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
-    routers: tuple[str, ...] = ("gate", "router", "gate.wg", "router.gate")
+    projections: tuple[tuple[str | None, str, str], ...] = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
+    stacks: tuple[tuple[str, str], ...] = (
+        ("experts.gate_up_proj", "experts.down_proj"),
+        ("experts.fc1.weight", "experts.fc2.weight"),
+        ("input_linear.weight", "output_linear.weight"),
+    )
+    routers: tuple[str, ...] = ("gate", "router", "gate.wg", "router.gate", "router.layer")
     correction_biases: tuple[str, ...] = (
         "gate.e_score_correction_bias",
         "e_score_correction_bias",
@@ -67,6 +73,7 @@ class Family:
         router_bias: the linear gate has a bias.
         correction_bias: a sigmoid router has a correction bias; None reads it (`topk_method`, `BIAS_KEYS`).
         clamped_swiglu: interleaved gate and up, and the activation of gpt-oss; else SwiGLU with gate above up.
+        squared_relu: experts without a gate, with squared ReLU; `ACTIVATION_KEYS` of the config are not theirs.
         expert_bias: both projections of an expert have biases.
         defaults: values of keys that may be missing, as transformers has them.
         names: names of tensors.
@@ -79,6 +86,7 @@ class Family:
     router_bias: bool = False
     correction_bias: bool | None = None
     clamped_swiglu: bool = False
+    squared_relu: bool = False
     expert_bias: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict, hash=False)
     names: TensorNames = TensorNames()
@@ -86,7 +94,7 @@ class Family:
 
 NUM_EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Keys of the number of routed experts. Of these and of all keys below, the first one that is there counts."""
-EXPERT_SIZE_KEYS = ("moe_intermediate_size", "intermediate_size")
+EXPERT_SIZE_KEYS = ("moe_intermediate_size", "intermediate_size", "expert_ffn_hidden_size")
 TOP_K_KEYS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk")
 SCORING_KEYS = ("scoring_func", "score_function", "score_func", "moe_router_activation_func")
 RENORMALIZE_KEYS = ("norm_topk_prob", "moe_renormalize", "route_norm")
@@ -158,8 +166,23 @@ MINIMAX_M2 = Family(
     names=TensorNames("block_sparse_moe", projections=(("w1", "w3", "w2"), ("gate_proj", "up_proj", "down_proj"))),
 )
 OLMOE = Family("olmoe", ("olmoe", "flex_olmo"), "softmax", defaults={"norm_topk_prob": False})
+GRANITEMOE = Family(
+    "granitemoe", ("granitemoe",), "topk_softmax", renormalize=True, names=TensorNames("block_sparse_moe")
+)
 JAMBA = Family("jamba", ("jamba",), "softmax", renormalize=False)
 LFM2_MOE = Family("lfm2_moe", ("lfm2_moe",), "sigmoid", defaults={"num_dense_layers": 2})
+
+NEMOTRON_H = Family(
+    "nemotron_h",
+    ("nemotron_h",),
+    "sigmoid",
+    correction_bias=True,
+    squared_relu=True,
+    defaults={"norm_topk_prob": True},
+    names=TensorNames(
+        "mixer", projections=((None, "up_proj", "down_proj"),), stacks=(("experts.up_proj", "experts.down_proj"),)
+    ),
+)
 
 FAMILIES = (
     MIXTRAL,
@@ -171,8 +194,10 @@ FAMILIES = (
     MISTRAL4,
     MINIMAX_M2,
     OLMOE,
+    GRANITEMOE,
     JAMBA,
     LFM2_MOE,
+    NEMOTRON_H,
 )
 
 DEFAULT = Family(
@@ -190,7 +215,7 @@ OTHER_KINDS = {
     "llama4": "its router scales the inputs of experts",
     "longcat_flash": "some of its experts compute nothing",
 }
-"""Kinds of models whose files look like those that are read, but that compute something else."""
+"""Kinds of models whose files look like those that are read, but whose layers compute something else."""
 
 MAX_DEPTH = 4
 """Most configs within each other, counting the outermost."""
@@ -215,7 +240,7 @@ def text_config(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
 def family_of(config: Mapping[str, Any], *, source: str = "config") -> Family:
     """The family of `model_type`, `DEFAULT` for one that is in no family.
 
-    Raises `ValueError` naming `source` if it is no text or one of `OTHER_KINDS`, or if the model has no experts.
+    Raises `ValueError` naming `source` if it is no text, or if the model has no experts.
     """
     return _Keys.of(config, source).family
 
@@ -228,7 +253,9 @@ def guessed(config: Mapping[str, Any], *, source: str = "config") -> str | None:
     return None if known else f"{keys.at}model_type: {shortened(model_type)}"
 
 
-def layer_config(config: Mapping[str, Any], *, source: str = "config", **overrides: Any) -> MoELayerConfig:
+def layer_config(
+    config: Mapping[str, Any], *, source: str = "config", experts_only: bool = False, **overrides: Any
+) -> MoELayerConfig:
     """The MoE layers that a `config.json` describes. `overrides` set the other fields.
 
     They must have `max_tokens_per_rank`, which has no default. A whole config (`**config.model_dump()`) checks that it
@@ -237,26 +264,28 @@ def layer_config(config: Mapping[str, Any], *, source: str = "config", **overrid
     Args:
         config: the parsed file, or `to_dict()` of a transformers config.
         source: its name in error messages, such as the path of the file.
+        experts_only: read the sizes of the experts alone. `overrides` say everything else.
 
     Raises:
-        ValueError: a key that is missing or out of range, values that `MoELayerConfig` refuses, or overrides that
-            contradict the config; names `source` and key.
+        ValueError: a model in `OTHER_KINDS`, a key that is missing or out of range, values that `MoELayerConfig`
+            refuses, or overrides that contradict the config; names `source` and key.
     """
     keys = _Keys.of(config, source)
-    for key in ACTIVATION_KEYS:
-        if keys.config.get(key) not in (None, "silu", "swish"):
-            keys.refuse(key, "silu")
     try:
         stored: dict[str, Any] = {
             "hidden_size": keys.positive("hidden_size"),
             "intermediate_size": keys.positive(*EXPERT_SIZE_KEYS),
             "num_experts": keys.positive(*NUM_EXPERTS_KEYS),
-            "top_k": keys.positive(*TOP_K_KEYS),
-            "router": _router(keys),
-            "activation": _activation(keys),
-            "expert_bias": keys.family.expert_bias,
-            "shared_expert": shared_expert(config, source=source),
         }
+        if not experts_only:
+            stored |= {
+                "top_k": keys.positive(*TOP_K_KEYS),
+                "router": _router(keys),
+                "activation": _activation(keys),
+                "expert_bias": keys.family.expert_bias,
+                "post_expert_norm": None,
+                "shared_expert": shared_expert(config, source=source),
+            }
         made = MoELayerConfig.model_validate(stored | overrides)
     except ValidationError as error:
         raise ValueError(f"{source}: {'; '.join(complaints(error))}") from None
@@ -267,6 +296,9 @@ def layer_config(config: Mapping[str, Any], *, source: str = "config", **overrid
 def shared_expert(config: Mapping[str, Any], *, source: str = "config") -> SharedExpertConfig | None:
     """Size and gate of the shared expert of the MoE layers; None if there is none. Raises as `layer_config`."""
     keys = _Keys.of(config, source)
+    if keys.family.squared_relu:
+        # One expert of this size, however many the config counts.
+        return SharedExpertConfig(intermediate_size=keys.positive("moe_shared_expert_intermediate_size"))
     size, gated = keys.count("shared_expert_intermediate_size"), True
     if not size:
         count, gated = keys.count(*SHARED_COUNT_KEYS), False
@@ -291,6 +323,9 @@ def is_moe_layer(config: Mapping[str, Any], layer_index: int, *, source: str = "
     check_integer("layer", layer_index, low=None)
     if not 0 <= layer_index < layers:
         raise ValueError(f"layer: {source} says {layers} layers, asked for layer {describe(layer_index)}")
+    blocks = keys.list_of_layers("layers_block_type") or keys.text("hybrid_override_pattern")
+    if blocks:
+        return layer_index < len(blocks) and blocks[layer_index] in ("moe", "E")
     kinds = keys.list_of_layers("mlp_layer_types")
     if kinds:
         kind = kinds[layer_index] if layer_index < len(kinds) else "sparse"
@@ -315,7 +350,8 @@ def is_moe_layer(config: Mapping[str, Any], layer_index: int, *, source: str = "
 def num_layers(config: Mapping[str, Any], *, source: str = "config", prediction: bool = True) -> int:
     """The number of decoder layers, with those for multi-token prediction that the config names if `prediction`."""
     keys = _Keys.of(config, source)
-    layers = keys.positive("num_hidden_layers") + (keys.count(*MTP_KEYS) if prediction else 0)
+    stated = len(keys.list_of_layers("layers_block_type")) or None
+    layers = keys.positive("num_hidden_layers", default=stated) + (keys.count(*MTP_KEYS) if prediction else 0)
     if layers > MAX_LAYERS:
         raise ValueError(
             f"{source}: {keys.at}num_hidden_layers and num_nextn_predict_layers: expected at most {MAX_LAYERS} in all, "
@@ -325,6 +361,8 @@ def num_layers(config: Mapping[str, Any], *, source: str = "config", prediction:
 
 
 def _router(keys: _Keys) -> RouterConfig:
+    if keys.kind in OTHER_KINDS:
+        keys.refuse("model_type", f"another kind, since {OTHER_KINDS[keys.kind]}", keys.kind)
     family, kind = keys.family, _router_kind(keys)
     renormalize = family.renormalize
     if renormalize is None:
@@ -369,6 +407,14 @@ def _router_kind(keys: _Keys) -> Literal["softmax", "topk_softmax", "sigmoid"]:
 
 
 def _activation(keys: _Keys) -> ActivationConfig:
+    if keys.family.squared_relu:
+        for key, expected in (("mlp_hidden_act", "relu2"), ("moe_latent_size", None), ("mlp_bias", False)):
+            if keys.config.get(key, expected) not in (None, expected):
+                keys.refuse(key, "none" if expected is None else str(expected).lower())
+        return ActivationConfig(function="relu2", gated=False)
+    for key in ACTIVATION_KEYS:
+        if keys.config.get(key) not in (None, "silu", "swish"):
+            keys.refuse(key, "silu")
     if not keys.family.clamped_swiglu:
         if keys.config.get("swiglu_limit") is not None:
             keys.refuse("swiglu_limit", "none")
@@ -393,6 +439,7 @@ class _Keys:
     source: str
     at: str
     family: Family
+    kind: str = ""
 
     @classmethod
     def of(cls, config: Mapping[str, Any], source: str) -> _Keys:
@@ -400,11 +447,9 @@ class _Keys:
         model_type = found.get("model_type", config.get("model_type"))
         kind = model_type.removesuffix("_text") if isinstance(model_type, str) else ""
         family = next((family for family in FAMILIES if kind in family.model_types), DEFAULT)
-        keys = cls(found, source, at, family)
+        keys = cls(found, source, at, family, kind)
         if not isinstance(model_type, str):
             keys.refuse("model_type", "a text", model_type)
-        if kind in OTHER_KINDS:
-            keys.refuse("model_type", f"another kind, since {OTHER_KINDS[kind]}", model_type)
         if family is DEFAULT and keys.first(NUM_EXPERTS_KEYS) is None:
             keys.refuse("model_type", f"a model with experts ({' or '.join(NUM_EXPERTS_KEYS)})", model_type)
         return keys
@@ -436,6 +481,13 @@ class _Keys:
         if type(value) not in (int, float) or not 0 < value < math.inf:
             self.refuse(key, "a positive number", value)
         return float(value)
+
+    def text(self, key: str) -> str:
+        """A text; empty if there is none."""
+        value = self.config.get(key)
+        if value is not None and not isinstance(value, str):
+            self.refuse(key, "a text")
+        return value or ""
 
     def list_of_layers(self, key: str) -> Sequence[Any]:
         """A list with at most one item for each layer; empty if there is none."""

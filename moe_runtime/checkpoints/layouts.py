@@ -1,6 +1,6 @@
-"""How checkpoints store the weight of a linear, as data, and which of these layouts a `config.json` means.
+"""How checkpoints store the weight of a linear, as data.
 
-Every layout is one that public programs write, for 4-, 8- or 16-bit weights. A weight reads back as
+Every layout is one that public programs write, for weights of 2 to 16 bits. A weight reads back as
 `quants * block scale * second-level scale`. Some layouts store the second-level scale, others its inverse. The low
 nibble is always the even column. Where no format of ours has these quants and scales, the layout's format is `bf16`,
 and weights are dequantized as they are read.
@@ -8,39 +8,28 @@ and weights are dequantized as they are read.
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
-from pathlib import Path
-from typing import Any, NoReturn
+from dataclasses import dataclass, replace
+from enum import Enum
 
-from moe_runtime.checkpoints.families import text_config
-from moe_runtime.checkpoints.files import read_json
-from moe_runtime.checkpoints.patterns import check_work, matches
-from moe_runtime.comm.arguments import describe
-from moe_runtime.kernels.formats.number_formats import BF16, FP8_BLOCK, MXFP4, MXFP8, NVFP4, TokenFormat
+from moe_runtime.kernels.formats.number_formats import (
+    BF16,
+    FP8_BLOCK,
+    MXFP4,
+    MXFP8,
+    NVFP4,
+    TokenFormat,
+    ceil_div,
+)
 
-CONFIG_FILE = "config.json"
-MODELOPT_FILE = "hf_quant_config.json"
-EXPERTS_KEY = "expert_quantization_config"
-"""Key of `config.json` that describes the experts, in the form of `quantization_config`, if the rest of the model is
-quantized otherwise. `launch.convert` writes it; other programs do not know it."""
-OLD_KEY = "compression_config"
-"""What compressed-tensors used to call `quantization_config`."""
-_CONFIG_KEYS = (EXPERTS_KEY, "quantization_config", OLD_KEY)
-"""Keys of `config.json` that describe the experts. The first that is there counts."""
-_WILDCARD = re.compile(r"[*?\[]")
 QUANTIZED_DTYPES = ("F8_E4M3", "U8")
 """Dtypes of quants of 8 and of 4 bits, as safetensors names them."""
-WEIGHT_NAMES = ("weight", "weight_packed")
+WEIGHT_NAMES = ("weight", "weight_packed", "qweight")
 """Last parts of the names of the quants of linears."""
 FLOAT_DTYPES = ("BF16", "F32", "F16")
 """Dtypes of what is not quantized."""
 _SCALE_DTYPES = ("F32", "BF16", "F16")
 """Dtypes of scales that may be any numbers. The first is written."""
-SCALE_NAMES = (".weight_scale", ".weight_scale_inv")
+SCALE_NAMES = (".weight_scale", ".weight_scale_inv", ".scales")
 """Ends of names of scales. In every layout but that of stacked experts, some tensor of a quantized linear has one."""
 
 
@@ -52,18 +41,39 @@ class ScaleName:
     divides: bool
 
 
+class Packing(Enum):
+    """How the integers of a linear `[N, K]` lie in int32s, and their zero points and scales in groups of columns."""
+
+    ROWS = "rows"
+    """Along the rows, with `2^(int_bits - 1)` added to integers and zero points; zero points along columns of
+    `[N, V]`."""
+    GPTQ = "gptq"
+    """Along columns: quants of `[K, N]` along `K`, zero points of `[V, N]` along `N`, scales `[V, N]`."""
+    AWQ = "awq"
+    """All of `[K, N]` and `[V, N]` along `N`, eight at a time in the order of `AWQ_ORDER`."""
+
+
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+"""Which of eight rows each nibble holds, lowest first."""
+
+
 @dataclass(frozen=True)
 class WeightLayout:
     """The tensors of one linear `[N, K]`.
 
     Attributes:
         name: its name in messages.
-        format: number format of the quants; `bf16` for quants with scales that no format has.
+        format: number format that weights are held in; `bf16` for quants with scales that no format has.
         weight: last part of the name of the quants.
         scale: last part of the name of the block scales, `[N, V]` linear, in `fp8_block` `[ceil(N/128), ceil(K/128)]`;
             None if there are none.
         grid: rows and columns that share a block scale, None for all of them, if not those of the format.
-        int4: eight quants in each int32, the low nibble first, with 8 added.
+        quants: number format of the quants, if not `format`.
+        int_bits: width of quants that are integers; None if they are none.
+        packing: how integers lie in int32s, low bits first; None if they have bytes of their own.
+        zero_points: last part of the name of what is subtracted from integers.
+        zero_offset: what is added to zero points.
+        column_scale: last part of the name of a factor of each column `[K]`, which a linear may lack.
         scale_dtypes: possible dtypes of the block scales, as safetensors names them.
         weight_scale: second-level scale of the weight, fp32, one number.
         input_scale: second-level scale of the linear's input, if calibrated.
@@ -79,7 +89,12 @@ class WeightLayout:
     scale: str | None = None
     scale_dtypes: tuple[str, ...] = ()
     grid: tuple[int | None, int | None] | None = None
-    int4: bool = False
+    quants: TokenFormat | None = None
+    int_bits: int | None = None
+    packing: Packing | None = None
+    zero_points: str | None = None
+    zero_offset: int = 0
+    column_scale: str | None = None
     weight_scale: ScaleName | None = None
     input_scale: ScaleName | None = None
     unused: tuple[str, ...] = ()
@@ -90,29 +105,45 @@ class WeightLayout:
     @property
     def dequantized(self) -> bool:
         """Whether no format has these quants and scales, so that weights are dequantized as they are read."""
-        return self.scale is not None and self.format is BF16
+        return self.quants is not None or self.int_bits is not None
+
+    @property
+    def quant_format(self) -> TokenFormat:
+        """Number format of the quants, if they are no integers."""
+        return self.quants or self.format
 
     @property
     def is_fp8(self) -> bool:
         """Whether quants are FP8 and scales any numbers."""
-        return self.format is FP8_BLOCK or (self.dequantized and not self.int4)
+        return self.quant_format is FP8_BLOCK
 
     @property
     def quant_dtypes(self) -> tuple[str, ...]:
         """Possible dtypes of the quants, as safetensors names them."""
-        if self.int4:
-            return ("I32",)
-        bits = 8 if self.dequantized else self.format.element_bits
+        if self.int_bits is not None:
+            return ("I8" if self.packing is None else "I32",)
+        bits = self.quant_format.element_bits
         return {16: FLOAT_DTYPES, 8: QUANTIZED_DTYPES[:1], 4: QUANTIZED_DTYPES[1:]}[bits]
 
-    def quant_columns(self, k: int) -> int:
-        """Elements of the quants of a row of `k` values."""
-        return k // 8 if self.int4 else self.format.quant_columns(k)
+    def quant_shape(self, rows: int, columns: int) -> tuple[int, int]:
+        """Shape of the quants of a linear."""
+        if self.packing is None or self.int_bits is None:
+            return rows, self.quant_format.quant_columns(columns)
+        if self.packing is Packing.ROWS:
+            return rows, packed_words(columns, self.int_bits)
+        if self.packing is Packing.GPTQ:
+            return packed_words(columns, self.int_bits), rows
+        return columns, packed_words(rows, self.int_bits)
 
     def stack(self, prefix: str) -> tuple[str, ...]:
         """Names of the quants and, if there are any, of the scales of stacked experts."""
         weight = prefix if self.fused or self.scale is None else f"{prefix}_{self.weight}"
         return (weight,) if self.scale is None else (weight, f"{prefix}_{self.scale}")
+
+
+def packed_words(count: int, bits: int) -> int:
+    """How many int32s hold `count` packed integers."""
+    return ceil_div(count * bits, 32)
 
 
 PLAIN = WeightLayout("plain", BF16)
@@ -128,6 +159,16 @@ MODELOPT_NVFP4 = WeightLayout(
     weight_scale=ScaleName("weight_scale_2", divides=False),
     input_scale=ScaleName("input_scale", divides=False),
 )
+MODELOPT_NVFP4_AWQ = replace(
+    MODELOPT_NVFP4,
+    name="modelopt nvfp4 awq",
+    format=BF16,
+    quants=NVFP4,
+    column_scale="pre_quant_scale",
+    input_scale=None,
+    unused=("input_scale",),
+)
+"""Columns were divided by what the inputs are multiplied by. `input_scale` is that of such inputs."""
 COMPRESSED_NVFP4 = WeightLayout(
     "nvfp4-pack-quantized",
     NVFP4,
@@ -153,7 +194,7 @@ FP8_TENSOR = WeightLayout(
 )
 """`fp8_block` holds it exactly, with one scale in all blocks."""
 FP8_TENSOR_INV = replace(FP8_TENSOR, scale="weight_scale_inv", unused=("input_scale", "activation_scale"))
-FP8_CHANNEL = replace(FP8_TENSOR, name="fp8 per channel", format=BF16, grid=(1, None))
+FP8_CHANNEL = replace(FP8_TENSOR, name="fp8 per channel", format=BF16, quants=FP8_BLOCK, grid=(1, None))
 GPT_OSS_MXFP4 = WeightLayout("mxfp4", MXFP4, weight="blocks", scale="scales", scale_dtypes=("U8",), stacked=True)
 
 COMPRESSED = {
@@ -161,453 +202,61 @@ COMPRESSED = {
 } | {"naive-quantized": COMPRESSED_FP8_BLOCKS}
 """Layouts of compressed-tensors by the name of their format, those of `float-quantized` in blocks of 128x128."""
 
-PACKED_INT4 = "pack-quantized"
-"""Format of compressed-tensors whose layout follows from the strategy and the size of its groups."""
+PACKED_INTS, PLAIN_INTS = "pack-quantized", "int-quantized"
+"""Formats of compressed-tensors whose layout follows from the width, the strategy and the size of its groups."""
+INT_BITS = {PACKED_INTS: (4, 8, 2), PLAIN_INTS: (8,)}
+"""Widths that are read. Older releases of compressed-tensors pack others in another way than newer ones."""
 
 
-def int4_groups(columns: int | None) -> WeightLayout:
-    """`pack-quantized` with one scale for this many columns of a row, None for all."""
+def integers(fmt: str, bits: int, columns: int | None, *, zero_points: bool) -> WeightLayout:
+    """A format of `INT_BITS` with one scale for this many columns of a row, None for all."""
+    packing = Packing.ROWS if fmt == PACKED_INTS else None
     return WeightLayout(
-        "pack-quantized",
+        f"{fmt} of {bits} bits",
         BF16,
-        weight="weight_packed",
+        weight="weight_packed" if packing else "weight",
         scale="weight_scale",
         scale_dtypes=_SCALE_DTYPES,
         grid=(1, columns),
-        int4=True,
-        unused=("weight_shape",),
+        int_bits=bits,
+        packing=packing,
+        zero_points="weight_zero_point" if zero_points else None,
+        unused=("weight_shape",) if packing else ("input_scale", "input_zero_point", "azp_adj"),
+    )
+
+
+def transposed_integers(packing: Packing, bits: int, columns: int | None, zero_offset: int) -> WeightLayout:
+    """GPTQ's or AWQ's integers with one scale and zero point for this many columns of a row, None for all."""
+    return WeightLayout(
+        f"{packing.value} of {bits} bits",
+        BF16,
+        weight="qweight",
+        scale="scales",
+        scale_dtypes=_SCALE_DTYPES,
+        grid=(1, columns),
+        int_bits=bits,
+        packing=packing,
+        zero_points="qzeros",
+        zero_offset=zero_offset,
+        unused=("g_idx",),
     )
 
 
 def fp8_grid(layout: WeightLayout, rows: int, columns: int) -> WeightLayout:
     """`layout`, of FP8 in blocks of 128x128, with blocks of another size."""
     name = f"{layout.name} {rows}x{columns}"
-    return layout if (rows, columns) == (128, 128) else replace(layout, name=name, format=BF16, grid=(rows, columns))
+    if (rows, columns) == (128, 128):
+        return layout
+    return replace(layout, name=name, format=BF16, quants=FP8_BLOCK, grid=(rows, columns))
 
 
 MODELOPT = {
     "NVFP4": (MODELOPT_NVFP4, "nvfp4"),
     "W4A16_NVFP4": (MODELOPT_NVFP4, "bf16"),
+    "NVFP4_AWQ": (MODELOPT_NVFP4_AWQ, "bf16"),
     "FP8": (FP8_TENSOR, "fp8_block"),
     "FP8_PER_CHANNEL_PER_TOKEN": (FP8_CHANNEL, "bf16"),
     "FP8_PB_WO": (COMPRESSED_FP8_BLOCKS, "bf16"),
     "MXFP8": (COMPRESSED_MXFP8, "mxfp8"),
 }
 """Algorithms of ModelOpt: their layouts and the tokens that they are meant for. It writes some in small letters."""
-
-
-@dataclass(frozen=True)
-class StoredExperts:
-    """How the experts of a layer are stored.
-
-    Attributes:
-        layout: layout of each weight.
-        token_format: token format that the checkpoint is meant for: that of the weights, or bf16 for weight-only
-            quantization.
-        key: the key that says so, for messages.
-    """
-
-    layout: WeightLayout
-    token_format: str
-    key: str = field(default="", compare=False)
-
-
-@dataclass(frozen=True)
-class Quantization:
-    """How the linears of a checkpoint are quantized; each may differ.
-
-    Attributes:
-        file: the JSON file that describes it.
-        key: its key there.
-        quant_config: what it says, as a `quantization_config`; None if there is none.
-        stacked: the model's plain experts are stacked, as in gpt-oss.
-        unread: another file that describes it, which does not count.
-    """
-
-    file: Path
-    key: str
-    quant_config: Mapping[str, Any] | None
-    stacked: bool = False
-    unread: Path | None = None
-
-    @classmethod
-    def of(cls, folder: Path, config: Mapping[str, Any], *, stacked: bool = False) -> Quantization:
-        """Read it from `config`, the parsed `config.json` of `folder`, or else from its `hf_quant_config.json`.
-
-        Raises:
-            ValueError: no object, or an unknown method; names file and key.
-        """
-        modelopt = folder / MODELOPT_FILE
-        at, text = "", config
-        key = next((key for key in _CONFIG_KEYS if config.get(key) is not None), None)
-        if key is None:
-            at, text = text_config(config)
-            key = next((key for key in _CONFIG_KEYS if text.get(key) is not None), None)
-        if key is None and modelopt.is_file():
-            described = _mapping(f"{modelopt}: quantization", read_json(modelopt).get("quantization"))
-            return cls(modelopt, "quantization", {**described, "quant_method": "modelopt"}, stacked)
-        unread = modelopt if modelopt.is_file() else None
-        said = None if key is None else text[key]
-        found = cls(folder / CONFIG_FILE, f"{at}{key or 'quantization_config'}", said, stacked, unread)
-        found._check_method()
-        return found
-
-    def _check_method(self) -> None:
-        if self.quant_config is None:
-            return
-        if not isinstance(self.quant_config, Mapping):
-            raise ValueError(self.message(f"{self.key}: expected an object, got {self.quant_config!r}"))
-        known = (*_METHODS, *(("mxfp4",) if self.stacked else ()))
-        method = self.quant_config.get("quant_method")
-        if method not in known:
-            raise ValueError(
-                self.message(f"{self.key}.quant_method: expected one of {', '.join(known)}, got {method!r}")
-            )
-
-    def stored(self, names: Sequence[str]) -> StoredExperts:
-        """How the linears `names` of one layer, such as `model.layers.0.mlp.experts.0.up_proj`, are stored.
-
-        Linears that are left out of quantization are plain.
-
-        Raises:
-            ValueError: an unknown quantization, other block sizes, or `names` that differ; names file, key and linear.
-        """
-        self._check_work(self.quant_config or {}, len(names))
-        found = [self._stored(name) for name in names]
-        for name, one in zip(names, found, strict=True):
-            if one != found[0]:
-                raise ValueError(
-                    self.message(
-                        f"expected one way to store a layer's experts, got {_words(found[0])} for {names[0]} "
-                        f"and {_words(one)} for {name}, by {found[0].key} and {one.key}"
-                    )
-                )
-        return found[0]
-
-    def _check_work(self, quant_config: Mapping[str, Any], num_names: int) -> None:
-        try:
-            check_work(quant_config, num_names)
-        except ValueError as error:
-            raise ValueError(f"{self.file}: {error}") from None
-
-    def check_block(self, names: Sequence[str], block: str) -> None:
-        """Raise `ValueError`, as `stored`, unless the linears `names`, all within `block`, are stored alike.
-
-        A config with a single scheme needs no look at each linear: the tensors show which are left out of it.
-        """
-        quant_config = self.quant_config or {}
-        if quant_config.get("quant_method") not in ("modelopt", "compressed-tensors"):
-            return
-        groups = quant_config.get("config_groups") or {}
-        if len(groups) < 2 and not quant_config.get("quantized_layers") and not quant_config.get("transform_config"):
-            return
-        near = {key: group | {"targets": _within(block, group.get("targets"))} for key, group in groups.items()}
-        # A group without targets means all linears.
-        less = {key: group for key, group in near.items() if group["targets"] or not groups[key].get("targets")}
-        short = {**quant_config, "config_groups": less}
-        if quant_config["quant_method"] == "compressed-tensors":
-            short["ignore"] = _within(block, quant_config.get("ignore"))
-        self._check_work(short, len(names))
-        quick = replace(self, quant_config=short)
-        first = quick._stored(names[0])
-        for name in names:
-            if not quick._is_stored_as(first, name):
-                # The places in messages are those in the whole lists.
-                self.stored([names[0], name])
-
-    def _is_stored_as(self, stored: StoredExperts, name: str) -> bool:
-        try:
-            return self._stored(name) == stored
-        except ValueError:
-            return False
-
-    def refuse_plain(self, names: Sequence[str], why: str) -> NoReturn:
-        """Raise `ValueError` for linears that are left out of quantization, of which the last is quantized (`why`)."""
-        raise ValueError(self.message(f"{self.stored(names).key} leaves {names[-1]} out of quantization, but {why}"))
-
-    def _stored(self, name: str) -> StoredExperts:
-        if self.quant_config is None:
-            found = _plain(f"the lack of {self.key}")
-        elif (method := self.quant_config["quant_method"]) == "mxfp4":
-            found = StoredExperts(GPT_OSS_MXFP4, "bf16", f"{self.key}.quant_method")
-        else:
-            try:
-                found = _METHODS[method](self.key, self.quant_config, name)
-            except ValueError as error:
-                raise ValueError(self.message(str(error))) from None
-        return replace(found, layout=PLAIN_STACKED) if self.stacked and found.layout is PLAIN else found
-
-    def message(self, text: str) -> str:
-        """`text`, which begins with a key, after the file, and with the file that does not count."""
-        return f"{self.file}: {text}{f' ({self.unread} is there too, but was not read)' if self.unread else ''}"
-
-
-def _within(block: str, targets: Sequence[str] | None) -> list[str]:
-    """`targets` without names of linears outside `block`: a config may list every linear of a model."""
-    above = {*_with_parents(block), "Linear"}
-    return [
-        target
-        for target in targets or ()
-        if target in above or target.startswith(("re:", f"{block}.")) or _WILDCARD.search(target)
-    ]
-
-
-def _words(stored: StoredExperts) -> str:
-    return f"{stored.layout.name} (for {stored.token_format} tokens)"
-
-
-def _plain(key: str) -> StoredExperts:
-    return StoredExperts(PLAIN, "bf16", key)
-
-
-# `at` is always the key, in messages, of what is read.
-
-
-def _fp8(at: str, quant_config: Mapping[str, Any], name: str) -> StoredExperts:
-    """`quant_method: fp8`. The tensors show which linears are left out."""
-    if (scheme := quant_config.get("activation_scheme", "dynamic")) not in ("dynamic", "static"):
-        raise ValueError(f"{at}.activation_scheme: expected 'dynamic' or 'static', got {scheme!r}")
-    _expect(f"{at}.fmt", quant_config.get("fmt", "e4m3"), "e4m3")
-    sizes = quant_config.get("weight_block_size")
-    layout = FP8_TENSOR if sizes is None else fp8_grid(FP8_BLOCKS, *_block(f"{at}.weight_block_size", sizes))
-    return StoredExperts(layout, layout.format.name, f"{at}.quant_method")
-
-
-def _modelopt(at: str, quant_config: Mapping[str, Any], name: str) -> StoredExperts:
-    """`quant_method: modelopt`: by `quant_algo`, or by `quantized_layers` for the linear or a module that it is in.
-
-    A group of `config_groups` without `input_activations` means bf16 tokens, whatever the algorithm.
-    """
-    cache = quant_config.get("kv_cache_quant_algo") or quant_config.get("kv_cache_scheme")
-    above, where, recipe = _with_parents(name), at, quant_config
-    if quant_config.get("quant_algo") == "MIXED_PRECISION":
-        where = f"{at}.quantized_layers"
-        listed = _mapping(where, quant_config.get("quantized_layers"))
-        found = [module for module in above if module in listed]
-        if not found:
-            return _plain(where)
-        where = f"{where}[{json.dumps(found[-1])}]"
-        recipe = _mapping(where, listed[found[-1]])
-    elif quant_config.get("quant_algo") is None and cache:
-        return _plain(f"{at}.quant_algo = null")
-    ignored = "exclude_modules" if "exclude_modules" in quant_config else "ignore"
-    for place, pattern in enumerate(_strings(f"{at}.{ignored}", quant_config.get(ignored))):
-        if _covers(pattern, above):
-            return _plain(f"{at}.{ignored}[{place}] = {json.dumps(pattern)}")
-    algorithm = recipe.get("quant_algo")
-    if not isinstance(algorithm, str) or algorithm.upper() not in MODELOPT:
-        raise ValueError(f"{where}.quant_algo of {name}: expected one of {', '.join(MODELOPT)}, got {algorithm!r}")
-    layout, tokens = MODELOPT[algorithm.upper()]
-    if layout.format in (NVFP4, MXFP8) and recipe.get("group_size") is not None:
-        _expect(f"{where}.group_size of {name}", recipe["group_size"], layout.format.block)
-    stored = StoredExperts(layout, tokens, f"{where}.quant_algo")
-    if quant_config.get("config_groups") is None:
-        return stored
-    where, group = _modelopt_group(f"{at}.config_groups", quant_config["config_groups"], above)
-    return stored if group is None else _modelopt_tokens(where, group, name, stored)
-
-
-def _modelopt_group(at: str, groups: Any, above: Sequence[str]) -> tuple[str, Mapping[str, Any] | None]:
-    """The key of the group that targets the linear `above[-1]`, and the group; None if there is none.
-
-    Of modules that the linear is in, the nearest counts. They come before patterns, and patterns before `Linear`.
-    """
-    groups = {key: _mapping(f"{at}.{key}", group) for key, group in _mapping(at, groups).items()}
-    targets = {
-        key: _strings(f"{at}.{key}.targets", group.get("targets")) or ["Linear"] for key, group in groups.items()
-    }
-    for module in reversed(above):
-        for key, listed in targets.items():
-            if module in listed:
-                return f"{at}.{key}", groups[key]
-    for key, listed in targets.items():
-        if any(_covers(target, above) for target in listed):
-            return f"{at}.{key}", groups[key]
-    key = next((key for key, listed in targets.items() if "Linear" in listed), None)
-    return (at, None) if key is None else (f"{at}.{key}", groups[key])
-
-
-def _modelopt_tokens(at: str, group: Mapping[str, Any], name: str, stored: StoredExperts) -> StoredExperts:
-    """`stored`, meant for the tokens that a group of ModelOpt names."""
-    fmt = stored.layout.format
-    if group.get("weights") is not None and fmt in (NVFP4, MXFP8):
-        weights = _mapping(f"{at}.weights", group["weights"])
-        _expect(f"{at}.weights.group_size of {name}", weights.get("group_size", fmt.block), fmt.block)
-    at = f"{at}.input_activations"
-    if group.get("input_activations") is None:
-        return replace(stored, token_format="bf16", key=at)
-    activations = _mapping(at, group["input_activations"])
-    if stored.token_format != "bf16":
-        _expect(f"{at}.num_bits of {name}", activations.get("num_bits", fmt.element_bits), fmt.element_bits)
-        _expect(f"{at}.type of {name}", activations.get("type", "float"), "float")
-    return stored
-
-
-def _compressed(at: str, quant_config: Mapping[str, Any], name: str) -> StoredExperts:
-    """`quant_method: compressed-tensors`: by the group that targets the linear."""
-    _check_not_transformed(f"{at}.transform_config", quant_config.get("transform_config"), name)
-    key, fmt = compressed_group(at, quant_config, name)
-    if key is None:
-        return _plain(_ignored(at, quant_config, name) or f"{at}.config_groups")
-    group, where = quant_config["config_groups"][key], f"{at}.config_groups.{key}"
-    if fmt not in (*COMPRESSED, PACKED_INT4):
-        at = where if group.get("format") else at
-        raise ValueError(f"{at}.format of {name}: expected one of {', '.join((*COMPRESSED, PACKED_INT4))}, got {fmt!r}")
-    return _of_group(where, group, _group_layout(where, group, fmt, name), name)
-
-
-def _group_layout(at: str, group: Mapping[str, Any], fmt: str, name: str) -> WeightLayout:
-    """The layout of a linear in format `fmt` of compressed-tensors, by the strategy that a group of it has."""
-    at, weights = f"{at}.weights", _mapping(f"{at}.weights", group.get("weights"))
-    layout, strategy = COMPRESSED.get(fmt), weights.get("strategy")
-    if layout is not None and layout is not COMPRESSED_FP8_BLOCKS:
-        return layout
-    if layout is None:
-        _expect(f"{at}.num_bits of {name}", weights.get("num_bits"), 4)
-        _expect(f"{at}.type of {name}", weights.get("type"), "int")
-        if strategy not in ("group", "channel"):
-            raise ValueError(f"{at}.strategy of {name}: expected 'group' or 'channel', got {strategy!r}")
-        if strategy == "channel":
-            return int4_groups(None)
-        return int4_groups(*_block(f"{at}.group_size of {name}", [weights.get("group_size")], 1))
-    _expect(f"{at}.num_bits of {name}", weights.get("num_bits", 8), 8)
-    _expect(f"{at}.type of {name}", weights.get("type", "float"), "float")
-    if strategy == "block":
-        return fp8_grid(layout, *_block(f"{at}.block_structure of {name}", weights.get("block_structure")))
-    if strategy not in _FP8_STRATEGIES:
-        expected = ", ".join(("block", *_FP8_STRATEGIES))
-        raise ValueError(f"{at}.strategy of {name}: expected one of {expected}, got {strategy!r}")
-    return _FP8_STRATEGIES[strategy]
-
-
-_FP8_STRATEGIES = {"tensor": FP8_TENSOR, "channel": FP8_CHANNEL}
-
-
-def _of_group(at: str, group: Mapping[str, Any], layout: WeightLayout, name: str) -> StoredExperts:
-    """How a linear is stored in `layout` by what a group of compressed-tensors says."""
-    weights, activations = _mapping(f"{at}.weights", group.get("weights")), None
-    if group.get("input_activations") is not None:
-        where = f"{at}.input_activations"
-        activations = _mapping(where, group["input_activations"])
-        bits = 8 if layout.dequantized else layout.format.element_bits
-        # MXFP4 weights may be meant for MXFP8 activations. They run in bf16 by default.
-        possible = (bits, 8) if layout is COMPRESSED_MXFP4 else (bits,)
-        if activations.get("num_bits", bits) not in possible:
-            _expect(f"{where}.num_bits of {name}", activations.get("num_bits"), bits)
-        _expect(f"{where}.type of {name}", activations.get("type", "float"), "float")
-    _expect(f"{at}.output_activations of {name}", group.get("output_activations"), None)
-    if layout is COMPRESSED_FP8_BLOCKS:
-        if activations is not None:
-            _expect(f"{at}.input_activations.dynamic of {name}", activations.get("dynamic"), True)
-    elif layout.format.swizzled:
-        _expect(f"{at}.weights.group_size of {name}", weights.get("group_size"), layout.format.block)
-    _expect(f"{at}.weights.symmetric of {name}", weights.get("symmetric", True), True)
-    tokens = "bf16" if activations is None or layout is COMPRESSED_MXFP4 else layout.format.name
-    return StoredExperts(layout, tokens, f"{at}.input_activations")
-
-
-def compressed_group(at: str, quant_config: Mapping[str, Any], name: str) -> tuple[str | None, str]:
-    """The key of the group of compressed-tensors that targets the linear, None if there is none, and its format.
-
-    `at` is the key of `quant_config`, in messages.
-    """
-    where = f"{at}.config_groups"
-    groups = _mapping(where, quant_config.get("config_groups"))
-    groups = {key: _mapping(f"{where}.{key}", group) for key, group in groups.items()}
-    found = None if _ignored(at, quant_config, name) else _group_of(where, name, groups)
-    own = groups[found].get("format") if found is not None else None
-    return found, str(own or quant_config.get("format"))
-
-
-def _ignored(at: str, quant_config: Mapping[str, Any], name: str) -> str | None:
-    """The entry of `ignore` that leaves the linear out; None if none does."""
-    for place, target in enumerate(_strings(f"{at}.ignore", quant_config.get("ignore"))):
-        if target_matches(f"{at}.ignore", name, target):
-            return f"{at}.ignore[{place}] = {json.dumps(target)}"
-    return None
-
-
-def _check_not_transformed(at: str, transforms: Any, name: str) -> None:
-    """Raise `ValueError` if the linear, its input or its output is rotated (`transform_config`)."""
-    if not transforms:
-        return
-    at, schemes = f"{at}.config_groups", _mapping(at, transforms).get("config_groups")
-    for key, scheme in _mapping(at, schemes).items():
-        applied = _mapping(f"{at}.{key}", scheme).get("apply") or []
-        if not isinstance(applied, list):
-            raise ValueError(f"{at}.{key}.apply: expected a list of objects, got {applied!r}")
-        for place, one in enumerate(applied):
-            where = f"{at}.{key}.apply[{place}]"
-            one = _mapping(where, one)
-            ignored, targets = (_strings(f"{where}.{part}", one.get(part)) for part in ("ignore", "targets"))
-            if not any(target_matches(f"{where}.ignore", name, target) for target in ignored) and any(
-                target_matches(f"{where}.targets", name, target) for target in targets
-            ):
-                raise ValueError(f"{where}: expected none for {name}, got {dict(one)!r}")
-
-
-_METHODS: dict[str, Callable[[str, Mapping[str, Any], str], StoredExperts]] = {
-    "modelopt": _modelopt,
-    "compressed-tensors": _compressed,
-    "fp8": _fp8,
-}
-
-
-def _group_of(at: str, name: str, groups: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """The key of the linear's group. Targets by name come before patterns, and patterns before `Linear`."""
-    found: dict[int, str] = {}
-    for key, group in groups.items():
-        where = f"{at}.{key}.targets"
-        for target in _strings(where, group.get("targets")) or ["Linear"]:
-            if target_matches(where, name, target):
-                found.setdefault(0 if target == name else 2 if target == "Linear" else 1, key)
-    return found[min(found)] if found else None
-
-
-def target_matches(at: str, name: str, target: str) -> bool:
-    """Whether a target of compressed-tensors (a name, `re:` and a pattern, or `Linear`) matches the linear `name`."""
-    if not target.startswith("re:"):
-        return target in (name, "Linear")
-    try:
-        return matches(target[3:], name)
-    except ValueError as error:
-        raise ValueError(f"{at}: {describe(target)}: {error}") from None
-
-
-def _covers(pattern: str, above: Sequence[str]) -> bool:
-    """Whether one of ModelOpt's patterns matches the linear `above[-1]` or names a module that it is in."""
-    # Names are not compiled as patterns, since a config may list every linear of a model.
-    return pattern in above or (_WILDCARD.search(pattern) is not None and fnmatchcase(above[-1], pattern))
-
-
-def _with_parents(name: str) -> list[str]:
-    """The names of the modules that a linear is in, outermost first, and its own name."""
-    parts = name.split(".")
-    return [".".join(parts[: count + 1]) for count in range(len(parts))]
-
-
-def _strings(at: str, value: Any) -> list[str]:
-    """A list of names and patterns; empty if there is none."""
-    value = value or []
-    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise ValueError(f"{at}: expected a list of names and patterns, got {value!r}")
-    return value
-
-
-def _mapping(at: str, value: Any) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise ValueError(f"{at}: expected an object, got {value!r}")
-    return value
-
-
-def _block(at: str, value: Any, count: int = 2) -> list[int]:
-    """The sizes of a block."""
-    if not isinstance(value, list) or len(value) != count or not all(type(n) is int and 0 < n for n in value):
-        expected = "two positive integers" if count == 2 else "a positive integer"
-        raise ValueError(f"{at}: expected {expected}, got {value if count == 2 else value[0]!r}")
-    return value
-
-
-def _expect(at: str, value: Any, expected: Any) -> None:
-    if value != expected:
-        raise ValueError(f"{at}: expected {expected!r}, got {value!r}")

@@ -27,8 +27,9 @@ _TENSORS = ("quants", "scales", "expert_scales", "bias")
 class ExpertTensors(NamedTuple):
     """One expert: `gate_up [2I, H]`, `down [H, I]`, bf16 or fp32, and its biases `[2I]` and `[H]`.
 
-    A weight may also be quantized: `ExpertWeights` of one expert without a bias. The rows of gate and up, in weight and
-    bias, have the order `activation.order` of the layer.
+    Without a gate, `gate_up [I, H]` is up alone, with a bias `[I]`. A weight may also be quantized: `ExpertWeights` of
+    one expert without a bias. The rows of gate and up, in weight and bias, have the order `activation.order` of the
+    layer.
     """
 
     gate_up: torch.Tensor | ExpertWeights
@@ -136,7 +137,7 @@ def quantize_experts(
     Raises `ValueError` naming the tensor and the expert's position: a wrong shape or order of gate and up, a bias that
     `config.expert_bias` excludes or requires; also for another number of experts.
     """
-    fmt, order = weight_format_named(config.weight_format), GateUpOrder(config.activation.order)
+    fmt, order = weight_format_named(config.weight_format), _order(config)
     whole: tuple[ExpertWeights, ExpertWeights] | None = None
     seen = 0
     for expert in _checked(experts, config, count):
@@ -185,12 +186,18 @@ def _quantize(
     return ExpertWeights.quantize(w_ENK, fmt, gate_up=order or False, bias=bias_EN)
 
 
+def _order(config: MoELayerConfig) -> GateUpOrder | None:
+    """The order of gate and up; None without a gate."""
+    return GateUpOrder(config.activation.order) if config.activation.gated else None
+
+
 def _shapes(config: MoELayerConfig) -> dict[str, tuple[int, ...]]:
     """The shapes of one expert's tensors, with those of biases only if there are any."""
     hidden, inner = config.hidden_size, config.intermediate_size
-    shapes: dict[str, tuple[int, ...]] = {"gate_up": (2 * inner, hidden), "down": (hidden, inner)}
+    rows = config.activation.num_parts * inner
+    shapes: dict[str, tuple[int, ...]] = {"gate_up": (rows, hidden), "down": (hidden, inner)}
     if config.expert_bias:
-        shapes |= {"gate_up_bias": (2 * inner,), "down_bias": (hidden,)}
+        shapes |= {"gate_up_bias": (rows,), "down_bias": (hidden,)}
     return shapes
 
 
@@ -235,7 +242,7 @@ def _shape(tensor: torch.Tensor | ExpertWeights) -> list[int]:
 def _check_quantized(name: str, w: ExpertWeights, config: MoELayerConfig) -> None:
     if w.bias is not None:
         raise ValueError(f"{name}: expected weights without a bias, which is given apart from them")
-    order = GateUpOrder(config.activation.order) if name.startswith("gate_up") else None
+    order = _order(config) if name.startswith("gate_up") else None
     if w.gate_up not in (order, None):
         expected = "plain weights" if order is None else f"gate and up in order {order.value}"
         raise ValueError(f"{name}: expected {expected}, got order {w.gate_up.value}")

@@ -18,18 +18,31 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from moe_runtime.checkpoints.dequantize import (
+    centred,
+    dequantized,
+    in_blocks,
+    keeps_scales,
+    no_half,
+    spread,
+    stack_rows,
+    times_columns,
+    unpacked,
+)
 from moe_runtime.checkpoints.files import DTYPES, TensorFiles
 from moe_runtime.checkpoints.layouts import (
+    AWQ_ORDER,
     FLOAT_DTYPES,
     FP8_TENSOR,
     FP8_TENSOR_INV,
     PLAIN,
+    Packing,
     ScaleName,
     WeightLayout,
+    packed_words,
 )
 from moe_runtime.checkpoints.loading import FRESH, ExpertTensors, QuantBuffers, allocate_quants
 from moe_runtime.kernels.formats.number_formats import (
-    FP8_BLOCK,
     MAX_ENCODE_SCALE,
     WEIGHT_BLOCK_N,
     TokenFormat,
@@ -46,29 +59,31 @@ class ExpertNames:
 
     Attributes:
         block: their common prefix, such as `model.layers.3.mlp.experts`.
-        gate, up, down: names of the projections of one expert, if experts are not stacked.
+        gate, up, down: names of the projections of one expert, if experts are not stacked; `gate` is None without one.
+        stacks: prefixes of gate-and-up, or of up, and of down if experts are stacked.
         order: order of the rows of gate and up in the model, and in stacked tensors.
         biases: whether each projection has a bias.
         others: tensors with names like those of experts that belong to something else.
     """
 
     block: str
-    gate: str = "gate_proj"
+    gate: str | None = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+    stacks: tuple[str, str] = ("", "")
     order: GateUpOrder = GateUpOrder.GATE_UP
     biases: bool = False
     others: tuple[str, ...] = ()
 
-    def linears(self, expert: int) -> tuple[str, str, str]:
-        """Prefixes of gate, up and down of an expert that is not stacked."""
-        prefix = f"{self.block}.{expert}"
-        return f"{prefix}.{self.gate}", f"{prefix}.{self.up}", f"{prefix}.{self.down}"
-
     @property
-    def stacks(self) -> tuple[str, str]:
-        """Prefixes of gate-and-up and of down if experts are stacked."""
-        return f"{self.block}.gate_up_proj", f"{self.block}.down_proj"
+    def gate_up(self) -> GateUpOrder | None:
+        """The order of gate and up; None without a gate."""
+        return None if self.gate is None else self.order
+
+    def linears(self, expert: int) -> tuple[str, ...]:
+        """Prefixes of gate, if there is one, up and down of an expert that is not stacked."""
+        parts = (self.up, self.down) if self.gate is None else (self.gate, self.up, self.down)
+        return tuple(f"{self.block}.{expert}.{part}" for part in parts)
 
 
 @dataclass(frozen=True)
@@ -115,13 +130,13 @@ class ExpertReader:
         if self.layout.stacked:
             one = self._stacked(expert, buffers)
             return lambda: one
-        gate, up, down = self.names.linears(expert)
-        order, inner, hidden = self.names.order, self.inner, self.hidden
-        first = begin_linears(self.files, self.layout, (gate, up), inner, hidden, buffers[0], order)
+        *gate_up, down = self.names.linears(expert)
+        order, inner, hidden = self.names.gate_up, self.inner, self.hidden
+        first = begin_linears(self.files, self.layout, tuple(gate_up), inner, hidden, buffers[0], order)
         second = begin_linears(self.files, self.layout, (down,), hidden, inner, buffers[1])
         biases: tuple[torch.Tensor, ...] = ()
         if self.names.biases:
-            parts = [self._bias(gate, inner), self._bias(up, inner)]
+            parts = [self._bias(prefix, inner) for prefix in gate_up]
             biases = stack_rows(torch.stack(parts), order), self._bias(down, hidden)
         return lambda: ExpertTensors(first(), second(), *biases)
 
@@ -133,10 +148,13 @@ class ExpertReader:
         if self.layout.dequantized:
             return False
         if self.layout != PLAIN:
-            parts = (self.inner, self.hidden, self.names.order), (self.hidden, self.inner, None)
+            parts = (self.inner, self.hidden, self.names.gate_up), (self.hidden, self.inner, None)
+            if self.layout.format is not fmt or self.layout.scale is None:
+                return False
+            if self.layout.fused and self._blocks_run_on:
+                return False
             whole = self.layout.stacked and not self.layout.fused
-            kept = whole or all(keeps_scales(fmt, *each) for each in parts)
-            return self.layout.format is fmt and self.layout.scale is not None and kept
+            return whole or all(keeps_scales(fmt, *each) for each in parts)
         first = f"{self.names.linears(0)[0]}.{self.layout.weight}"
         return fmt is self.layout.format and self.files.entry(first).dtype == "BF16"
 
@@ -166,7 +184,7 @@ class ExpertReader:
         scale = self.layout.input_scale
         if scale is None:
             return None
-        downs = ((expert, self.names.linears(expert)[2]) for expert in range(self.num_experts))
+        downs = ((expert, self.names.linears(expert)[-1]) for expert in range(self.num_experts))
         found = [
             _second_level(self.files, down, scale, may_be_zeros=functools.partial(self._may_be_zeros, expert))
             for expert, down in downs
@@ -213,8 +231,9 @@ class ExpertReader:
     def _stacked(self, expert: int, buffers: QuantBuffers) -> ExpertTensors:
         weights: list[torch.Tensor | ExpertWeights] = []
         biases = []
-        sizes = ((2 * self.inner, self.hidden), (self.hidden, self.inner))
-        orders = (self.names.order, None)
+        rows = self.inner if self.names.gate is None else 2 * self.inner
+        sizes = ((rows, self.hidden), (self.hidden, self.inner))
+        orders = (self.names.gate_up, None)
         for prefix, (rows, columns), order, empty in zip(self.names.stacks, sizes, orders, buffers, strict=True):
             if self.names.biases:
                 bias = self.files.read(f"{prefix}_bias", (self.num_experts, rows), FLOAT_DTYPES, item=expert)
@@ -222,17 +241,55 @@ class ExpertReader:
             if self.layout.scale is None:
                 # A transposed one is the right-hand side of `x @ w`.
                 shape = (columns, rows) if self.layout.transposed else (rows, columns)
-                stored = _no_half(
+                stored = no_half(
                     self.files.read(prefix, (self.num_experts, *shape), self.layout.quant_dtypes, item=expert)
                 )
                 weights.append(stored.T.contiguous() if self.layout.transposed else stored)
-            elif self.layout.fused:
-                weights.append(self._fused_fp8(prefix, rows, columns, order, expert, empty))
             else:
-                weights.append(self._stacked_weight(prefix, rows, columns, order, expert, empty))
+                read = self._fused_fp8 if self.layout.fused else self._stacked_blocks
+                weights.append(read(prefix, rows, columns, order, expert, empty))
         return ExpertTensors(weights[0], weights[1], *biases)
 
-    def _stacked_weight(
+    def _read_stack(
+        self,
+        prefix: str,
+        quants: tuple[int, ...],
+        scales: tuple[int, int],
+        expert: int,
+        empty: Callable[..., torch.Tensor],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Quants and scales, of these shapes, of one expert."""
+        layout, (name, scale) = self.layout, self.layout.stack(prefix)
+        self.files.check(name, (self.num_experts, *quants), layout.quant_dtypes)
+        found = allocate_quants(empty, *quants, dtype=layout.quant_format.quant_dtype)
+        self.files.read_into(name, found, item=expert)
+        stored = self.files.read(scale, (self.num_experts, *scales), layout.scale_dtypes, item=expert)
+        check_no_nan(self.files, scale, stored)
+        return found, stored
+
+    @property
+    def _block(self) -> tuple[int | None, int | None]:
+        """Rows and columns of FP8 blocks, None for all."""
+        return self.layout.grid or (WEIGHT_BLOCK_N, self.layout.quant_format.block)
+
+    @property
+    def _blocks_run_on(self) -> bool:
+        """Whether FP8 blocks of stacked experts run on from gate to up, by how many scales there are.
+
+        Raises `ValueError` where that does not say it.
+        """
+        (high, _), (name, scale) = self._block, self.layout.stack(self.names.stacks[0])
+        if high is None or self.inner % high == 0:
+            return False
+        apart, together = 2 * ceil_div(self.inner, high), ceil_div(2 * self.inner, high)
+        if apart == together:
+            raise ValueError(
+                f"{self.files.path_of(name)}: tensor {name}: expected gate and up of a multiple of {high} rows, or of "
+                f"at most {high // 2} more than one, got {self.inner}: whether they share scales is not known"
+            )
+        return self.files.entry(scale).shape[1:2] == (together,)
+
+    def _stacked_blocks(
         self,
         prefix: str,
         rows: int,
@@ -241,15 +298,11 @@ class ExpertReader:
         expert: int,
         empty: Callable[..., torch.Tensor],
     ) -> ExpertWeights:
-        fmt, (name, scale) = self.layout.format, self.layout.stack(prefix)
+        """Blocks and scales of gpt-oss."""
+        fmt = self.layout.format
         fmt.check_columns(columns, f"{self.files.index}: columns of {prefix}")
-        shape = (self.num_experts, rows, columns // fmt.block)
-        blocks = (*shape, fmt.quant_bytes(fmt.block))
-        self.files.check(name, blocks, self.layout.quant_dtypes)
-        quants = allocate_quants(empty, *blocks[1:], dtype=fmt.quant_dtype)
-        self.files.read_into(name, quants, item=expert)
-        scales = self.files.read(scale, shape, self.layout.scale_dtypes, item=expert)
-        check_no_nan(self.files, scale, scales)
+        shape = rows, columns // fmt.block
+        quants, scales = self._read_stack(prefix, (*shape, fmt.quant_bytes(fmt.block)), shape, expert, empty)
         return ExpertWeights(fmt, quants.view(1, rows, -1), swizzle_scales(scales[None]), gate_up=order)
 
     def _fused_fp8(
@@ -261,31 +314,20 @@ class ExpertReader:
         expert: int,
         empty: Callable[..., torch.Tensor],
     ) -> torch.Tensor | ExpertWeights:
-        """FP8 with scales of blocks or of the whole tensor, of which gate and up have one each."""
-        layout, (name, scale) = self.layout, self.layout.stack(prefix)
-        self.files.check(name, (self.num_experts, rows, columns), layout.quant_dtypes)
-        high, wide = layout.grid or (WEIGHT_BLOCK_N, layout.format.block)
-        high, wide = high or rows, wide or columns
-        if order is not None and rows <= high:
-            # transformers keeps two rows of scales for gate and up, however few rows these have.
-            high = rows // 2
-        if order is not None and rows // 2 % high:
-            raise ValueError(
-                f"{self.files.path_of(name)}: tensor {name}: expected gate and up of a multiple of {high} rows, got "
-                f"{rows // 2}: whether they share a scale is not known"
-            )
-        shape = ceil_div(rows, high), ceil_div(columns, wide)
-        quants = allocate_quants(empty, rows, columns, dtype=torch.float8_e4m3fn)
-        self.files.read_into(name, quants, item=expert)
-        stored = self.files.read(scale, (self.num_experts, *shape), layout.scale_dtypes, item=expert)
-        check_no_nan(self.files, scale, stored)
-        # Gate and up apart.
+        """FP8 with scales of blocks or of the whole tensor, of gate and up apart unless blocks run on."""
+        layout, scale = self.layout, self.layout.stack(prefix)[1]
+        if order is not None and self._blocks_run_on:
+            order = None
         num_parts = 1 if order is None else 2
+        high, wide = self._block
+        high, wide = high or rows // num_parts, wide or columns
+        shape = num_parts * ceil_div(rows // num_parts, high), ceil_div(columns, wide)
+        quants, stored = self._read_stack(prefix, (rows, columns), shape, expert, empty)
         parts, scales = quants.view(num_parts, -1, columns), stored.float().view(num_parts, -1, shape[1])
         _clear(self.files, (scale,) * num_parts, parts, scales, high, wide)
         if layout.dequantized or not keeps_scales(layout.format, parts.shape[1], columns, order):
-            return _dequantized(parts, scales, high, wide).flatten(0, 1)
-        blocks = _in_blocks(scales, high, wide, parts.shape[1], columns).flatten(0, 1)
+            return dequantized(parts, scales, high, wide).flatten(0, 1)
+        blocks = in_blocks(scales, high, wide, parts.shape[1], columns).flatten(0, 1)
         return ExpertWeights(layout.format, quants[None], blocks[None], gate_up=order)
 
 
@@ -311,10 +353,13 @@ def begin_linears(
     bf16 or fp32, or weights of one expert. Weights in 128x128 blocks that `ExpertWeights` does not hold
     (`keeps_scales`) come back dequantized to fp32, and so do those of layouts that no format has.
     """
-    fmt = layout.format
+    if layout.packing in (Packing.GPTQ, Packing.AWQ):
+        linears = [_read_transposed_integers(files, layout, prefix, rows, columns) for prefix in prefixes]
+        return lambda: stack_rows(torch.stack(linears), order)
+    fmt = layout.quant_format
     if fmt.scale_dtype is not torch.float32:
         fmt.check_columns(columns, f"{files.index}: columns of {prefixes[0]}")
-    shape, dtypes = (rows, layout.quant_columns(columns)), layout.quant_dtypes
+    shape, dtypes = layout.quant_shape(rows, columns), layout.quant_dtypes
     first = files.check(f"{prefixes[0]}.{layout.weight}", shape, dtypes)
     if order is GateUpOrder.INTERLEAVED:
         quants = allocate_quants(empty, rows, len(prefixes), shape[1], dtype=DTYPES[first.dtype]).transpose(0, 1)
@@ -328,9 +373,13 @@ def begin_linears(
         else:
             part.copy_(files.read(name, shape, (first.dtype,)))
     if layout.scale is None:
-        return lambda: _no_half(stack_rows(quants, order))
-    if layout.int4:
-        _check_int4(files, layout, prefixes, rows, columns)
+        return lambda: no_half(stack_rows(quants, order))
+    zeros = None
+    if layout.int_bits is not None:
+        _check_integers(files, layout, prefixes, rows, columns)
+        zeros = _read_zero_points(files, layout, prefixes, rows, columns)
+        if layout.packing is not None:
+            quants = centred(unpacked(quants, layout.int_bits, columns), layout.int_bits)
     scales = _read_scales(files, layout, prefixes, rows, columns)
     second = None
     if layout.weight_scale is not None:
@@ -340,22 +389,11 @@ def begin_linears(
             name = f"{prefix}.{layout.weight_scale.suffix}"
             warnings.warn(f"{files.path_of(name)}: tensor {name}: its linear is read as zeros", stacklevel=2)
     names = [f"{prefix}.{layout.scale}" for prefix in prefixes]
-    return functools.partial(_assemble, files, layout, names, quants, scales, second, order)
-
-
-def stack_rows(parts: torch.Tensor, order: GateUpOrder | None) -> torch.Tensor:
-    """`[P, N, ...]`, one linear or gate and up, as `[P * N, ...]` with their rows in `order`."""
-    return (parts.transpose(0, 1) if order is GateUpOrder.INTERLEAVED else parts).flatten(0, 1)
-
-
-def keeps_scales(fmt: TokenFormat, rows: int, columns: int, order: GateUpOrder | None) -> bool:
-    """Whether the scales of linears `[rows, columns]`, stored apart, are those of `ExpertWeights` of all their rows.
-
-    128x128 blocks are not if rows of gate and up alternate, so that a block would hold some of both, nor if K is no
-    multiple of `fmt.unit`, or N none of 8.
-    """
-    kept = rows % 8 == 0 and columns % fmt.unit == 0 and order is not GateUpOrder.INTERLEAVED
-    return kept or fmt.scale_dtype is not torch.float32
+    made = functools.partial(_assemble, files, layout, names, quants, scales, second, order, zeros)
+    if layout.column_scale is None:
+        return made
+    factors = _read_column_scales(files, layout.column_scale, prefixes, columns)
+    return lambda: times_columns(dense(made()), factors, order)
 
 
 def _assemble(
@@ -366,32 +404,32 @@ def _assemble(
     scales: torch.Tensor,
     second: torch.Tensor | None,
     order: GateUpOrder | None,
+    zeros: torch.Tensor | None,
 ) -> torch.Tensor | ExpertWeights:
-    """Assemble a weight from the quants, block scales (called `names`) and second-level scales of linears."""
+    """Assemble a weight from quants, block scales (called `names`), second-level scales and zero points of linears."""
     if second is not None:
         # Writers divide by the second-level scale: block scales of weights that are all 0 are NaN.
         scales.view(torch.uint8)[second == 0] = 0
     for name, part in zip(names, scales, strict=True):
         check_no_nan(files, name, part)
-    fmt = layout.format
+    fmt = layout.quant_format
     if layout.is_fp8:
         high, wide = layout.grid or (WEIGHT_BLOCK_N, fmt.block)
         scales = scales.float()
         _clear(files, names, quants, scales, high or quants.shape[1], wide or quants.shape[2])
     if layout.grid is not None:
         scales = scales.float()
-        values = _unpacked_int4(quants) if layout.int4 else quants
-        rows, columns = values.shape[1:]
+        rows, columns = quants.shape[1:]
         high, wide = (size or whole for size, whole in zip(layout.grid, (rows, columns), strict=True))
         if layout.dequantized:
-            return stack_rows(_dequantized(values, scales, high, wide), order)
-        scales = _in_blocks(scales, high, wide, rows, columns)
+            return stack_rows(dequantized(quants, scales, high, wide, zeros), order)
+        scales = in_blocks(scales, high, wide, rows, columns)
     assert fmt.scale_dtype is not None
     scales = scales.view(fmt.scale_dtype) if fmt.scale_dtype.itemsize == 1 else scales.to(fmt.scale_dtype)
     if scales.dtype == torch.float32:
         _, rows, columns = quants.shape
         if not keeps_scales(fmt, rows, columns, order):
-            return stack_rows(_dequantized(quants, scales, WEIGHT_BLOCK_N, fmt.block), order)
+            return stack_rows(dequantized(quants, scales, WEIGHT_BLOCK_N, fmt.block), order)
         return ExpertWeights(fmt, quants.view(1, -1, columns), scales.view(1, -1, scales.shape[2]), gate_up=order)
     if second is not None and order is not None:
         second = second[None]
@@ -409,40 +447,68 @@ def _clear(
     for name, part in zip(names, dead, strict=True):
         if part.all():
             warnings.warn(f"{files.path_of(name)}: tensor {name}: its linear is read as zeros", stacklevel=2)
-    quants.view(torch.uint8).masked_fill_(_spread(dead, high, wide, *quants.shape[1:]), 0)
+    quants.view(torch.uint8).masked_fill_(spread(dead, high, wide, *quants.shape[1:]), 0)
 
 
-def _spread(scales: torch.Tensor, high: int, wide: int, rows: int, columns: int) -> torch.Tensor:
-    """`[P, rows, columns]` of scales `[P, ceil(rows/high), ceil(columns/wide)]` of blocks."""
-    spread = scales.repeat_interleave(min(high, rows), 1)[:, :rows]
-    return spread.repeat_interleave(min(wide, columns), 2)[:, :, :columns]
+def _read_zero_points(
+    files: TensorFiles, layout: WeightLayout, prefixes: tuple[str, ...], rows: int, columns: int
+) -> torch.Tensor | None:
+    """fp32 `[P, N, V]`; None if the layout has none."""
+    if layout.zero_points is None or layout.int_bits is None or layout.grid is None:
+        return None
+    shape = packed_words(rows, layout.int_bits), ceil_div(columns, layout.grid[1] or columns)
+    words = torch.stack([files.read(f"{prefix}.{layout.zero_points}", shape, ("I32",)) for prefix in prefixes])
+    return centred(unpacked(words.mT, layout.int_bits, rows), layout.int_bits).mT.float()
 
 
-def _dequantized(quants: torch.Tensor, scales: torch.Tensor, high: int, wide: int) -> torch.Tensor:
-    """fp32 of quants `[P, N, K]` times the scales `[P, ceil(N/high), ceil(K/wide)]` of their blocks."""
-    values, (rows, columns) = quants.float(), quants.shape[1:]
-    high, wide = min(high, rows), min(wide, columns)
-    if rows % high or columns % wide:
-        return values * _spread(scales, high, wide, rows, columns)
-    # Without a copy of the scales for each value.
-    blocks = values.contiguous().view(len(quants), rows // high, high, columns // wide, wide)
-    return blocks.mul_(scales[:, :, None, :, None]).view(quants.shape)
+def _read_transposed_integers(
+    files: TensorFiles, layout: WeightLayout, prefix: str, rows: int, columns: int
+) -> torch.Tensor:
+    """fp32 `[N, K]` of a linear as GPTQ or AWQ packs it."""
+    assert layout.int_bits is not None and layout.grid is not None
+    bits, group = layout.int_bits, layout.grid[1] or columns
+    groups = ceil_div(columns, group)
+    if layout.packing is Packing.AWQ and rows % len(AWQ_ORDER):
+        raise ValueError(f"{files.index}: rows of {prefix}: expected a multiple of {len(AWQ_ORDER)}, got {rows}")
+    words = files.read(f"{prefix}.{layout.weight}", layout.quant_shape(rows, columns), layout.quant_dtypes)
+    zeros_GW = files.read(f"{prefix}.{layout.zero_points}", (groups, packed_words(rows, bits)), ("I32",))
+    scales_GN = files.read(f"{prefix}.{layout.scale}", (groups, rows), layout.scale_dtypes)
+    check_no_nan(files, f"{prefix}.{layout.scale}", scales_GN)
+    if layout.packing is Packing.AWQ:
+        q_KN, zeros_GN = (_in_awq_order(unpacked(part, bits, rows)) for part in (words, zeros_GW))
+    else:
+        q_KN, zeros_GN = unpacked(words.mT, bits, columns).mT, unpacked(zeros_GW, bits, rows)
+    group_K = torch.arange(columns) // group
+    if layout.packing is Packing.GPTQ and (name := f"{prefix}.g_idx") in files:
+        group_K = files.read(name, (columns,), ("I32", "I64")).long()
+        if not bool(((group_K >= 0) & (group_K < groups)).all()):
+            raise ValueError(f"{files.path_of(name)}: tensor {name}: expected groups of 0 .. {groups - 1}, got another")
+    zeros_GN, scales_GN = zeros_GN.float() + layout.zero_offset, scales_GN.float()
+    return (q_KN.float().sub_(zeros_GN[group_K]).mul_(scales_GN[group_K])).mT.contiguous()
 
 
-def _in_blocks(scales: torch.Tensor, high: int, wide: int, rows: int, columns: int) -> torch.Tensor:
-    """fp32 scales of blocks of `high x wide` of linears `[P, rows, columns]`, as those of the 128x128 blocks in it."""
-    down = torch.arange(0, rows, WEIGHT_BLOCK_N, device=scales.device) // high
-    across = torch.arange(0, columns, FP8_BLOCK.block, device=scales.device) // wide
-    return scales[:, down][:, :, across].contiguous()
+def _in_awq_order(values: torch.Tensor) -> torch.Tensor:
+    """`[..., N]` of nibbles in the order of `AWQ_ORDER`, as rows in theirs."""
+    places = torch.tensor(AWQ_ORDER).argsort()
+    return values.unflatten(-1, (-1, len(AWQ_ORDER)))[..., places].flatten(-2)
 
 
-def _unpacked_int4(quants: torch.Tensor) -> torch.Tensor:
-    """int8 of eight in each int32."""
-    raw = quants.contiguous().view(torch.uint8)
-    return torch.stack([raw & 15, raw >> 4], -1).flatten(-2).view(torch.int8) - 8
+def _read_column_scales(files: TensorFiles, suffix: str, prefixes: tuple[str, ...], columns: int) -> torch.Tensor:
+    """fp32 `[P, K]`; 1 for linears without one. Raises `ValueError` unless all are positive."""
+    factors = torch.ones(len(prefixes), columns, dtype=torch.float32, device="cpu")
+    for prefix, factor in zip(prefixes, factors, strict=True):
+        if (name := f"{prefix}.{suffix}") not in files:
+            continue
+        shape = files.entry(name).shape
+        factor.copy_(files.read(name, shape if shape == (1, columns) else (columns,), FLOAT_DTYPES).view(columns))
+        if not bool(((factor > 0) & factor.isfinite()).all()):
+            raise ValueError(f"{files.path_of(name)}: tensor {name}: expected positive numbers, got another")
+    return factors
 
 
-def _check_int4(files: TensorFiles, layout: WeightLayout, prefixes: tuple[str, ...], rows: int, columns: int) -> None:
+def _check_integers(
+    files: TensorFiles, layout: WeightLayout, prefixes: tuple[str, ...], rows: int, columns: int
+) -> None:
     """Raise `ValueError` unless groups are whole, and shapes that are stored beside the quants are these."""
     group = layout.grid[1] if layout.grid is not None else None
     if group is not None and columns % group:
@@ -450,11 +516,6 @@ def _check_int4(files: TensorFiles, layout: WeightLayout, prefixes: tuple[str, .
     for name in (f"{prefix}.weight_shape" for prefix in prefixes):
         if name in files and (got := files.read(name, (2,), ("I64", "I32")).tolist()) != [rows, columns]:
             raise ValueError(f"{files.path_of(name)}: tensor {name}: expected {[rows, columns]}, got {got}")
-
-
-def _no_half(x: torch.Tensor) -> torch.Tensor:
-    """`x`, in fp32 if it is fp16."""
-    return x.float() if x.dtype == torch.float16 else x
 
 
 def layout_of(files: TensorFiles, layout: WeightLayout, prefixes: Iterable[str]) -> WeightLayout:
@@ -473,14 +534,15 @@ def dense(weight: torch.Tensor | ExpertWeights) -> torch.Tensor:
 
 def _suffixes(layout: WeightLayout) -> list[str]:
     scales = [scale.suffix for scale in (layout.weight_scale, layout.input_scale) if scale is not None]
-    return [*scales, *layout.unused]
+    others = [name for name in (layout.zero_points, layout.column_scale) if name is not None]
+    return [*scales, *others, *layout.unused]
 
 
 def _read_scales(
     files: TensorFiles, layout: WeightLayout, prefixes: tuple[str, ...], rows: int, columns: int
 ) -> torch.Tensor:
     """Linear block scales of the linears, stacked, as they are stored."""
-    fmt = layout.format
+    fmt = layout.quant_format
     if layout.grid is None:
         shape = (rows if fmt.swizzled else ceil_div(rows, WEIGHT_BLOCK_N), fmt.scale_columns(columns))
     else:

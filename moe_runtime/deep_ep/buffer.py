@@ -12,9 +12,10 @@ import torch.distributed as dist
 
 from moe_runtime.comm.arguments import check_flag, check_integer, check_is_tensor, check_kind
 from moe_runtime.context.expert_parallel import ExpertParallelContext
+from moe_runtime.deep_ep import low_latency
 from moe_runtime.deep_ep.events import CommStream, EventHandle, EventOverlap
 from moe_runtime.deep_ep.layout import dispatch_layout
-from moe_runtime.deep_ep.low_latency import LowLatencyExchange, LowLatencyHandle, Payload
+from moe_runtime.deep_ep.low_latency import LowLatencyExchange, LowLatencyHandle
 from moe_runtime.deep_ep.normal import NormalExchange, NormalHandle, Tokens
 from moe_runtime.deep_ep.sizes import FP8_BLOCK_SIZE, Config, low_latency_bytes, normal_bytes, normal_tokens
 
@@ -340,6 +341,10 @@ class Buffer:
         use_ue8m0: bool = False,
         async_finish: bool = False,
         return_recv_hook: bool = False,
+        *,
+        use_nvfp4: bool = False,
+        x_global_scale: torch.Tensor | None = None,
+        use_mxfp8: bool = False,
     ) -> tuple[Tokens, torch.Tensor, LowLatencyHandle, EventOverlap, Callable[[], None] | None]:
         """Send tokens to the rows of their experts. Collective; does not wait for the host, can be captured.
 
@@ -358,6 +363,10 @@ class Buffer:
             use_ue8m0: whether scales come as UE8M0 bytes, four in an int32; only with `round_scale`.
             async_finish: whether the current stream goes on; the caller waits for the event.
             return_recv_hook: whether the call only sends, and the hook receives.
+            use_nvfp4: instead of `use_fp8`, as SGLang asks for: rows are uint8 `[W * max, H / 2, E_local]`, scales e4m3
+                `[32, 4, ceil(W * max / 128), 4, ceil(H / 64), E_local]`, views of memory with the experts outermost.
+            x_global_scale: fp32 with one element, the encode scale of NVFP4 tokens (448 * 6 / the largest magnitude).
+            use_mxfp8: instead of `use_fp8`: rows are e4m3, scales UE8M0 bytes `[E_local, W * max, H / 32]`, contiguous.
 
         Returns:
             rows `[E_local, W * max, H]`, or these and their scales `[E_local, W * max, H / 128]` (`/ 512`), strides
@@ -383,21 +392,19 @@ class Buffer:
         )
         if statistics is not None:
             check_is_tensor("cumulative_local_expert_recv_stats", statistics)
-            if statistics.shape != (exchange.num_local_experts,) or statistics.dtype != torch.int32:
+            fits = statistics.shape == (exchange.num_local_experts,) and statistics.dtype == torch.int32
+            if not fits or not statistics.is_contiguous():
                 raise ValueError(
-                    f"cumulative_local_expert_recv_stats: expected int32 [{exchange.num_local_experts}], got "
-                    f"{statistics.dtype} {list(statistics.shape)}"
+                    f"cumulative_local_expert_recv_stats: expected contiguous int32 "
+                    f"[{exchange.num_local_experts}], got {statistics.dtype} {list(statistics.shape)}"
                 )
-        payload = Payload(use_fp8, use_fp8 and round_scale, use_fp8 and use_ue8m0)
+        payload, gsf = self._payload(use_fp8, round_scale, use_ue8m0, use_nvfp4, x_global_scale, use_mxfp8)
         with self._comm.running(async_finish, None):
-            step = exchange.dispatch_send(x, topk_idx, payload)
+            step = exchange.dispatch_send(x, topk_idx, payload, gsf)
             if not return_recv_hook:
                 step.finish(statistics)
-        rows = step.rows
-        shape = (exchange.num_local_experts, exchange.num_slots, exchange.hidden)
-        quants = rows.rows.view(torch.float8_e4m3fn if use_fp8 else torch.bfloat16).view(shape)
-        tokens: Tokens = quants if rows.scales is None else (quants, rows.scales)
-        used = (x, topk_idx, quants, rows.scales, rows.counts, rows.source_tokens, rows.layout_range, rows.positions)
+        rows, tokens = step.rows, step.tokens
+        used = (x, topk_idx, rows.rows, rows.scales, rows.counts, rows.source_tokens, rows.layout_range, rows.positions)
         event = self._comm.finish(async_finish, async_finish, (*used, statistics))
         hook = functools.partial(step.finish, statistics) if return_recv_hook else None
         return tokens, rows.counts, step.handle, event, hook
@@ -458,6 +465,34 @@ class Buffer:
                 exchange.combine_recv(renewed)
         event = self._comm.finish(async_finish, async_finish, (x, topk_idx, topk_weights, handle.positions, out))
         return out, event, (functools.partial(_received, exchange, renewed) if return_recv_hook else None)
+
+    def _payload(
+        self,
+        use_fp8: bool,
+        round_scale: bool,
+        use_ue8m0: bool,
+        use_nvfp4: bool,
+        x_global_scale: torch.Tensor | None,
+        use_mxfp8: bool,
+    ) -> tuple[low_latency.Payload, torch.Tensor | None]:
+        """What travels, and fp32 `[1]`, the encode scale of NVFP4 tokens."""
+        if use_nvfp4 and use_mxfp8:
+            raise ValueError("use_mxfp8: expected False with use_nvfp4")
+        if not use_nvfp4:
+            if x_global_scale is not None:
+                raise ValueError("x_global_scale: expected None without use_nvfp4")
+            if use_mxfp8:
+                return low_latency.MX, None
+            if not use_fp8:
+                return low_latency.PLAIN, None
+            rounded = low_latency.FP8_UE8M0 if use_ue8m0 else low_latency.FP8_ROUNDED
+            return (rounded if round_scale else low_latency.FP8), None
+        if not isinstance(x_global_scale, torch.Tensor) or x_global_scale.numel() != 1:
+            raise ValueError("x_global_scale: expected a tensor of one element with use_nvfp4, for all experts")
+        if x_global_scale.device != self.device or not x_global_scale.dtype.is_floating_point:
+            got = f"{x_global_scale.dtype} on {x_global_scale.device}"
+            raise ValueError(f"x_global_scale: expected fp32 on {self.device}, got {got}")
+        return low_latency.NV, x_global_scale.float().reshape(1)
 
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> torch.Tensor:
         """bf16 `[E_local, W * max, H]` for rows that `low_latency_combine` takes with `zero_copy`."""

@@ -14,8 +14,8 @@ import torch
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.dispatcher.handle import DispatchHandle
 from moe_runtime.dispatcher.token_dispatcher import NO_TOKEN, TokenDispatcher
-from moe_runtime.kernels.exchange.padded_rows import PaddedRows
-from moe_runtime.kernels.formats.number_formats import FP8_BLOCK
+from moe_runtime.kernels.exchange.padded_rows import PaddedRows, PaddedScales
+from moe_runtime.kernels.formats.number_formats import BF16, FP8_BLOCK, MXFP8, NVFP4, TokenFormat
 
 
 @dataclass(frozen=True)
@@ -23,14 +23,29 @@ class Payload:
     """What travels for a token, and how its scales come out.
 
     Attributes:
-        use_fp8: e4m3 with an fp32 scale for each 128 numbers; otherwise bf16.
-        round_scale: scales are powers of two.
-        use_ue8m0: scales come out as UE8M0 bytes, four in an int32.
+        format: the exchange's own format; `bf16` for tokens that are quantized before it.
+        scales: how scales come out.
+        quant_dtype: of the rows that come out.
+        round_scale: e4m3 with fp32 scales that are powers of two, quantized before the exchange.
     """
 
-    use_fp8: bool
-    round_scale: bool
-    use_ue8m0: bool
+    format: TokenFormat
+    scales: PaddedScales
+    quant_dtype: torch.dtype
+    round_scale: bool = False
+
+    @property
+    def row_format(self) -> TokenFormat:
+        """Of the rows that come out."""
+        return FP8_BLOCK if self.round_scale else self.format
+
+
+PLAIN = Payload(BF16, PaddedScales.NONE, torch.bfloat16)
+FP8 = Payload(FP8_BLOCK, PaddedScales.COLUMNS, torch.float8_e4m3fn)
+FP8_ROUNDED = Payload(BF16, PaddedScales.COLUMNS, torch.float8_e4m3fn, round_scale=True)
+FP8_UE8M0 = Payload(BF16, PaddedScales.PACKED_COLUMNS, torch.float8_e4m3fn, round_scale=True)
+MX = Payload(MXFP8, PaddedScales.ROWS, torch.float8_e4m3fn)
+NV = Payload(NVFP4, PaddedScales.SWIZZLED, torch.uint8)
 
 
 class LowLatencyHandle(tuple[object, ...]):
@@ -105,18 +120,17 @@ class LowLatencyExchange:
             agreed=True,
         )
 
-    def dispatch_send(self, x: torch.Tensor, topk_idx: torch.Tensor, payload: Payload) -> _Dispatch:
-        """Quantize and send bf16 `x` `[T, H]`; `finish` of what comes back receives."""
-        if payload.use_fp8 and payload.round_scale:
-            # Quantized here: the exchange's own quantizer does not round scales to powers of two.
-            packed = _rounded_fp8(x)
-            dispatcher = self._dispatcher("bf16", packed.shape[1])
-            scales_at = x.shape[1]
-        else:
-            packed = x
-            dispatcher = self._dispatcher(FP8_BLOCK.name if payload.use_fp8 else "bf16", self.hidden)
-            scales_at = dispatcher.geometry.record.scales_offset
-        handle = dispatcher.dispatch_send(packed, topk_idx, self._no_weights[: x.shape[0]])
+    def dispatch_send(
+        self, x: torch.Tensor, topk_idx: torch.Tensor, payload: Payload, gsf: torch.Tensor | None = None
+    ) -> _Dispatch:
+        """Quantize and send bf16 `x` `[T, H]`; `finish` of what comes back receives.
+
+        `gsf` fp32 `[1]` is the encode scale of NVFP4 tokens.
+        """
+        packed = _rounded_fp8(x) if payload.round_scale else x
+        dispatcher = self._dispatcher(payload.format.name, packed.shape[1])
+        scales_at = self.hidden if payload.round_scale else dispatcher.geometry.record.scales_offset
+        handle = dispatcher.dispatch_send(packed, topk_idx, self._no_weights[: x.shape[0]], gsf=gsf)
         return _Dispatch(self, dispatcher, handle, payload, scales_at)
 
     def combine_send(
@@ -160,17 +174,28 @@ class _Dispatch:
     ) -> None:
         self._exchange, self._dispatcher, self._native = exchange, dispatcher, native
         self._payload, self._scales_at = payload, scales_at
-        hidden = exchange.hidden
+        hidden, fmt = exchange.hidden, payload.row_format
         self.rows = PaddedRows.allocate(
             exchange.num_local_experts,
             exchange.num_slots,
-            hidden if payload.use_fp8 else 2 * hidden,
-            hidden // 128 if payload.use_fp8 else 0,
+            fmt.quant_bytes(hidden),
             exchange.context.world_size,
             exchange.top_k,
-            packed_scales=payload.use_ue8m0,
             device=exchange.context.device,
+            kind=payload.scales,
+            num_scales=fmt.scale_columns(hidden),
         )
+
+    @property
+    def tokens(self) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Rows, or rows and scales, in the layouts that `Buffer.low_latency_dispatch` documents."""
+        rows, scales = self.rows.rows.view(self._payload.quant_dtype), self.rows.scales
+        if scales is None:
+            return rows
+        if self._payload.scales == PaddedScales.SWIZZLED:
+            # As FlashInfer's grouped GEMM over masked rows has them.
+            return rows.permute(1, 2, 0), scales.view(torch.float8_e4m3fn).permute(3, 4, 1, 5, 2, 0)
+        return rows, scales
 
     @property
     def handle(self) -> LowLatencyHandle:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from moe_runtime.context.expert_parallel import ExpertParallelContext
+from moe_runtime.context.peers import collective_step
 from moe_runtime.deep_ep.layout import ranks_as_experts
 from moe_runtime.deep_ep.sizes import MOST_TOP_K, WORD, normal_words
 from moe_runtime.dispatcher.handle import DispatchedTokens, DispatchHandle
@@ -169,11 +170,12 @@ class NormalExchange:
         num_tokens = is_token_in_rank.shape[0]
         table: torch.Tensor | None = None
         if num_worst_tokens:
-            if num_tokens > self.max_tokens:
-                raise ValueError(
-                    f"x: expected at most {self.max_tokens} tokens with num_worst_tokens (num_nvl_bytes has room for "
-                    f"no more in one step), got {num_tokens}"
-                )
+            with collective_step(self.context):
+                if num_tokens > self.max_tokens:
+                    raise ValueError(
+                        f"x: expected at most {self.max_tokens} tokens with num_worst_tokens (num_nvl_bytes has room "
+                        f"for no more in one step), got {num_tokens}"
+                    )
             steps, num_rows = 1, num_worst_tokens
         else:
             table = self._exchange_counts(num_tokens, num_tokens_per_rank, num_tokens_per_expert)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from moe_runtime.comm.arguments import check_integer
 from moe_runtime.kernels.exchange.geometry import ExchangeGeometry, worst_case_rows
 from moe_runtime.kernels.exchange.record import RecordLayout
-from moe_runtime.kernels.formats.number_formats import BF16, align
+from moe_runtime.kernels.formats.number_formats import BF16, FP8_BLOCK, TokenFormat, align
 
 MOST_TOP_K = 32
 """Expert ids that a token of normal mode may bring."""
@@ -96,3 +96,26 @@ def low_latency_bytes(tokens: int, hidden: int, num_ranks: int, num_experts: int
     """Bytes of low latency on each rank for steps of `tokens`."""
     top_k = min(top_k, num_experts)
     return exchange_bytes(hidden, hidden, num_ranks, num_experts, top_k, tokens)
+
+
+def padded_bytes(tokens: int, hidden: int, num_ranks: int, num_experts: int, fmt: TokenFormat) -> int:
+    """Bytes of the rows and scales that a low-latency dispatch returns, `[E / W, W T, H]`.
+
+    `E / W * W T * (bytes of a row + bytes of its scales)`, plus 4 for the token of each row at its rank.
+    """
+    rows = num_experts // num_ranks * num_ranks * tokens
+    return rows * (fmt.quant_bytes(hidden) + fmt.scale_bytes(hidden) + 4)
+
+
+def memory_of(hidden: int, num_ranks: int, num_experts: int, top_k: int, tokens: int) -> dict[str, int]:
+    """Bytes on each rank of both modes for `tokens` of a rank: what is reserved, and what a dispatch returns at most.
+
+    Normal mode returns a row for each token that wants this rank, `W T` rows at most.
+    """
+    return {
+        "normal_reserved": normal_bytes(hidden, num_ranks, tokens),
+        "normal_rows_bf16": num_ranks * tokens * BF16.quant_bytes(hidden),
+        "low_latency_reserved": low_latency_bytes(tokens, hidden, num_ranks, num_experts, top_k),
+        "low_latency_rows_bf16": padded_bytes(tokens, hidden, num_ranks, num_experts, BF16),
+        "low_latency_rows_fp8": padded_bytes(tokens, hidden, num_ranks, num_experts, FP8_BLOCK),
+    }

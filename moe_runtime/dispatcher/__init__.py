@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+from moe_runtime.dispatcher.gradients import DifferentiableDispatcher, DispatchedRows
 from moe_runtime.dispatcher.handle import CombineSink, DispatchedTokens, DispatchHandle
 from moe_runtime.dispatcher.token_dispatcher import TokenDispatcher
 
-__all__ = ["CombineSink", "DispatchHandle", "DispatchedTokens", "TokenDispatcher"]
+__all__ = [
+    "CombineSink",
+    "DifferentiableDispatcher",
+    "DispatchHandle",
+    "DispatchedRows",
+    "DispatchedTokens",
+    "TokenDispatcher",
+]

@@ -133,12 +133,19 @@ def check_shared(
         _check_matrix("shared", shared, (num_tokens, geometry.output_hidden), BF16)
 
 
+def check_gsf(geometry: ExchangeGeometry, device: torch.device, gsf: torch.Tensor) -> None:
+    """`gsf` is fp32 `[1]`, and tokens are in a format with an encode scale."""
+    if not geometry.token_format.has_row_scale:
+        raise ValueError(f"gsf: expected None with {geometry.token_format.name} tokens, got a tensor")
+    _check_place("gsf", gsf, device)
+    _check_shape("gsf", gsf, (1,), (torch.float32,))
+
+
 def check_out(geometry: ExchangeGeometry, device: torch.device, out: torch.Tensor, num_tokens: int) -> None:
     """`out` is bf16 `[num_tokens, H]` and contiguous."""
     _check_place("out", out, device)
     _check_shape("out", out, (num_tokens, geometry.output_hidden), BF16)
-    if not out.is_contiguous():
-        raise ValueError(f"out: expected a contiguous tensor, got strides {list(out.stride())}")
+    _check_contiguous("out", out)
 
 
 def check_padded(
@@ -152,19 +159,34 @@ def check_padded(
     check_kind("out", out, PaddedRows)
     record, experts = geometry.record, geometry.num_local_experts
     num_bytes = record.format.quant_bytes(geometry.hidden)
-    _check_place("out.rows", out.rows, device)
     if out.rows.shape[:2] != (experts, geometry.num_slots) or not 0 < out.rows.shape[2] <= num_bytes:
         expected = f"[{experts}, {geometry.num_slots}, {num_bytes}]"
         raise ValueError(f"out.rows: expected {expected}, got {list(out.rows.shape)}")
-    _check_shape("out.positions", out.positions, (geometry.num_slots, geometry.top_k), (torch.int32,))
-    at = record.scales_offset if scales_at is None else check_integer("scales_at", scales_at, 0)
+    slots, ranks = geometry.num_slots, geometry.world_size
+    for name, shape, dtype in (
+        ("rows", tuple(out.rows.shape), torch.uint8),
+        ("counts", (experts,), torch.int32),
+        ("source_tokens", (experts, slots), torch.int32),
+        ("layout_range", (experts, ranks), torch.int64),
+        ("positions", (slots, geometry.top_k), torch.int32),
+    ):
+        _check_place(f"out.{name}", getattr(out, name), device)
+        _check_shape(f"out.{name}", getattr(out, name), shape, (dtype,))
     if out.scales is not None:
-        columns = out.scales.shape[2] * (4 if out.scales.dtype == torch.int32 else 1)
-        if at % 4 or at + 4 * columns > record.source_offset:
-            raise ValueError(f"scales_at: expected room for {columns} scales in a record of this format, got {at}")
+        plain = out.kind.allocate(experts, slots, out.num_scales, torch.device("meta"))
+        assert plain is not None
+        _check_place("out.scales", out.scales, device)
+        _check_shape("out.scales", out.scales, tuple(plain.shape), (plain.dtype,))
+        if out.scales.stride() != plain.stride():
+            raise ValueError(f"out.scales: expected strides {plain.stride()}, got {out.scales.stride()}")
+    at = record.scales_offset if scales_at is None else check_integer("scales_at", scales_at, 0)
+    end = at + out.num_scales * out.kind.scale_bytes
+    if at % 4 or end > record.source_offset:
+        raise ValueError(f"scales_at: expected room for {out.num_scales} scales in a record of this format, got {at}")
     if statistics is not None:
         _check_place("statistics", statistics, device)
         _check_shape("statistics", statistics, (experts,), (torch.int32,))
+        _check_contiguous("statistics", statistics)
     return at
 
 
@@ -172,6 +194,11 @@ def _check_matrix(name: str, tensor: torch.Tensor, shape: tuple[int, int], dtype
     _check_shape(name, tensor, shape, dtypes)
     if tensor.shape[0] > 0 and tensor.stride(1) != 1:
         raise ValueError(f"{name}: expected a contiguous last dimension, got strides {list(tensor.stride())}")
+
+
+def _check_contiguous(name: str, tensor: torch.Tensor) -> None:
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name}: expected a contiguous tensor, got strides {list(tensor.stride())}")
 
 
 def _check_shape(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:

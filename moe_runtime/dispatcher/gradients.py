@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
+from moe_runtime.comm.arguments import check_is_tensor, check_kind
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.dispatcher.handle import DispatchedTokens, DispatchHandle
 from moe_runtime.dispatcher.landing import landing_half, landing_records
@@ -202,18 +203,27 @@ class DifferentiableDispatcher:
 
         Raises: as `TokenDispatcher.dispatch`.
         """
+        check_is_tensor("x", x)
+        check_is_tensor("topk_idx", topk_idx)
         dispatched = DispatchedRows((self._dispatcher, self._entries), topk_idx.clone())
         dispatched.rows = dispatch_rows(x, dispatched)
         return dispatched
 
-    def combine(self, rows: torch.Tensor, dispatched: DispatchedRows, topk_weights: torch.Tensor) -> torch.Tensor:
-        """bf16 `[T, H]`, the weighted sum of each token's rows, with gradients for rows and weights. Collective.
+    def combine(
+        self, expert_output: torch.Tensor, dispatched: DispatchedRows, topk_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """bf16 `[T, H]`, the weighted sum of each token's rows, with gradients for both. Collective.
 
         Args:
-            rows: bf16 `[R, H]`, the experts' outputs.
+            expert_output: bf16 `[R, H]`.
             dispatched: what `dispatch` gave.
             topk_weights: fp32 `[T, K]`.
 
         Raises: as `TokenDispatcher.combine`.
         """
-        return combine_rows(rows, topk_weights, dispatched)
+        check_is_tensor("expert_output", expert_output)
+        check_is_tensor("topk_weights", topk_weights)
+        check_kind("dispatched", dispatched, DispatchedRows)
+        if dispatched._dispatcher is not self._dispatcher:
+            raise ValueError("dispatched: it belongs to another dispatcher")
+        return combine_rows(expert_output, topk_weights, dispatched)

@@ -132,6 +132,10 @@ class DispatchHandle:
             raise ValueError(f"handle: expected {STAGES[index - 1]} to be called with it before {stage}")
         self._progress.stages_done += 1
 
+    def end(self) -> None:
+        """Note that no other stage may follow."""
+        self._progress.stages_done = len(STAGES)
+
     def take_recv_buffers(self) -> RecvBuffers:
         """The buffers for `dispatch_recv`; from now on they live as long as whoever took them keeps them."""
         buffers, self._progress.recv_buffers = self._progress.recv_buffers, None

@@ -11,6 +11,7 @@ from moe_runtime.context.peers import collective_step
 from moe_runtime.context.threads import by_one_thread
 from moe_runtime.dispatcher.arguments import (
     check_expert_output,
+    check_gsf,
     check_out,
     check_padded,
     check_shared,
@@ -304,12 +305,15 @@ class TokenDispatcher:
         *,
         scales_in_record: bool = False,
         leave_scales: bool | None = None,
+        gsf: torch.Tensor | None = None,
     ) -> DispatchHandle:
         """First half of `dispatch`: everything that does not wait for the peers' tokens.
 
         Memory has two halves, used in turn. Before it writes into a half, it waits until each peer has combined the
         second last dispatch, or, where that is not combined, until each peer calls this. So ranks must agree in whether
         they call this or the combine of the last dispatch first: otherwise each waits for the other until its timeout.
+
+        `gsf`, fp32 `[1]` on the device, is the encode scale of `nvfp4` tokens in place of `1 / input_scale`.
         """
         scales_in_record = _scales_in_record(scales_in_record, leave_scales)
         context, geometry = self.context, self.geometry
@@ -317,6 +321,8 @@ class TokenDispatcher:
             check_tokens(geometry, context.device, x, topk_idx, topk_weights)
             if scales_in_record and not self.can_keep_scales_in_record:
                 raise ValueError("scales_in_record: expected False, this dispatcher copies scales as they arrive")
+            if gsf is not None:
+                check_gsf(geometry, context.device, gsf)
             handle = DispatchHandle.allocate(
                 geometry,
                 self._backend,
@@ -333,7 +339,7 @@ class TokenDispatcher:
                 x,
                 topk_idx.contiguous(),
                 topk_weights.contiguous(),
-                self._gsf,
+                self._gsf if gsf is None else gsf,
                 handle.epoch,
                 handle.num_parts,
                 handle.timeout_ns,
@@ -395,9 +401,10 @@ class TokenDispatcher:
         """`dispatch_recv` into a block of rows for each expert; of dispatchers with gathered rows.
 
         Args:
-            handle: of `dispatch_send`. For combine it is good `for_rows` alone.
+            handle: of `dispatch_send`. No combine may follow with it: rows go home by a dispatch of routing alone
+                (`DispatchHandle.for_rows`).
             out: written, as long as no failure is recorded.
-            scales_at: bytes from the start of a record to the fp32 scales of `out`; None for those of the format.
+            scales_at: bytes from the start of a record to the scales of `out`; None for those of the format.
             statistics: int32 `[E]`, to which the rows of each expert are added.
 
         Raises: as `dispatch`.
@@ -413,6 +420,7 @@ class TokenDispatcher:
             self._backend.dispatch_recv_padded(
                 context, geometry, handle.epoch, handle.timeout_ns, buffers, out, at, statistics
             )
+            handle.end()
             self._stepped = True
             self._raise_on_cpu()
 

@@ -26,7 +26,7 @@ from moe_runtime.checkpoints.loading import ExpertTensors
 from moe_runtime.comm.arguments import check_kind
 from moe_runtime.comm.errors import reason_of
 from moe_runtime.comm.messages import integer, many, optional, row
-from moe_runtime.config import CombineFormatName, FormatName, MoELayerConfig, ParallelConfig, WeightFormatName
+from moe_runtime.config import Auto, CombineFormatName, FormatName, MoELayerConfig, ParallelConfig, WeightFormatName
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.context.peers import abort_peers, abort_peers_on_error, agree_on
 from moe_runtime.counters import LayerCounts
@@ -58,8 +58,8 @@ def apply_expert_parallel(
     mesh: DeviceMesh | dist.ProcessGroup | None = None,
     *,
     max_tokens_per_rank: int,
-    token_format: FormatName | None = None,
-    weight_format: WeightFormatName | None = None,
+    token_format: FormatName | Auto | None = None,
+    weight_format: WeightFormatName | Auto | None = None,
     combine_format: CombineFormatName = "bf16",
     experts: ExpertSource = None,
     placement: Placement | Mapping[int, Placement] | None = None,
@@ -81,12 +81,12 @@ def apply_expert_parallel(
             torch.distributed is not initialised (torchrun's ranks call `init_from_env` before).
         max_tokens_per_rank: most tokens (batch times sequence) of a rank in one step. A call with more is split inside
             `join` and refused outside.
-        token_format, weight_format, combine_format: as in `MoELayerConfig`. `token_format` is bf16 if None, and
-            `weight_format` is `token_format`. With a `Checkpoint` they default as in `MoELayer.from_checkpoint`.
+        token_format, weight_format, combine_format: as in `MoELayerConfig`. If None or `auto`, `token_format` is bf16,
+            and `weight_format` is `token_format`. With a `Checkpoint` they are then chosen as in
+            `MoELayer.from_checkpoint`: as it has them where they go together.
         experts: where experts come from instead of the model, which may then have none (`without_experts`).
             `experts(layer, ids)` yields the experts `ids` of decoder layer `layer` in order. A `Checkpoint` also sets
-            the formats and `intermediate_gsf` of each layer, and is compared between ranks. A checkpoint, and a model
-            without experts, must be of a family in `moe_runtime.checkpoints.families`.
+            the formats and `intermediate_gsf` of each layer, and is compared between ranks.
         placement: which rank holds which experts, of every layer or by decoder layer, with replicas; equal on all
             ranks. None, and layers without one: contiguous ids, each expert once.
         parallel: transport, engine and time limits; the defaults of `ParallelConfig` if None.
@@ -337,11 +337,11 @@ class ParallelExperts(nn.Module):
 
     is_expert_parallel = True
 
-    def __init__(self, owner: ExpertParallel, index: int, described: DescribedExperts | None) -> None:
+    def __init__(self, owner: ExpertParallel, index: int, described: DescribedExperts) -> None:
         super().__init__()
         self._owner = owner
         self._index = index
-        self._identity_experts = 0 if described is None else described.identity_experts
+        self._identity_experts = described.identity_experts
 
     @not_compiled
     def forward(
@@ -360,12 +360,14 @@ class ParallelExperts(nn.Module):
 
 
 def _load(layer: MoELayer, block: MoEBlock, experts: ExpertSource) -> None:
-    """Load this rank's experts of `block` into `layer`."""
+    """Load this rank's experts of `block`, and the norm after them if there is one, into `layer`."""
+    if experts is None:
+        block.described.load_into(layer, layer.local_experts)
+        return
+    if layer.post_expert_norm is not None:
+        layer.post_expert_norm.load(block.module.experts.post_expert_norm.weight.detach())
     if isinstance(experts, Checkpoint):
         layer.load_checkpoint(experts, block.number, shared_elsewhere=True)
-    elif experts is None:
-        assert block.described is not None
-        layer.load_experts(block.described.tensors(layer.local_experts))
     else:
         layer.load_experts(experts(block.number, layer.local_experts))
 
@@ -375,17 +377,18 @@ def _config_of(
 ) -> MoELayerConfig:
     """The config of the layer of `block`, without the shared expert, which stays in the block."""
     if isinstance(experts, Checkpoint):
-        plain = layer_config(model_config, source="model.config", max_tokens_per_rank=1)
         # The model must agree with the checkpoint.
-        stated = {key: getattr(plain, key) for key in plain.model_fields_set}
+        if experts.routers:
+            plain = layer_config(model_config, source="model.config", max_tokens_per_rank=1)
+            stated = {key: getattr(plain, key) for key in plain.model_fields_set}
+        else:
+            stated = {"top_k": block.top_k(model_config, settings.get("top_k"))}
+        stated |= block.described.fields
         made = experts.layer_config(block.number, **stated | settings)
         alone: MoELayerConfig = made.replace(shared_expert=None)
         return alone
     asked = settings["token_format"]
     settings = settings | {"token_format": "bf16" if asked is None else asked}
-    if block.described is None:
-        alone = layer_config(model_config, source="model.config", **settings).replace(shared_expert=None)
-        return alone
     return layer_fields(block.described, block.top_k(model_config, settings.get("top_k")), settings)
 
 

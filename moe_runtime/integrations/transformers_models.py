@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,39 +13,41 @@ import torch
 from torch import nn
 
 from moe_runtime.checkpoints.families import GPT_OSS, MIXTRAL
-from moe_runtime.checkpoints.layouts import COMPRESSED_NVFP4, EXPERTS_KEY, compressed_group
-from moe_runtime.integrations.expert_modules import DescribedExperts, describe_experts
+from moe_runtime.checkpoints.layouts import COMPRESSED_NVFP4
+from moe_runtime.checkpoints.quantization import EXPERTS_KEY, compressed_group
+from moe_runtime.integrations.expert_modules import WEIGHTS, DescribedExperts, describe_experts
 
-EXPERT_CLASSES = {
-    "mixtral": ("MixtralExperts",),
-    "qwen2_moe": ("Qwen2MoeExperts",),
-    "qwen3_moe": ("Qwen3MoeExperts",),
-    "deepseek_v3": ("DeepseekV3Experts", "DeepseekV3NaiveMoe"),
-    "gpt_oss": ("GptOssExperts",),
-}
-"""Classes of the experts that `without_experts` leaves out; of two, the last is that of older releases."""
-
-
-TOP_K = ("top_k", "num_experts_per_tok")
+TOP_K = ("top_k", "num_experts_per_tok", "top_k_experts")
 """What blocks, routers and configs call the number of experts of a token."""
 
 
 class _NoExperts(nn.Module):
-    """Placeholder for experts: empty tensors that transformers may initialise, and none that it would load."""
+    """Stands for experts that were left out: empty tensors that some models initialise, and none that would be loaded.
 
-    def __init__(self, config: Any) -> None:
+    Attributes:
+        described: what they compute; its module is on the meta device.
+        config: the config that they had, if any.
+        post_expert_norm: the norm after each expert, which stays and is loaded; None if there is none.
+    """
+
+    def __init__(self, described: DescribedExperts, post_expert_norm: nn.Module | None) -> None:
         super().__init__()
-        for name in ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias"):
+        self.post_expert_norm = post_expert_norm
+        self.described = described
+        self.config = getattr(described.module, "config", None)
+        for name in WEIGHTS:
             setattr(self, name, torch.empty(0))
 
 
 @contextmanager
 def without_experts() -> Iterator[None]:
-    """Inside, transformers creates models of the known families without experts, and loads none.
+    """Inside, transformers creates models without experts, and loads none.
 
     For models that are too large for one rank: `from_pretrained` loads all but the experts, and
     `apply_expert_parallel(..., experts=...)` those of each rank. transformers then warns that the experts' tensors are
     unexpected. Its FP8 and MXFP4 quantizers leave experts alone too.
+
+    Creating a model whose experts a layer cannot compute raises `ValueError`, as `describe_experts`.
     """
     swapped = []
 
@@ -53,10 +56,19 @@ def without_experts() -> Iterator[None]:
             swapped.append((module, name, getattr(module, name)))
             setattr(module, name, other)
 
+    base = import_module("transformers.modeling_utils").PreTrainedModel
+    post_init = base.post_init
+
+    def leave_out_experts(model: Any, *args: Any, **named: Any) -> Any:
+        # Every model ends its __init__ with post_init, which gives memory its first values.
+        for name, block in _with_experts(model):
+            if not isinstance(block.experts, _NoExperts):
+                norm = copy.deepcopy(getattr(block.experts, "post_expert_norm", None))
+                block.experts = _NoExperts(describe_experts(block.experts.to("meta"), f"model: {name}.experts"), norm)
+        return post_init(model, *args, **named)
+
     try:
-        for family, names in EXPERT_CLASSES.items():
-            for name in names:
-                swap(import_module(f"transformers.models.{family}.modeling_{family}"), name, _NoExperts)
+        swap(base, "post_init", leave_out_experts)
         fp8 = import_module("transformers.integrations.finegrained_fp8")
         if hasattr(fp8, "should_convert_module"):
             swap(fp8, "should_convert_module", _unless_experts(fp8.should_convert_module))
@@ -66,6 +78,11 @@ def without_experts() -> Iterator[None]:
     finally:
         for module, name, original in reversed(swapped):
             setattr(module, name, original)
+
+
+def _with_experts(model: nn.Module) -> list[tuple[str, Any]]:
+    """Names and modules of the blocks that have `experts`."""
+    return [(name, module) for name, module in model.named_modules() if hasattr(module, "experts")]
 
 
 def _unless_experts(should_convert_module: Callable[..., bool]) -> Callable[..., bool]:
@@ -115,13 +132,13 @@ class MoEBlock:
         number: index of its decoder layer.
         name: of its experts in the model.
         module: the block.
-        described: its experts; None where they were left out.
+        described: its experts, also where they were left out.
     """
 
     number: int
     name: str
     module: Any
-    described: DescribedExperts | None
+    described: DescribedExperts
 
     def top_k(self, model_config: dict[str, Any], asked: int | None) -> int:
         """Experts of a token, as the block, its router or the config says, else `asked`."""
@@ -141,7 +158,7 @@ def moe_blocks(model: nn.Module, *, has_weights: bool) -> list[MoEBlock]:
     Experts must be such that a layer can compute them (`describe_experts`), with weights if `has_weights`; else they
     may have been left out (`without_experts`).
     """
-    blocks = [(name, module) for name, module in model.named_modules() if hasattr(module, "experts")]
+    blocks = _with_experts(model)
     if not blocks:
         raise ValueError(f"model: expected MoE blocks with `experts`, found none in {type(model).__name__}")
     found: dict[int, MoEBlock] = {}
@@ -149,8 +166,9 @@ def moe_blocks(model: nn.Module, *, has_weights: bool) -> list[MoEBlock]:
         name = f"{block_name}.experts"
         if getattr(block.experts, "is_expert_parallel", False):
             raise ValueError(f"model: {name} are expert-parallel already")
-        described = None
-        if has_weights or not isinstance(block.experts, _NoExperts):
+        if not has_weights and isinstance(block.experts, _NoExperts):
+            described = block.experts.described
+        else:
             if not has_weights:
                 _check_class(name, block.experts)
             described = describe_experts(block.experts, f"model: {name}")

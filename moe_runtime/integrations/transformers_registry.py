@@ -23,10 +23,18 @@ from torch import nn
 
 from moe_runtime.checkpoints.loading import FRESH, QuantBuffers
 from moe_runtime.comm.arguments import check_integer, check_kind
-from moe_runtime.config import CombineFormatName, FormatName, MoELayerConfig, ParallelConfig, WeightFormatName
+from moe_runtime.config import Auto, CombineFormatName, FormatName, MoELayerConfig, ParallelConfig, WeightFormatName
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.context.peers import abort_peers, abort_peers_on_error
-from moe_runtime.integrations.expert_modules import BIASES, WEIGHTS, DescribedExperts, describe_experts, routes_of
+from moe_runtime.integrations.expert_modules import (
+    DOWN,
+    UNGATED_WEIGHTS,
+    WEIGHTS,
+    DescribedExperts,
+    bias_of,
+    describe_experts,
+    routes_of,
+)
 from moe_runtime.integrations.in_place import buffers_over
 from moe_runtime.integrations.layer_settings import (
     DEFAULT_MAX_TOKENS,
@@ -50,7 +58,7 @@ def experts_settings(
     *,
     max_tokens_per_rank: int = DEFAULT_MAX_TOKENS,
     token_format: FormatName = "bf16",
-    weight_format: WeightFormatName | None = None,
+    weight_format: WeightFormatName | Auto | None = None,
     combine_format: CombineFormatName = "bf16",
     parallel: ParallelConfig | None = None,
     **overrides: Any,
@@ -63,7 +71,8 @@ def experts_settings(
     Args:
         max_tokens_per_rank: most tokens of a rank in one step. A call with more is split where every rank has the same
             tokens or there is one rank, and refused elsewhere.
-        token_format, weight_format, combine_format: as in `MoELayerConfig`; `weight_format` is `token_format` if None.
+        token_format, weight_format, combine_format: as in `MoELayerConfig`; `weight_format` is `token_format` if None
+            or `auto`.
         parallel: transport (between ranks), engine and time limits; the defaults of `ParallelConfig` if None.
         overrides: further fields of `MoELayerConfig`, such as `token_buckets`.
 
@@ -195,8 +204,8 @@ def _layer_of(module: Any, top_k: int, mesh: Any, settings: LayerSettings) -> _B
         name = type(module).__name__
         described = describe_experts(module, name)
         described.check_weights()
-        local = range(getattr(module, WEIGHTS[1]).shape[0])
-        built.layer.load_experts(described.tensors(local), _in_place(described, built.layer.config))
+        local = range(getattr(module, DOWN).shape[0])
+        described.load_into(built.layer, local, _in_place(described, built.layer.config))
         built.weights = weights
     return built
 
@@ -206,7 +215,7 @@ def _build(module: Any, top_k: int, mesh: Any, settings: LayerSettings) -> _Buil
     described = describe_experts(module, name)
     ranks = 1 if mesh is None else mesh.size()
     config = layer_fields(described.of_ranks(ranks), top_k, settings.fields)
-    device = getattr(module, WEIGHTS[0]).device
+    device = getattr(module, DOWN).device
     group = None if mesh is None else mesh.get_group().group_name
     sizes = config.hidden_size, config.num_experts, top_k
     key = id(module.config), id(settings), str(device), group, *sizes
@@ -220,8 +229,9 @@ def _build(module: Any, top_k: int, mesh: Any, settings: LayerSettings) -> _Buil
 def _weights_of(module: Any) -> tuple[object, ...]:
     """Which weights the parameters hold: changes where they are replaced or written to."""
     found: list[object] = []
-    for key in (*WEIGHTS, *BIASES):
-        weight = getattr(module, key, None)
+    names = dict.fromkeys((*WEIGHTS, *UNGATED_WEIGHTS))
+    weights = [getattr(module, key, None) for key in (*names, *map(bias_of, names))]
+    for weight in (*weights, getattr(getattr(module, "post_expert_norm", None), "weight", None)):
         if weight is not None:
             version = 0 if weight.is_inference() else weight._version
             found += [weight.data_ptr(), version, weight.dtype, weight.device]
@@ -232,7 +242,7 @@ def _in_place(described: DescribedExperts, config: MoELayerConfig) -> QuantBuffe
     """Buffers that are the module's parameters where a layer reads them as they are, so that nothing is copied."""
     if config.weight_format != "bf16" or described.transposed:
         return FRESH
-    gate_up, down = (getattr(described.module, key) for key in WEIGHTS)
+    gate_up, down = (getattr(described.module, key) for key in described.weights)
     return buffers_over(gate_up, down)
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from moe_runtime.deep_ep import Buffer
 from moe_runtime.deep_ep import buffer as buffer_module
 from moe_runtime.deep_ep.utils.math import per_token_cast_back
+from moe_runtime.kernels.formats.quantize import quantize_rows
 
 EXPERTS, TOP_K, MOST = 16, 4, 6
 
@@ -131,6 +132,52 @@ def dispatch_and_combine(rank: int, world: int, counts: list[int], hidden: int, 
     buffer.destroy()
 
 
+def small_formats(rank: int, world: int, counts: list[int], hidden: int, seed: int) -> None:
+    """NVFP4 and MXFP8 rows: those that our quantizer gives, in the layouts of SGLang and of rows."""
+    per_rank, slots = EXPERTS // world, world * MOST
+    num_bytes = Buffer.get_low_latency_rdma_size_hint(MOST, hidden, world, EXPERTS)
+    buffer = Buffer(dist.group.WORLD, 0, num_bytes, explicitly_destroy=True)
+    everyone = [tokens_of(seed, r, counts[r % len(counts)], hidden) for r in range(world)]
+    x, ids, _ = everyone[rank]
+    gsf = torch.tensor(448 * 6 / max(float(data[0].abs().max()) for data in everyone if data[0].numel()))
+    for fmt, settings in (("nvfp4", {"use_nvfp4": True, "x_global_scale": gsf}), ("mxfp8", {"use_mxfp8": True})):
+        (rows, scales), count, _, _, hook = buffer.low_latency_dispatch(
+            x, ids, MOST, EXPERTS, use_fp8=False, return_recv_hook=True, **settings
+        )
+        assert hook is not None
+        hook()
+        linear = scales
+        if fmt == "nvfp4":
+            blocks, columns = -(-slots // 128), -(-hidden // 64)
+            assert rows.shape == (slots, hidden // 2, per_rank) and rows.dtype == torch.uint8
+            assert scales.shape == (32, 4, blocks, 4, columns, per_rank) and scales.dtype == torch.float8_e4m3fn
+            rows = rows.permute(2, 0, 1)
+            # [32, 4 of rows, blocks, 4 of columns, columns, E] to [E, rows, columns].
+            linear = scales.view(torch.uint8).permute(5, 2, 1, 0, 4, 3).reshape(per_rank, blocks * 128, columns * 4)
+            linear = linear[:, :slots, : hidden // 16]
+        else:
+            assert rows.shape == (per_rank, slots, hidden) and scales.shape == (per_rank, slots, hidden // 32)
+        for e in range(per_rank):
+            arriving = [
+                (r, t)
+                for r, data in enumerate(everyone)
+                for t in (data[1] == rank * per_rank + e).any(dim=1).nonzero()[:, 0].tolist()
+            ]
+            assert int(count[e]) == len(arriving)
+            for row, (r, t) in enumerate(arriving):
+                want = quantize_rows(everyone[r][0][t : t + 1], fmt, gsf=gsf.reshape(1) if fmt == "nvfp4" else None)
+                assert torch.equal(rows[e, row].view(torch.uint8), want.quants_RK[0].view(torch.uint8))
+                assert want.scales_RV is not None
+                assert torch.equal(linear[e, row], want.scales_RV[0].view(torch.uint8))
+    buffer.destroy()
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_small_formats_arrive(world: int, get_pool: Any, seed: int) -> None:
+    get_pool(world).run(small_formats, [5, 0, 6, 1], 384, seed)
+
+
 @pytest.mark.cpu_only
 @pytest.mark.parametrize("world", [1, 2, 4, 8])
 @pytest.mark.parametrize("hidden", [384, 512])
@@ -143,6 +190,7 @@ def interpreted(rank: int, world: int, counts: list[int], hidden: int, seed: int
     try:
         buffer_module.ExpertParallelContext = partial(contexts, engine="triton")  # type: ignore[misc, assignment]
         dispatch_and_combine(rank, world, counts, hidden, seed)
+        small_formats(rank, world, counts, hidden, seed)
     finally:
         buffer_module.ExpertParallelContext = contexts  # type: ignore[misc]
 

@@ -9,7 +9,7 @@ import torch
 
 from moe_runtime.dispatcher.handle import DispatchHandle
 from moe_runtime.kernels.exchange import cuda
-from moe_runtime.kernels.exchange.padded_rows import PaddedRows
+from moe_runtime.kernels.exchange.padded_rows import PaddedRows, PaddedScales
 from tests.emulator import Emulator
 from tests.support.comparison import assert_same_bits
 from tests.support.exchange_data import RankInput, rank_input
@@ -157,11 +157,11 @@ def test_rows_are_padded_for_each_expert(engine: str, fmt: str, device: torch.de
             geometry.num_local_experts,
             slots,
             row_bytes,
-            2 if fmt == "fp8_block" else 0,
             WORLD,
             TOP_K,
-            packed_scales=False,
             device=device,
+            kind=PaddedScales.COLUMNS if fmt == "fp8_block" else PaddedScales.NONE,
+            num_scales=2 if fmt == "fp8_block" else 0,
         )
         statistics = torch.full((geometry.num_local_experts,), 7, dtype=torch.int32, device=device)
         dispatcher.dispatch_recv_padded(handle, out, statistics=statistics)

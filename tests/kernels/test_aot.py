@@ -40,6 +40,7 @@ OPERATIONS = {
     "moe_gemm_mxfp8_nt_groupwise": ("mxfp8",),
     "moe_gemm_fp8_nt_groupwise": ("fp8_block",),
     "group_gemm_fp8_nt_groupwise": ("fp8_block",),
+    "expert_norm": ("bf16",),
     "combine_send": WIRE_FORMATS,
     "combine_recv": WIRE_FORMATS,
     "route_logits": ("bf16",),

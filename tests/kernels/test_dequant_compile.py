@@ -42,7 +42,7 @@ from moe_runtime.kernels.gemm.shapes import DEQUANT_DECODE as DECODE
 from moe_runtime.kernels.gemm.shapes import DEQUANT_MIDDLE as MIDDLE
 from moe_runtime.kernels.gemm.shapes import DEQUANT_PREFILL as PREFILL
 from moe_runtime.kernels.gemm.shapes import FEW_TOKENS, MANY_TOKENS, DequantShape, TokenShape
-from moe_runtime.kernels.gemm.weights import GPT_OSS, GateUpOrder, SwiGLU
+from moe_runtime.kernels.gemm.weights import GEGLU, GEGLU_TANH, GPT_OSS, SQUARED_RELU, Activation, GateUpOrder, SwiGLU
 from tests.support.gemm_checks import ROWS_OF_SHAPES, SHAPES
 from tests.support.gemm_plans import dequant_swiglu, run_dequant_gemm
 
@@ -51,6 +51,7 @@ pytestmark = pytest.mark.cpu_only
 SHARED_BYTES_OF_A_BLOCK = 227 * 1024
 REGISTERS_OF_A_BLOCK = 65536
 SPILL_BYTES = 64
+SOFTCAPPED = Activation(gate_softcap=4.0, up_softcap=25.0)
 
 
 @dataclass(frozen=True)
@@ -108,16 +109,16 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Recorded]:
 
 
 def launched(
-    recorded: list[Recorded], weight: str, token: str, k: int, rows: int, activation: SwiGLU | None, out: str
+    recorded: list[Recorded], weight: str, token: str, k: int, rows: int, activation: Activation | None, out: str
 ) -> Recorded:
     """The GEMM that is launched; `out` is a format where `activation` is one, `dequantized` or not, else a dtype."""
     a = rows_of(token, rows, k)
-    w = weights_of(weight, 64, k, None if activation is None else activation.order)
+    w = weights_of(weight, 64, k, None if activation is None else activation.gate_up)
     if activation is None:
         run_dequant_gemm(a, w, torch.empty(rows, 64, dtype=getattr(torch, out)))
     else:
         name, *dequantized = out.split()
-        hidden, gsf = empty_intermediate(a, w, name, None)
+        hidden, gsf = empty_intermediate(a, w, activation, name, None)
         if dequantized:
             hidden = replace(hidden, dequantized=empty_dequantized(a, hidden.num_columns))
         dequant_swiglu(a, w, activation, hidden, gsf)
@@ -159,7 +160,7 @@ def compile_recorded(launch: Recorded) -> Compiled:
 
 
 # Every format of weights, tokens and result in DECODE and PREFILL, some in MIDDLE; widths of stages of 4, 3 and 2.
-VARIANTS = [
+VARIANTS: list[tuple[DequantShape, str, str, int, Activation | None, str]] = [
     (DECODE, "nvfp4", "nvfp4", 7168, None, "bfloat16"),
     (DECODE, "nvfp4", "nvfp4", 2880, GPT_OSS, "nvfp4"),
     (DECODE, "nvfp4", "bf16", 128, SwiGLU(GateUpOrder.UP_GATE), "bf16"),
@@ -189,20 +190,31 @@ VARIANTS = [
     (PREFILL, "mxfp4", "mxfp8", 2880, GPT_OSS, "mxfp8 dequantized"),
     (PREFILL, "mxfp4", "mxfp8", 7168, SwiGLU(), "mxfp8"),
     (PREFILL, "mxfp4", "bf16", 2880, None, "bfloat16"),
+    (DECODE, "nvfp4", "nvfp4", 7168, GEGLU, "nvfp4 dequantized"),
+    (PREFILL, "nvfp4", "nvfp4", 7168, SOFTCAPPED, "nvfp4 dequantized"),
+    (MIDDLE, "mxfp8", "mxfp8", 7168, GEGLU_TANH, "mxfp8 dequantized"),
+    (PREFILL, "nvfp4", "nvfp4", 2880, SQUARED_RELU, "nvfp4 dequantized"),
+    (MIDDLE, "nvfp4", "nvfp4", 2048, SQUARED_RELU, "nvfp4"),
+    (PREFILL, "mxfp8", "mxfp8", 7168, SQUARED_RELU, "mxfp8 dequantized"),
+    (DECODE, "mxfp4", "mxfp8", 2880, SQUARED_RELU, "mxfp8"),
 ]
+
+
+def _name(activation: Activation | None) -> str:
+    return "plain" if activation is None else "softcaps" if activation.up_softcap else activation.function.value
 
 
 @pytest.mark.parametrize(
     ("shape", "weight", "token", "k", "activation", "out"),
     VARIANTS,
-    ids=[f"{v[0].max_blocks}-{v[1]}-{v[2]}-{v[3]}-{v[5]}" for v in VARIANTS],
+    ids=[f"{v[0].max_blocks}-{v[1]}-{v[2]}-{v[3]}-{_name(v[4])}-{v[5]}" for v in VARIANTS],
 )
 def test_gemm_compiles_to_what_it_is_meant_for(
     shape: DequantShape,
     weight: str,
     token: str,
     k: int,
-    activation: SwiGLU | None,
+    activation: Activation | None,
     out: str,
     recorded: list[Recorded],
 ) -> None:
@@ -419,7 +431,7 @@ def test_results_that_the_kernel_cannot_write(recorded: list[Recorded]) -> None:
         with pytest.raises(ValueError, match=r"^out: expected rows on 8-byte boundaries"):
             run_dequant_gemm(a, w, out)
     gated = weights_of("nvfp4", 256, 128, GateUpOrder.GATE_UP)
-    hidden, gsf = empty_intermediate(a, gated, "fp8_block", None)
+    hidden, gsf = empty_intermediate(a, gated, SwiGLU(), "fp8_block", None)
     with pytest.raises(ValueError, match=r"^out_format: expected bf16, nvfp4 or mxfp8"):
         dequant_swiglu(a, gated, SwiGLU(), hidden, gsf)
     assert not recorded
@@ -444,9 +456,9 @@ def test_other_gpus_are_refused(recorded: list[Recorded], monkeypatch: pytest.Mo
 def test_the_kernel_clamps_and_inverts_the_encode_scale_itself(recorded: list[Recorded]) -> None:
     """No kernel of torch's runs before it: a tensor goes to it as it is, with memory for `1 / gsf`."""
     a, w, given = rows_of("nvfp4", 4, 128), weights_of("nvfp4", 64, 128, GateUpOrder.GATE_UP), torch.tensor([2.0**120])
-    hidden, gsf = empty_intermediate(a, w, "nvfp4", given, False)
+    hidden, gsf = empty_intermediate(a, w, SwiGLU(), "nvfp4", given, False)
     assert gsf is not None and gsf.data_ptr() == given.data_ptr() and gsf.shape == (1,)
     assert hidden.row_scale is not None and hidden.row_scale.shape == (4,)
-    finished, clamped = empty_intermediate(a, w, "nvfp4", given)
+    finished, clamped = empty_intermediate(a, w, SwiGLU(), "nvfp4", given)
     assert clamped is not None and float(clamped) == 2.0**100
     assert finished.row_scale is not None and finished.row_scale.tolist() == [2.0**-100] * 4

@@ -18,17 +18,19 @@ from moe_runtime.kernels import nvrtc
 from moe_runtime.kernels.gemm import dequant_gemm, op_gemm
 from moe_runtime.kernels.gemm import grouped_gemm as gemm
 from moe_runtime.kernels.gemm.arguments import DEFAULT_INTERMEDIATE_GSF
+from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.gemm.plan import DequantOverlap
 from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
 from moe_runtime.kernels.gemm.shapes import DEQUANT_DECODE as DECODE
 from moe_runtime.kernels.gemm.shapes import DEQUANT_MIDDLE as MIDDLE
 from moe_runtime.kernels.gemm.shapes import DEQUANT_PREFILL as PREFILL
 from moe_runtime.kernels.gemm.shapes import DequantShape
-from moe_runtime.kernels.gemm.weights import GateUpOrder, SwiGLU
+from moe_runtime.kernels.gemm.weights import SQUARED_RELU, Activation, ExpertWeights, GateUpOrder, SwiGLU
 from tests.emulator import Emulator, needs_emulator
 from tests.kernels import test_dequant_gemm as plain
 from tests.kernels import test_dequant_swiglu as gated
 from tests.kernels import test_op_weights as operations
+from tests.kernels.test_activations import check_special_values
 from tests.support.comparison import assert_same_bits
 from tests.support.gemm_cases import UNIT, check_inside, exact_gemm, make_rows, random_weights
 from tests.support.gemm_checks import SHAPES, check_quantized, poisoned
@@ -81,17 +83,22 @@ def _cases() -> Iterator[Case]:
     for order in GateUpOrder:
         yield gated.test_expert_scales_of_gate_and_up_alike, {"order": order}
     for name in ("mxfp8", "nvfp4"):
-        yield gated.test_nothing_but_the_result_is_written, {"name": name, "shape": DECODE}
+        for activation in (SwiGLU(), SQUARED_RELU):
+            arguments = {"name": name, "activation": activation, "shape": DECODE}
+            yield gated.test_nothing_but_the_result_is_written, arguments
         yield gated.test_requantization_is_that_of_the_quantizer, {"out": name, "shape": DECODE}
-    for name, token, out, shape in (
-        ("nvfp4", "nvfp4", "nvfp4", DECODE),
-        ("nvfp4", "bf16", "bf16", PREFILL),
-        ("nvfp4", "nvfp4", "nvfp4", MIDDLE),
-        ("mxfp8", "mxfp8", "mxfp8", PREFILL),
-        ("mxfp4", "bf16", "bf16", DECODE),
-        ("mxfp4", "mxfp8", "mxfp8", PREFILL),
+    for name, token, out, activation, shape in (
+        ("nvfp4", "nvfp4", "nvfp4", SwiGLU(), DECODE),
+        ("nvfp4", "bf16", "bf16", SwiGLU(), PREFILL),
+        ("nvfp4", "nvfp4", "nvfp4", SwiGLU(), MIDDLE),
+        ("mxfp8", "mxfp8", "mxfp8", SwiGLU(), PREFILL),
+        ("mxfp4", "bf16", "bf16", SwiGLU(), DECODE),
+        ("mxfp4", "mxfp8", "mxfp8", SwiGLU(), PREFILL),
+        ("nvfp4", "nvfp4", "nvfp4", SQUARED_RELU, PREFILL),
+        ("nvfp4", "bf16", "bf16", SQUARED_RELU, DECODE),
+        ("mxfp8", "mxfp8", "mxfp8", SQUARED_RELU, MIDDLE),
     ):
-        arguments = {"name": name, "token": token, "out": out, "shape": shape}
+        arguments = {"name": name, "token": token, "out": out, "activation": activation, "shape": shape}
         yield gated.test_a_result_is_decoded_for_the_product_that_follows, arguments
     for name in operations.VARIANTS:
         yield operations.test_small_integers_are_exact, {"name": name}
@@ -100,7 +107,14 @@ def _cases() -> Iterator[Case]:
 def _name(case: Case) -> str:
     test, arguments = case
     names = {shape: name for name, shape in SHAPES.items()}
-    values = (names[value] if isinstance(value, DequantShape) else value for value in arguments.values())
+    values = (
+        names[value]
+        if isinstance(value, DequantShape)
+        else value.function.value
+        if isinstance(value, Activation)
+        else value
+        for value in arguments.values()
+    )
     return "-".join([test.__name__.removeprefix("test_"), *map(str, values)])
 
 
@@ -197,6 +211,15 @@ def test_both_products_of_a_layer(
         hidden = gemm.grouped_gemm_swiglu(a, first, SwiGLU(), out_format="nvfp4")
     check_quantized(hidden, exact_gemm(a, gate_up, CPU), SwiGLU(), DEFAULT_INTERMEDIATE_GSF)
     check_inside(out, exact_gemm(hidden, down, CPU), UNIT[torch.bfloat16])
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4"])
+def test_special_values_of_the_activation(name: str, emulator: Emulator) -> None:
+    def run(a: GroupedRows, w: ExpertWeights, activation: Activation) -> GroupedRows:
+        return gemm.grouped_gemm_swiglu(a, PrepackedWeights.prepack(w), activation, out_format="bf16")
+
+    check_special_values(name, run, CPU)
+    assert emulator.runs >= 7
 
 
 @pytest.mark.parametrize("rows", [[9], [40, 0, 129]], ids=["one_group", "four_parts"])

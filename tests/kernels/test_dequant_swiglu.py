@@ -20,7 +20,15 @@ from moe_runtime.kernels.gemm.shapes import DEQUANT_DECODE as DECODE
 from moe_runtime.kernels.gemm.shapes import DEQUANT_MIDDLE as MIDDLE
 from moe_runtime.kernels.gemm.shapes import DEQUANT_PREFILL as PREFILL
 from moe_runtime.kernels.gemm.shapes import MANY_TOKENS, DequantShape
-from moe_runtime.kernels.gemm.weights import GPT_OSS, ExpertWeights, GateUpOrder, SwiGLU
+from moe_runtime.kernels.gemm.weights import (
+    GEGLU_TANH,
+    GPT_OSS,
+    SQUARED_RELU,
+    Activation,
+    ExpertWeights,
+    GateUpOrder,
+    SwiGLU,
+)
 from tests.conftest import HAS_GPU
 from tests.support.comparison import assert_same_bits
 from tests.support.gemm_cases import (
@@ -40,6 +48,7 @@ from tests.support.gemm_checks import (
     for_shape,
     in_each_shape,
     integer_operands,
+    parts_of,
     poison_intermediates,
     poisoned,
     unit_scales,
@@ -59,11 +68,14 @@ class Case:
     weight: str
     token: str
     out: str
-    activation: SwiGLU
+    activation: Activation
     shape: DequantShape
 
     def __str__(self) -> str:
-        parts = (self.weight, self.token, self.out, self.activation.order.value)
+        order, function = self.activation.gate_up, self.activation.function.value
+        function = f"{function}-softcaps" if self.activation.up_softcap else function
+        formula = function if order is None else order.value if function == "silu" else f"{function}-{order.value}"
+        parts = (self.weight, self.token, self.out, formula)
         return "-".join((*parts, next(name for name, shape in SHAPES.items() if shape is self.shape)))
 
 
@@ -85,6 +97,15 @@ CASES = [
     Case("mxfp4", "bf16", "bf16", GPT_OSS, PREFILL),
     Case("mxfp4", "mxfp8", "mxfp8", GPT_OSS, MIDDLE),
     Case("mxfp4", "mxfp8", "mxfp8", SwiGLU(), PREFILL),
+    Case("nvfp4", "nvfp4", "nvfp4", GEGLU_TANH, PREFILL),
+    Case("mxfp8", "mxfp8", "mxfp8", Activation(GateUpOrder.INTERLEAVED, function="gelu"), MIDDLE),
+    Case("mxfp4", "bf16", "bf16", Activation(function="gelu_tanh", limit=0.5, up_offset=1.0), DECODE),
+    Case("nvfp4", "nvfp4", "nvfp4", SQUARED_RELU, DECODE),
+    Case("nvfp4", "bf16", "bf16", SQUARED_RELU, PREFILL),
+    Case("mxfp8", "mxfp8", "mxfp8", SQUARED_RELU, PREFILL),
+    Case("mxfp4", "mxfp8", "mxfp8", SQUARED_RELU, MIDDLE),
+    Case("mxfp4", "bf16", "bf16", Activation(function="gelu", gated=False), DECODE),
+    Case("nvfp4", "nvfp4", "nvfp4", Activation(gate_softcap=2.0, up_softcap=4.0), DECODE),
 ]
 
 
@@ -92,10 +113,12 @@ CASES = [
 def test_swiglu_requantized(case: Case, rng: torch.Generator, device: torch.device) -> None:
     """Activation and requantization; gate and up with scales of their own, skipped and empty groups, gathering."""
     k, inner, activation = 128, INNER[case.out], case.activation
-    m = torch.randn(2, 2 * inner, k, generator=rng) * 0.2
-    m[:, activation.order.up_rows(2 * inner)] *= 3
-    bias = torch.randn(2, 2 * inner, generator=rng) if activation.up_offset else None
-    w = ExpertWeights.quantize(m, case.weight, gate_up=activation.order, bias=bias, engine="torch").to(device)
+    n = activation.num_parts * inner
+    m = torch.randn(2, n, k, generator=rng) * 0.2
+    m[:, parts_of(activation, n)[-1]] *= 3
+    bias = torch.randn(2, n, generator=rng) if activation.up_offset or not activation.gated else None
+    w = ExpertWeights.quantize(m, case.weight, gate_up=activation.gate_up or False, bias=bias, engine="torch")
+    w = w.to(device)
     sizes = [5, 0, 3, 66]
     a = make_rows(case.token, sizes, k, rng, device, num_experts=2, expert_ids=[1, 0, -1, 0], gather=True, spare=7)
     a = for_shape(a, case.shape)
@@ -164,22 +187,28 @@ def test_expert_scales_of_gate_and_up_alike(order: GateUpOrder, rng: torch.Gener
 
 
 @in_each_shape
+@pytest.mark.parametrize("activation", [SwiGLU(), SQUARED_RELU], ids=["silu", "relu2"])
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
 def test_nothing_but_the_result_is_written(
-    name: str, shape: DequantShape, rng: torch.Generator, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    activation: Activation,
+    shape: DequantShape,
+    rng: torch.Generator,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Padding of scales, skipped groups and gaps stay as they were; units reach past the `I` columns."""
     if not IS_HOPPER:
         pytest.skip("the reference writes whole blocks of scales")
     poison_intermediates(monkeypatch)
     inner = INNER[name]
-    w = random_weights(name, 2, 2 * inner, 128, rng, device, gate_up=True)
+    w = random_weights(name, 2, activation.num_parts * inner, 128, rng, device, gate_up=activation.gate_up or False)
     sizes, ids = [130, 3, 0, 5], [0, -1, 1, 1]
     a = make_rows(name, sizes, 128, rng, device, num_experts=2, expert_ids=ids, spare=7, sparse_scales=True)
     a = for_shape(a, shape)
-    hidden = grouped_gemm_swiglu(a, PrepackedWeights.prepack(w), SwiGLU(), out_format=name)
+    hidden = grouped_gemm_swiglu(a, PrepackedWeights.prepack(w), activation, out_format=name)
     exact = exact_gemm(a, w, device)
-    check_quantized(hidden, exact, SwiGLU(), DEFAULT_INTERMEDIATE_GSF if name == "nvfp4" else 1.0)
+    check_quantized(hidden, exact, activation, DEFAULT_INTERMEDIATE_GSF if name == "nvfp4" else 1.0)
     assert (bits(hidden.rows)[~exact.written] == 0xA5).all()
     assert hidden.scales is not None
     raw = bits(hidden.scales).reshape(-1).copy()
@@ -269,6 +298,7 @@ def _blocks(dequantized: torch.Tensor, a: GroupedRows) -> torch.Tensor:
 
 
 @in_each_shape
+@pytest.mark.parametrize("activation", [SwiGLU(), SQUARED_RELU], ids=["silu", "relu2"])
 @pytest.mark.parametrize(
     ("name", "token", "out"),
     [("nvfp4",) * 3, ("nvfp4", "bf16", "bf16"), ("mxfp8",) * 3, ("mxfp4", "bf16", "bf16"), ("mxfp4", "mxfp8", "mxfp8")],
@@ -277,6 +307,7 @@ def test_a_result_is_decoded_for_the_product_that_follows(
     name: str,
     token: str,
     out: str,
+    activation: Activation,
     shape: DequantShape,
     rng: torch.Generator,
     device: torch.device,
@@ -284,15 +315,16 @@ def test_a_result_is_decoded_for_the_product_that_follows(
 ) -> None:
     """Where Hopper's kernels run: the bits that decoding the requantized rows gives, and the same second product."""
     inner, columns, sizes = 192, 72, [5, 0, 3, 66, 137]
-    gate_up = PrepackedWeights.prepack(random_weights(name, 2, 2 * inner, 128, rng, device, gate_up=True))
+    first = random_weights(name, 2, activation.num_parts * inner, 128, rng, device, gate_up=activation.gate_up or False)
+    gate_up = PrepackedWeights.prepack(first)
     down = PrepackedWeights.prepack(random_weights(name, 2, columns, inner, rng, device))
     a = for_shape(make_rows(token, sizes, 128, rng, device, num_experts=2, spare=7, gather=True), shape)
     a = replace(a, row_scale=None if a.row_scale is None else a.row_scale * 0.02)
     a.rows[0] = 0x7F if token == "nvfp4" else a.rows[0]
     empty = dequant_tokens.empty_dequantized
     monkeypatch.setattr(dequant_tokens, "empty_dequantized", lambda *given: empty(*given).fill_(0xAB))
-    hidden = grouped_gemm_swiglu(a, gate_up, SwiGLU(), out_format=out)
-    chained = grouped_gemm_swiglu(a, gate_up, SwiGLU(), out_format=out, then=down)
+    hidden = grouped_gemm_swiglu(a, gate_up, activation, out_format=out)
+    chained = grouped_gemm_swiglu(a, gate_up, activation, out_format=out, then=down)
     assert hidden.dequantized is None and (chained.dequantized is not None) == IS_HOPPER
     if chained.dequantized is not None:
         assert chained.scales is None and chained.rows.shape[0] == 0

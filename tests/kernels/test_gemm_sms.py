@@ -45,7 +45,7 @@ def test_grids(limit: int | None, blocks: int, rng: torch.Generator, monkeypatch
     plain = PrepackedWeights.prepack(w)
     run_dequant_gemm(a, plain, torch.empty(a.capacity, 256), num_sms=limit)
     gated = PrepackedWeights.prepack(random_weights("nvfp4", 4, 256, 256, rng, cpu, gate_up=True))
-    out, gsf = empty_intermediate(a, gated, "nvfp4", None)
+    out, gsf = empty_intermediate(a, gated, SwiGLU(), "nvfp4", None)
     dequant_swiglu(a, gated, SwiGLU(), out, gsf, num_sms=limit)
     assert grids == [blocks, blocks]
     w = random_weights("fp8_block", 4, 256, 256, rng, cpu)
@@ -71,7 +71,7 @@ def test_a_product_that_is_limited_does_not_start_beside_the_one_before(
     down = PrepackedWeights.prepack(random_weights("nvfp4", 4, 256, 128, rng, cpu))
     a = make_rows("nvfp4", SIZES, 256, rng, cpu, num_experts=4)
     for limit in (None, 116):
-        hidden, gsf = empty_intermediate(a, gate_up, "nvfp4", None)
+        hidden, gsf = empty_intermediate(a, gate_up, SwiGLU(), "nvfp4", None)
         hidden = replace(hidden, dequantized=dequant_tokens.empty_dequantized(a, hidden.num_columns))
         dequant_swiglu(a, gate_up, SwiGLU(), hidden, gsf, num_sms=limit)
         run_dequant_gemm(hidden, down, torch.empty(a.capacity, 256), num_sms=limit)

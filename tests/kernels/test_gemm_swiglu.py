@@ -10,10 +10,18 @@ import numpy as np
 import pytest
 import torch
 
-from moe_runtime.kernels.gemm.activation import swiglu
+from moe_runtime.kernels.gemm.activation import activate
 from moe_runtime.kernels.gemm.arguments import DEFAULT_INTERMEDIATE_GSF
 from moe_runtime.kernels.gemm.grouped_gemm import grouped_gemm_swiglu
-from moe_runtime.kernels.gemm.weights import GPT_OSS, ExpertWeights, GateUpOrder, SwiGLU
+from moe_runtime.kernels.gemm.weights import (
+    GEGLU,
+    GPT_OSS,
+    SQUARED_RELU,
+    Activation,
+    ExpertWeights,
+    GateUpOrder,
+    SwiGLU,
+)
 from tests.support.comparison import assert_same_bits
 from tests.support.gemm_cases import (
     ENGINES,
@@ -24,29 +32,36 @@ from tests.support.gemm_cases import (
     scale_rows,
     swizzled,
 )
-from tests.support.gemm_checks import check_quantized, poison_intermediates
+from tests.support.gemm_checks import check_quantized, parts_of, poison_intermediates
 
 ACTIVATIONS = [
     SwiGLU(),
     SwiGLU(GateUpOrder.UP_GATE, alpha=0.7),
     SwiGLU(GateUpOrder.INTERLEAVED, limit=0.5),
     GPT_OSS,
+    GEGLU,
+    Activation(GateUpOrder.INTERLEAVED, limit=0.5, function="gelu_tanh"),
+    SQUARED_RELU,
+    Activation(gate_softcap=2.0, up_softcap=4.0),
 ]
+IDS = ["silu", "up_gate", "limit", "gpt_oss", "gelu", "gelu_tanh", "relu2", "softcaps"]
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(("weight", "token"), PAIRS)
-@pytest.mark.parametrize("activation", ACTIVATIONS, ids=["silu", "up_gate", "limit", "gpt_oss"])
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=IDS)
 def test_swiglu_requantized(
-    activation: SwiGLU, weight: str, token: str, engine: str, rng: torch.Generator, device: torch.device
+    activation: Activation, weight: str, token: str, engine: str, rng: torch.Generator, device: torch.device
 ) -> None:
     """Fused activation and requantization against float64; `I` is no multiple of the tile where the format allows."""
     k = 128
     inner = {"bf16": 40, "fp8_block": 256, "mxfp8": 160, "nvfp4": 144}[token]
-    w = torch.randn(2, 2 * inner, k, generator=rng) * 0.2
-    w[:, activation.order.up_rows(2 * inner)] *= 3
-    bias = torch.randn(2, 2 * inner, generator=rng) if activation.up_offset else None
-    weights = ExpertWeights.quantize(w, weight, gate_up=activation.order, bias=bias, engine="torch").to(device)
+    n = activation.num_parts * inner
+    w = torch.randn(2, n, k, generator=rng) * 0.2
+    w[:, parts_of(activation, n)[-1]] *= 3
+    bias = torch.randn(2, n, generator=rng) if activation.up_offset or not activation.gated else None
+    weights = ExpertWeights.quantize(w, weight, gate_up=activation.gate_up or False, bias=bias, engine="torch")
+    weights = weights.to(device)
     a = make_rows(token, [5, 0, 3, 66], k, rng, device, num_experts=2, expert_ids=[1, 0, -1, 0], gather=True, spare=2)
     gsf = 11.0 if token == "nvfp4" else None
     hidden = grouped_gemm_swiglu(a, weights, activation, out_format=token, out_gsf=gsf, engine=engine)
@@ -68,9 +83,9 @@ def test_swiglu_requantized(
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("apart", [True, False], ids=["apart", "together"])
 @pytest.mark.parametrize(("k", "inner"), [(288, 320), (192, 352), (320, 192), (16, 96)])
-@pytest.mark.parametrize("activation", ACTIVATIONS, ids=["silu", "up_gate", "limit", "gpt_oss"])
+@pytest.mark.parametrize("activation", [*ACTIVATIONS[:4], SQUARED_RELU], ids=[*IDS[:4], "relu2"])
 def test_swiglu_in_short_fp8_blocks(
-    activation: SwiGLU,
+    activation: Activation,
     k: int,
     inner: int,
     apart: bool,
@@ -84,15 +99,16 @@ def test_swiglu_in_short_fp8_blocks(
     The last columns are much smaller or larger than those before: the scale of the short block is theirs alone.
     """
     poison_intermediates(monkeypatch)
-    order, tail = activation.order, inner // 128 * 128
+    if not (apart or activation.gated):
+        pytest.skip("there is nothing to be apart")
+    n, tail = activation.num_parts * inner, inner // 128 * 128
     for factor in (1e-4, 1e4):
-        w = torch.randn(2, 2 * inner, k, generator=rng) * 0.2
-        for rows in (order.gate_rows(2 * inner), order.up_rows(2 * inner)):
+        w = torch.randn(2, n, k, generator=rng) * 0.2
+        for rows in parts_of(activation, n):
             w[:, rows][:, tail:] *= factor
-        bias = torch.randn(2, 2 * inner, generator=rng) * 1e-4 if activation.up_offset else None
-        weights = ExpertWeights.quantize(
-            w, "fp8_block", gate_up=order if apart else False, bias=bias, engine="torch"
-        ).to(device)
+        bias = torch.randn(2, n, generator=rng) * 1e-4 if activation.up_offset else None
+        order = activation.gate_up if apart else None
+        weights = ExpertWeights.quantize(w, "fp8_block", gate_up=order or False, bias=bias, engine="torch").to(device)
         sizes, ids = [5, 0, 3, 66], [1, 0, -1, 0]
         a = make_rows("fp8_block", sizes, k, rng, device, num_experts=2, expert_ids=ids, gather=True, spare=2)
         hidden = grouped_gemm_swiglu(a, weights, activation, out_format="fp8_block", engine=engine)
@@ -106,17 +122,18 @@ def test_swiglu_in_short_fp8_blocks(
             assert (hidden.scales.view(torch.uint8).cpu()[untouched] == 0xA5).all()
 
 
+@pytest.mark.parametrize("activation", [SwiGLU(), SQUARED_RELU], ids=["silu", "relu2"])
 @pytest.mark.parametrize("name", ["fp8_block", "mxfp8", "nvfp4"])
 def test_nothing_but_the_result_is_written(
-    name: str, rng: torch.Generator, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    name: str, activation: Activation, rng: torch.Generator, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel leaves padding of scales, skipped groups and gaps as they were; tiles reach past the `I` columns."""
     poison_intermediates(monkeypatch)
     inner = {"fp8_block": 384, "mxfp8": 160, "nvfp4": 144}[name]
-    w = random_weights(name, 2, 2 * inner, 128, rng, device, gate_up=True)
+    w = random_weights(name, 2, activation.num_parts * inner, 128, rng, device, gate_up=activation.gate_up or False)
     sizes, ids = [130, 3, 0, 5], [0, -1, 1, 1]
     a = make_rows(name, sizes, 128, rng, device, num_experts=2, expert_ids=ids, spare=2, sparse_scales=True)
-    hidden = grouped_gemm_swiglu(a, w, SwiGLU(), out_format=name, engine="triton")
+    hidden = grouped_gemm_swiglu(a, w, activation, out_format=name, engine="triton")
     written = exact_gemm(a, w, device).written
     assert hidden.scales is not None
     assert (hidden.rows.view(torch.uint8).cpu().numpy()[~written] == 0xA5).all()
@@ -145,9 +162,9 @@ def test_gpt_oss_activation_is_that_of_transformers(rng: torch.Generator) -> Non
     model = pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss")
     x = torch.randn(64, 128, generator=rng, dtype=torch.float64) * 8
     want = model.GptOssExperts._apply_gate(SimpleNamespace(alpha=1.702, limit=7.0), x)
-    torch.testing.assert_close(swiglu(x[:, ::2], x[:, 1::2], GPT_OSS), want, rtol=1e-14, atol=1e-14)
+    torch.testing.assert_close(activate(x, GPT_OSS), want, rtol=1e-14, atol=1e-14)
     want = torch.nn.functional.silu(x[:, ::2]) * x[:, 1::2]
-    torch.testing.assert_close(swiglu(x[:, ::2], x[:, 1::2], SwiGLU()), want, rtol=1e-14, atol=1e-14)
+    torch.testing.assert_close(activate(x, SwiGLU(GateUpOrder.INTERLEAVED)), want, rtol=1e-14, atol=1e-14)
 
 
 def test_the_first_exp_of_a_process_is_made_on_one_thread() -> None:

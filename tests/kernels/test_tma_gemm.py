@@ -20,7 +20,17 @@ from moe_runtime.kernels.gemm.arguments import empty_intermediate
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.gemm.plan import MAX_TMA_GROUPS, GemmKernel
 from moe_runtime.kernels.gemm.shapes import TMA_DECODE, TMA_PREFILL, TmaShape
-from moe_runtime.kernels.gemm.weights import GPT_OSS, ExpertWeights, GateUpOrder, SwiGLU
+from moe_runtime.kernels.gemm.weights import (
+    GEGLU,
+    GEGLU_TANH,
+    GPT_OSS,
+    SILU,
+    SQUARED_RELU,
+    Activation,
+    ExpertWeights,
+    GateUpOrder,
+    SwiGLU,
+)
 from tests.support.comparison import assert_same_bits
 from tests.support.gemm_cases import (
     UNIT,
@@ -29,7 +39,7 @@ from tests.support.gemm_cases import (
     make_rows,
     random_weights,
 )
-from tests.support.gemm_checks import check_quantized, check_untouched, poisoned
+from tests.support.gemm_checks import check_quantized, check_untouched, parts_of, poisoned
 from tests.support.gemm_plans import planned, tma_grouped_gemm, tma_grouped_gemm_swiglu, tma_plan
 
 REGIMES = [TMA_DECODE, TMA_PREFILL]
@@ -58,12 +68,16 @@ def _variants() -> list[dict[str, int]]:
     ways = [(fmt, regime, gather, False) for fmt in (FP8_BLOCK, BF16) for regime in REGIMES for gather in (False, True)]
     for fmt, regime, gather, copied in [*ways, (FP8_BLOCK, TMA_PREFILL, False, True)]:
         common: dict[str, Any] = dict(gather=gather, extras=False, copied_scales=copied)
-        found.append(tma.macros(fmt, regime, 32, gated=False, order=None, out_code=0, **common))
+        found.append(tma.macros(fmt, regime, 32, activation=None, order=None, out_code=0, **common))
         for order in (GateUpOrder.GATE_UP, GateUpOrder.INTERLEAVED):
             code = 3 if fmt is FP8_BLOCK else 0
             for short in (False, True) if fmt is FP8_BLOCK else (False,):
                 more = {**common, "short_blocks": short}
-                found.append(tma.macros(fmt, regime, 32, gated=True, order=order, out_code=code, **more))
+                found.append(tma.macros(fmt, regime, 32, activation=SILU, order=order, out_code=code, **more))
+        for formula in (GEGLU, GEGLU_TANH, SQUARED_RELU) if regime is TMA_PREFILL and (gather or copied) else ():
+            more = {**common, "short_blocks": fmt is FP8_BLOCK and not copied}
+            order, code = formula.gate_up, 3 if fmt is FP8_BLOCK else 0
+            found.append(tma.macros(fmt, regime, 32, activation=formula, order=order, out_code=code, **more))
     return found
 
 
@@ -220,17 +234,27 @@ def test_epilogue(
 @pytest.mark.parametrize(("name", "to"), [("fp8_block", "fp8_block"), ("fp8_block", "bf16"), ("bf16", "bf16")])
 @pytest.mark.parametrize(
     "activation",
-    [SwiGLU(), SwiGLU(GateUpOrder.UP_GATE, alpha=0.7), SwiGLU(GateUpOrder.INTERLEAVED, limit=0.5), GPT_OSS],
-    ids=["silu", "up_gate", "limit", "gpt_oss"],
+    [
+        SwiGLU(),
+        SwiGLU(GateUpOrder.UP_GATE, alpha=0.7),
+        SwiGLU(GateUpOrder.INTERLEAVED, limit=0.5),
+        GPT_OSS,
+        GEGLU,
+        GEGLU_TANH,
+        SQUARED_RELU,
+    ],
+    ids=["silu", "up_gate", "limit", "gpt_oss", "gelu", "gelu_tanh", "relu2"],
 )
 def test_swiglu_requantized(
-    activation: SwiGLU, name: str, to: str, regime: TmaShape, rng: torch.Generator, device: torch.device
+    activation: Activation, name: str, to: str, regime: TmaShape, rng: torch.Generator, device: torch.device
 ) -> None:
     inner = 40 if name == "bf16" else 384  # an odd number of column tiles, so that the last of a cluster is none
-    w = torch.randn(3, 2 * inner, 128, generator=rng) * 0.2
-    w[:, activation.order.up_rows(2 * inner)] *= 3
-    bias = torch.randn(3, 2 * inner, generator=rng) if activation.up_offset else None
-    weights = ExpertWeights.quantize(w, name, gate_up=activation.order, bias=bias, engine="torch").to(device)
+    n = activation.num_parts * inner
+    w = torch.randn(3, n, 128, generator=rng) * 0.2
+    w[:, parts_of(activation, n)[-1]] *= 3
+    bias = torch.randn(3, n, generator=rng) if activation.up_offset or not activation.gated else None
+    weights = ExpertWeights.quantize(w, name, gate_up=activation.gate_up or False, bias=bias, engine="torch")
+    weights = weights.to(device)
     for gather in (False, True):
         a = _ragged(name, 128, rng, device, gather)
         hidden = tma_grouped_gemm_swiglu(a, weights, activation, out_format=to, shape=regime)
@@ -244,26 +268,26 @@ def test_swiglu_requantized(
 @pytest.mark.parametrize(("k", "inner"), [(192, 320), (288, 352), (400, 192), (16, 80), (2880, 192)])
 @pytest.mark.parametrize(
     "activation",
-    [SwiGLU(), SwiGLU(GateUpOrder.UP_GATE, alpha=0.7), GPT_OSS],
-    ids=["silu", "up_gate", "gpt_oss"],
+    [SwiGLU(), SwiGLU(GateUpOrder.UP_GATE, alpha=0.7), GPT_OSS, SQUARED_RELU],
+    ids=["silu", "up_gate", "gpt_oss", "relu2"],
 )
 def test_swiglu_in_short_blocks(
-    activation: SwiGLU, k: int, inner: int, name: str, regime: TmaShape, rng: torch.Generator, device: torch.device
+    activation: Activation, k: int, inner: int, name: str, regime: TmaShape, rng: torch.Generator, device: torch.device
 ) -> None:
     """The last block of K, of gate, of up and of the result is short, and its scale is that of its own values."""
-    order, tail = activation.order, inner // 128 * 128
+    n, order, tail = activation.num_parts * inner, activation.gate_up, inner // 128 * 128
     for factor in (1e-4, 1e4):
-        w = torch.randn(3, 2 * inner, k, generator=rng) * 0.2
-        for rows in (order.gate_rows(2 * inner), order.up_rows(2 * inner)):
+        w = torch.randn(3, n, k, generator=rng) * 0.2
+        for rows in parts_of(activation, n):
             w[:, rows][:, tail:] *= factor
-        bias = torch.randn(3, 2 * inner, generator=rng) * 1e-4 if activation.up_offset else None
-        weights = ExpertWeights.quantize(w, name, gate_up=order, bias=bias, engine="torch").to(device)
+        bias = torch.randn(3, n, generator=rng) * 1e-4 if activation.up_offset or order is None else None
+        weights = ExpertWeights.quantize(w, name, gate_up=order or False, bias=bias, engine="torch").to(device)
         a = _ragged(name, k, rng, device, gather=factor > 1)
-        out, _ = empty_intermediate(a, weights, "fp8_block", None)
+        out, _ = empty_intermediate(a, weights, activation, "fp8_block", None)
         assert out.scales is not None
         for tensor in (out.rows, out.scales):
             tensor.view(torch.uint8).fill_(0xA5)
-        plan = tma_plan(a, weights, out_format=FP8_BLOCK, order=order, shape=regime)
+        plan = tma_plan(a, weights, out_format=FP8_BLOCK, activation=activation, shape=regime)
         tma.multiply_swiglu(a, weights, activation, out, plan)
         exact = exact_gemm(a, weights, device)
         check_quantized(out, exact, activation, 1.0)
@@ -281,7 +305,9 @@ def test_blocks_that_tiles_do_not_fit_are_left_to_another_kernel(
     def kernel(order: GateUpOrder | None, gated: GateUpOrder | None, inner: int, name: str = "fp8_block") -> GemmKernel:
         w = random_weights(name, 1, 2 * inner, 320, rng, cpu, gate_up=order or False)
         a = make_rows(name, [3], 320, rng, cpu, num_experts=1)
-        return planned(a, w, out_format=None if gated is None else FP8_BLOCK, order=gated).kernel
+        if gated is None:
+            return planned(a, w).kernel
+        return planned(a, w, out_format=FP8_BLOCK, activation=SwiGLU(gated)).kernel
 
     above, interleaved = GateUpOrder.UP_GATE, GateUpOrder.INTERLEAVED
     for inner in (192, 256, 320):

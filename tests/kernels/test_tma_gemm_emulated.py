@@ -13,11 +13,23 @@ from cuda.bindings import driver
 from moe_runtime.kernels import nvrtc
 from moe_runtime.kernels.gemm import op_gemm
 from moe_runtime.kernels.gemm import tma_gemm as tma
+from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.gemm.shapes import TMA_DECODE, TMA_PREFILL, TmaShape
-from moe_runtime.kernels.gemm.weights import GPT_OSS, GateUpOrder, SwiGLU
+from moe_runtime.kernels.gemm.weights import (
+    GEGLU,
+    GEGLU_TANH,
+    GPT_OSS,
+    SQUARED_RELU,
+    Activation,
+    ExpertWeights,
+    GateUpOrder,
+    SwiGLU,
+)
 from tests.emulator import Emulator, needs_emulator
 from tests.emulator.tensor_maps import encode_tiled
 from tests.kernels import test_tma_gemm as on_gpu
+from tests.kernels.test_activations import check_special_values
+from tests.support.gemm_plans import tma_grouped_gemm_swiglu
 from tests.support.op_cases import check, moe_fp8
 
 pytestmark = [needs_emulator, pytest.mark.cpu_only]
@@ -121,13 +133,28 @@ def test_epilogue(
         ("fp8_block", "fp8_block", SwiGLU(GateUpOrder.INTERLEAVED, limit=0.5), TMA_DECODE),
         ("fp8_block", "bf16", SwiGLU(GateUpOrder.UP_GATE, alpha=0.7), TMA_DECODE),
         ("bf16", "bf16", GPT_OSS, TMA_PREFILL),
+        ("fp8_block", "fp8_block", GEGLU_TANH, TMA_PREFILL),
+        ("bf16", "bf16", Activation(gate_softcap=2.0, up_softcap=4.0), TMA_PREFILL),
+        ("bf16", "bf16", GEGLU, TMA_DECODE),
+        ("fp8_block", "fp8_block", SQUARED_RELU, TMA_PREFILL),
+        ("fp8_block", "fp8_block", SQUARED_RELU, TMA_DECODE),
+        ("fp8_block", "bf16", SQUARED_RELU, TMA_DECODE),
+        ("bf16", "bf16", SQUARED_RELU, TMA_PREFILL),
     ],
 )
 def test_swiglu_requantized(
-    name: str, to: str, activation: SwiGLU, regime: TmaShape, emulator: Emulator, rng: torch.Generator
+    name: str, to: str, activation: Activation, regime: TmaShape, emulator: Emulator, rng: torch.Generator
 ) -> None:
     on_gpu.test_swiglu_requantized(activation, name, to, regime, rng, CPU)
     check_runs(emulator, 2)
+
+
+def test_special_values(emulator: Emulator) -> None:
+    def run(a: GroupedRows, w: ExpertWeights, activation: Activation) -> GroupedRows:
+        return tma_grouped_gemm_swiglu(a, w, activation, out_format="bf16")
+
+    check_special_values("bf16", run, CPU)
+    check_runs(emulator, 7)
 
 
 @pytest.mark.parametrize(
@@ -138,10 +165,13 @@ def test_swiglu_requantized(
         ("fp8_block", 288, 352, GPT_OSS, TMA_DECODE),
         ("fp8_block", 16, 80, SwiGLU(), TMA_DECODE),
         ("bf16", 192, 320, GPT_OSS, TMA_PREFILL),
+        ("fp8_block", 192, 320, SQUARED_RELU, TMA_PREFILL),
+        ("fp8_block", 288, 352, SQUARED_RELU, TMA_DECODE),
+        ("fp8_block", 16, 80, SQUARED_RELU, TMA_DECODE),
     ],
 )
 def test_swiglu_in_short_blocks(
-    name: str, k: int, inner: int, activation: SwiGLU, regime: TmaShape, emulator: Emulator, rng: torch.Generator
+    name: str, k: int, inner: int, activation: Activation, regime: TmaShape, emulator: Emulator, rng: torch.Generator
 ) -> None:
     on_gpu.test_swiglu_in_short_blocks(activation, k, inner, name, regime, rng, CPU)
     check_runs(emulator, 2)

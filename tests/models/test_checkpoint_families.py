@@ -99,8 +99,14 @@ def test_what_transformers_saves_as_it_has_it_in_memory_is_read(family: str, tmp
         for one, other in zip(fused.experts(index, range(12)), apart.experts(index, range(12)), strict=True):
             assert_same_bits(one.gate_up, other.gate_up)
             assert_same_bits(one.down, other.down)
-    with pytest.raises(ValueError, match=r"source: .*\.experts of .* are fused, .*save_original_format=True"):
-        convert_checkpoint(tmp_path / "fused", tmp_path / "converted", "nvfp4")
+    converted = []
+    for name in ("fused", "apart"):
+        convert_checkpoint(tmp_path / name, tmp_path / f"{name}_nvfp4", "nvfp4")
+        with Checkpoint(tmp_path / f"{name}_nvfp4") as checkpoint:
+            experts = list(checkpoint.experts(index, range(12)))
+            converted.append([dense(part) for expert in experts for part in (expert.gate_up, expert.down)])
+    for got, want in zip(*converted, strict=True):
+        assert_same_bits(got, want)
 
 
 def test_fused_experts_that_are_quantized_are_named(tmp_path: Path, seed: int) -> None:
@@ -344,6 +350,15 @@ def test_a_transformers_model_takes_its_experts_from_a_checkpoint(tmp_path: Path
     assert_same_bits(logits[0], logits[1])
 
 
+def parallel_layers(model: Any, checkpoint: Checkpoint, **formats: Any) -> list[Any]:
+    """The configs of the layers of a model with experts of `checkpoint`."""
+    parallel = pytest.importorskip("moe_runtime.integrations.transformers")
+    with moe_runtime.without_experts():
+        empty = type(model)(model.config).bfloat16()
+    with parallel.apply_expert_parallel(empty, experts=checkpoint, max_tokens_per_rank=32, **formats) as owner:
+        return [layer.config for layer in owner.layers]
+
+
 def test_layers_of_a_transformers_model_are_what_the_checkpoint_says_of_each(tmp_path: Path, seed: int) -> None:
     """Formats and scales of their own for layers of NVFP4, a layer that quantization left out, and their bits."""
     parallel = pytest.importorskip("moe_runtime.integrations.transformers")
@@ -365,6 +380,10 @@ def test_layers_of_a_transformers_model_are_what_the_checkpoint_says_of_each(tmp
             assert owner.decoder_layers == [0, 1, 2]
             assert [layer.config.token_format for layer in owner.layers] == ["nvfp4", "bf16", "nvfp4"]
             scales = [layer.config.intermediate_gsf for layer in owner.layers]
+            auto = parallel_layers(model, checkpoint, token_format="auto", weight_format="auto")
+            assert auto == [layer.config for layer in owner.layers]
+            half = parallel_layers(model, checkpoint, token_format="bf16", weight_format="auto")
+            assert [config.weight_format for config in half] == ["nvfp4", "bf16", "nvfp4"]
             assert scales == [checkpoint.layer_config(n, max_tokens_per_rank=32).intermediate_gsf for n in range(3)]
             assert len({scales[0], scales[2], None}) == 3
             for number, layer in enumerate(owner.layers):

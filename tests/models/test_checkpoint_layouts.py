@@ -23,11 +23,11 @@ from moe_runtime.checkpoints.layouts import (
     GPT_OSS_MXFP4,
     MODELOPT_NVFP4,
     PLAIN,
-    StoredExperts,
     WeightLayout,
 )
 from moe_runtime.checkpoints.loading import FRESH, ExpertTensors, QuantBuffer
 from moe_runtime.checkpoints.loading import quantize_experts as load_experts
+from moe_runtime.checkpoints.quantization import StoredExperts
 from moe_runtime.checkpoints.readers import ExpertNames, ExpertReader, check_no_nan, read_linear
 from moe_runtime.config import MoELayerConfig
 from moe_runtime.context.expert_parallel import ExpertParallelContext
@@ -448,12 +448,12 @@ def test_activation_scales_without_a_finite_reciprocal(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("quantization", "message"),
     [
-        ({"quant_method": "gptq"}, ".quant_method: expected one of modelopt, compressed-tensors, fp8, got 'gptq'"),
-        ({"quant_method": "mxfp4"}, ".quant_method: expected one of modelopt, compressed-tensors, fp8, got 'mxfp4'"),
+        ({"quant_method": "hqq"}, ".quant_method: expected one of modelopt, .*, fp8, gptq, awq, got 'hqq'"),
+        ({"quant_method": "mxfp4"}, ".quant_method: expected one of modelopt, .*, fp8, gptq, awq, got 'mxfp4'"),
         ([], r": expected an object, got \[\]"),
         (
             MODELOPT | {"quant_algo": "INT4_AWQ"},
-            r"\.quant_algo of model.*gate_proj: expected one of NVFP4, W4A16_NVFP4, FP8, .*, got 'INT4_AWQ'",
+            r"\.quant_algo of model.*gate_proj: expected one of NVFP4, W4A16_NVFP4, .*, FP8, .*, got 'INT4_AWQ'",
         ),
         (MODELOPT | {"group_size": 32}, r"\.group_size of model.*gate_proj: expected 16, got 32"),
         (FP8 | {"weight_block_size": [0, 128]}, r"\.weight_block_size: expected two positive integers, got \[0, 128\]"),
@@ -461,8 +461,8 @@ def test_activation_scales_without_a_finite_reciprocal(folder: Path) -> None:
         (FP8 | {"activation_scheme": "new"}, r"\.activation_scheme: expected 'dynamic' or 'static', got 'new'"),
         ({"quant_method": "compressed-tensors"}, r"\.config_groups: expected an object, got None"),
         (
-            {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": {"a": {}}},
-            r"\.format of model.*gate_proj: expected one of nvfp4-pack-quantized, .*, got 'int-quantized'",
+            {"quant_method": "compressed-tensors", "format": "marlin-24", "config_groups": {"a": {}}},
+            r"\.format of model.*gate_proj: expected one of nvfp4-pack-quantized, .*, got 'marlin-24'",
         ),
         (
             {

@@ -25,7 +25,7 @@ from moe_runtime.checkpoints.checkpoint import Checkpoint, write_qwen3_moe_check
 from moe_runtime.checkpoints.conversion import convert_checkpoint
 from moe_runtime.checkpoints.converted_experts import TARGET_LAYOUTS
 from moe_runtime.checkpoints.files import INDEX_FILE, SINGLE_FILE, TensorFiles
-from moe_runtime.checkpoints.layouts import EXPERTS_KEY, MODELOPT_FILE
+from moe_runtime.checkpoints.quantization import EXPERTS_KEY, MODELOPT_FILE
 from moe_runtime.checkpoints.readers import dense
 from moe_runtime.checkpoints.writer import TensorWriter
 from moe_runtime.config import MoELayerConfig

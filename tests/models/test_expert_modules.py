@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from moe_runtime.config import ActivationConfig
-from moe_runtime.experts import swiglu_of
+from moe_runtime.config import ActivationConfig, PostExpertNormConfig
+from moe_runtime.experts import activation_of
 from moe_runtime.integrations.expert_modules import describe_experts, routes_of
-from moe_runtime.reference import moe_reference, swiglu_reference
+from moe_runtime.reference import activation_reference, moe_reference
 
 pytestmark = pytest.mark.cpu_only
 
@@ -41,15 +41,38 @@ class Experts(nn.Module):
         return self.act_fn(gate) * up  # type: ignore[no-any-return]
 
 
+class Ungated(nn.Module):
+    """Experts without a gate, with transformers' interface."""
+
+    has_gate = False
+
+    def __init__(self, act_fn: Any, *, inner: int = INNER, transposed: bool = False, biases: bool = False) -> None:
+        super().__init__()
+        for name, rows, columns in (("up_proj", inner, H), ("down_proj", H, inner)):
+            shape = (E, columns, rows) if transposed else (E, rows, columns)
+            setattr(self, name, nn.Parameter(torch.randn(shape).bfloat16()))
+            if biases:
+                setattr(self, f"{name}_bias", nn.Parameter(torch.randn(E, rows).bfloat16()))
+        self.act_fn, self.is_transposed = act_fn, transposed
+
+
+def squared_relu(x: torch.Tensor) -> torch.Tensor:
+    return F.relu(x).square()
+
+
+def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
 class Formula(Experts):
     """Experts whose activation is that of a config."""
 
     def __init__(self, activation: ActivationConfig, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
-        self.formula, self.dtype = swiglu_of(activation), dtype
+        self.formula, self.dtype = activation_of(activation), dtype
 
     def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        return swiglu_reference(gate_up.to(self.dtype), self.formula).to(self.dtype)
+        return activation_reference(gate_up.to(self.dtype), self.formula).to(self.dtype)
 
 
 def rounded(low: float, high: float) -> Any:
@@ -60,25 +83,93 @@ def rounded(low: float, high: float) -> Any:
 @settings(max_examples=40, deadline=None)
 @given(
     order=st.sampled_from(["gate_up", "up_gate", "interleaved"]),
+    function=st.sampled_from(["silu", "silu", "gelu", "gelu_tanh", "relu2"]),
     alpha=rounded(0.5, 3.0),
     limit=st.none() | rounded(1.0, 200.0),
     up_offset=st.sampled_from([0.0, 1.0, -0.5]),
     dtype=st.sampled_from([torch.float64, torch.float32]),
 )
-def test_the_activation_is_measured(order: Any, alpha: float, limit: Any, up_offset: float, dtype: torch.dtype) -> None:
-    activation = ActivationConfig(order=order, alpha=alpha, limit=limit, up_offset=up_offset)
+def test_the_activation_is_measured(
+    order: Any, function: Any, alpha: float, limit: Any, up_offset: float, dtype: torch.dtype
+) -> None:
+    alpha = alpha if function == "silu" else 1.0
+    activation = ActivationConfig(function=function, order=order, alpha=alpha, limit=limit, up_offset=up_offset)
     found = describe_experts(Formula(activation, dtype)).activation
-    assert found.order == order
+    assert (found.order, found.function, found.gated) == (order, function, True)
     for key in ("alpha", "limit", "up_offset"):
         wanted, got = getattr(activation, key), getattr(found, key)
         assert (wanted is None) == (got is None)
         assert wanted is None or math.isclose(wanted, got, rel_tol=2e-5, abs_tol=1e-9)
 
 
+@pytest.mark.parametrize("limit", [None, 58.0, 7.0])
+def test_squared_relu_is_not_taken_for_silu_with_a_slope_of_zero(limit: float | None) -> None:
+    """At 0.5 both are 0.25, but for the rounding of the measurement."""
+    for up_offset in (0.0, 1.0, 0.1):
+        activation = ActivationConfig(function="relu2", limit=limit, up_offset=up_offset)
+        assert describe_experts(Formula(activation)).activation == activation
+
+
 def test_quick_gelu_is_swiglu_with_another_slope() -> None:
     assert describe_experts(Experts(lambda gate: gate * torch.sigmoid(1.702 * gate))).activation == ActivationConfig(
         alpha=1.702
     )
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    alpha=rounded(0.5, 3.0),
+    gate_softcap=rounded(2.0, 100.0),
+    up_softcap=rounded(2.0, 100.0),
+    dtype=st.sampled_from([torch.float64, torch.float32]),
+)
+def test_softcaps_are_measured(alpha: float, gate_softcap: float, up_softcap: float, dtype: torch.dtype) -> None:
+    wanted = {"alpha": alpha, "gate_softcap": gate_softcap, "up_softcap": up_softcap}
+    found = describe_experts(Formula(ActivationConfig(**wanted), dtype)).activation
+    for key, value in wanted.items():
+        assert math.isclose(getattr(found, key), value, rel_tol=1e-4), (key, value, found)
+
+
+@pytest.mark.parametrize(
+    ("act_fn", "fields"),
+    [
+        (squared_relu, {"function": "relu2"}),
+        (F.gelu, {"function": "gelu"}),
+        (gelu_tanh, {"function": "gelu_tanh"}),
+        (F.silu, {}),
+        (lambda x: x * torch.sigmoid(1.702 * x), {"alpha": 1.702}),
+    ],
+)
+def test_functions_without_a_gate(act_fn: Any, fields: dict[str, Any]) -> None:
+    for module in (Ungated(act_fn), Ungated(act_fn).to("meta")):
+        assert describe_experts(module).activation == ActivationConfig(gated=False, **fields)
+
+
+@pytest.mark.parametrize("inner", [INNER, H])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("biases", [False, True])
+def test_tensors_without_a_gate(inner: int, transposed: bool, biases: bool) -> None:
+    """Also with `I = H`, where only the module says whether they are transposed."""
+    module = Ungated(squared_relu, inner=inner, transposed=transposed, biases=biases)
+    described = describe_experts(module, "layer")
+    described.check_weights()
+    assert (described.hidden_size, described.intermediate_size, described.expert_bias) == (H, inner, biases)
+    (tensors,) = described.tensors([1])
+    up, down = module.up_proj[1], module.down_proj[1]
+    assert torch.equal(tensors.gate_up, up.mT if transposed else up)  # type: ignore[arg-type]
+    assert torch.equal(tensors.down, down.mT if transposed else down)  # type: ignore[arg-type]
+    if biases:
+        assert torch.equal(tensors.gate_up_bias, module.up_proj_bias[1])  # type: ignore[arg-type]
+    x, ids = torch.randn(5, H, dtype=torch.float64), torch.tensor([[1], [1], [-1], [1], [1]])
+    gate_up, down, *given = (None if t is None else t[None] for t in tensors)
+    named = dict(zip(("gate_up_bias", "down_bias"), given, strict=True))
+    y = moe_reference(
+        x, ids.clamp(max=0), torch.ones(5, 1), gate_up, down, activation_of(described.activation), **named
+    )
+    w, v = (t[1].double() for t in (module.up_proj, module.down_proj))
+    inside = x @ (w if transposed else w.T) + (module.up_proj_bias[1].double() if biases else 0.0)
+    want = squared_relu(inside) @ (v if transposed else v.T) + (module.down_proj_bias[1].double() if biases else 0.0)
+    torch.testing.assert_close(y, torch.where(ids < 0, 0.0, want))
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -92,6 +183,7 @@ def test_sizes_and_tensors_follow_from_the_shapes(transposed: bool, biases: bool
         "num_experts": E,
         "expert_bias": biases,
         "activation": ActivationConfig(),
+        "post_expert_norm": None,
     }
     described.check_weights()
     first, second = described.tensors([2, 0])
@@ -127,10 +219,33 @@ def test_weights_of_a_tensor_class_of_others_are_refused() -> None:
         describe_experts(module, "layer").check_weights()
 
 
-def with_norm() -> nn.Module:
+class InputScaledNorm(nn.Module):
+    """The norm of Muse Spark, with `1 + weight` before it; or after it, or with another root."""
+
+    def __init__(self, *, after: bool = False, power: float = -0.5, columns: int = H) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(columns).bfloat16())
+        self.eps, self.after, self.power = 1e-4, after, power
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = 1.0 + self.weight
+        y = x if self.after else x * scale
+        y = y * (y.square().mean(-1, keepdim=True) + self.eps) ** self.power
+        return y * scale if self.after else y
+
+
+def with_norm(norm: nn.Module | None = None, said: bool = True) -> nn.Module:
     module = Experts()
-    module.post_expert_norm = nn.RMSNorm(H)
+    module.post_expert_norm = InputScaledNorm() if norm is None else norm
+    module.has_post_expert_norm = said
     return module
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_norm_after_each_expert_is_measured(device: str) -> None:
+    described = describe_experts(with_norm().to(device))
+    assert described.fields["post_expert_norm"] == PostExpertNormConfig(eps=1e-4)
+    assert describe_experts(Experts()).fields["post_expert_norm"] is None
 
 
 def changed(**changes: Any) -> nn.Module:
@@ -154,14 +269,32 @@ def clamped_after(gate: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("module", "message"),
     [
-        (Experts(F.gelu), r"act_fn: expected gate \* sigmoid\(alpha \* gate\) .*, got gelu of Experts"),
+        (Experts(F.elu), r"act_fn: expected function\(gate\) \* \(up \+ up_offset\), .*, got elu of Experts"),
+        (Ungated(F.relu), r"act_fn: expected .* or function\(up\), .*, got relu of Ungated"),
+        (Ungated(nn.Identity()), r"act_fn: expected .*, got Identity of Ungated"),
         (Experts(F.relu), "act_fn: expected .*, got relu of Experts"),
         (Experts(nn.Sigmoid()), "act_fn: expected .*, got Sigmoid of Experts"),
         (Experts(softcapped), "act_fn: expected .*, got softcapped of Experts"),
         (Experts(clamped_after), "act_fn: expected .*, got clamped_after of Experts"),
-        (changed(has_gate=False), "has_gate: expected gated experts with .*, got Experts without"),
-        (changed(has_post_expert_norm=True), "has_post_expert_norm: expected experts that end with down_proj"),
-        (with_norm(), r"post_expert_norm\.weight: expected no parameters but gate_up_proj, .*, got another"),
+        (changed(has_gate=False), "expected up_proj of all experts in one tensor, .*, got Experts"),
+        (
+            with_norm(nn.RMSNorm(H, eps=1e-4)),
+            r"post_expert_norm: expected y \* rsqrt\(.*, got RMSNorm, which is another",
+        ),
+        (
+            with_norm(InputScaledNorm(after=True)),
+            "post_expert_norm: expected .*, got InputScaledNorm, which is another",
+        ),
+        (
+            with_norm(InputScaledNorm(power=-0.4)),
+            "post_expert_norm: expected .*, got InputScaledNorm, which is another",
+        ),
+        (
+            with_norm(InputScaledNorm(columns=H + 1)),
+            r"post_expert_norm: expected an RMSNorm .* \[16\], got Input",
+        ),
+        (with_norm(nn.Identity()), "post_expert_norm: expected an RMSNorm with eps and a weight .*, got Identity"),
+        (with_norm(said=False), r"post_expert_norm\.weight: expected no parameters but gate_up_proj, .*, got another"),
         (changed(down_proj=None), "expected down_proj of all experts in one tensor, .*, got Experts"),
         (nn.ModuleList(), "expected gate_up_proj of all experts in one tensor, .*, got ModuleList"),
         (

@@ -9,10 +9,19 @@ import pytest
 import torch
 
 from moe_runtime.experts import Experts
-from moe_runtime.kernels.gemm.activation import swiglu
+from moe_runtime.kernels.gemm.activation import activate
 from moe_runtime.kernels.gemm.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
 from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
-from moe_runtime.kernels.gemm.weights import GPT_OSS, ExpertWeights, GateUpOrder, SwiGLU
+from moe_runtime.kernels.gemm.weights import (
+    GEGLU,
+    GEGLU_TANH,
+    GPT_OSS,
+    SQUARED_RELU,
+    Activation,
+    ExpertWeights,
+    GateUpOrder,
+    SwiGLU,
+)
 from tests.support.comparison import assert_same_bits
 from tests.support.gemm_cases import (
     PAIRS,
@@ -27,16 +36,29 @@ from tests.support.gemm_checks import check_quantized
 
 HIDDEN, INNER, EXPERTS = 128, 256, 3
 SIZES = [4, 0, 67]
+ACTIVATIONS = {
+    "silu": SwiGLU(),
+    "up_gate": SwiGLU(GateUpOrder.UP_GATE),
+    "oss": GPT_OSS,
+    "gelu": GEGLU,
+    "gelu_tanh": GEGLU_TANH,
+    "relu2": SQUARED_RELU,
+}
 
 
 def _experts(
-    weight: str, token: str, rng: torch.Generator, device: torch.device, engine: str, activation: SwiGLU | None = None
+    weight: str,
+    token: str,
+    rng: torch.Generator,
+    device: torch.device,
+    engine: str,
+    activation: Activation | None = None,
 ) -> Experts:
     activation = activation or SwiGLU()
-    gate_up = torch.randn(EXPERTS, 2 * INNER, HIDDEN, generator=rng) * HIDDEN**-0.5
+    gate_up = torch.randn(EXPERTS, activation.num_parts * INNER, HIDDEN, generator=rng) * HIDDEN**-0.5
     down = torch.randn(EXPERTS, HIDDEN, INNER, generator=rng) * INNER**-0.5
     return Experts(
-        ExpertWeights.quantize(gate_up, weight, gate_up=activation.order, engine="torch").to(device),
+        ExpertWeights.quantize(gate_up, weight, gate_up=activation.gate_up or False, engine="torch").to(device),
         ExpertWeights.quantize(down, weight, engine="torch").to(device),
         activation,
         intermediate_format=token,
@@ -46,12 +68,13 @@ def _experts(
 
 
 @pytest.mark.parametrize("engine", ["triton", "torch"])
+@pytest.mark.parametrize("activation", [SwiGLU(), SQUARED_RELU], ids=["silu", "relu2"])
 @pytest.mark.parametrize(("weight", "token"), PAIRS)
 def test_experts_are_the_two_products(
-    weight: str, token: str, engine: str, rng: torch.Generator, device: torch.device
+    weight: str, token: str, activation: Activation, engine: str, rng: torch.Generator, device: torch.device
 ) -> None:
     """Bit for bit the two calls; and inside the bound of the second product of the intermediate rows as they are."""
-    experts = _experts(weight, token, rng, device, engine)
+    experts = _experts(weight, token, rng, device, engine, activation)
     rows = make_rows(token, SIZES, HIDDEN, rng, device, num_experts=EXPERTS, gather=True, spare=3)
     hidden = grouped_gemm_swiglu(
         rows,
@@ -70,17 +93,16 @@ def test_experts_are_the_two_products(
     check_inside(got, exact_gemm(hidden, experts.down, device), 2.0**-8)
 
 
-@pytest.mark.parametrize("activation", [SwiGLU(), SwiGLU(GateUpOrder.UP_GATE), GPT_OSS], ids=["silu", "up_gate", "oss"])
-def test_bf16_experts_against_float64(activation: SwiGLU, rng: torch.Generator, device: torch.device) -> None:
+@pytest.mark.parametrize("activation", ACTIVATIONS.values(), ids=ACTIVATIONS)
+def test_bf16_experts_against_float64(activation: Activation, rng: torch.Generator, device: torch.device) -> None:
     """Two roundings to bf16, 2^-8 of the intermediate and of the result; fp32 sums add far less than 2^-12."""
     experts = _experts("bf16", "bf16", rng, device, "auto", activation)
     rows = make_rows("bf16", SIZES, HIDDEN, rng, device, num_experts=EXPERTS)
     x, gate_up, down = decode_rows(rows), dequant_weights(experts.gate_up), dequant_weights(experts.down)
     got = experts(rows).cpu().double().numpy()
-    order = activation.order
     for e, span in ((0, slice(0, 4)), (2, slice(4, 71))):
         c = torch.from_numpy(x[span] @ gate_up[e].T)
-        h = swiglu(c[:, order.gate_rows(2 * INNER)], c[:, order.up_rows(2 * INNER)], activation).numpy()
+        h = activate(c, activation).numpy()
         y = h @ down[e].T
         bound = 2.0**-8 * np.abs(y) + (2.0**-8 + 2.0**-12) * (np.abs(h) @ np.abs(down[e]).T)
         assert (np.abs(got[span] - y) <= bound).all()
@@ -120,7 +142,7 @@ def test_weights_that_do_not_belong_together(rng: torch.Generator) -> None:
         ({"down": small}, r"down: expected K = I = 256, got 64"),
         ({"down": ExpertWeights.quantize(torch.zeros(2, HIDDEN, INNER), "nvfp4")}, r"down: expected 3 experts"),
         ({"down": ExpertWeights.quantize(torch.zeros(3, 64, INNER), "nvfp4")}, r"down: expected N = H = 128, got 64"),
-        ({"activation": GPT_OSS}, r"activation\.order: expected gate_up as in w, got interleaved"),
+        ({"activation": GPT_OSS}, r"activation\.order: expected gate_up as in gate_up, got interleaved"),
         ({"intermediate_format": "mxfp8", "intermediate_gsf": None}, r"intermediate_format: expected nvfp4 or bf16"),
         ({"engine": "nvcc"}, r"engine: expected auto, cuda, triton or torch"),
         ({"intermediate_format": "bf16"}, r"intermediate_gsf: expected None for bf16"),
@@ -162,7 +184,13 @@ def test_prepacked_weights_in_the_wrong_place(rng: torch.Generator, device: torc
     gate_up = PrepackedWeights.prepack(random_weights("nvfp4", 2, 64, 64, rng, device, gate_up=True))
     down = PrepackedWeights.prepack(random_weights("nvfp4", 2, 64, 32, rng, device))
     Experts(gate_up, down)
-    with pytest.raises(ValueError, match=r"^gate_up: expected weights prepacked"):
+    with pytest.raises(ValueError, match=r"^gate_up\.gate_up: expected prepacked weights of gate and up"):
         Experts(replace(gate_up, gate_up=None, expert_scales=None), down)
     with pytest.raises(ValueError, match=r"^down: expected plain prepacked"):
         Experts(gate_up, replace(down, gate_up=GateUpOrder.GATE_UP))
+    with pytest.raises(ValueError, match=r"^gate_up\.gate_up: expected None without a gate, got gate_up"):
+        Experts(gate_up, down, SQUARED_RELU)
+    up = PrepackedWeights.prepack(random_weights("nvfp4", 2, 32, 64, rng, device))
+    Experts(up, down, SQUARED_RELU)
+    with pytest.raises(ValueError, match=r"^down: expected K = I = 64, got 32"):
+        Experts(PrepackedWeights.prepack(random_weights("nvfp4", 2, 64, 64, rng, device)), down, SQUARED_RELU)

@@ -15,6 +15,7 @@ import yaml
 
 from moe_runtime.build import random_expert
 from moe_runtime.checkpoints.checkpoint import Checkpoint, write_qwen3_moe_checkpoint
+from moe_runtime.checkpoints.conversion import convert_checkpoint
 from moe_runtime.checkpoints.families import layer_config
 from moe_runtime.checkpoints.loading import ExpertTensors
 from moe_runtime.config import ModeName, MoELayerConfig, load_config
@@ -315,6 +316,23 @@ def test_from_yaml_and_from_checkpoint_give_the_layer_that_was_written(
         tmp_path / "model", layer=0, context=context, max_tokens_per_rank=64, token_format="mxfp8"
     )
     assert not torch.equal(other(x), direct(x))
+
+
+def test_formats_of_a_yaml_that_are_auto_are_those_of_its_checkpoint(tmp_path: Path, rng: torch.Generator) -> None:
+    config = MoELayerConfig(**SETTINGS)
+    write_qwen3_moe_checkpoint(tmp_path / "plain", config, seed=5)
+    convert_checkpoint(tmp_path / "plain", tmp_path / "model", "mxfp4")
+    for asked, found in (
+        ({"weight_format": "auto"}, ("bf16", "mxfp4")),
+        ({"token_format": "auto", "weight_format": "auto"}, ("bf16", "mxfp4")),
+        ({"token_format": "mxfp8", "weight_format": "auto"}, ("mxfp8", "mxfp4")),
+        ({"token_format": "nvfp4", "weight_format": "auto"}, ("nvfp4", "nvfp4")),
+        ({"token_format": "auto", "weight_format": "nvfp4"}, ("bf16", "nvfp4")),
+    ):
+        run = {"layer": SETTINGS | asked, "checkpoint": {"path": str(tmp_path / "model")}}
+        (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
+        with MoELayer.from_yaml(tmp_path / "run.yaml") as layer:
+            assert (layer.config.token_format, layer.config.weight_format) == found
 
 
 def test_a_layer_closes_the_context_that_was_made_for_it_and_no_other(tmp_path: Path, rng: torch.Generator) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from moe_runtime.checkpoints.checkpoint import Checkpoint, write_qwen3_moe_checkpoint
-from moe_runtime.checkpoints.layouts import target_matches
+from moe_runtime.checkpoints.quantization import target_matches
 from moe_runtime.checkpoints.readers import dense
 from moe_runtime.config import MoELayerConfig
 from moe_runtime.context.expert_parallel import ExpertParallelContext
@@ -242,8 +242,8 @@ def test_what_is_said_of_the_experts_of_a_layer_counts(case: str, folder: Path) 
             r"expected one way .*, got .*\(for nvfp4 tokens\) for .* and .*\(for bf16 tokens\) for .*down_proj",
         ),
         (
-            compressed(on(FP8_GROUP | {"format": "int-quantized"}, "Linear")),
-            GROUP + r"\.format of model\..*: expected one of .*, got 'int-quantized'",
+            compressed(on(FP8_GROUP | {"format": "marlin-24"}, "Linear")),
+            GROUP + r"\.format of model\..*: expected one of .*, got 'marlin-24'",
         ),
         (
             compressed(on(FP8_GROUP | {"weights": {"num_bits": 8, "strategy": "attn_head"}}, "Linear")),
@@ -455,11 +455,11 @@ def test_a_shared_expert_that_is_not_read_does_not_keep_the_experts_from_it(fold
     shared = {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 128}
     file.write_text(json.dumps(json.loads(file.read_text()) | shared))
     experts = on(NVFP4_GROUP, EVERY_EXPERT)
-    say(folder, compressed(experts, on(FP8_GROUP | {"format": "int-quantized"}, "re:.*shared_expert.*")))
+    say(folder, compressed(experts, on(FP8_GROUP | {"format": "marlin-24"}, "re:.*shared_expert.*")))
     with Checkpoint(folder) as checkpoint:
         assert checkpoint.quantization.stored(checkpoint.names(0).linears(0)).layout.name == "nvfp4-pack-quantized"
         with pytest.raises(
-            ValueError, match=r"format of .*shared_expert\.gate_proj: expected one of .*, got 'int-quantized'"
+            ValueError, match=r"format of .*shared_expert\.gate_proj: expected one of .*, got 'marlin-24'"
         ):
             checkpoint.shared_expert(0)
     say(folder, compressed(experts))

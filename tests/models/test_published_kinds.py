@@ -14,9 +14,12 @@ import torch
 
 from moe_runtime.checkpoints.checkpoint import Checkpoint, write_qwen3_moe_checkpoint
 from moe_runtime.checkpoints.conversion import convert_checkpoint
+from moe_runtime.checkpoints.converted_experts import TARGET_LAYOUTS, quantization_config, quantized_linear
 from moe_runtime.checkpoints.families import layer_config, moe_layers
-from moe_runtime.config import MoELayerConfig, RouterConfig, SharedExpertConfig
+from moe_runtime.config import ActivationConfig, MoELayerConfig, RouterConfig, SharedExpertConfig, load_config
 from moe_runtime.context.expert_parallel import ExpertParallelContext
+from moe_runtime.kernels.gemm.weights import ExpertWeights
+from moe_runtime.launch import run
 from moe_runtime.layer import MoELayer
 from moe_runtime.reference import error_bound, relative_error
 from tests.support.checkpoint_writers import layer_config_of, load_all, rewrite
@@ -66,6 +69,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "dots1": GROUPED | {"norm_topk_prob": True},
     "exaone_moe": {"routed_scaling_factor": 1.5},
     "flex_olmo": {},
+    "granitemoe": {},
     "glm4_moe": GROUPED,
     "glm4_moe_lite": GROUPED,
     "glm4v_moe": GROUPED,
@@ -78,6 +82,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "minimax": {"layer_types": None},
     "minimax_m2": {},
     "mistral4": {},
+    "nemotron_h": GROUPED
+    | {"layer_types": ["full_attention", "moe", "moe"], "moe_shared_expert_intermediate_size": 80},
     "olmoe": {},
     "qwen3_5_moe": {},
     "qwen3_next": {},
@@ -279,6 +285,36 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any], list[int]]] = {
         },
         list(range(62)),
     ),
+    "Nemotron-3-Nano-30B-A3B": (
+        {
+            "model_type": "nemotron_h",
+            "hidden_size": 2688,
+            "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+            "intermediate_size": 1856,
+            "mlp_bias": False,
+            "mlp_hidden_act": "relu2",
+            "moe_intermediate_size": 1856,
+            "moe_shared_expert_intermediate_size": 3712,
+            "n_group": 1,
+            "n_routed_experts": 128,
+            "n_shared_experts": 1,
+            "norm_topk_prob": True,
+            "num_experts_per_tok": 6,
+            "num_hidden_layers": 52,
+            "routed_scaling_factor": 2.5,
+            "topk_group": 1,
+        },
+        {
+            "hidden_size": 2688,
+            "intermediate_size": 1856,
+            "num_experts": 128,
+            "top_k": 6,
+            "router": RouterConfig(**SIGMOID, scaling_factor=2.5),
+            "activation": ActivationConfig(function="relu2", gated=False),
+            "shared_expert": SharedExpertConfig(intermediate_size=3712),
+        },
+        [n for n, kind in enumerate("MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME") if kind == "E"],
+    ),
     "Qwen3-VL-30B-A3B": (
         {
             "model_type": "qwen3_vl_moe",
@@ -350,6 +386,73 @@ def test_keys_of_a_nested_config_are_named(changes: dict[str, Any], message: str
     with pytest.raises(ValueError, match=f"^file: {message}"):
         layer_config(config, source="file", max_tokens_per_rank=8)
         moe_layers(config, source="file")
+
+
+def test_the_tiny_config_of_nemotron_h_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    published = layer_config(PUBLISHED["Nemotron-3-Nano-30B-A3B"][0], max_tokens_per_rank=8)
+    layer = load_config("tiny_nemotron_h").layer
+    assert (layer.router, layer.activation) == (published.router, published.activation)
+    assert run.main(["--config", "tiny_nemotron_h", "--steps", "1"]) == 0
+    assert "inside" in capsys.readouterr().out
+
+
+def test_a_norm_that_no_file_has_is_refused() -> None:
+    config = PUBLISHED["Nemotron-3-Nano-30B-A3B"][0]
+    with pytest.raises(ValueError, match=r"^post_expert_norm: config says None, got PostExpertNormConfig"):
+        layer_config(config, max_tokens_per_rank=8, post_expert_norm={"eps": 1e-6})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mlp_hidden_act": "silu"}, "mlp_hidden_act: expected relu2, got 'silu'"),
+        ({"moe_latent_size": 32}, "moe_latent_size: expected none, got 32"),
+        ({"mlp_bias": True}, "mlp_bias: expected false, got True"),
+        ({"hybrid_override_pattern": 5, "layers_block_type": None}, "hybrid_override_pattern: expected a text, got 5"),
+        ({"moe_shared_expert_intermediate_size": 0}, "moe_shared_expert_intermediate_size: expected a positive int"),
+    ],
+)
+def test_keys_of_nemotron_h_are_named(changes: dict[str, Any], message: str) -> None:
+    config = {"model_type": "nemotron_h", "hidden_size": 64, "moe_intermediate_size": 48, "n_routed_experts": 4}
+    config |= {"num_experts_per_tok": 2, "layers_block_type": ["mamba", "moe"]}
+    config |= {"moe_shared_expert_intermediate_size": 48, "mlp_hidden_act": None}
+    assert moe_layers(config) == [1] and layer_config(config, max_tokens_per_rank=8).activation.function == "relu2"
+    config |= {"num_hidden_layers": 2} | changes
+    with pytest.raises(ValueError, match=f"^file: {message}"):
+        layer_config(config, source="file", max_tokens_per_rank=8)
+        moe_layers(config, source="file")
+
+
+@pytest.mark.parametrize("name", TARGET_LAYOUTS)
+def test_quantized_experts_without_a_gate(name: str, tmp_path: Path, seed: int) -> None:
+    """Each linear of each expert has the bits that were written; conversion is refused."""
+    pytest.importorskip("transformers.models.nemotron_h", reason="this transformers has no such models")
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 96}
+    tiny_model("nemotron_h", seed, **KINDS["nemotron_h"] | sizes).save_pretrained(tmp_path)
+    tensors, layout = load_all(tmp_path), TARGET_LAYOUTS[name]
+    written: dict[str, dict[str, torch.Tensor]] = {}
+    for key in [key for key in tensors if ".experts." in key]:
+        w = tensors.pop(key)
+        written[key.removesuffix(".weight")] = linear = quantized_linear(w, w, layout)
+        tensors |= {f"{key.removesuffix('weight')}{suffix}": tensor for suffix, tensor in linear.items()}
+    plain = [key.removesuffix(".weight") for key in tensors if key.endswith(".weight") and ".experts." not in key]
+    target = {r"re:.*\.experts\.\d+\.(up|down)_proj$": False}
+    rewrite(tmp_path, tensors, quantization_config=quantization_config(layout, target, plain))
+    with Checkpoint(tmp_path) as checkpoint:
+        c = checkpoint.layer_config(2, max_tokens_per_rank=64)
+        assert (c.weight_format, c.activation.gated) == (name, False)
+        for number, expert in enumerate(checkpoint.experts(2, range(c.num_experts))):
+            for part, w in (("up_proj", expert.gate_up), ("down_proj", expert.down)):
+                assert isinstance(w, ExpertWeights) and w.gate_up is None
+                linear = written[f"backbone.layers.2.mixer.experts.{number}.{part}"]
+                assert_same_bits(w.quants[0].view(torch.uint8), linear[layout.weight].view(torch.uint8))
+    with ExpertParallelContext(device="cpu") as context:
+        layer = MoELayer.from_checkpoint(tmp_path, layer=2, context=context, max_tokens_per_rank=64)
+        x = torch.randn(64, 128, generator=torch.Generator().manual_seed(seed)).bfloat16()
+        assert layer(x).isfinite().all()
+    other = "mxfp8" if name != "mxfp8" else "nvfp4"
+    with pytest.raises(ValueError, match=r"^source: backbone\.layers\..*\.mixer\.experts of .* have no gate"):
+        convert_checkpoint(tmp_path, tmp_path / "other", other)
 
 
 @pytest.fixture
@@ -439,8 +542,6 @@ def test_stacked_experts_are_read_either_way_round(transposed: bool, folder: Pat
     rewrite(other, made)
     for got, want in zip(read(other), read(folder), strict=True):
         assert_same_bits(got, want)
-    with pytest.raises(ValueError, match=r"source: .*\.experts of .* are fused"):
-        convert_checkpoint(other, folder.parent / "converted", "nvfp4")
 
 
 def test_layers_for_prediction_are_those_that_the_files_hold(folder: Path) -> None:

@@ -14,11 +14,12 @@ import torch
 
 from moe_runtime.checkpoints.checkpoint import Checkpoint, write_qwen3_moe_checkpoint
 from moe_runtime.checkpoints.conversion import convert_checkpoint
+from moe_runtime.checkpoints.dequantize import stack_rows, times_columns
 from moe_runtime.checkpoints.files import SINGLE_FILE
 from moe_runtime.checkpoints.readers import dense
 from moe_runtime.config import MoELayerConfig
 from moe_runtime.context.expert_parallel import ExpertParallelContext
-from moe_runtime.kernels.gemm.weights import ExpertWeights
+from moe_runtime.kernels.gemm.weights import ExpertWeights, GateUpOrder
 from moe_runtime.layer import MoELayer
 from moe_runtime.reference import error_bound, moe_reference, relative_error
 from tests.support.checkpoint_writers import (
@@ -28,7 +29,9 @@ from tests.support.checkpoint_writers import (
     fp8_blocks,
     layer_config_of,
     load_all,
+    modelopt_nvfp4,
     quantize_experts,
+    read_e2m1,
     rewrite,
 )
 from tests.support.comparison import assert_same_bits
@@ -127,8 +130,96 @@ def mxfp8(w: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"weight": quants, "weight_scale": (exponents + 127).to(torch.uint8)}
 
 
-def product(parts: dict[str, torch.Tensor]) -> np.ndarray:
+AWQ = {"group_size": 16, "has_zero_point": False, "pre_quant_scale": True}
+
+
+def nvfp4_awq(w: torch.Tensor) -> dict[str, torch.Tensor]:
+    """NVFP4 of columns divided by a factor each, which the inputs get; down projections may lack one."""
+    if w.shape[1] == 128:
+        return modelopt_nvfp4(w)
+    factors = torch.exp2(torch.linspace(-3, 3, w.shape[1])).bfloat16()
+    return modelopt_nvfp4(w / factors.float()) | {"pre_quant_scale": factors}
+
+
+def _packed(values_AB: np.ndarray, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
+    """Nibbles `[A, B]` as int32 `[A, B / 8]`; nibble `i` of each holds entry `order[i]` of eight."""
+    words = np.zeros((values_AB.shape[0], values_AB.shape[1] // 8), dtype=np.uint32)
+    for place, entry in enumerate(order):
+        words |= values_AB[:, entry::8].astype(np.uint32) << np.uint32(4 * place)
+    return torch.from_numpy(words.view(np.int32).copy())
+
+
+def _quantized_in_groups(w: torch.Tensor, group: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Integers of 0 to 15 `[N, K]`, zero points `[N, K / group]` of 1 to 15 and FP16 scales of as many."""
+    x = w.double().numpy().reshape(len(w), -1, group)
+    low, high = np.minimum(x.min(2), 0), np.maximum(x.max(2), 0)
+    scales = ((high - low) / 14).astype(np.float16)
+    zeros = np.clip(np.round(-low / scales), 1, 15)
+    q = np.clip(np.round(x / scales[:, :, None].astype(np.float64)) + zeros[:, :, None], 0, 15)
+    return q.reshape(w.shape), zeros, scales
+
+
+def gptq(w: torch.Tensor, *, stored_less: int = 1, act_order: bool = False) -> dict[str, torch.Tensor]:
+    """AutoGPTQ's layout: zero points less 1, except in `gptq_v2`; with `act_order` columns have groups of their own."""
+    q_NK, zeros_NV, scales_NV = _quantized_in_groups(w, 64)
+    groups = np.arange(w.shape[1]) // 64
+    if act_order:
+        mixed = np.random.default_rng(0).permutation(w.shape[1])
+        q_NK, groups = q_NK[:, mixed], groups[mixed]
+    return {
+        "qweight": _packed(q_NK).T.contiguous(),
+        "qzeros": _packed(zeros_NV.T - stored_less),
+        "scales": torch.from_numpy(scales_NV.T.copy()),
+        "g_idx": torch.from_numpy(groups.astype(np.int32)),
+    }
+
+
+def gptq_v2(w: torch.Tensor) -> dict[str, torch.Tensor]:
+    return gptq(w, stored_less=0)
+
+
+def gptq_act_order(w: torch.Tensor) -> dict[str, torch.Tensor]:
+    return gptq(w, act_order=True)
+
+
+def awq(w: torch.Tensor) -> dict[str, torch.Tensor]:
+    """AutoAWQ's layout: both along rows, in an order of its own."""
+    q_NK, zeros_NV, scales_NV = _quantized_in_groups(w, 32)
+    order = (0, 2, 4, 6, 1, 3, 5, 7)
+    return {
+        "qweight": _packed(q_NK.T, order),
+        "qzeros": _packed(zeros_NV.T, order),
+        "scales": torch.from_numpy(scales_NV.T.copy()),
+    }
+
+
+def _nibble(words: torch.Tensor, place: int) -> np.ndarray:
+    return (words.numpy().view(np.uint32) >> np.uint32(4 * place) & 15).astype(np.float64)
+
+
+def _product_of_ints(parts: dict[str, torch.Tensor], zero_offset: int) -> np.ndarray:
+    """float64 of GPTQ's or AWQ's integers, one row or column after the other."""
+    words, zeros, scales = parts["qweight"], parts["qzeros"], parts["scales"].double().numpy()
+    rows, places = scales.shape[1], (0, 4, 1, 5, 2, 6, 3, 7)
+    if "g_idx" in parts:
+        q_NK = np.stack([_nibble(words[k // 8], k % 8) for k in range(8 * len(words))], 1)
+        zeros_NV = np.stack([_nibble(zeros[:, n // 8], n % 8) for n in range(rows)]) + zero_offset
+        groups = parts["g_idx"].numpy()
+    else:
+        q_NK = np.stack([_nibble(words[:, n // 8], places[n % 8]) for n in range(rows)])
+        zeros_NV = np.stack([_nibble(zeros[:, n // 8], places[n % 8]) for n in range(rows)])
+        groups = np.arange(len(words)) // 32
+    return (q_NK - zeros_NV[:, groups]) * scales.T[:, groups]
+
+
+def product(parts: dict[str, torch.Tensor], zero_offset: int = 1) -> np.ndarray:
     """float64 of quants times scales, by the shape of the scales."""
+    if "qweight" in parts:
+        return _product_of_ints(parts, zero_offset)
+    if "weight_scale_2" in parts:
+        scales = parts["weight_scale"].double().numpy() * parts["weight_scale_2"].double().item()
+        factor = parts.get("pre_quant_scale", torch.ones(1)).double().numpy()
+        return read_e2m1(parts["weight"]) * scales.repeat(16, axis=1) * factor
     scale = parts.get("weight_scale", parts.get("weight_scale_inv"))
     assert scale is not None
     rows, columns = parts["weight"].shape
@@ -139,6 +230,9 @@ def product(parts: dict[str, torch.Tensor]) -> np.ndarray:
     high, wide = -(-rows // factors.shape[0]), -(-columns // factors.shape[1])
     return parts["weight"].double().numpy() * factors.repeat(high, 0)[:rows].repeat(wide, 1)[:, :columns]
 
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 64, "desc_act": False, "dynamic": {"-:.*gate$": {}}}
+AUTOAWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
 
 LAYOUTS: dict[str, tuple[Quantizer, dict[str, Any], tuple[str, str]]] = {
     "modelopt FP8": (per_tensor, modelopt("FP8"), ("fp8_block", "fp8_block")),
@@ -151,6 +245,11 @@ LAYOUTS: dict[str, tuple[Quantizer, dict[str, Any], tuple[str, str]]] = {
         {"quant_method": "fp8", "activation_scheme": "static"},
         ("fp8_block", "fp8_block"),
     ),
+    "modelopt NVFP4_AWQ": (nvfp4_awq, modelopt("NVFP4_AWQ") | AWQ, ("bf16", "bf16")),
+    "gptq": (gptq, GPTQ, ("bf16", "bf16")),
+    "gptq, act order": (gptq_act_order, GPTQ | {"desc_act": True}, ("bf16", "bf16")),
+    "gptq_v2": (gptq_v2, GPTQ | {"checkpoint_format": "gptq_v2"}, ("bf16", "bf16")),
+    "awq": (awq, AUTOAWQ, ("bf16", "bf16")),
     "fp8 64x32": (blocks_64, FP8 | {"weight_block_size": [64, 32]}, ("bf16", "bf16")),
     "fp8 with FP16 scales": (half_scales, FP8, ("fp8_block", "fp8_block")),
 }
@@ -164,8 +263,12 @@ def test_layouts_by_their_definition(name: str, folder: Path, seed: int) -> None
     exact = {}
     for prefix, got in values(folder).items():
         parts = {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
-        want = product(parts)
-        np.testing.assert_array_equal(got.numpy(), want.astype(np.float32))
+        want = product(parts, zero_offset=0 if name == "gptq_v2" else 1)
+        if "weight_scale_2" in parts:
+            # Three factors, rounded after each.
+            np.testing.assert_allclose(got.numpy(), want, rtol=2.0**-22)
+        else:
+            np.testing.assert_array_equal(got.numpy(), want.astype(np.float32))
         exact[prefix] = torch.from_numpy(want)
     layer = held(folder, seed, exact, formats)
     assert layer.experts is not None
@@ -178,6 +281,14 @@ def test_layouts_by_their_definition(name: str, folder: Path, seed: int) -> None
     assert layer_config_of(folder, max_tokens_per_rank=1, weight_format="auto", token_format="auto") == layer_config_of(
         folder, max_tokens_per_rank=1
     )
+
+
+@pytest.mark.parametrize("order", [*GateUpOrder, None])
+def test_factors_of_columns_are_those_of_each_linear(order: GateUpOrder | None, seed: int) -> None:
+    parts, rng = (1 if order is None else 2), torch.Generator().manual_seed(seed)
+    w_PNK, factors = torch.randn(parts, 5, 7, generator=rng), torch.rand(parts, 7, generator=rng)
+    got = times_columns(stack_rows(w_PNK, order), factors, order)
+    assert_same_bits(got, stack_rows(w_PNK * factors[:, None], order))
 
 
 MODELOPT_CONFIGS = {
@@ -223,6 +334,15 @@ LIBRARY: dict[str, tuple[dict[str, Any], tuple[str, str]]] = {
     "W4A16": ({}, ("bf16", "bf16")),
     "W4A16, 32": ({"group_size": 32}, ("bf16", "bf16")),
     "W4A16, channel": ({"group_size": None, "strategy": "channel"}, ("bf16", "bf16")),
+    "W4A16, channel, asymmetric": ({"group_size": None, "strategy": "channel", "symmetric": False}, ("bf16", "bf16")),
+    "W4A16_ASYM": ({}, ("bf16", "bf16")),
+    "W4A16_ASYM, 32": ({"group_size": 32}, ("bf16", "bf16")),
+    "W4A8": ({}, ("bf16", "bf16")),
+    "W4AFP8": ({}, ("bf16", "bf16")),
+    "W2A16": ({}, ("bf16", "bf16")),
+    "W8A16": ({}, ("bf16", "bf16")),
+    "W8A16, asymmetric": ({"symmetric": False, "group_size": 64}, ("bf16", "bf16")),
+    "W8A8": ({}, ("bf16", "bf16")),
 }
 
 
@@ -233,7 +353,9 @@ def test_compressed_tensors_value_for_value(name: str, folder: Path, seed: int) 
     changes, formats = LIBRARY[name]
     library = LibraryScheme(name.partition(",")[0], "Linear", **changes)
     tensors = quantize_experts(folder, library.compress, quantization_config=compressed_config(library.group))
-    assert ("weight_packed" in {key.rpartition(".")[2] for key in tensors}) == name.startswith("W4A16")
+    suffixes = {key.rpartition(".")[2] for key in tensors}
+    assert ("weight_packed" in suffixes) == (name.startswith("W") and name != "W8A8")
+    assert ("weight_zero_point" in suffixes) == ("asym" in name.lower())
     exact = {}
     for prefix, got in values(folder).items():
         exact[prefix] = library.decompress(prefix, tensors)
@@ -254,10 +376,10 @@ def test_a_nested_config_may_say_it(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps({"model_type": "kimi_k25", "text_config": said}))
     for prefix, got in values(folder).items():
         assert_same_bits(got, want[prefix])
-    said["quantization_config"]["config_groups"]["group_0"]["weights"]["symmetric"] = False
+    said["quantization_config"]["config_groups"]["group_0"]["weights"]["num_bits"] = 3
     (folder / "config.json").write_text(json.dumps({"model_type": "kimi_k25", "text_config": said}))
     message = (
-        r"config\.json: text_config\.quantization_config\.config_groups\.group_0\.weights\.symmetric of lang.*True"
+        r"config\.json: text_config\.quantization_config\.config_groups\.group_0\.weights\.num_bits of lang.*got 3"
     )
     with pytest.raises(ValueError, match=message):
         values(folder)
@@ -310,8 +432,19 @@ def test_fused_fp8_experts(
             for part, half in zip(parts, torch.from_numpy(want).chunk(len(parts)), strict=True):
                 exact[prefix_of(expert, part)] = half
     held(folder, seed, exact, formats)
-    with pytest.raises(ValueError, match=r"source: .*\.experts of .* are fused"):
-        convert_checkpoint(folder, folder / "converted", "nvfp4")
+    check_converted(folder, folder / "converted", "mxfp4")
+
+
+def check_converted(folder: Path, target: Path, fmt: str) -> None:
+    """Fused experts become linears of their own, each weight rounded once more."""
+    before = values(folder)
+    convert_checkpoint(folder, target, fmt)
+    assert {name.removeprefix(prefix_of(0, "up_proj")) for name in load_all(target) if "0.up_proj" in name} == {
+        "weight_packed",
+        "weight_scale",
+    }
+    for prefix, got in values(target).items():
+        assert_same_bits(got, ExpertWeights.quantize(before[prefix][None], fmt).dequantize()[0])
 
 
 @pytest.mark.parametrize("stacked", [False, True])
@@ -333,11 +466,64 @@ def test_one_scale_is_that_of_every_block_of_any_size(inner: int, stacked: bool,
         assert_same_bits(got, exact[prefix].float())
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+def test_plain_fused_experts_are_converted(transposed: bool, folder: Path) -> None:
+    tensors, stacks = load_all(folder), dict[str, list[torch.Tensor]]()
+    for expert in range(3):
+        gate, up, down = (tensors.pop(f"{prefix_of(expert, part)}weight") for part in PARTS)
+        stacks.setdefault("gate_up_proj", []).append(torch.cat([gate, up]))
+        stacks.setdefault("down_proj", []).append(down)
+    for name, stack in stacks.items():
+        tensors[f"model.layers.0.mlp.experts.{name}"] = torch.stack([w.mT if transposed else w for w in stack])
+    rewrite(folder, tensors)
+    check_converted(folder, folder / "converted", "mxfp4")
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_stacked_experts_of_short_blocks(together: bool, folder: Path, seed: int) -> None:
+    """Gate and up of 176 rows have 2 rows of scales each, or 3 in all where blocks run on: the files say which."""
+    write_qwen3_moe_checkpoint(folder, CONFIG.replace(intermediate_size=176), seed=seed)
+    plain, tensors, exact = values(folder), load_all(folder), {}
+    stacks: dict[str, list[torch.Tensor]] = {}
+    for expert in range(3):
+        gate, up, down = (plain[prefix_of(expert, part)] for part in PARTS)
+        for name, linears in (("gate_up_proj", [gate, up]), ("down_proj", [down])):
+            made = [fp8_blocks(w) for w in ([torch.cat(linears)] if together else linears)]
+            stacks.setdefault(name, []).append(torch.cat([one["weight"] for one in made]))
+            stacks.setdefault(f"{name}_scale_inv", []).append(torch.cat([one["weight_scale_inv"] for one in made]))
+            whole = np.concatenate([_product_of_blocks(one) for one in made])
+            parts = PARTS[:2] if len(linears) == 2 else PARTS[2:]
+            for part, want in zip(parts, np.split(whole, len(parts)), strict=True):
+                exact[prefix_of(expert, part)] = torch.from_numpy(want)
+    assert stacks["gate_up_proj_scale_inv"][0].shape[0] == (3 if together else 4)
+    tensors = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    tensors |= {f"model.layers.0.mlp.experts.{name}": torch.stack(stack) for name, stack in stacks.items()}
+    rewrite(folder, tensors, quantization_config=FP8)
+    for prefix, got in values(folder).items():
+        assert_same_bits(got, exact[prefix].float())
+    with Checkpoint(folder) as checkpoint:
+        (expert,) = checkpoint.experts(0, [1])
+        assert isinstance(expert.gate_up, ExpertWeights) and isinstance(expert.down, ExpertWeights)
+        assert (expert.gate_up.gate_up is None) == together, "bits are kept where gate and up have scales each"
+    if together:
+        held(folder, seed, exact, ("bf16", "bf16"), token_format="bf16")
+    else:
+        held(folder, seed, exact, ("fp8_block", "fp8_block"))
+
+
+def _product_of_blocks(parts: dict[str, torch.Tensor]) -> np.ndarray:
+    """float64 of FP8 in blocks of 128x128, the last ones short."""
+    rows, columns = parts["weight"].shape
+    factors = parts["weight_scale_inv"].double().numpy().repeat(128, 0)[:rows].repeat(128, 1)[:, :columns]
+    return parts["weight"].double().numpy() * factors
+
+
 def test_stacked_experts_that_may_share_scales_are_named(folder: Path) -> None:
     write_qwen3_moe_checkpoint(folder, CONFIG.replace(intermediate_size=96), seed=0)
     rewrite(folder, fused(folder, fp8_blocks), quantization_config=FP8)
     with pytest.raises(
-        ValueError, match=r"experts\.gate_up_proj: expected gate and up of a multiple of 128 rows, got 96"
+        ValueError,
+        match=r"experts\.gate_up_proj: expected gate and up of a multiple of 128 rows, .*, got 96: whether",
     ):
         values(folder)
 
@@ -444,15 +630,19 @@ def int4(w: torch.Tensor) -> dict[str, torch.Tensor]:
     }
 
 
+def int4_with_zero_points(w: torch.Tensor) -> dict[str, torch.Tensor]:
+    return int4(w) | {"weight_zero_point": torch.zeros(len(w) // 8, w.shape[1] // 32, dtype=torch.int32)}
+
+
 def of_int4(**weights: Any) -> dict[str, Any]:
     return compressed_config({"targets": ["Linear"], "format": "pack-quantized", "weights": PACKED | weights})
 
 
-def group(**weights: Any) -> dict[str, Any]:
+def group(*, format: str = "float-quantized", **weights: Any) -> dict[str, Any]:
     return compressed_config(
         {
             "targets": ["Linear"],
-            "format": "float-quantized",
+            "format": format,
             "weights": {"num_bits": 8, "strategy": "channel"} | weights,
         }
     )
@@ -477,6 +667,20 @@ def group(**weights: Any) -> dict[str, Any]:
         (int4, of_int4(), "weight_packed", torch.zeros(256, 16).byte(), "expected I32, got U8"),
         (int4, of_int4(), "weight_scale", torch.ones(256, 2), r"expected shape \[256, 4\], got \[256, 2\]"),
         (int4, of_int4(), "weight_shape", torch.tensor([256, 64]), r"expected \[256, 128\], got \[256, 64\]"),
+        (
+            int4_with_zero_points,
+            of_int4(symmetric=False),
+            "weight_zero_point",
+            torch.zeros(256, 4).int(),
+            r"expected shape \[32, 4\], got \[256, 4\]",
+        ),
+        (gptq, GPTQ, "qweight", torch.zeros(256, 16).int(), r"expected shape \[16, 256\], got \[256, 16\]"),
+        (gptq, GPTQ, "qzeros", torch.zeros(2, 64).int(), r"expected shape \[2, 32\], got \[2, 64\]"),
+        (gptq, GPTQ, "g_idx", torch.full((128,), 2).int(), r"expected groups of 0 \.\. 1, got another"),
+        (gptq, GPTQ, "scales", torch.full((2, 256), float("inf")), "expected finite scales"),
+        (awq, AUTOAWQ, "qweight", torch.zeros(16, 256).int(), r"expected shape \[128, 32\], got \[16, 256\]"),
+        (nvfp4_awq, modelopt("NVFP4_AWQ"), "pre_quant_scale", torch.ones(64), r"expected shape \[128\], got \[64\]"),
+        (nvfp4_awq, modelopt("NVFP4_AWQ"), "pre_quant_scale", torch.zeros(128), "expected positive numbers"),
     ],
 )
 def test_bad_tensors_are_named(
@@ -495,11 +699,21 @@ WEIGHTS = r"quantization_config\.config_groups\.group_0\.weights"
 @pytest.mark.parametrize(
     ("said", "message"),
     [
-        (of_int4(num_bits=8), WEIGHTS + r"\.num_bits of model.*gate_proj: expected 4, got 8"),
+        (of_int4(num_bits=3), WEIGHTS + r"\.num_bits of model.*gate_proj: expected 4 or 8 or 2 .*, got 3"),
         (of_int4(type="float"), WEIGHTS + r"\.type of model.*gate_proj: expected 'int', got 'float'"),
-        (of_int4(symmetric=False), WEIGHTS + r"\.symmetric of model.*gate_proj: expected True, got False"),
+        (of_int4(symmetric=0), WEIGHTS + r"\.symmetric of model.*gate_proj: expected True, got 0"),
+        (
+            group(num_bits=8, type="int", symmetric=False, format="int-quantized"),
+            WEIGHTS + r"\.symmetric of model.*gate_proj: expected True, got False",
+        ),
         (of_int4(group_size=-1), WEIGHTS + r"\.group_size of model.*gate_proj: expected a positive integer, got -1"),
         (of_int4(strategy="tensor"), WEIGHTS + r"\.strategy of model.*: expected 'group' or 'channel', got 'tensor'"),
+        (GPTQ | {"bits": 3}, r"quantization_config\.bits: expected 2, 4 or 8, got 3"),
+        (GPTQ | {"checkpoint_format": "marlin"}, r"quantization_config\.checkpoint_format: .*, got 'marlin'"),
+        (GPTQ | {"dynamic": {"+:.*": {"bits": 8}}}, r"quantization_config\.dynamic: expected only what is left out"),
+        (GPTQ | {"group_size": 0}, r"quantization_config\.group_size: expected a positive integer, got 0"),
+        (AUTOAWQ | {"version": "gemv"}, r"quantization_config\.version: expected 'gemm', got 'gemv'"),
+        (AUTOAWQ | {"bits": 8}, r"quantization_config\.bits: expected 4, got 8"),
         (group(type="int"), WEIGHTS + r"\.type of model.*gate_proj: expected 'float', got 'int'"),
         (group(num_bits=6), WEIGHTS + r"\.num_bits of model.*gate_proj: expected 8, got 6"),
         (modelopt("MXFP8") | {"group_size": 16}, r"quantization_config\.group_size of model.*: expected 32, got 16"),

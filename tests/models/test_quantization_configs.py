@@ -113,7 +113,7 @@ def test_the_old_name_in_config_json(folder: Path) -> None:
     assert layer_config_of(folder, max_tokens_per_rank=1).weight_format == "fp8_block"
 
 
-@pytest.mark.parametrize("said", [{"quant_method": "gptq"}, FP8 | {"fmt": "e5m2"}, []])
+@pytest.mark.parametrize("said", [{"quant_method": "hqq"}, FP8 | {"fmt": "e5m2"}, []])
 @pytest.mark.parametrize("key", ["quantization_config", "expert_quantization_config"])
 def test_what_is_wrong_in_config_json_names_the_file_that_was_not_read(key: str, said: Any, folder: Path) -> None:
     rewrite(folder, load_all(folder), **{key: said})

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from moe_runtime.build import random_expert
 from moe_runtime.checkpoints.checkpoint import Checkpoint
 from moe_runtime.checkpoints.conversion import convert_checkpoint
-from moe_runtime.checkpoints.layouts import EXPERTS_KEY
+from moe_runtime.checkpoints.quantization import EXPERTS_KEY
 from moe_runtime.comm.errors import PeerAbortedError, PeerTimeoutError
 from moe_runtime.config import MoELayerConfig, ParallelConfig
 from moe_runtime.integrations.expert_modules import describe_experts
@@ -393,17 +393,6 @@ def random_experts(layer: int, ids: Any, expert_bias: bool = False) -> Any:
     sizes = {"hidden_size": 64, "intermediate_size": 48, "num_experts": 12, "top_k": 3, "max_tokens_per_rank": 8}
     config = MoELayerConfig.model_validate(sizes | {"expert_bias": expert_bias})
     return (random_expert(config, layer, expert) for expert in ids)
-
-
-def test_experts_have_another_name_in_older_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformers.models.deepseek_v3 import modeling_deepseek_v3 as modeling
-
-    own = modeling.DeepseekV3Experts
-    monkeypatch.delattr(modeling, "DeepseekV3Experts")
-    monkeypatch.setattr(modeling, "DeepseekV3NaiveMoe", own, raising=False)
-    with without_experts():
-        assert modeling.DeepseekV3NaiveMoe.__name__ == "_NoExperts"
-    assert modeling.DeepseekV3NaiveMoe is own
 
 
 def mesh_of_rank(rank: int, world: int, path: Path, ids: list[Any]) -> Any:

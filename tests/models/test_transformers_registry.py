@@ -22,7 +22,7 @@ from transformers.distributed import DistributedConfig
 import moe_runtime.integrations.transformers  # noqa: F401  (registers)
 from moe_runtime.comm.errors import RoutingError
 from moe_runtime.config import ParallelConfig
-from moe_runtime.experts import swiglu_of
+from moe_runtime.experts import activation_of
 from moe_runtime.integrations.expert_modules import describe_experts
 from moe_runtime.integrations.transformers_registry import _BUILT, _SHARED, NAME, close_experts, experts_settings
 from moe_runtime.kernels.gemm.weights import ExpertWeights
@@ -162,7 +162,7 @@ def test_a_model_in_one_process(family: str, seed: int) -> None:
             None if parts[0] is None else torch.stack(parts) for parts in zip(*tensors, strict=True)
         )
         biases = {"gate_up_bias": gate_up_bias, "down_bias": down_bias}
-        exact = moe_reference(x, idx, weights, gate_up, down, swiglu_of(described.activation), **biases)
+        exact = moe_reference(x, idx, weights, gate_up, down, activation_of(described.activation), **biases)
         assert relative_error(y, exact)[0] <= error_bound("bf16")
 
 

@@ -24,7 +24,7 @@ from moe_runtime.placement import Placement
 from tests.support.call_references import REFERENCES
 from tests.support.public_calls import Target
 
-STEPS = {"TokenDispatcher", "MoELayer", "VirtualRanks"}
+STEPS = {"DifferentiableDispatcher", "TokenDispatcher", "MoELayer", "VirtualRanks"}
 """What makes steps, in which ids are found to be out of range on the device."""
 
 UNCHECKED = {"DispatchedTokens", "GroupedRows", "LayerCounts", "QuantizedRows"}
@@ -142,6 +142,13 @@ ACCEPTED_OTHERS = {
     ("ActivationConfig", "up_offset"),
     ("ActivationConfig.replace", "up_offset"),
     ("ExpertParallelContext.register", "agree"),
+    ("Activation", "alpha"),
+    ("Activation", "limit"),
+    ("Activation", "gate_softcap"),
+    ("Activation", "up_softcap"),
+    ("SwiGLU", "gate_softcap"),
+    ("SwiGLU", "up_softcap"),
+    ("Activation", "up_offset"),
     ("SwiGLU", "alpha"),
     ("SwiGLU", "limit"),
     ("SwiGLU", "up_offset"),

@@ -136,7 +136,12 @@ class LibraryScheme:
         "FP8_BLOCK": "float-quantized",
     }
 
-    DEQUANTIZED: ClassVar = {"FP8_DYNAMIC": "float-quantized", "FP8": "float-quantized", "W4A16": "pack-quantized"}
+    DEQUANTIZED: ClassVar = {
+        "FP8_DYNAMIC": "float-quantized",
+        "FP8": "float-quantized",
+        "W8A8": "int-quantized",
+        **dict.fromkeys(("W2A16", "W4A16", "W4A16_ASYM", "W4A8", "W4AFP8", "W8A16"), "pack-quantized"),
+    }
     """Presets whose quants or scales no format has as they are written."""
 
     def __init__(self, preset: str, *targets: str, **weights: Any) -> None:
@@ -170,7 +175,11 @@ class LibraryScheme:
         else:
             blocks, along = w.unflatten(1, (-1, weights.group_size)), (2,)
         second = parts.get("weight_global_scale")
-        parts["weight_scale"], _ = helpers.calculate_qparams(blocks.amin(along), blocks.amax(along), weights, second)
+        parts["weight_scale"], zeros = helpers.calculate_qparams(
+            blocks.amin(along), blocks.amax(along), weights, second
+        )
+        if not weights.symmetric:
+            parts["weight_zero_point"] = zeros
         if self.preset in ("FP8", "FP8_DYNAMIC") and weights.strategy == "tensor":
             parts["weight_scale"] = parts["weight_scale"].view(1)
             parts["input_scale"] = w.abs().amax().view(1)

@@ -83,6 +83,7 @@ ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 SPECIAL: dict[str, dict[str, Any]] = {
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8}},
     "deepseek_ocr2": {"num_hidden_layers": 2, "mlp_layer_types": ["sparse", "sparse"]},
+    "diffusion_gemma": {"top_k_experts": 2},
     "dots1": {"n_shared_experts": 1},
     "ernie4_5_vl_moe": {"moe_intermediate_size": [48, 32], "rope_parameters": ROPE | {"mrope_section": [6, 6, 4]}},
     "gemma4": {
@@ -98,6 +99,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"num_hidden_layers": 2, "num_dense_layers": 0, "layer_types": ["full_attention", "conv"]},
     "mimo_v2_flash": {"num_attention_heads": 8, "num_key_value_heads": 4},
     "mistral4": {"qk_rope_head_dim": 16},
+    "qwen3_next": {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2},
     "step3p7": {"sliding_window": 16},
     "zaya": {"num_experts_per_tok": 1},
 }
@@ -111,7 +113,7 @@ def families() -> list[str]:
     return sorted({path.parent.name for path in files if pattern.search(path.read_text(encoding="utf-8"))})
 
 
-def tiny_model(family: str) -> Any:
+def tiny_model(family: str, seed: int = 0) -> Any:
     """A small random model of `family` in bf16 that has experts; of several classes the first that can be made.
 
     Raises `LookupError` with what each class said if there is none.
@@ -134,7 +136,7 @@ def tiny_model(family: str) -> Any:
                 elif not experts_of(sketch):
                     problems.append(f"{kind.__name__} of {layers} layers: no experts")
                 else:
-                    return _filled(kind, config)
+                    return _filled(kind, config, seed)
     raise LookupError(f"{family}: no tiny model: {'; '.join(problems)}")
 
 
@@ -175,8 +177,8 @@ def tiny_config(kind: Any, layers: int, with_types: bool, special: dict[str, Any
     return kind(**(changes | special))
 
 
-def _filled(kind: Any, config: Any) -> Any:
-    torch.manual_seed(0)
+def _filled(kind: Any, config: Any, seed: int) -> Any:
+    torch.manual_seed(seed)
     model = kind(config).eval()
     with torch.no_grad():
         for experts in experts_of(model).values():
@@ -184,7 +186,13 @@ def _filled(kind: Any, config: Any) -> Any:
         for name, buffer in model.named_buffers():
             if name.endswith("tid2eid"):  # experts of each token of the vocabulary, from the checkpoint
                 buffer.copy_(torch.argsort(torch.rand(buffer.shape[0], 8), dim=1)[:, : buffer.shape[1]])
-    return model.bfloat16()
+    model.bfloat16()
+    # As transformers loads it.
+    kept = model._keep_in_fp32_modules_strict or ()
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_floating_point() and any(part in name for part in kept):
+            tensor.data = tensor.data.float()
+    return model
 
 
 @torch.no_grad()
@@ -260,7 +268,8 @@ def outcome_of(family: str, rank: int = 0) -> Outcome:
         with parallel:
             errors += _errors(model, exact, rank)
     assert errors, f"{family}: its experts were never called"
-    worst, bound = max(errors), error_bound("bf16")
+    normed = any(one.norm_eps is not None for one in described)
+    worst, bound = max(errors), error_bound("bf16", post_expert_norm=normed)
     assert worst <= bound, f"{family}: relative error {worst:.3e} above {bound:.3e}"
     formula = "; ".join(dict.fromkeys(_formula(one) for one in described))
     return Outcome(family, type(model).__name__, names, formula, with_interface, refused, worst)
@@ -309,15 +318,19 @@ def inputs_of(model: Any, ids: torch.Tensor) -> dict[str, Any]:
 def _formula(described: DescribedExperts) -> str:
     """The activation, biases and layout in words."""
     activation = described.activation
-    parts = ["SwiGLU" if activation == ActivationConfig(order=activation.order) else _clamped(activation)]
+    parts = [_activation(activation)]
     parts += ["interleaved"] if activation.order == "interleaved" else []
     parts += ["biases"] if described.expert_bias else []
+    parts += ["a norm after each expert"] if described.norm_eps is not None else []
     parts += ["transposed"] if described.transposed else []
     parts += ["identity experts"] if described.identity_experts else []
     return ", ".join(parts)
 
 
-def _clamped(activation: ActivationConfig) -> str:
+_NAMES = {"silu": "SiLU", "gelu": "GELU", "gelu_tanh": "GELU by tanh", "relu2": "squared ReLU"}
+
+
+def _activation(activation: ActivationConfig) -> str:
     parts = []
     if activation.alpha != 1.0:
         parts.append(f"alpha {activation.alpha:g}")
@@ -325,7 +338,13 @@ def _clamped(activation: ActivationConfig) -> str:
         parts.append(f"limit {activation.limit:g}")
     if activation.up_offset:
         parts.append(f"up + {activation.up_offset:g}")
-    return f"SwiGLU with {', '.join(parts)}"
+    for name, cap in (("gate", activation.gate_softcap), ("up", activation.up_softcap)):
+        if cap is not None:
+            parts.append(f"{name} softcap {cap:g}")
+    if not activation.gated:
+        return f"{_NAMES[activation.function]} without a gate"
+    name = "SwiGLU" if activation.function == "silu" else f"{_NAMES[activation.function]} of gate"
+    return f"{name} with {', '.join(parts)}" if parts else name
 
 
 def _reason(problem: ValueError) -> str:

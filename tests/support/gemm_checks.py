@@ -1,4 +1,4 @@
-"""What results of the grouped GEMM are checked with: float64 SwiGLU and codes, poison, operands with exact sums."""
+"""What results of the grouped GEMM are checked with: float64 activations, codes, poison, operands with exact sums."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moe_runtime.kernels.gemm import grouped_gemm as gemm_module
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.gemm.plan import DEQUANT_DECODE_ROWS, DEQUANT_MIDDLE_ROWS, choose_dequant_shape
 from moe_runtime.kernels.gemm.shapes import DEQUANT_DECODE, DEQUANT_MIDDLE, DEQUANT_PREFILL, DequantShape
-from moe_runtime.kernels.gemm.weights import ExpertWeights, GateUpOrder, SwiGLU
+from moe_runtime.kernels.gemm.weights import Activation, ExpertWeights, GateUpOrder
 from tests.support.comparison import assert_same_bits
 from tests.support.gemm_cases import UNIT, Array, Exact, bits, make_rows, scale_rows, swizzled
 
@@ -86,33 +86,72 @@ def unit_scales(scales: torch.Tensor | None) -> torch.Tensor:
     return torch.full_like(scales.view(torch.uint8), 0x38).view(scales.dtype)
 
 
-def _exact_swiglu(exact: Exact, activation: SwiGLU) -> tuple[Array, Array]:
+def parts_of(activation: Activation, rows: int) -> list[slice]:
+    """The rows of gate and of up among `rows` rows of a first weight; all of them without a gate."""
+    order = activation.gate_up
+    return [slice(0, rows)] if order is None else [order.gate_rows(rows), order.up_rows(rows)]
+
+
+SLOPES = {"silu": 1.1, "gelu": 1.13, "gelu_tanh": 1.13}
+"""Above the largest slope of each function."""
+
+
+def _exact_function(x: Array, activation: Activation) -> tuple[Array, Array]:
+    """float64 function, and how far the fp32 steps may be from it, relative to `2^-23`.
+
+    `exp` adds what its argument is rounded to. `1 + erf` cancels where it is small.
+    """
+    if activation.function == "relu2":
+        return np.maximum(x, 0) ** 2, 8 * np.maximum(x, 0) ** 2
+    if activation.function == "silu":
+        cap = activation.gate_softcap
+        y = (x if cap is None else cap * np.tanh(x / cap)) / (1 + np.exp(-activation.alpha * x))
+        return y, (8 + 2 * np.abs(activation.alpha * x)) * np.abs(y)
+    tensor = torch.from_numpy(x)
+    if activation.function == "gelu":
+        y = torch.nn.functional.gelu(tensor).numpy()
+        return y, 8 * np.abs(y) + 2 * np.abs(x)
+    y = torch.nn.functional.gelu(tensor, approximate="tanh").numpy()
+    return y, (8 + 8 * np.abs(x + 0.044715 * x**3)) * np.abs(y)
+
+
+def _exact_activation(exact: Exact, activation: Activation) -> tuple[Array, Array]:
     """float64 activation `[capacity, I]` and how far the fp32 one may be from it.
 
-    With gate and up within `e`: `|d(g s(alpha g))/dg| <= 1.1`, `|g s| <= |g|`, clamping never widens; the fp32 steps
-    after it and `exp` (argument rounded to `|alpha g| * 2^-23`) add less than `(8 + 2 |alpha g|) * 2^-23 * |h|`.
+    With `x` within `e`, its function is within the slope times `e`; clamps and softcaps never widen.
     """
-    columns = exact.value.shape[1]
     error = UNIT[torch.float32] * np.abs(exact.value) + exact.slack
+    if not activation.gated:
+        y, steps = _exact_function(exact.value, activation)
+        return y, _moved(exact.value, error, activation) + steps * 2.0**-23
+    columns = exact.value.shape[1]
     gate_rows, up_rows = activation.order.gate_rows(columns), activation.order.up_rows(columns)
     gate, up = exact.value[:, gate_rows], exact.value[:, up_rows]
     if activation.limit is not None:
         gate, up = np.minimum(gate, activation.limit), np.clip(up, -activation.limit, activation.limit)
+    if activation.up_softcap is not None:
+        up = activation.up_softcap * np.tanh(up / activation.up_softcap)
     up = up + activation.up_offset
-    silu = gate / (1 + np.exp(-activation.alpha * gate))
-    h = silu * up
-    gate_error, up_error = error[:, gate_rows], error[:, up_rows]
-    steps = (8 + 2 * np.abs(activation.alpha * gate)) * 2.0**-23 * np.abs(h)
-    return h, 1.1 * gate_error * (np.abs(up) + up_error) + np.abs(silu) * up_error + steps
+    y, steps = _exact_function(gate, activation)
+    gate_error, up_error = _moved(gate, error[:, gate_rows], activation), error[:, up_rows]
+    rounding = (steps + (8 * np.abs(y) if activation.up_softcap is not None else 0.0)) * np.abs(up) * 2.0**-23
+    return y * up, gate_error * (np.abs(up) + up_error) + np.abs(y) * up_error + rounding
+
+
+def _moved(x: Array, error: Array, activation: Activation) -> Array:
+    """How far the function moves where `x` moves by at most `error`."""
+    if activation.function == "relu2":
+        return (2 * np.maximum(x, 0) + error) * error
+    return SLOPES[activation.function] * error
 
 
 def _round(x: Array, kind: Any, largest: float) -> Array:
     return np.clip(x, -largest, largest).astype(np.float32).astype(kind).astype(np.float64)
 
 
-def check_quantized(hidden: GroupedRows, exact: Exact, activation: SwiGLU, gsf: float) -> None:
+def check_quantized(hidden: GroupedRows, exact: Exact, activation: Activation, gsf: float) -> None:
     """Scale and code of each written number lie between those of the ends of its interval: rounding is monotone."""
-    h, error = _exact_swiglu(exact, activation)
+    h, error = _exact_activation(exact, activation)
     fmt, written = hidden.format, exact.written
     h, error = h[written], error[written] + 2.0**-22 * np.abs(h[written])
     quants = bits(hidden.rows)[written]

@@ -19,7 +19,7 @@ from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.gemm.plan import GemmKernel, GemmPlan
 from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
 from moe_runtime.kernels.gemm.shapes import TmaShape
-from moe_runtime.kernels.gemm.weights import ExpertWeights, GateUpOrder, SwiGLU
+from moe_runtime.kernels.gemm.weights import Activation, ExpertWeights
 
 
 def choose(monkeypatch: pytest.MonkeyPatch, **choices: Callable[..., Any]) -> None:
@@ -35,7 +35,7 @@ def planned(
     *,
     out: torch.Tensor | None = None,
     out_format: TokenFormat | None = None,
-    order: GateUpOrder | None = None,
+    activation: Activation | None = None,
     num_sms: int | None = None,
     **choices: Callable[..., Any],
 ) -> GemmPlan:
@@ -45,7 +45,7 @@ def planned(
         stack.enter_context(patch.object(plan, "plan_gemm", unwrap(plan.plan_gemm)))
         for name, choice in choices.items():
             stack.enter_context(patch.object(plan, name, choice))
-        return gemm_module._plan(a, w, "cuda", num_sms, out=out, out_format=out_format, order=order)
+        return gemm_module._plan(a, w, "cuda", num_sms, out=out, out_format=out_format, activation=activation)
 
 
 def run_dequant_gemm(a: GroupedRows, w: PrepackedWeights, out: torch.Tensor, *, num_sms: int | None = None) -> None:
@@ -56,14 +56,14 @@ def run_dequant_gemm(a: GroupedRows, w: PrepackedWeights, out: torch.Tensor, *, 
 def dequant_swiglu(
     a: GroupedRows,
     w: PrepackedWeights,
-    activation: SwiGLU,
+    activation: Activation,
     out: GroupedRows,
     gsf: torch.Tensor | None,
     *,
     num_sms: int | None = None,
 ) -> None:
     """`grouped_gemm_swiglu` by `dequant_gemm.cu`."""
-    plan = planned(a, w, out_format=out.format, num_sms=num_sms)
+    plan = planned(a, w, out_format=out.format, activation=activation, num_sms=num_sms)
     dequant_gemm.dequant_gemm_swiglu(a, w, activation, out, gsf, plan)
 
 
@@ -73,13 +73,13 @@ def tma_plan(
     *,
     out: torch.Tensor | None = None,
     out_format: TokenFormat | None = None,
-    order: GateUpOrder | None = None,
+    activation: Activation | None = None,
     shape: TmaShape | None = None,
     num_sms: int | None = None,
 ) -> GemmPlan:
     """The plan that takes `tma_gemm.cu`, in `shape` where that is given."""
     choices = {} if shape is None else {"choose_tma_shape": lambda *_: shape}
-    plan = planned(a, w, out=out, out_format=out_format, order=order, num_sms=num_sms, **choices)
+    plan = planned(a, w, out=out, out_format=out_format, activation=activation, num_sms=num_sms, **choices)
     assert plan.kernel is GemmKernel.TMA
     return plan
 
@@ -104,7 +104,7 @@ def tma_grouped_gemm(
 def tma_grouped_gemm_swiglu(
     a: GroupedRows,
     w: ExpertWeights,
-    activation: SwiGLU,
+    activation: Activation,
     *,
     out_format: str,
     shape: TmaShape | None = None,
@@ -112,8 +112,8 @@ def tma_grouped_gemm_swiglu(
 ) -> GroupedRows:
     """`grouped_gemm_swiglu` by `tma_gemm.cu`, in `shape` where that is given."""
     check_operands(a, w)
-    out, _ = empty_intermediate(a, w, out_format, None)
-    order = activation.order
-    plan = tma_plan(a, w, out_format=format_named(out_format), order=order, shape=shape, num_sms=num_sms)
+    out, _ = empty_intermediate(a, w, activation, out_format, None)
+    fmt = format_named(out_format)
+    plan = tma_plan(a, w, out_format=fmt, activation=activation, shape=shape, num_sms=num_sms)
     tma_gemm.multiply_swiglu(a, w, activation, out, plan)
     return out

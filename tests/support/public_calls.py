@@ -30,7 +30,9 @@ PACKAGES = (
 )
 ALSO = {
     "moe_runtime.comm.heaps.private_heap": ("PrivateHeap",),
-    "moe_runtime.config": ("ActivationConfig", "CheckpointConfig", "PlacementConfig", "SharedExpertConfig"),
+    "moe_runtime.config": (
+        *("ActivationConfig", "CheckpointConfig", "PlacementConfig", "PostExpertNormConfig", "SharedExpertConfig"),
+    ),
     "moe_runtime.router": ("softmax_topk", "topk_softmax", "sigmoid_topk"),
     "moe_runtime.virtual": ("VirtualRanks",),
 }
@@ -38,9 +40,14 @@ ALSO = {
 
 NOT_FOR_CALLERS = {
     # Made and moved on by the dispatcher; callers hand them back whole.
+    "DispatchedRows",
+    "DispatchedRows.entries_of",
+    "DispatchedRows.rows_of",
+    "DispatchedRows.sums_of",
     "DispatchHandle",
     "DispatchHandle.allocate",
     "DispatchHandle.allocate_output",
+    "DispatchHandle.end",
     "DispatchHandle.enter",
     "DispatchHandle.for_rows",
     "DispatchHandle.take_output",

@@ -15,7 +15,7 @@ from moe_runtime.config import (
     RouterConfig,
     RunConfig,
 )
-from moe_runtime.dispatcher import TokenDispatcher
+from moe_runtime.dispatcher import DifferentiableDispatcher, TokenDispatcher
 from moe_runtime.kernels.exchange.padded_rows import PaddedRows
 from moe_runtime.kernels.formats.number_formats import WEIGHT_FORMATS
 from moe_runtime.kernels.formats.quantize import quantize_rows
@@ -72,18 +72,24 @@ def _handle(stages: tuple[str, ...]) -> Callable[[World, Any], dict[str, Any]]:
 
 def _padded(w: World, on: TokenDispatcher) -> dict[str, Any]:
     geometry, experts = on.geometry, on.geometry.num_local_experts
-    sizes = geometry.token_format.quant_bytes(HIDDEN), geometry.token_format.scale_columns(HIDDEN)
-    out = PaddedRows.allocate(experts, geometry.num_slots, *sizes, 1, geometry.top_k, packed_scales=False, device=CPU)
+    row_bytes = geometry.token_format.quant_bytes(HIDDEN)
+    out = PaddedRows.allocate(experts, geometry.num_slots, row_bytes, 1, geometry.top_k, device=CPU)
     # A row without a token keeps what memory held.
-    for written in (out.rows, out.source_tokens, out.scales):
-        if written is not None:
-            written.zero_()
+    for written in (out.rows, out.source_tokens):
+        written.zero_()
     return {
         "handle": on.dispatch_send(**w.tokens()),
         "out": out,
         "scales_at": None,
         "statistics": torch.zeros(experts, dtype=torch.int32),
     }
+
+
+def _rows_to_combine(w: World, on: DifferentiableDispatcher) -> dict[str, Any]:
+    given = w.tokens()
+    weights = given.pop("topk_weights")
+    dispatched = on.dispatch(**given)
+    return {"expert_output": torch.randn_like(dispatched.rows), "dispatched": dispatched, "topk_weights": weights}
 
 
 def _weights_arguments(w: World, on: Any) -> dict[str, Any]:
@@ -139,6 +145,11 @@ def _nvfp4_weights(w: World, on: Any) -> dict[str, Any]:
 def _mxfp8_weights(w: World, on: Any) -> dict[str, Any]:
     q, scales = ops.quantize_mxfp8(w.numbers(2, 32, 256), 128)
     return {"b": q, "b_scale": ops.pack_ue8m0_weights(scales), "scale_granularity_mnk": (1, 1, 128)}
+
+
+def _activation_fields(w: World) -> dict[str, Any]:
+    fields = {"order": GateUpOrder.GATE_UP, "alpha": 1.5, "limit": 7.0, "up_offset": 0.5}
+    return fields | {"function": "silu", "gated": True, "gate_softcap": 4.0, "up_softcap": 25.0}
 
 
 def _format_fields(w: World, on: Any) -> dict[str, Any]:
@@ -253,6 +264,7 @@ ARGUMENTS: dict[str, Callable[[World, Any], dict[str, Any]]] = {
         "bias": w.numbers(2, 32),
     },
     "ExpertWeights.to": _NONE,
+    "Activation": lambda w, on: _activation_fields(w),
     "Experts": lambda w, on: w.experts_arguments(),
     "Experts.__call__": lambda w, on: {"rows": w.rows(on.gate_up.format.name), "out": w.numbers(12, HIDDEN)},
     "Experts.to": _NONE,
@@ -266,7 +278,7 @@ ARGUMENTS: dict[str, Callable[[World, Any], dict[str, Any]]] = {
     "PrepackedWeights.wanted": lambda w, on: {"w": w.expert_weights()},
     "QuantizedRows": _quantized_fields,
     "RecordLayout": lambda w, on: {"format": "nvfp4", "hidden": HIDDEN, "top_k": TOP_K, "alignment": 16},
-    "SwiGLU": lambda w, on: {"order": GateUpOrder.GATE_UP, "alpha": 1.5, "limit": 7.0, "up_offset": 0.5},
+    "SwiGLU": lambda w, on: _activation_fields(w),
     "TokenFormat": _format_fields,
     "TokenFormat.check_columns": lambda w, on: {"k": 128, "argument": "k"},
     # Routing, exchange and layers.
@@ -325,6 +337,11 @@ ARGUMENTS: dict[str, Callable[[World, Any], dict[str, Any]]] = {
     "Router.forward": lambda w, on: {"x_TH": w.numbers(3, HIDDEN, dtype=torch.bfloat16)},
     "Router.load": _load_router,
     "Router.logits": lambda w, on: {"x_TH": w.numbers(3, HIDDEN, dtype=torch.bfloat16)},
+    "DifferentiableDispatcher": lambda w, on: w.differentiable_arguments(),
+    "DifferentiableDispatcher.combine": _rows_to_combine,
+    "DifferentiableDispatcher.dispatch": lambda w, on: {
+        name: value for name, value in w.tokens().items() if name != "topk_weights"
+    },
     "TokenDispatcher": lambda w, on: w.dispatcher_arguments(),
     "TokenDispatcher.combine": _handle(("dispatch_recv",)),
     "TokenDispatcher.combine_recv": _handle(("dispatch_recv", "combine_send")),
@@ -367,7 +384,7 @@ ARGUMENTS: dict[str, Callable[[World, Any], dict[str, Any]]] = {
     "softmax_topk": lambda w, on: _logits(w) | {"renormalize": True, "scaling_factor": 1.5},
     "topk_softmax": lambda w, on: _logits(w) | {"scaling_factor": 1.5},
     # Contexts, configs, placements, checkpoints, models.
-    "Checkpoint": lambda w, on: {"path": w.folder / "checkpoint"},
+    "Checkpoint": lambda w, on: {"path": w.folder / "checkpoint", "routers": True},
     "Checkpoint.check_fits": lambda w, on: {"config": w.config(), "but_for": ["top_k"]},
     "Checkpoint.check_layer": lambda w, on: {"layer": 0},
     "Checkpoint.check_sizes": lambda w, on: {"layer": 0},
@@ -408,8 +425,10 @@ ARGUMENTS: dict[str, Callable[[World, Any], dict[str, Any]]] = {
         w.config().model_dump() | {"router": RouterConfig(), "activation": w.config().activation}
     ),
     "MoELayerConfig.replace": lambda w, on: {"top_k": 1},
-    "ActivationConfig": lambda w, on: {"order": "gate_up", "alpha": 1.5, "limit": 7.0, "up_offset": 0.5},
+    "ActivationConfig": lambda w, on: _activation_fields(w) | {"order": "gate_up"},
     "ActivationConfig.replace": lambda w, on: {"alpha": 2.0},
+    "PostExpertNormConfig": lambda w, on: {"eps": 1e-5},
+    "PostExpertNormConfig.replace": lambda w, on: {"eps": 1e-8},
     "CheckpointConfig": lambda w, on: {"path": "folder", "layer": 1},
     "CheckpointConfig.replace": lambda w, on: {"layer": 1},
     "PlacementConfig": lambda w, on: {"spare_slots": 2, "load": "load.json", "file": None},

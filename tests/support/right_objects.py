@@ -23,13 +23,14 @@ from moe_runtime.config import (
     MoELayerConfig,
     ParallelConfig,
     PlacementConfig,
+    PostExpertNormConfig,
     RouterConfig,
     RunConfig,
     SharedExpertConfig,
 )
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.counters import LayerCounters, LayerCounts
-from moe_runtime.dispatcher import CombineSink, TokenDispatcher
+from moe_runtime.dispatcher import CombineSink, DifferentiableDispatcher, TokenDispatcher
 from moe_runtime.experts import Experts
 from moe_runtime.integrations import ExpertParallel, apply_expert_parallel
 from moe_runtime.kernels.formats.number_formats import FORMATS
@@ -135,6 +136,16 @@ class World:
         given = {"token_format": "bf16", "input_scale": None, "mode": "gathered", "expert_row_capacity": None}
         return TokenDispatcher(**self.dispatcher_arguments() | given | {"reusable_handles": True})
 
+    def differentiable_arguments(self) -> dict[str, Any]:
+        given = self.dispatcher_arguments()
+        names = ("context", "hidden_size", "num_experts", "top_k", "max_tokens_per_rank", "num_sms")
+        return {name: given[name] for name in names} | {"expert_row_capacity": None}
+
+    def differentiable_dispatcher(self) -> DifferentiableDispatcher:
+        dispatcher = DifferentiableDispatcher(**self.differentiable_arguments())
+        dispatcher._dispatcher.context.allocate()
+        return dispatcher
+
     def tokens(self, tokens: int = 5) -> dict[str, torch.Tensor]:
         return {"x": self.numbers(tokens, HIDDEN, dtype=torch.bfloat16), **self.routing(tokens)}
 
@@ -153,6 +164,7 @@ class World:
             "intermediate_gsf": 8.0 if fmt == "nvfp4" else None,
             "engine": "auto",
             "num_sms": None,
+            "norm": None,
         }
 
     def prepacked(self) -> PrepackedWeights:
@@ -305,6 +317,8 @@ INSTANCES: dict[str, Callable[[World], Any]] = {
     "RouterConfig": lambda w: RouterConfig(),
     "RunConfig": lambda w: RunConfig(layer=w.config()),
     "SharedExpertConfig": lambda w: SharedExpertConfig(intermediate_size=INNER),
+    "DifferentiableDispatcher": World.differentiable_dispatcher,
+    "PostExpertNormConfig": lambda w: PostExpertNormConfig(),
     "TokenDispatcher": World.dispatcher,
     "TokenFormat": lambda w: w.draw.choice(list(FORMATS.values())),
     "VirtualRanks": World.virtual_ranks,

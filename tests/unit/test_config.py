@@ -40,6 +40,7 @@ from tests.support.spawner import interpreter
 PACKAGED = (
     *("deepseek_v3", "deepseek_v3_half", "gpt_oss_120b", "kimi_k2", "mixtral_8x7b", "qwen3_235b_a22b", "tiny_cpu"),
     *(f"tiny_{family}" for family in ("deepseek_v3", "gpt_oss", "kimi_k2", "mixtral", "qwen2_moe", "qwen3_moe")),
+    "tiny_nemotron_h",
 )
 LAYER: dict[str, Any] = {
     "hidden_size": 256,
@@ -116,8 +117,22 @@ def test_what_is_absent_gets_its_default(tmp_path: Path) -> None:
             r"layer\.router\.top_groups: 1 groups of 2 experts cannot give top_k = 3",
         ),
         ({"router": {"scaling_factor": float("nan")}}, r"layer\.router\.scaling_factor: .*got nan"),
+        ({"post_expert_norm": {"eps": 0.0}}, r"layer\.post_expert_norm\.eps: .*got 0\.0"),
+        ({"post_expert_norm": True}, r"layer\.post_expert_norm: .*got True"),
         ({"activation": {"limit": -1.0}}, r"layer\.activation\.limit: .*got -1\.0"),
         ({"activation": {"order": "up"}}, r"layer\.activation\.order: .*got 'up'"),
+        ({"activation": {"function": "swish"}}, r"layer\.activation\.function: .*got 'swish'"),
+        ({"activation": {"gated": 0}}, r"layer\.activation\.gated: .*got 0"),
+        ({"activation": {"function": "gelu", "alpha": 2.0}}, r"layer\.activation\.alpha: only silu .* gelu, got 2\.0"),
+        (
+            {"activation": {"function": "gelu", "up_softcap": 4.0}},
+            r"layer\.activation\.up_softcap: only silu .* expected none with gelu",
+        ),
+        ({"activation": {"gated": False, "gate_softcap": 4.0}}, r"layer\.activation\.gate_softcap: .*gate, got 4\.0"),
+        ({"activation": {"gate_softcap": 0.0}}, r"layer\.activation\.gate_softcap: .*got 0\.0"),
+        ({"activation": {"gated": False, "limit": 7.0}}, r"layer\.activation\.limit: .*without a gate, got 7\.0"),
+        ({"activation": {"gated": False, "up_offset": 1.0}}, r"layer\.activation\.up_offset: .*gate, got 1\.0"),
+        ({"activation": {"gated": False, "order": "up_gate"}}, r"layer\.activation\.order: .*gate, got 'up_gate'"),
     ],
 )
 def test_a_bad_layer_key_is_named(tmp_path: Path, change: dict[str, Any], message: str) -> None:
@@ -217,6 +232,17 @@ def test_configs_are_frozen() -> None:
     config = MoELayerConfig.model_validate(LAYER)
     with pytest.raises(ValidationError):
         config.top_k = 3
+
+
+@pytest.mark.parametrize("name", ["token_format", "weight_format"])
+def test_a_format_auto_is_not_set(name: str) -> None:
+    config = MoELayerConfig.model_validate(LAYER | {name: "auto"})
+    assert config == MoELayerConfig.model_validate(LAYER) and name not in config.model_fields_set
+    assert MoELayerConfig.model_validate(LAYER | {"token_format": "nvfp4"} | {name: "auto"}).weight_format in (
+        ("nvfp4",) if name == "weight_format" else ("bf16",)
+    )
+    with pytest.raises(ValidationError, match="combine_format"):
+        MoELayerConfig.model_validate(LAYER | {"combine_format": "auto"})
 
 
 def test_replace_validates_and_derives_defaults_again() -> None:

@@ -11,18 +11,28 @@ import torch
 
 from moe_runtime.kernels.formats.number_formats import WEIGHT_FORMATS, format_named
 from moe_runtime.kernels.formats.quantize import dequantize_rows, quantize_rows
-from moe_runtime.kernels.gemm.weights import GPT_OSS, GateUpOrder, SwiGLU
+from moe_runtime.kernels.gemm.weights import (
+    GEGLU,
+    GEGLU_TANH,
+    GPT_OSS,
+    SQUARED_RELU,
+    Activation,
+    ActivationFunction,
+    GateUpOrder,
+    SwiGLU,
+)
 from moe_runtime.reference import (
-    SWIGLU_GAIN,
+    FUNCTION_GAINS,
+    activation_reference,
     error_bound,
     moe_reference,
     relative_error,
     rounding_error,
-    swiglu_reference,
 )
 
 T, H, INNER, E, K = 96, 384, 256, 8, 2
 RANKS = 2
+GELU_ALONE = Activation(function=ActivationFunction.GELU, gated=False)
 
 
 def test_reference_is_transformers_qwen3_moe_block() -> None:
@@ -53,7 +63,7 @@ def test_activation_is_transformers_gpt_oss() -> None:
     experts = GptOssExperts(transformers.GptOssConfig(hidden_size=8, intermediate_size=8, num_local_experts=1))
     gate_up = torch.randn(40, 16, dtype=torch.float64) * 6
     torch.testing.assert_close(
-        swiglu_reference(gate_up, GPT_OSS), experts._apply_gate(gate_up), rtol=2**-45, atol=2**-45
+        activation_reference(gate_up, GPT_OSS), experts._apply_gate(gate_up), rtol=2**-45, atol=2**-45
     )
 
 
@@ -64,7 +74,7 @@ def test_the_order_of_gate_and_up_is_a_matter_of_rows(order: GateUpOrder) -> Non
     mixed = torch.empty(10, 14, dtype=torch.float64)
     mixed[:, order.gate_rows(14)], mixed[:, order.up_rows(14)] = gate, up
     want = torch.nn.functional.silu(gate) * up
-    torch.testing.assert_close(swiglu_reference(mixed, SwiGLU(order)), want, rtol=2**-45, atol=2**-45)
+    torch.testing.assert_close(activation_reference(mixed, SwiGLU(order)), want, rtol=2**-45, atol=2**-45)
 
 
 def test_reference_with_biases_is_transformers_gpt_oss_experts() -> None:
@@ -136,21 +146,39 @@ def test_relative_error() -> None:
         relative_error(y[:1], reference)
 
 
-def test_the_gain_of_swiglu_is_the_maximum_that_the_derivation_names() -> None:
-    a = torch.linspace(0, 40, 400_001, dtype=torch.float64)
-    p = torch.sigmoid(a)
-    s = p + a * p * (1 - p)
-    silu_squares = p**2 + (1 - p) ** 2
-    ratio = ((s**2 + (1 - s) ** 2) / silu_squares).max().item()
-    assert ratio <= SWIGLU_GAIN < ratio + 1e-4
-    assert (silu_squares.diff() >= 0).all()  # what Chebyshev's inequality needs
+@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_tanh"])
+def test_gains_are_the_maxima_that_the_derivation_names(name: str) -> None:
+    """`p` and the slope `s` are those of torch."""
+    a = torch.linspace(1e-4, 40, 400_001, dtype=torch.float64, requires_grad=True)
+    y = getattr(torch.nn.functional, name.split("_")[0])(a, **({"approximate": "tanh"} if "_" in name else {}))
+    (s,) = torch.autograd.grad(y.sum(), a)
+    p = (y / a).detach()
+    squares = p**2 + (1 - p) ** 2
+    ratio = ((s**2 + (1 - s) ** 2) / squares).max().item()
+    assert ratio <= FUNCTION_GAINS[ActivationFunction.of(name)] < ratio + 1e-4
+    assert (squares.diff() >= -1e-15).all()  # what Chebyshev's inequality needs
+
+
+@pytest.mark.parametrize("activation", [SwiGLU(), GEGLU, GEGLU_TANH, SQUARED_RELU, GELU_ALONE], ids=str)
+def test_activations_are_those_of_torch(activation: Activation, rng: torch.Generator) -> None:
+    x = torch.randn(20, 14, generator=rng, dtype=torch.float64) * 3
+    gate, up = x.chunk(2, dim=1)
+    functional = torch.nn.functional
+    want = {
+        SwiGLU(): functional.silu(gate) * up,
+        GEGLU: functional.gelu(gate) * up,
+        GEGLU_TANH: functional.gelu(gate, approximate="tanh") * up,
+        SQUARED_RELU: functional.relu(x) ** 2,
+        GELU_ALONE: functional.gelu(x),
+    }[activation]
+    torch.testing.assert_close(activation_reference(x, activation), want, rtol=2**-45, atol=2**-45)
 
 
 SAMPLES: dict[str, Callable[[torch.Generator], torch.Tensor]] = {
     "normal": lambda g: torch.randn(512, 1024, generator=g),
     "uniform": lambda g: torch.rand(512, 1024, generator=g) - 0.5,
     "laplace": lambda g: torch.randn(512, 1024, generator=g) * torch.empty(512, 1024).exponential_(generator=g).sqrt(),
-    "swiglu": lambda g: swiglu_reference(torch.randn(512, 2048, generator=g)).float(),
+    "swiglu": lambda g: activation_reference(torch.randn(512, 2048, generator=g)).float(),
     # Up to 55 times; where one column outweighs all others, errors are that column's alone.
     "columns of very different size": lambda g: (
         torch.randn(512, 1024, generator=g) * torch.randn(1024, generator=g).clamp(-2, 2).exp()
@@ -168,7 +196,9 @@ def test_rounding_error_bounds_the_quantizers_and_is_tight(fmt: str, sample: str
     assert part * rounding_error(fmt) < error <= rounding_error(fmt)
 
 
-def random_layer(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def random_layer(
+    seed: int, rows: int = 2 * INNER
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Tokens bf16 `[T, H]`, ids, weights, gate_up and down bf16; every expert of a token is another one.
 
     Each expert has `T * K / E` tokens, of about half their weight each: on that depends the error of a layer that is
@@ -181,7 +211,7 @@ def random_layer(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, t
     step = token // E % (E - 1) + 1
     idx = ((token[:, None] + step[:, None] * torch.arange(K)) % E).int()
     weights = torch.rand(T, K, generator=g).add(2.0)
-    gate_up = (torch.randn(E, 2 * INNER, H, generator=g) * H**-0.5).bfloat16()
+    gate_up = (torch.randn(E, rows, H, generator=g) * H**-0.5).bfloat16()
     down = (torch.randn(E, H, INNER, generator=g) * INNER**-0.5).bfloat16()
     return x, idx, weights / weights.sum(1, keepdim=True), gate_up, down
 
@@ -196,7 +226,12 @@ def stored(x: torch.Tensor, fmt: str, gsf: float | None = None, shifted: bool = 
 
 
 def quantized_layer(
-    layer: tuple[torch.Tensor, ...], token: str, weight: str, combine: str, bug: str | None = None
+    layer: tuple[torch.Tensor, ...],
+    token: str,
+    weight: str,
+    combine: str,
+    bug: str | None = None,
+    activation: Activation | None = None,
 ) -> torch.Tensor:
     """The layer with every rounding that the formats ask for, on `RANKS` ranks, with float64 sums."""
     x, idx, weights, gate_up, down = layer
@@ -215,7 +250,7 @@ def quantized_layer(
         partial = torch.zeros(T, H, dtype=torch.float64)
         for expert in range(rank * E // RANKS, (rank + 1) * E // RANKS):
             t, k = torch.where(idx == expert)
-            inner = stored(swiglu_reference(x[t] @ gate_up[expert].T), token, gsf)
+            inner = stored(activation_reference(x[t] @ gate_up[expert].T, activation), token, gsf)
             partial.index_add_(0, t, weights[t, k].double()[:, None] * (inner @ down[expert].T).bfloat16().double())
         y += stored(partial, combine)
     return y.bfloat16()
@@ -237,6 +272,23 @@ def test_quantized_layers_are_inside_the_bound(case: tuple[str, str, str], seed:
         layer = random_layer(seed + offset)
         error, _ = relative_error(quantized_layer(layer, *case), moe_reference(*layer))
         assert 0.5 * error_bound(*case) < error <= error_bound(*case)
+
+
+OTHERS = {"gelu": GEGLU, "gelu_tanh": GEGLU_TANH, "relu2": SQUARED_RELU, "gelu_alone": GELU_ALONE}
+
+
+@pytest.mark.parametrize("activation", OTHERS.values(), ids=OTHERS)
+@pytest.mark.parametrize("case", [CASES[0], CASES[2], CASES[3]], ids="-".join)
+def test_other_activations_are_inside_their_bounds(
+    case: tuple[str, str, str], activation: Activation, seed: int
+) -> None:
+    layer = random_layer(seed, activation.num_parts * INNER)
+    error, _ = relative_error(quantized_layer(layer, *case, activation=activation), moe_reference(*layer, activation))
+    bound = error_bound(*case, activation=activation)
+    assert 0.4 * bound < error <= bound
+    if case[0] == "mxfp8":
+        wrong = Activation(function="silu", gated=activation.gated)
+        assert relative_error(moe_reference(*layer, wrong), moe_reference(*layer, activation))[0] > bound
 
 
 BUGS = ["gate and up swapped", "scale twice too large", "expert dropped", "block scale off by one"]

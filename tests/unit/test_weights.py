@@ -13,7 +13,7 @@ import torch
 
 from moe_runtime.kernels.formats.number_formats import WEIGHT_FORMATS as FORMATS
 from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
-from moe_runtime.kernels.gemm.weights import ExpertWeights, GateUpOrder, SwiGLU
+from moe_runtime.kernels.gemm.weights import Activation, ActivationFunction, ExpertWeights, GateUpOrder, SwiGLU
 from tests.support.comparison import assert_same_bits
 from tests.support.gemm_cases import bits, dequant_weights
 
@@ -32,6 +32,7 @@ def test_gate_and_up_rows(order: GateUpOrder) -> None:
 
 def test_activation_takes_the_name_of_an_order() -> None:
     assert SwiGLU("interleaved").order is GateUpOrder.INTERLEAVED  # type: ignore[arg-type]
+    assert Activation(function="relu2").function is ActivationFunction.RELU2  # type: ignore[arg-type]
     assert [order.code for order in GateUpOrder] == [1, 2, 3]
 
 
@@ -217,6 +218,20 @@ def test_bad_arguments_are_named() -> None:
             ExpertWeights.quantize(torch.zeros(1, 24, 128), name, gate_up=True)
     with pytest.raises(ValueError, match=r"^order of gate and up: expected one of .*, got 'up'"):
         SwiGLU("up")  # type: ignore[arg-type]
+    for fields, message in (
+        ({"function": "swish"}, r"function: expected one of \['silu', .*, got 'swish'"),
+        ({"function": torch.zeros(2)}, "function: expected one of .*, got "),
+        ({"gated": 1}, "gated: expected True or False, got 1"),
+        ({"function": "gelu", "alpha": 2.0}, r"alpha: only silu has one, expected 1 with gelu, got 2\.0"),
+        ({"gate_softcap": -1.0}, "gate_softcap: expected a positive number or None, got -1.0"),
+        ({"function": "relu2", "up_softcap": 4.0}, "up_softcap: only silu has one, expected None with relu2"),
+        ({"gated": False, "up_softcap": 4.0}, "up_softcap: expected None without a gate, got 4.0"),
+        ({"gated": False, "limit": 7.0}, "limit: expected None without a gate, got 7.0"),
+        ({"gated": False, "up_offset": 1.0}, "up_offset: expected 0.0 without a gate, got 1.0"),
+        ({"gated": False, "order": GateUpOrder.UP_GATE}, "order: expected .* without a gate, got "),
+    ):
+        with pytest.raises(ValueError, match=f"^{message}"):
+            Activation(**fields)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("expert", [-1, 2])

@@ -1,0 +1,166 @@
+"""`moe_runtime.deep_ep.Buffer` on GPUs: streams, hooks, and both modes captured in a graph and replayed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moe_runtime.deep_ep import Buffer
+from moe_runtime.deep_ep.sizes import normal_bytes
+
+HIDDEN, EXPERTS, TOP_K, MOST = 1024, 32, 4, 48
+REPLAYS = 40
+
+Data = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def data_of(seed: int, rank: int, device: torch.device) -> Data:
+    g = torch.Generator().manual_seed(seed * 7919 + rank)
+    x = torch.randn(MOST, HIDDEN, generator=g).to(torch.bfloat16)
+    ids = torch.rand(MOST, EXPERTS, generator=g).argsort(dim=1)[:, :TOP_K]
+    ids = torch.where(torch.rand(ids.shape, generator=g) < 0.2, -1, ids)
+    return x.to(device), ids.to(device), torch.rand(MOST, TOP_K, generator=g).to(device)
+
+
+def weighted(data: Data, world: int, scale: float = 1.0) -> torch.Tensor:
+    """What experts that multiply by `scale` give: fp32 sums of a rank's experts, rounded, and their sum."""
+    x, ids, weights = data
+    rows = (x * scale).float()
+    total = torch.zeros_like(rows)
+    for rank in range(world):
+        partial = torch.zeros_like(rows)
+        for k in range(TOP_K):
+            here = (ids[:, k] >= 0) & (ids[:, k] // (EXPERTS // world) == rank)
+            partial = torch.where(here[:, None], partial + weights[:, k, None] * rows, partial)
+        total += partial.to(torch.bfloat16).float()
+    return total.to(torch.bfloat16)
+
+
+def copied(into: Data, data: Data) -> None:
+    for target, source in zip(into, data, strict=True):
+        target.copy_(source)
+
+
+def replay_low_latency(rank: int, world: int, seed: int) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    num_bytes = Buffer.get_low_latency_rdma_size_hint(MOST, HIDDEN, world, EXPERTS)
+    buffer = Buffer(dist.group.WORLD, 0, num_bytes, low_latency_mode=True, explicitly_destroy=True)
+    held = data_of(seed, rank, device)
+    per_rank = EXPERTS // world
+
+    def step(hooks: bool, beside: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        x, ids, weights = held
+        ways: dict[str, Any] = {"return_recv_hook": hooks, "async_finish": beside}
+        rows, counts, handle, event, hook = buffer.low_latency_dispatch(x, ids, MOST, EXPERTS, use_fp8=False, **ways)
+        if hook is not None:
+            hook()
+        if beside:
+            event.current_stream_wait()
+        assert isinstance(rows, torch.Tensor)
+        outs = []
+        for scale in (2.0, 4.0):
+            y, event, hook = buffer.low_latency_combine(rows * scale, ids, weights, handle, **ways)
+            if hook is not None:
+                hook()
+            if beside:
+                event.current_stream_wait()
+            outs.append(y)
+        return counts, outs[0], outs[1]
+
+    def check(seed: int, found: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
+        everyone = [data_of(seed, r, device) for r in range(world)]
+        expected = [sum(int((d[1] == rank * per_rank + e).sum()) for d in everyone) for e in range(per_rank)]
+        assert found[0].tolist() == expected
+        for y, scale in zip(found[1:], (2.0, 4.0), strict=True):
+            assert torch.equal(y, weighted(everyone[rank], world, scale))
+
+    for ways in ((False, False), (True, False), (False, True)):
+        check(seed, step(*ways))
+    graphs = []
+    for hooks in (False, True):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = step(hooks)
+        graphs.append((graph, found))
+    for turn in range(REPLAYS):
+        copied(held, data_of(seed + turn, rank, device))
+        graph, found = graphs[turn % 2]
+        for tensor in found:
+            tensor.fill_(-1)
+        graph.replay()
+        torch.cuda.synchronize()
+        check(seed + turn, found)
+    buffer.destroy()
+
+
+def replay_normal(rank: int, world: int, seed: int) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    buffer = Buffer(dist.group.WORLD, normal_bytes(HIDDEN, world, MOST), explicitly_destroy=True)
+    held = data_of(seed, rank, device)
+
+    def step(**ways: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        x, ids, weights = held
+        per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(ids, EXPERTS)
+        counts = {
+            "num_tokens_per_rank": per_rank,
+            "num_tokens_per_expert": per_expert,
+            "is_token_in_rank": in_rank,
+        }
+        beside = ways.pop("beside", False)
+        if beside:
+            ways |= {"async_finish": True, "previous_event": buffer.capture()}
+        rows, got_ids, got_weights, _, handle, event = buffer.dispatch(
+            x, **counts, topk_idx=ids, topk_weights=weights, **ways
+        )
+        if beside:
+            event.current_stream_wait()
+        assert isinstance(rows, torch.Tensor) and got_ids is not None and got_weights is not None and handle is not None
+        valid = got_ids >= 0
+        # Each row stands for its local experts: their weights times the row.
+        factor = torch.where(valid, got_weights, 0.0).sum(dim=1, keepdim=True)
+        out = (torch.where(valid.any(dim=1, keepdim=True), rows, 0.0).float() * factor).to(torch.bfloat16)
+        ways.pop("num_worst_tokens", None)
+        y, y_weights, event = buffer.combine(out, handle, topk_weights=torch.where(valid, got_weights, 0.0), **ways)
+        if beside:
+            event.current_stream_wait()
+        assert y_weights is not None
+        return (got_ids >= 0).sum(), y, y_weights
+
+    def check(seed: int, found: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
+        everyone = [data_of(seed, r, device) for r in range(world)]
+        x, ids, weights = everyone[rank]
+        first, end = rank * EXPERTS // world, (rank + 1) * EXPERTS // world
+        assert int(found[0]) == sum(int(((d[1] >= first) & (d[1] < end)).sum()) for d in everyone)
+        total = torch.zeros(MOST, HIDDEN, device=device)
+        for r in range(world):
+            here = (ids >= 0) & (ids // (EXPERTS // world) == r)
+            factor = torch.where(here, weights, 0.0).sum(dim=1, keepdim=True)
+            total += (x.float() * factor).to(torch.bfloat16).float()
+        assert torch.equal(found[1], total.to(torch.bfloat16))
+        assert torch.equal(found[2], torch.where(ids >= 0, weights, 0.0))
+
+    worst = world * MOST
+    for ways in ({}, {"num_worst_tokens": worst}, {"beside": True}):
+        check(seed, step(**ways))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step(num_worst_tokens=worst)
+    for turn in range(REPLAYS):
+        copied(held, data_of(seed + turn, rank, device))
+        for tensor in found:
+            tensor.fill_(-1)
+        graph.replay()
+        torch.cuda.synchronize()
+        check(seed + turn, found)
+    buffer.destroy()
+
+
+@pytest.mark.parametrize("mode", [replay_low_latency, replay_normal])
+@pytest.mark.parametrize("world", [1, 2])
+def test_replays_give_what_plain_torch_gives(world: int, mode: Any, get_pool: Any, seed: int) -> None:
+    if torch.cuda.device_count() < world:
+        pytest.skip(f"needs {world} GPUs")
+    get_pool(world, gpus=True).run(mode, seed)
