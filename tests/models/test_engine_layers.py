@@ -114,7 +114,7 @@ def test_settings_choose_the_tokens(form: str, fields: dict[str, Any], seed: int
         found = run_vllm(layers_of(**fields), vllm_layer(data.of(slice(None))), vllm_config(), tokens)
     check(found, plain_moe(data, *tokens), fields["token_format"])
     # Rounding of the tokens is there, so they did travel in that format.
-    assert relative_error(found, plain_moe(data, *tokens))[0] > error_bound("bf16")
+    assert relative_error(found.cpu(), plain_moe(data, *tokens))[0] > error_bound("bf16")
 
 
 def test_settings_choose_the_weights(seed: int) -> None:
@@ -125,7 +125,9 @@ def test_settings_choose_the_weights(seed: int) -> None:
             run_vllm(layers_of(token_format="nvfp4"), vllm_layer(data.of(slice(None))), vllm_config(), tokens)
         layers = layers_of(weight_format="nvfp4")
         found = run_vllm(layers, vllm_layer(data.of(slice(None))), vllm_config(), tokens)
-    assert error_bound("bf16") < relative_error(found, plain_moe(data, *tokens))[0] <= error_bound("bf16", "nvfp4")
+    assert (
+        error_bound("bf16") < relative_error(found.cpu(), plain_moe(data, *tokens))[0] <= error_bound("bf16", "nvfp4")
+    )
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 64, 150])

@@ -40,11 +40,14 @@ def config(activation: dict[str, Any], **fields: Any) -> MoELayerConfig:
 def exact(
     c: MoELayerConfig, seed: int, x: torch.Tensor, route: tuple[torch.Tensor, ...], norm: ExpertNorm | None = None
 ) -> torch.Tensor:
-    experts = [random_expert(c, seed, e) for e in range(EXPERTS)]
-    gate_up, down = (torch.stack([pair[i] for pair in experts]) for i in (0, 1))
+    # Each kind of device draws numbers of its own.
+    experts = [random_expert(c, seed, e, x.device) for e in range(EXPERTS)]
+    gate_up, down = (torch.stack([pair[i] for pair in experts]).cpu() for i in (0, 1))
     biases: dict[str, Any] = {}
     if c.expert_bias:
-        biases = {name: torch.stack([getattr(e, name) for e in experts]) for name in ("gate_up_bias", "down_bias")}
+        biases = {
+            name: torch.stack([getattr(e, name) for e in experts]).cpu() for name in ("gate_up_bias", "down_bias")
+        }
     idx, weights = (part.cpu() for part in route)
     return moe_reference(x.cpu(), idx, weights, gate_up, down, activation_of(c.activation), **biases, norm=norm)
 
