@@ -28,6 +28,9 @@ from moe_runtime.kernels.exchange.payload import (
 )
 from moe_runtime.kernels.formats.number_formats import align, ceil_div
 
+LEAST_ROOM = 64
+"""Tokens of a rank in the smallest step."""
+
 Tokens = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
@@ -37,13 +40,15 @@ class _Step:
 
     Attributes:
         start, end: of this rank's tokens.
+        room: most tokens of a rank, for which the step was made.
         ranks: int64 `[T, W]`, rank `r` where the token goes there, else -1.
         weights: fp32 ones `[T, W]`.
-        positions: int32 `[W * max_tokens, W]`, row of each landing slot, -1 for none.
+        positions: int32 `[W * room, W]`, row of each landing slot, -1 for none.
     """
 
     start: int
     end: int
+    room: int
     ranks: torch.Tensor
     weights: torch.Tensor
     positions: torch.Tensor
@@ -107,16 +112,20 @@ class NormalExchange:
         self._dispatchers: dict[tuple[int, int, int, str, int | None], TokenDispatcher] = {}
         self._no_tokens = torch.zeros(max_tokens, NO_TOKEN, dtype=torch.bfloat16, device=context.device)
         # The widest first: the memory for it suffices for all others.
-        self._dispatcher(normal_words(hidden))
+        self._dispatcher(normal_words(hidden), max_tokens)
         context.allocate()
 
-    def _dispatcher(self, words: int, tokens: int | None = None, kind: str = "dispatch_") -> TokenDispatcher:
-        """The exchange of payload of `words`, in steps of `max_tokens` if not of `tokens`."""
-        return self._made(words, self.hidden, self.max_tokens if tokens is None else tokens, kind)
+    def _dispatcher(self, words: int, room: int) -> TokenDispatcher:
+        """The exchange of payload of `words`, in steps of at most `room` tokens of a rank."""
+        return self._made(words, self.hidden, room, "dispatch_")
 
-    def _combiner(self, output: int) -> TokenDispatcher:
+    def _combiner(self, output: int, room: int) -> TokenDispatcher:
         """The exchange of routing alone, for combines of rows of `output` numbers."""
-        return self._made(NO_TOKEN, output, self.max_tokens, "combine_")
+        return self._made(NO_TOKEN, output, room, "combine_")
+
+    def _room_for(self, tokens: int) -> int:
+        """A step's size for `tokens` of the rank that has most: kernels look at each slot of it."""
+        return min(self.max_tokens, max(LEAST_ROOM, 1 << (tokens - 1).bit_length() if tokens else 1))
 
     def _made(self, words: int, output: int, tokens: int, kind: str) -> TokenDispatcher:
         key = words, output, tokens, kind, self.num_sms
@@ -160,15 +169,16 @@ class NormalExchange:
                         f"x: expected at most {self.max_tokens} tokens with num_worst_tokens (num_nvl_bytes has room "
                         f"for no more in one step), got {num_tokens}"
                     )
-            steps, num_rows = 1, num_worst_tokens
+            steps, num_rows, room = 1, num_worst_tokens, self.max_tokens
         else:
             table = self._exchange_counts(num_tokens, num_tokens_per_rank, num_tokens_per_expert)
-            steps = max(1, ceil_div(int(table[:, 0].max()), self.max_tokens))
+            most = int(table[:, 0].max())
+            steps, room = max(1, ceil_div(most, self.max_tokens)), self._room_for(most)
             num_rows = int(table[:, 1 + self.context.rank].sum())
         layout = self._layout(x, topk_idx)
         packed = self._packed(layout, x, topk_idx, topk_weights)
         out = UnpackedRows.allocate(layout, num_rows, self.context.device)
-        done = self._steps(layout, packed, is_token_in_rank, steps, table, out, num_tokens_per_expert.numel())
+        done = self._steps(layout, packed, is_token_in_rank, steps, room, table, out, num_tokens_per_expert.numel())
         prefix, of_experts = None, None
         if table is not None:
             world, mine = self.context.world_size, self.context.rank
@@ -184,8 +194,8 @@ class NormalExchange:
         layout = self._layout(x, None)
         packed = self._packed(layout, x, None, None)
         out = UnpackedRows.allocate(layout, handle.num_rows, self.context.device)
-        dispatcher = self._dispatcher(layout.words)
         for step in handle.steps:
+            dispatcher = self._dispatcher(layout.words, step.room)
             arrived = dispatcher.dispatch(packed[step.start : step.end], step.ranks, step.weights)
             place = None
             if len(handle.steps) > 1:
@@ -203,20 +213,21 @@ class NormalExchange:
         packed: torch.Tensor,
         is_token_in_rank: torch.Tensor,
         steps: int,
+        room: int,
         table: torch.Tensor | None,
         out: UnpackedRows,
         num_experts: int,
     ) -> list[_Step]:
-        """Send in `steps` steps, and receive into `out`."""
+        """Send in `steps` steps of `room` tokens, and receive into `out`."""
         ranks = _ranks_as_experts(is_token_in_rank)
         weights = torch.ones(ranks.shape, dtype=torch.float32, device=ranks.device)
-        dispatcher = self._dispatcher(layout.words)
+        dispatcher = self._dispatcher(layout.words, room)
         if steps == 1:
             arrived = dispatcher.dispatch(packed, ranks, weights)
             if table is None:
                 torch._assert_async((arrived.group_offsets[1] <= out.tokens.shape[0]).squeeze())
             self._unpack(layout, arrived, out, None, num_experts)
-            return [_Step(0, packed.shape[0], ranks, weights, arrived.handle.positions)]
+            return [_Step(0, packed.shape[0], room, ranks, weights, arrived.handle.positions)]
         assert table is not None
         done: list[_Step] = []
         filled = torch.zeros(len(table), dtype=torch.int64, device=ranks.device)
@@ -229,7 +240,7 @@ class NormalExchange:
             if place.numel():
                 moved = place[positions.clamp(min=0).to(torch.int64)].to(torch.int32)
                 positions = torch.where(positions >= 0, moved, -1)
-            done.append(_Step(start, end, ranks[start:end], weights[start:end], positions))
+            done.append(_Step(start, end, room, ranks[start:end], weights[start:end], positions))
         return done
 
     def _bounds(self, num_tokens: int, steps: int) -> list[tuple[int, int]]:
@@ -246,7 +257,7 @@ class NormalExchange:
         payload[0, : mine.numel()] = mine
         everyone = torch.arange(world, device=device)[None, :]
         weights = torch.ones(1, world, dtype=torch.float32, device=device)
-        dispatcher = self._dispatcher(words, tokens=1)
+        dispatcher = self._dispatcher(words, 1)
         arrived = dispatcher.dispatch(payload.view(torch.bfloat16), everyone, weights)
         assert arrived.row_index is not None
         landed = arrived.rows.index_select(0, arrived.row_index[:world])
@@ -332,9 +343,9 @@ class NormalExchange:
         bias: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """bf16 `[T, H]`, the unweighted sum of each token's rows, `bias` first; fp32 `[T, K]`, that of its weights."""
-        combiner = self._combiner(self.hidden)
         sums, weights = [], []
         for step in handle.steps:
+            combiner = self._combiner(self.hidden, step.room)
             shared = None if bias is None else bias[step.start : step.end]
             sums.append(combiner.combine(x, self._renewed(combiner, step, x.shape[0]), shared=shared))
             if topk_weights is not None:
@@ -354,7 +365,7 @@ class NormalExchange:
         """
         top_k = topk_weights.shape[1]
         width = align(3 * top_k, 16)
-        combiner, context = self._combiner(width), self.context
+        combiner, context = self._combiner(width, step.room), self.context
         parts = torch.zeros(topk_weights.shape[0], width, dtype=torch.bfloat16, device=topk_weights.device)
         left = topk_weights
         for i in range(3):

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_runtime.deep_ep import Buffer, Config
+from moe_runtime.deep_ep import Buffer, Config, normal
 from moe_runtime.deep_ep import buffer as buffer_module
 from moe_runtime.deep_ep.sizes import normal_bytes
 from moe_runtime.deep_ep.utils.math import per_token_cast_to_fp8
@@ -141,6 +141,36 @@ def test_tokens_arrive_and_come_home(world: int, fp8: bool, get_pool: Any, seed:
 @pytest.mark.cpu_only
 def test_more_tokens_than_a_step_has_room_for(get_pool: Any, seed: int) -> None:
     get_pool(4).run(dispatch_and_combine, [21, 0, 9, 8], False, 8, seed)
+
+
+def many_sizes(rank: int, world: int, seed: int) -> None:
+    """Steps of several sizes over the same memory, whose handles are used later and in another order."""
+    least, normal.LEAST_ROOM = normal.LEAST_ROOM, 2
+    try:
+        buffer = a_buffer(16)
+        kept = []
+        for turn, sizes in enumerate([[3, 2], [9, 0], [1, 1], [40, 5], [0, 0], [16, 7]]):
+            mine = tokens_of(seed + turn, rank, sizes[rank % 2])
+            per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(mine.ids, EXPERTS)
+            counts = dict(num_tokens_per_rank=per_rank, num_tokens_per_expert=per_expert, is_token_in_rank=in_rank)
+            rows, _, _, _, handle, _ = buffer.dispatch(mine.x, **counts)
+            assert handle is not None
+            kept.append((mine, in_rank, rows, handle))
+        assert len({step.room for _, _, _, handle in kept for step in handle.steps}) > 2
+        for mine, in_rank, rows, handle in reversed(kept):
+            again, *_ = buffer.dispatch(mine.x, handle=handle)
+            assert torch.equal(again, rows)
+            y, _, _ = buffer.combine(rows, handle)
+            assert torch.equal(y, (mine.x.float() * in_rank.sum(dim=1, keepdim=True)).to(torch.bfloat16))
+        buffer.destroy()
+    finally:
+        normal.LEAST_ROOM = least
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_steps_of_many_sizes_share_the_memory(world: int, get_pool: Any, seed: int) -> None:
+    get_pool(world).run(many_sizes, seed)
 
 
 def worst_case(rank: int, world: int, seed: int) -> None:
