@@ -474,8 +474,12 @@ class TokenDispatcher:
             self._check_handle(handle)
             check_shared(geometry, context.device, shared, handle.num_tokens)
             handle.enter("combine_recv")
-            y = handle.take_output()
-            self._backend.combine_recv(context, geometry, handle.epoch, handle.num_parts, shared, y, handle.timeout_ns)
+            y, limit_ns = handle.take_output(), handle.timeout_ns
+            if handle.num_rows is not None:
+                # `combine_send` may still wait for the routing of a rank that is gone, and is to name it first: peers
+                # that wait for that rank too are late here.
+                limit_ns += limit_ns // 4
+            self._backend.combine_recv(context, geometry, handle.epoch, handle.num_parts, shared, y, limit_ns)
             self._raise_on_cpu()
         return y
 
