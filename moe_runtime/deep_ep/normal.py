@@ -2,8 +2,8 @@
 
 What travels with a token is payload of bf16 words, of which the exchange copies the bits (`kernels.exchange.payload`).
 
-A step takes as many tokens of a rank as the buffer has room for. Ranks tell each other their counts first, one small
-record each, so that more tokens travel in several steps, and so that the host knows how many rows come.
+Ranks tell each other their counts first, one small record each. So the host knows how many rows come, a step has the
+size of the tokens that travel, and more tokens than the buffer has room for travel in several steps.
 """
 
 from __future__ import annotations
