@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 
 import torch
 
@@ -18,7 +19,7 @@ from moe_runtime.comm.signals import COUNT_BITS
 from moe_runtime.config import MAX_EXPERTS, ModeName, resolve_mode
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.kernels.exchange.geometry import ExchangeGeometry, worst_case_rows
-from moe_runtime.kernels.exchange.padded_rows import PaddedRows
+from moe_runtime.kernels.exchange.padded_rows import PaddedRows, PaddedScales
 from moe_runtime.kernels.exchange.record import RecordLayout
 from moe_runtime.kernels.formats.number_formats import TokenFormat, format_named
 
@@ -148,6 +149,16 @@ def check_out(geometry: ExchangeGeometry, device: torch.device, out: torch.Tenso
     _check_contiguous("out", out)
 
 
+@cache
+def _layout_of_scales(
+    kind: PaddedScales, experts: int, slots: int, num_scales: int
+) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
+    """Shape, strides and dtype of the scales that `PaddedScales.allocate` makes."""
+    plain = kind.allocate(experts, slots, num_scales, torch.device("meta"))
+    assert plain is not None
+    return tuple(plain.shape), plain.stride(), plain.dtype
+
+
 def check_padded(
     geometry: ExchangeGeometry,
     device: torch.device,
@@ -173,12 +184,11 @@ def check_padded(
         _check_place(f"out.{name}", getattr(out, name), device)
         _check_shape(f"out.{name}", getattr(out, name), shape, (dtype,))
     if out.scales is not None:
-        plain = out.kind.allocate(experts, slots, out.num_scales, torch.device("meta"))
-        assert plain is not None
+        shape, strides, dtype = _layout_of_scales(out.kind, experts, slots, out.num_scales)
         _check_place("out.scales", out.scales, device)
-        _check_shape("out.scales", out.scales, tuple(plain.shape), (plain.dtype,))
-        if out.scales.stride() != plain.stride():
-            raise ValueError(f"out.scales: expected strides {plain.stride()}, got {out.scales.stride()}")
+        _check_shape("out.scales", out.scales, shape, (dtype,))
+        if out.scales.stride() != strides:
+            raise ValueError(f"out.scales: expected strides {strides}, got {out.scales.stride()}")
     at = record.scales_offset if scales_at is None else check_integer("scales_at", scales_at, 0)
     end = at + out.num_scales * out.kind.scale_bytes
     if at % 4 or end > record.source_offset:
