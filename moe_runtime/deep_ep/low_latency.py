@@ -117,7 +117,7 @@ class LowLatencyExchange:
             mode="gathered",
             output_size=self.hidden,
             kernel_prefix=kind,
-            agreed=True,
+            agreed=self.context.allocated,
         )
 
     def dispatch_send(

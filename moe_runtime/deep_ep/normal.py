@@ -140,7 +140,7 @@ class NormalExchange:
                 num_sms=self.num_sms,
                 output_size=output,
                 kernel_prefix=kind,
-                agreed=True,
+                agreed=self.context.allocated,
             )
         return self._dispatchers[key]
 

@@ -195,3 +195,28 @@ def test_peers_learn_of_a_rank_with_too_many_tokens(get_pool: Any) -> None:
     peer, own = get_pool(2).run(too_many)
     assert own.startswith("ValueError: x: expected at most 4 tokens")
     assert peer.startswith("PeerAbortedError") and "rank 1" in peer and "expected at most 4 tokens" in peer
+
+
+def disagree(rank: int, world: int) -> list[str]:
+    """Ranks that bring other sizes: each is told what differs, before any token travels."""
+    told = []
+    x = torch.zeros(2, 128, dtype=torch.bfloat16)
+    ids = torch.zeros(2, 1 + rank, dtype=torch.int64)
+    for experts, top_k in ((8 * (1 + rank), 1), (8, 1 + rank)):
+        buffer = Buffer(dist.group.WORLD, 0, 10**7)
+        with pytest.raises(ValueError) as error:
+            buffer.low_latency_dispatch(x, ids[:, :top_k].contiguous(), 4, experts)
+        told.append(str(error.value))
+    buffer = Buffer(dist.group.WORLD, sizes.normal_bytes(128, world, 4 + rank))
+    per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(ids[:, :1], world)
+    with pytest.raises(ValueError) as error:
+        buffer.dispatch(x, None, per_rank, None, in_rank, per_expert)
+    return [*told, str(error.value)]
+
+
+@pytest.mark.cpu_only
+def test_ranks_that_bring_other_sizes_are_told(get_pool: Any) -> None:
+    for experts, top_k, tokens in get_pool(2).run(disagree):
+        assert "num_experts" in experts and "8" in experts and "16" in experts
+        assert "top_k" in top_k
+        assert "max_tokens_per_rank" in tokens
