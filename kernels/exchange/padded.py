@@ -19,6 +19,7 @@ import triton.language as tl
 from moe_runtime.kernels.exchange.dispatch_send import padded
 from moe_runtime.kernels.exchange.geometry import ExchangeGeometry
 from moe_runtime.kernels.exchange.interface import ExchangeMemory, RecvBuffers
+from moe_runtime.kernels.exchange.landing import landing_records, second_half_row
 from moe_runtime.kernels.exchange.padded_rows import PaddedRows, PaddedScales
 from moe_runtime.kernels.exchange.record import RecordLayout
 from moe_runtime.kernels.exchange.signalling import exchange_aot_case
@@ -70,18 +71,15 @@ class LandedTokens:
         scales_at: int,
     ) -> LandedTokens:
         """What `dispatch_recv` has written to `buffers`."""
-        stride = geometry.record.record_bytes
-        first_row = geometry.landing_half(context.half_bytes["landing"]) // stride
-        num_rows = first_row + geometry.num_slots
         return cls(
-            context.heap.tensor("landing")[: num_rows * stride].view(num_rows, stride),
+            landing_records(context, geometry),
             geometry.record,
             scales_at,
             buffers.row_index,
             buffers.positions,
             buffers.group_offsets,
             epoch,
-            first_row,
+            second_half_row(context, geometry),
             geometry.first_expert,
             geometry.max_tokens,
         )
@@ -112,7 +110,6 @@ def place_padded_rows(landed: LandedTokens, out: PaddedRows, statistics: torch.T
             landed.record,
             landed.scales_at,
             row_bytes,
-            experts,
             top_k,
             slots // landed.max_tokens,
             out.num_scales,
@@ -129,7 +126,6 @@ def _constexprs(
     record: RecordLayout,
     scales_at: int,
     row_bytes: int,
-    experts: int,
     top_k: int,
     world_size: int,
     num_scales: int,
@@ -141,8 +137,6 @@ def _constexprs(
         "SCALES_AT": scales_at,
         "WORDS": row_bytes // 8,
         "WIDTH": min(1024, padded(row_bytes // 8)),
-        "E": experts,
-        "E_PAD": padded(experts + 1),
         "K": top_k,
         "K_PAD": padded(top_k),
         "WORLD": world_size,
@@ -175,8 +169,6 @@ def _dispatch_place_kernel(
     SCALES_AT: tl.constexpr,
     WORDS: tl.constexpr,
     WIDTH: tl.constexpr,
-    E: tl.constexpr,
-    E_PAD: tl.constexpr,
     K: tl.constexpr,
     K_PAD: tl.constexpr,
     WORLD: tl.constexpr,
@@ -298,7 +290,7 @@ def place_reference(landed: LandedTokens, out: PaddedRows, statistics: torch.Ten
 def _aot_case(fmt: TokenFormat, kind: PaddedScales) -> AotCase:
     record = RecordLayout(fmt, 7168, 8)
     num_scales = fmt.scale_columns(7168)
-    constexprs = _constexprs(record, record.scales_offset, fmt.quant_bytes(7168), 32, 8, 8, num_scales, kind)
+    constexprs = _constexprs(record, record.scales_offset, fmt.quant_bytes(7168), 8, 8, num_scales, kind)
     scales = {"scales_ptr": "*u8" if kind.scale_bytes == 1 else "*i32"}
     types = {"records_ptr": "*u8", "rows_ptr": "*u8", "layout_range_ptr": "*i64", **scales}
     values = {**constexprs, "S_PAD": 1024, "HAS_STATISTICS": True}

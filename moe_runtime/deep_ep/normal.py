@@ -16,8 +16,8 @@ from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.context.peers import collective_step
 from moe_runtime.deep_ep.sizes import MOST_TOP_K, normal_words
 from moe_runtime.dispatcher.handle import DispatchedTokens, DispatchHandle
-from moe_runtime.dispatcher.landing import landing_half
 from moe_runtime.dispatcher.token_dispatcher import NO_TOKEN, TokenDispatcher
+from moe_runtime.kernels.exchange.landing import second_half_row
 from moe_runtime.kernels.exchange.payload import (
     WORD,
     LandedRows,
@@ -323,7 +323,7 @@ class NormalExchange:
             arrived.row_index,
             arrived.group_offsets,
             arrived.handle.epoch,
-            landing_half(self.context, geometry) // geometry.record.record_bytes,
+            second_half_row(self.context, geometry),
             geometry.max_tokens,
         )
 

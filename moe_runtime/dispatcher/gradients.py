@@ -16,8 +16,8 @@ import torch
 from moe_runtime.comm.arguments import check_is_tensor, check_kind
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.dispatcher.handle import DispatchedTokens, DispatchHandle
-from moe_runtime.dispatcher.landing import landing_half, landing_records
 from moe_runtime.dispatcher.token_dispatcher import NO_TOKEN, TokenDispatcher
+from moe_runtime.kernels.exchange.landing import landing_records, second_half_row
 from moe_runtime.kernels.formats.number_formats import align
 
 
@@ -133,7 +133,7 @@ class DispatchedRows:
         """fp32 `[R]`, from the records that have just landed."""
         handle, context = arrived.handle, self._dispatcher.context
         geometry = self._dispatcher.geometry
-        record, first = geometry.record, landing_half(context, geometry) // geometry.record.record_bytes
+        record, first = geometry.record, second_half_row(context, geometry)
         slots = torch.arange(geometry.num_slots, device=handle.epoch.device) + (handle.epoch & 1) * first
         landed = landing_records(context, geometry)[slots]
         weights = landed[:, record.weights_offset : record.weights_offset + 4 * record.top_k]

@@ -20,7 +20,7 @@ from moe_runtime.dispatcher.arguments import (
 )
 from moe_runtime.dispatcher.backend import choose_backend
 from moe_runtime.dispatcher.handle import CombineSink, DispatchedTokens, DispatchHandle
-from moe_runtime.dispatcher.landing import landing_half, landing_rows, landing_scales
+from moe_runtime.kernels.exchange.landing import landing_rows, landing_scales
 from moe_runtime.kernels.exchange.padded_rows import PaddedRows
 from moe_runtime.kernels.exchange.reference import part_index
 from moe_runtime.kernels.formats.number_formats import MAX_ENCODE_SCALE, TokenFormat
@@ -352,7 +352,7 @@ class TokenDispatcher:
                     max_tokens=geometry.max_tokens,
                     record_bytes=geometry.record.record_bytes,
                     timeout_ns=handle.timeout_ns,
-                    landing_half=landing_half(context, geometry),
+                    landing_half=geometry.landing_half(context.half_bytes["landing"]),
                 )
         return handle
 

@@ -4,29 +4,29 @@ from __future__ import annotations
 
 import torch
 
-from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.kernels.exchange.geometry import ExchangeGeometry
+from moe_runtime.kernels.exchange.interface import ExchangeMemory
 
 
-def landing_half(context: ExpertParallelContext, geometry: ExchangeGeometry) -> int:
-    """Bytes from the first half to the second."""
-    return geometry.landing_half(context.half_bytes["landing"])
+def second_half_row(context: ExchangeMemory, geometry: ExchangeGeometry) -> int:
+    """The row of `landing_records` at which the second half begins."""
+    return geometry.landing_half(context.half_bytes["landing"]) // geometry.record.record_bytes
 
 
-def landing_records(context: ExpertParallelContext, geometry: ExchangeGeometry) -> torch.Tensor:
-    """uint8 `[rows of both halves, record_bytes]`; the second half begins at row `landing_half / record_bytes`."""
+def landing_records(context: ExchangeMemory, geometry: ExchangeGeometry) -> torch.Tensor:
+    """uint8 `[rows of both halves, record_bytes]`."""
     stride = geometry.record.record_bytes
-    num_rows = landing_half(context, geometry) // stride + geometry.num_slots
+    num_rows = second_half_row(context, geometry) + geometry.num_slots
     return context.heap.tensor("landing")[: num_rows * stride].view(num_rows, stride)
 
 
-def landing_rows(context: ExpertParallelContext, geometry: ExchangeGeometry) -> torch.Tensor:
+def landing_rows(context: ExchangeMemory, geometry: ExchangeGeometry) -> torch.Tensor:
     """The landing slots of both halves as rows of quants, one record apart."""
     fmt = geometry.token_format
     return landing_records(context, geometry)[:, : fmt.quant_bytes(geometry.hidden)].view(fmt.quant_dtype)
 
 
-def landing_scales(context: ExpertParallelContext, geometry: ExchangeGeometry) -> torch.Tensor:
+def landing_scales(context: ExchangeMemory, geometry: ExchangeGeometry) -> torch.Tensor:
     """Their block scales, one record apart."""
     record = geometry.record
     assert record.format.scale_dtype is not None
