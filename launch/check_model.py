@@ -24,6 +24,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args
 
@@ -239,7 +240,7 @@ def generate(model: Any, owner: ExpertParallel, prompt: list[int], count: int) -
     model.generate(ids, max_new_tokens=min(2, count), **settings)  # so that kernels are there
     clock = _Clock()
     answer = model.generate(ids, max_new_tokens=count, streamer=clock, **settings)
-    seconds = [end - start for start, end in zip(clock.times, clock.times[1:], strict=False)]
+    seconds = [end - start for start, end in pairwise(clock.times)]
     return Generation(answer[0, len(prompt) :].tolist(), seconds)
 
 

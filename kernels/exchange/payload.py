@@ -159,6 +159,7 @@ def pack_tokens(
             0 if weights is None else weights.stride(0),
             0 if ids is None else ids.stride(1),
             0 if weights is None else weights.stride(1),
+            WORDS=layout.words,
             **_constexprs(layout),
             num_warps=4,
         )
@@ -254,7 +255,6 @@ def _constexprs(layout: PayloadLayout) -> dict[str, int]:
         "TOKEN_BYTES": layout.token_bytes,
         "NUM_SCALES": layout.num_scales,
         "K": layout.top_k,
-        "WORDS": layout.words,
         "WIDTH": min(1024, padded(layout.token_bytes // 8)),
         "SCALES_PAD": padded(max(layout.num_scales, 1)),
         "K_PAD": padded(max(layout.top_k, 1)),
@@ -329,7 +329,6 @@ def _dispatch_unpack_kernel(
     TOKEN_BYTES: tl.constexpr,
     NUM_SCALES: tl.constexpr,
     K: tl.constexpr,
-    WORDS: tl.constexpr,
     WIDTH: tl.constexpr,
     SCALES_PAD: tl.constexpr,
     K_PAD: tl.constexpr,
@@ -379,7 +378,7 @@ AOT_CASES = tuple(
     exchange_aot_case(name, "fp8_block" if layout.num_scales else "bf16", kernel, _constexprs(layout) | more, _TYPES)
     for layout in _LAYOUTS
     for name, kernel, more in (
-        ("dispatch_pack", _dispatch_pack_kernel, {}),
+        ("dispatch_pack", _dispatch_pack_kernel, {"WORDS": layout.words}),
         ("dispatch_unpack", _dispatch_unpack_kernel, {"HAS_PLACE": False}),
     )
 )

@@ -61,6 +61,17 @@ def f32_to_bf16_bits(x: torch.Tensor) -> torch.Tensor:
     return (torch.where(is_nan, bits | 0x400000, rounded) >> 16).to(torch.int16).view(torch.uint16)
 
 
+def bf16_parts(x: torch.Tensor) -> torch.Tensor:
+    """fp32 `[3, ...]`, bf16 numbers whose sum, in this order, is fp32 `x`; of Inf and NaN the first is all, then 0."""
+    parts, left = [], x
+    for _ in range(3):
+        # The upper half of the bits: exact, and what is left has 8 bits less.
+        upper = torch.where(left.isfinite(), bits_f32(f32_bits(left) & -65536), left)
+        parts.append(upper)
+        left = torch.where(left.isfinite(), left - upper, 0.0)
+    return torch.stack(parts)
+
+
 def bf16_bits_to_f32(u16: torch.Tensor) -> torch.Tensor:
     """fp32 of bf16 bits (uint16 or int16)."""
     return bits_f32(u16.view(torch.int16).to(torch.int32) << 16)

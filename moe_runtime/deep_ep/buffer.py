@@ -28,6 +28,7 @@ from moe_runtime.deep_ep.low_latency import LowLatencyExchange, LowLatencyHandle
 from moe_runtime.deep_ep.normal import NormalExchange, NormalHandle, Tokens
 from moe_runtime.deep_ep.sizes import FP8_BLOCK_SIZE, Config, low_latency_bytes, normal_bytes, normal_tokens
 from moe_runtime.kernels.exchange.layout import dispatch_layout
+from moe_runtime.kernels.formats.number_formats import align
 
 _LOG = logging.getLogger(__name__)
 
@@ -267,7 +268,7 @@ class Buffer:
         with self._comm.running(beside, previous_event):
             got = self._exchange(hidden).dispatch(x, *counts, topk_idx, topk_weights, num_worst_tokens)
         experts = [] if got.handle.tokens_of_experts is None else got.handle.tokens_of_experts
-        experts = [-(-count // expert_alignment) * expert_alignment for count in experts]
+        experts = [align(count, expert_alignment) for count in experts]
         used = (quants, scales, topk_idx, topk_weights, got.x, got.scales, got.topk_idx, got.topk_weights)
         event = self._comm.finish(beside, async_finish, (*used, *counts, got.handle[3]))
         tokens = got.x if got.scales is None else (got.x, got.scales)

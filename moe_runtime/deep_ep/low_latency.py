@@ -213,7 +213,7 @@ class _Dispatch:
 
 def _rounded_fp8(x: torch.Tensor) -> torch.Tensor:
     """bf16 words `[T, H / 2 + 2 V]`: e4m3 quants and fp32 scales that are powers of two, `amax / 448` rounded up."""
-    blocks = x.float().view(x.shape[0], x.shape[1] // 128, 128)
+    blocks = x.float().unflatten(1, (-1, FP8_BLOCK.block))
     ideal = blocks.abs().amax(dim=2).clamp(min=1e-4) / 448
     # The next power of two: the exponent, one more where the mantissa is not 0.
     scales = ((ideal.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)

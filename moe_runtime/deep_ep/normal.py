@@ -27,6 +27,7 @@ from moe_runtime.kernels.exchange.payload import (
     unpack_rows,
 )
 from moe_runtime.kernels.formats.number_formats import align, ceil_div
+from moe_runtime.kernels.formats.reference_quantize import bf16_parts
 
 LEAST_ROOM = 64
 """Tokens of a rank in the smallest step."""
@@ -367,13 +368,7 @@ class NormalExchange:
         width = align(3 * top_k, 16)
         combiner, context = self._combiner(width, step.room), self.context
         parts = torch.zeros(topk_weights.shape[0], width, dtype=torch.bfloat16, device=topk_weights.device)
-        left = topk_weights
-        for i in range(3):
-            # The upper half of the bits: exact, and what is left has 8 bits less. Inf and NaN have nothing left.
-            upper = (left.contiguous().view(torch.int32) & -65536).view(torch.float32)
-            upper = torch.where(left.isfinite(), upper, left)
-            parts[:, i * top_k : (i + 1) * top_k] = upper
-            left = torch.where(left.isfinite(), left - upper, 0.0)
+        parts[:, : 3 * top_k] = bf16_parts(topk_weights).transpose(0, 1).flatten(1)
         renewed = self._renewed(combiner, step, parts.shape[0])
         combiner.combine(parts, renewed)
         geometry, num_tokens = renewed.geometry, step.end - step.start

@@ -19,13 +19,14 @@ from moe_runtime.comm.arguments import check_integer
 from moe_runtime.kernels.exchange.geometry import ExchangeGeometry, worst_case_rows
 from moe_runtime.kernels.exchange.payload import WORD, PayloadLayout
 from moe_runtime.kernels.exchange.record import RecordLayout
-from moe_runtime.kernels.formats.number_formats import BF16, FP8_BLOCK, TokenFormat, align
+from moe_runtime.kernels.formats.number_formats import BF16, FP8_BLOCK, TokenFormat, align, ceil_div
 
 MOST_TOP_K = 32
 """Expert ids that a token of normal mode may bring."""
 HINTED_TOKENS = 4096
 """Tokens of a rank in one step that a hinted buffer of normal mode has room for; more travel in several steps."""
-FP8_BLOCK_SIZE = 128
+FP8_BLOCK_SIZE = FP8_BLOCK.block
+"""Numbers of a row that share a scale."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Config:
 
 def normal_words(hidden: int) -> int:
     """bf16 words of the widest token of normal mode: `H` numbers, fp32 scales, 32 int32 ids and 32 fp32 weights."""
-    return PayloadLayout(WORD * hidden, -(-hidden // FP8_BLOCK_SIZE), MOST_TOP_K).words
+    return PayloadLayout(WORD * hidden, ceil_div(hidden, FP8_BLOCK_SIZE), MOST_TOP_K).words
 
 
 def exchange_bytes(words: int, hidden: int, num_ranks: int, num_experts: int, top_k: int, tokens: int) -> int:

@@ -19,6 +19,7 @@ from moe_runtime.dispatcher.handle import DispatchedTokens, DispatchHandle
 from moe_runtime.dispatcher.token_dispatcher import NO_TOKEN, TokenDispatcher
 from moe_runtime.kernels.exchange.landing import landing_records, second_half_row
 from moe_runtime.kernels.formats.number_formats import align
+from moe_runtime.kernels.formats.reference_quantize import bf16_parts
 
 
 class Exchange(Protocol):
@@ -117,12 +118,8 @@ class DispatchedRows:
         positions, top_k = self._handle.positions, self._topk_idx.shape[1]
         entry_of = self._by_row(torch.arange(top_k, device=values.device).expand_as(positions), values.numel())
         columns = torch.zeros(values.numel(), self._entries.geometry.output_hidden, device=values.device)
-        left = values
-        for third in range(3):
-            # The upper half of the bits is a bf16 number, and what is left has 8 bits less.
-            upper = (left.contiguous().view(torch.int32) & -65536).view(torch.float32)
-            columns.scatter_(1, (entry_of + third * top_k)[:, None], upper[:, None])
-            left = left - upper
+        for third, part in enumerate(bf16_parts(values)):
+            columns.scatter_(1, (entry_of + third * top_k)[:, None], part[:, None])
         num_tokens = self._topk_idx.shape[0]
         no_tokens = torch.zeros(num_tokens, NO_TOKEN, dtype=torch.bfloat16, device=values.device)
         handle = self._entries.dispatch_send(no_tokens, self._topk_idx, self._ones)

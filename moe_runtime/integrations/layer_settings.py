@@ -92,14 +92,12 @@ def settings_from_yaml(path: str | Path) -> LayerSettings:
     return LayerSettings(parallel, fields)
 
 
-def settings_of_variable(variable: str) -> LayerSettings | None:
-    """What the environment variable asks for: nothing or `0` is None, `1` the defaults, else the path of a YAML file.
+def settings_of_variable(variable: str) -> LayerSettings:
+    """What an environment variable that is set asks for: `1` the defaults, anything else the path of a YAML file.
 
     Raises `ValueError` naming the variable.
     """
-    value = os.environ.get(variable, "").strip()
-    if value in ("", "0"):
-        return None
+    value = os.environ[variable].strip()
     try:
         return LayerSettings(fields={}) if value == "1" else settings_from_yaml(value)
     except (OSError, ValueError) as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from moe_runtime.deep_ep.sizes import FP8_BLOCK_SIZE as BLOCK
 from moe_runtime.kernels.formats.number_formats import align, ceil_div
 
 __all__ = [
@@ -16,7 +17,8 @@ __all__ = [
     "per_token_cast_to_fp8",
 ]
 
-BLOCK, LARGEST, LEAST = 128, 448.0, 1e-4
+LARGEST, LEAST = 448.0, 1e-4
+"""The largest e4m3, and the least magnitude that a scale is made for: DeepEP's."""
 
 
 def calc_diff(x: torch.Tensor, y: torch.Tensor) -> float:
