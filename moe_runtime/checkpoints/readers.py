@@ -413,21 +413,20 @@ def _assemble(
     for name, part in zip(names, scales, strict=True):
         check_no_nan(files, name, part)
     fmt = layout.quant_format
+    rows, columns = quants.shape[1:]
+    high, wide = layout.grid or (WEIGHT_BLOCK_N, fmt.block)
+    high, wide = high or rows, wide or columns
+    if layout.is_fp8 or layout.grid is not None:
+        scales = scales.float()
     if layout.is_fp8:
-        high, wide = layout.grid or (WEIGHT_BLOCK_N, fmt.block)
-        scales = scales.float()
-        _clear(files, names, quants, scales, high or quants.shape[1], wide or quants.shape[2])
+        _clear(files, names, quants, scales, high, wide)
     if layout.grid is not None:
-        scales = scales.float()
-        rows, columns = quants.shape[1:]
-        high, wide = (size or whole for size, whole in zip(layout.grid, (rows, columns), strict=True))
         if layout.dequantized:
             return stack_rows(dequantized(quants, scales, high, wide, zeros), order)
         scales = in_blocks(scales, high, wide, rows, columns)
     assert fmt.scale_dtype is not None
     scales = scales.view(fmt.scale_dtype) if fmt.scale_dtype.itemsize == 1 else scales.to(fmt.scale_dtype)
     if scales.dtype == torch.float32:
-        _, rows, columns = quants.shape
         if not keeps_scales(fmt, rows, columns, order):
             return stack_rows(dequantized(quants, scales, WEIGHT_BLOCK_N, fmt.block), order)
         return ExpertWeights(fmt, quants.view(1, -1, columns), scales.view(1, -1, scales.shape[2]), gate_up=order)

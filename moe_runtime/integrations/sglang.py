@@ -1,8 +1,8 @@
 """The plugin for SGLang (entry point `sglang.srt.plugins`), which is off unless `MOE_RUNTIME_SGLANG` is set.
 
 `MOE_RUNTIME_SGLANG=1` runs the routed experts of MoE layers here; the path of a YAML file does so with its settings
-(docs/engines.md). SGLang imports this module in all its processes, so the rest of moe_runtime is imported only once it is
-switched on.
+(docs/engines.md). SGLang imports this module in all its processes, so the rest of moe_runtime is imported only once it
+is switched on.
 """
 
 from __future__ import annotations
