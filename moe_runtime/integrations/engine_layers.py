@@ -17,7 +17,7 @@ from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.context.peers import abort_peers_on_error
 from moe_runtime.integrations.engine_weights import EngineWeights
 from moe_runtime.integrations.layer_settings import LayerSettings, context_of, layer_config
-from moe_runtime.integrations.shared_tokens import gather_parts, part_of, place_part, run_in_steps
+from moe_runtime.integrations.shared_tokens import gather_parts, part_of, place_part, run_in_steps, steps_for
 from moe_runtime.kernels.formats.number_formats import FORMATS, WEIGHT_FORMATS, ceil_div, token_formats_for
 from moe_runtime.layer import MoELayer
 from moe_runtime.support.compiling import not_compiled
@@ -186,12 +186,10 @@ class EngineExperts:
         topk_ids = topk_ids.masked_fill(topk_weights.isnan(), -1)
         share, limit = self.share, self.layer.config.max_tokens_per_rank
         mine = part_of(x.shape[0], share.ranks, share.rank)
-        steps, most = 1, None
+        steps: tuple[int, int | None] = 1, None
         if most_tokens is not None:
-            most_own = max(1, ceil_div(most_tokens, share.ranks))
-            steps = ceil_div(most_own, limit)
-            most = ceil_div(most_own, steps)
-        y_TH = run_in_steps(self.layer, x[mine], topk_ids[mine], topk_weights[mine], steps, most)
+            steps = steps_for(max(1, ceil_div(most_tokens, share.ranks)), limit)
+        y_TH = run_in_steps(self.layer, x[mine], topk_ids[mine], topk_weights[mine], *steps)
         if share.ranks == 1:
             return y_TH
         if share.gather is None:

@@ -36,6 +36,16 @@ def place_part(y_TH: torch.Tensor, num_tokens: int, part: slice) -> torch.Tensor
     return whole
 
 
+def steps_for(most_tokens: int, limit: int) -> tuple[int, int]:
+    """How many steps of at most `limit` tokens `most_tokens` take, at least one, and most tokens of a step.
+
+    >>> steps_for(5, 4), steps_for(0, 4)
+    ((2, 3), (1, 0))
+    """
+    steps = max(1, ceil_div(most_tokens, limit))
+    return steps, ceil_div(most_tokens, steps)
+
+
 def run_in_steps(
     layer: MoELayer,
     x_TH: torch.Tensor,

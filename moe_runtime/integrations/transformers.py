@@ -32,10 +32,9 @@ from moe_runtime.context.peers import abort_peers, abort_peers_on_error, agree_o
 from moe_runtime.counters import LayerCounts
 from moe_runtime.integrations import transformers_registry
 from moe_runtime.integrations.expert_modules import DescribedExperts, routes_of
-from moe_runtime.integrations.shared_tokens import run_in_steps
+from moe_runtime.integrations.shared_tokens import run_in_steps, steps_for
 from moe_runtime.integrations.transformers_models import MoEBlock, check_read, model_config_of, moe_blocks
 from moe_runtime.integrations.transformers_registry import layer_fields
-from moe_runtime.kernels.formats.number_formats import ceil_div
 from moe_runtime.layer import MoELayer
 from moe_runtime.placement.placement import Placement
 from moe_runtime.placement.rebalance import check_replacement
@@ -315,8 +314,7 @@ class ExpertParallel:
 
     def _steps(self, most_tokens: int) -> tuple[int, int]:
         """Number of steps of a layer in one call, and most tokens of a rank in each."""
-        chunks = max(1, ceil_div(most_tokens, self.layers[0].config.max_tokens_per_rank))
-        return chunks, ceil_div(most_tokens, chunks)
+        return steps_for(most_tokens, self.layers[0].config.max_tokens_per_rank)
 
     def _idle(self) -> None:
         """Take part in the calls of the other ranks until all are done."""

@@ -43,7 +43,7 @@ from moe_runtime.integrations.layer_settings import (
     context_of,
     layer_config,
 )
-from moe_runtime.integrations.shared_tokens import gather_parts, part_of, run_in_steps
+from moe_runtime.integrations.shared_tokens import gather_parts, part_of, run_in_steps, steps_for
 from moe_runtime.kernels.formats.number_formats import ceil_div
 from moe_runtime.layer import MoELayer
 from moe_runtime.support.compiling import not_compiled
@@ -171,9 +171,9 @@ def _run(
                 f"max_tokens_per_rank: {limit}, got {x_TH.shape[0]} tokens; load the model inside "
                 "experts_settings(max_tokens_per_rank=...) with more"
             )
-    chunks = 1 if most_tokens is None else max(1, ceil_div(most_tokens, limit))
+    steps = 1 if most_tokens is None else steps_for(most_tokens, limit)[0]
     topk_idx, own_TH = routes_of(built.num_experts, built.identity_experts, x_TH, topk_idx, topk_weights)
-    y_TH = run_in_steps(layer, x_TH, topk_idx, topk_weights, chunks)
+    y_TH = run_in_steps(layer, x_TH, topk_idx, topk_weights, steps)
     return y_TH if own_TH is None else y_TH + own_TH
 
 
