@@ -1,8 +1,8 @@
 """Low latency over a `TokenDispatcher`: rows in `[E_local, W * max_tokens, H]`, weights first given at combine.
 
 A token travels once to a rank, whatever the number of its experts there, and is copied to the rows of its experts where
-it arrives. Combine sends the routing and the weights once more (16 + 6 K bytes a token), weights and sums the rows of a
-token at the rank of its experts, and sends one partial sum home.
+it arrives. Combine sends the routing and the weights once more, in a record without a token (`NO_TOKEN`), weights and
+sums the rows of a token at the rank of its experts, and sends one partial sum home.
 """
 
 from __future__ import annotations

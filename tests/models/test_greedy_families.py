@@ -24,6 +24,7 @@ pytest.importorskip("transformers")
 from moe_runtime.config import ParallelConfig
 from moe_runtime.integrations.transformers import apply_expert_parallel
 from tests.support import families_table
+from tests.support.parallel_models import generate
 
 pytestmark = pytest.mark.cpu_only
 
@@ -77,19 +78,10 @@ def greedy(model: Any, ids: torch.Tensor) -> Run:
     """`NEW` tokens for each row."""
     layers = len(families_table.experts_of(model))
     with recorded_routes(model) as calls:
-        made = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=NEW,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-            output_logits=True,
-            return_dict_in_generate=True,
-        )
+        tokens, logits = generate(model, ids, NEW, None)
     assert len(calls) == NEW * layers
     routes = [torch.cat(calls[step * layers : (step + 1) * layers], dim=-1) for step in range(NEW)]
-    return Run(made.sequences[:, PROMPT:], torch.stack(made.logits, dim=1).float(), routes)
+    return Run(tokens, torch.stack(logits, dim=1).float(), routes)
 
 
 def greedy_of_rank(rank: int, world: int, family: str, seed: int) -> tuple[Run, Run, Run]:

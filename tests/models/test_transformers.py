@@ -29,6 +29,7 @@ from tests.support.comparison import assert_same_bits
 pytest.importorskip("transformers")
 
 from tests.support import parallel_models, tiny_models
+from tests.support.parallel_models import generate
 
 pytestmark = pytest.mark.cpu_only
 
@@ -123,23 +124,6 @@ def test_logits_of_quantized_models(
 ) -> None:
     folder = save(tmp_path, family, seed, **BLOCKS_OF_128)
     check_logits(get_pool(world), folder, prompts(seed, world, SHAPES_OF_LOGITS), fmt, weight_fmt)
-
-
-def generate(
-    model: Any, ids: torch.Tensor, new_tokens: int, eos: int | None
-) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    """The tokens that greedy search adds to each row, and the logits that it saw."""
-    result = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=new_tokens,
-        do_sample=False,
-        eos_token_id=eos,
-        pad_token_id=0,
-        output_logits=True,
-        return_dict_in_generate=True,
-    )
-    return result.sequences[:, ids.shape[1] :], result.logits
 
 
 def generate_of_rank(rank: int, world: int, path: Path, ids: list[Any], ends: list[Any], settings: Any) -> Any:

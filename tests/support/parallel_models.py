@@ -104,3 +104,20 @@ def sure_tokens(exact: Any, ids: torch.Tensor, tokens: torch.Tensor, logits: Seq
     best = seen.topk(2, dim=-1).values
     clear = best[..., 0] - best[..., 1] > 5 * 2 * off
     return [[*row, False].index(False) for row in clear.tolist()]
+
+
+def generate(
+    model: Any, ids: torch.Tensor, new_tokens: int, eos: int | None
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """The tokens that greedy search adds to each row, and the logits that it saw."""
+    result = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=new_tokens,
+        do_sample=False,
+        eos_token_id=eos,
+        pad_token_id=0,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    return result.sequences[:, ids.shape[1] :], result.logits
