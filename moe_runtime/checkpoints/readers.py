@@ -121,9 +121,9 @@ class ExpertReader:
             for finish in begun:
                 yield finish()
 
-    def expert(self, expert: int, buffers: QuantBuffers = FRESH) -> ExpertTensors:
+    def expert(self, expert: int) -> ExpertTensors:
         """One expert, as it is stored."""
-        return self._begin(expert, buffers)()
+        return self._begin(expert, FRESH)()
 
     def _begin(self, expert: int, buffers: QuantBuffers) -> Callable[[], ExpertTensors]:
         """Read an expert from disk. Calling the result does the rest of the work."""

@@ -166,8 +166,8 @@ def _quantized(w: World, on: Any) -> dict[str, Any]:
     return {"q": quantize_rows(w.numbers(3, 128), w.draw.choice(list(WEIGHT_FORMATS)))}
 
 
-def _pair(quantize: Callable[..., Any], *more: Any, shape: tuple[int, ...] = (3, 128)) -> Callable[..., dict[str, Any]]:
-    return lambda w, on: dict(zip(("q", "scales"), quantize(w.numbers(*shape), *more), strict=True))
+def _pair(quantize: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
+    return lambda w, on: dict(zip(("q", "scales"), quantize(w.numbers(3, 128)), strict=True))
 
 
 def _run_config(w: World) -> RunConfig:

@@ -75,8 +75,8 @@ class World:
     def codes(self, *shape: int, high: int = 120) -> torch.Tensor:
         return torch.randint(0, high, shape, generator=self.generator, dtype=torch.uint8)
 
-    def ints(self, low: int, end: int, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        return torch.randint(low, end, shape, generator=self.generator).to(dtype)
+    def ints(self, low: int, end: int, *shape: int) -> torch.Tensor:
+        return torch.randint(low, end, shape, generator=self.generator).to(torch.int32)
 
     def routing(self, tokens: int) -> dict[str, torch.Tensor]:
         ids = torch.rand(tokens, EXPERTS, generator=self.generator).argsort(dim=1)[:, :TOP_K]
