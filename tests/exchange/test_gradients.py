@@ -95,13 +95,19 @@ def train(rank: int, world: int, counts: list[int], seed: int) -> None:
             exact_w = w_start.double().requires_grad_()
             wide = weights_of_experts.to(torch.bfloat16).double()
             exact = torch.zeros(count, HIDDEN, dtype=torch.float64)
+            products = torch.zeros(count, TOP_K, dtype=torch.float64)  # of the norms of dy and of the expert's row
             for t in range(count):
                 for k, e in enumerate(idx[t].tolist()):
                     if e >= 0:
-                        exact = exact.index_add(0, torch.tensor([t]), (exact_w[t, k] * (wide[e] @ exact_x[t]))[None])
+                        row = wide[e] @ exact_x[t]
+                        exact = exact.index_add(0, torch.tensor([t]), (exact_w[t, k] * row)[None])
+                        products[t, k] = dy[t].double().norm() * row.detach().norm()
             if exact.requires_grad:
                 exact.backward(dy.double())
-            for got, want in ((y, exact), (x.grad, exact_x.grad), (w.grad, exact_w.grad)):
+            # A row is rounded to bf16; its product with dy may cancel.
+            want_w = torch.zeros(count, TOP_K, dtype=torch.float64) if exact_w.grad is None else exact_w.grad
+            assert w.grad is not None and bool(((w.grad.cpu().double() - want_w).abs() <= 2 * 2**-9 * products).all())
+            for got, want in ((y, exact), (x.grad, exact_x.grad)):
                 assert got is not None
                 want = torch.zeros_like(got.cpu().double()) if want is None else want.detach()
                 error = (got.detach().cpu().double() - want).norm() / want.norm().clamp(min=1e-30)
