@@ -6,6 +6,7 @@ bytes: NCCL on GPUs, gloo on CPUs. A link has one exchange of each kind under wa
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import time
 import traceback
@@ -22,6 +23,9 @@ from moe_runtime.comm.rank_group import ROLL_CALL_S, RankGroup
 
 _KEY_BYTES = 8
 """Of the random key under which the ranks of a rail connect."""
+
+_LEFT: list[Any] = []
+"""Exchanges that ranks which have failed posted, with their groups: destroying a group waits for them."""
 
 
 class Exchange(Protocol):
@@ -61,6 +65,9 @@ class HostLink(Protocol):
             limit_s: seconds that the exchange may take, where waits are bounded.
         """
 
+    def post(self, outgoing: torch.Tensor, incoming: torch.Tensor, phase: Phase, limit_s: float) -> None:
+        """`start` of a rank that has failed and waits for nobody. It takes part in no other exchange."""
+
     def leave(self) -> None:
         """Take part in no exchange any more, so that peers do not wait for this rank where that is in its power."""
 
@@ -95,6 +102,9 @@ class PrivateLink:
     def start(self, outgoing: torch.Tensor, incoming: torch.Tensor, phase: Phase, limit_s: float) -> Exchange:
         self._outgoing[phase] = outgoing
         return _PrivateExchange(self, incoming, phase)
+
+    def post(self, outgoing: torch.Tensor, incoming: torch.Tensor, phase: Phase, limit_s: float) -> None:
+        self._outgoing[phase] = outgoing
 
     def leave(self) -> None:
         """Nobody waits."""
@@ -147,6 +157,11 @@ class GlooLink:
         except RuntimeError as error:
             raise self._failure(error, number, phase, begun, limit_s) from error
         return _GlooExchange(self, work, number, phase, begun, limit_s)
+
+    def post(self, outgoing: torch.Tensor, incoming: torch.Tensor, phase: Phase, limit_s: float) -> None:
+        with contextlib.suppress(MoERuntimeError):
+            _LEFT.append((self._gloo, self.start(outgoing, incoming, phase, limit_s), outgoing, incoming))
+            self._gloo = None
 
     def leave(self) -> None:
         # Its connections close with the last reference, which ends at once what peers wait for in vain.
@@ -223,8 +238,11 @@ class NcclLink:
         assert work is not None
         return _NcclExchange(work)
 
+    def post(self, outgoing: torch.Tensor, incoming: torch.Tensor, phase: Phase, limit_s: float) -> None:
+        self._posted = self.start(outgoing, incoming, phase, limit_s)
+
     def leave(self) -> None:
-        """Peers hear of it by the store (`HostWatch`)."""
+        """Peers hear of it by the store."""
 
     def close(self) -> None:
         group, self._group = self._group, None

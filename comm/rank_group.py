@@ -125,9 +125,21 @@ class RankGroup:
 
     def who_left(self, what: str) -> MoERuntimeError | None:
         """The error for a rank that has given up, if one has; None also where the store cannot be asked."""
+        note = self._note(what)
+        return None if note is None else self._who_left(what, note)
+
+    def reason_left(self, what: str) -> str:
+        """Why a rank has given up, if one has; empty also where the store cannot be asked."""
+        note = self._note(what)
+        with contextlib.suppress(ValueError):
+            if note is not None:
+                return row(integer(0), text, integer(0))(messages.read_answer(note).value)[1]
+        return ""
+
+    def _note(self, what: str) -> bytes | None:
         with contextlib.suppress(MoERuntimeError):
             if self._store is not None and self._ask(what, lambda: self._store.check([self._left_key])):
-                return self._who_left(what, self._ask(what, lambda: self._store.get(self._left_key)))
+                return self._ask(what, lambda: self._store.get(self._left_key))
         return None
 
     def _meet(self, store: dist.Store, ranks: list[int], prefix: str) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
 from typing import NoReturn
@@ -67,6 +67,7 @@ class ExpertParallelContext:
         link: the way between hosts; None where the heap has all ranks.
         hosts: the ranks of each host; None without a link.
         link_buffers: memory of what travels between hosts; None without a link.
+        say_failed: takes part in the next exchange between hosts, to tell that this rank has failed.
         engine: `cuda`, `triton` or `torch`, resolved.
         transport: name of the transport in use; `transport_reasons` says why not the others.
         host_transport: the `CollectiveTransport`; None where peers are mapped.
@@ -133,6 +134,8 @@ class ExpertParallelContext:
         self.world_size = self.heap.world_size if self.hosts is None else self.hosts.world_size
         self.link_buffers = None if self.hosts is None else LinkBuffers(self.hosts.num_hosts)
         self._local_memory: LocalMemory | None = None
+        self.say_failed: Callable[[], None] | None = None
+        self._told_hosts = False
         self.signals_layout = SignalLayout(self.heap.world_size)
         self.allocated = False
         self.failed = False
@@ -322,8 +325,14 @@ class ExpertParallelContext:
         check_kind("reason", reason, str)
         if error is not None:
             check_kind("error", error, Exception)
-        if self.closed or self._failure is not None:
+        if self.closed:
             return
+        if self._failure is None:
+            self._abort(reason, error)
+        self._tell_hosts()
+
+    def _abort(self, reason: str, error: Exception | None) -> None:
+        """`abort` among the ranks of this host, and in the store."""
         self.fail(error or PeerAbortedError(f"rank {self.rank} gave up: {reason}", self.rank, Phase.HOST))
         if self.allocated:
             local = self.heap.rank
@@ -337,7 +346,13 @@ class ExpertParallelContext:
         if self.group is not None:
             # Peers may wait on the host: for another layer, or in `close()`.
             self.group.leave(reason, error)
-        if self.link is not None:
+
+    def _tell_hosts(self) -> None:
+        """Take part in the exchange between hosts that comes next, once, to say that this rank has failed."""
+        if self.link is not None and not self._told_hosts:
+            self._told_hosts = True
+            if self.say_failed is not None and self.allocated:
+                self.say_failed()
             self.link.leave()
 
     def follow_stream(self) -> None:
@@ -415,8 +430,7 @@ class ExpertParallelContext:
 
     def _reason_elsewhere(self) -> str:
         """Why a rank of another host gave up, as it left it in the store."""
-        left = None if self.group is None else self.group.who_left("check")
-        return "" if left is None else str(left)
+        return "" if self.group is None else self.group.reason_left("check")
 
     def _check_usable(self) -> None:
         if self._failure is not None:

@@ -63,6 +63,7 @@ class HostExchange:
         self._wait(step, Phase.DISPATCH_SEND)
         _, incoming = self._buffers.chunks("dispatch", self.geometry.dispatch_chunk)
         memory, limit = self.context.memory, step.timeout_ns
+        self.expect("combine", limit)
         hierarchical.forward(memory, self.geometry, self.starts, incoming, handle_epoch, step.num_parts, limit)
 
     def relay(self, step: HostStep, handle_epoch: torch.Tensor) -> None:
@@ -76,10 +77,27 @@ class HostExchange:
     def total(self, step: HostStep, shared: torch.Tensor | None, y: torch.Tensor) -> None:
         """Await the sums of all hosts and sum them into `y`."""
         self._wait(step, Phase.COMBINE_RECV)
+        # Of this layer or of another one: then peers learn of a failure by the end of the connection.
+        self.expect("dispatch", step.timeout_ns)
         _, incoming = self._buffers.chunks("combine", self.geometry.combine_chunk)
         hierarchical.total(self.context.memory, self.geometry, incoming, shared, y)
 
+    def expect(self, kind: str, limit_ns: int) -> None:
+        """What this rank takes part in next: if it fails before, it says so there."""
+        geometry, chunk = self.geometry, self.geometry.dispatch_chunk
+        header, phase = geometry.dispatch_header, Phase.DISPATCH_SEND
+        if kind == "combine":
+            chunk, header, phase = geometry.combine_chunk, geometry.combine_header, Phase.COMBINE_SEND
+
+        def say_failed() -> None:
+            outgoing, incoming = self._buffers.chunks(kind, chunk)
+            hierarchical.write_headers(self.context.memory, geometry, [header(part) for part in outgoing], 0)
+            self._link.post(outgoing, incoming, phase, limit_ns * 1e-9)
+
+        self.context.say_failed = say_failed
+
     def _start(self, outgoing: torch.Tensor, incoming: torch.Tensor, phase: Phase, timeout_ns: int) -> Exchange:
+        self.context.say_failed = None
         try:
             return self._link.start(outgoing, incoming, phase, timeout_ns * 1e-9)
         except MoERuntimeError as error:

@@ -320,6 +320,9 @@ class TokenDispatcher:
         """
         scales_in_record = _scales_in_record(scales_in_record, leave_scales)
         context, geometry = self.context, self.geometry
+        timeout_ns = context.timeout_ns if self._stepped else context.startup_timeout_ns
+        if self._hosts is not None:
+            self._hosts.expect("dispatch", timeout_ns)
         with collective_step(context):
             check_tokens(geometry, context.device, x, topk_idx, topk_weights)
             if scales_in_record and not self.can_keep_scales_in_record:
@@ -332,7 +335,7 @@ class TokenDispatcher:
                 self._backend,
                 context.device,
                 num_tokens=x.shape[0],
-                timeout_ns=context.timeout_ns if self._stepped else context.startup_timeout_ns,
+                timeout_ns=timeout_ns,
                 scales_in_record=scales_in_record,
                 routing=None if self._routing_only is None else (topk_idx, topk_weights),
             )
