@@ -36,6 +36,9 @@ HEADER_BYTES = 4 * ERROR_WORDS
 """A header is the error record of its rank, with the ranks that `Hosts.recorded` names, and the token count last."""
 COUNT = ERROR_WORDS - 1
 
+PACK_WORDS = 64
+"""Of `LinkMemory.words`: the epoch, the code of a failure and the word after it, and from 8 on the error record."""
+
 
 @dataclass(frozen=True)
 class HostGeometry:
@@ -124,43 +127,71 @@ class HostGeometry:
         return chunk[start : start + HEADER_BYTES].view(torch.int32)
 
 
+@dataclass
+class LinkMemory:
+    """What a rank sends to other hosts and gets from them, and what kernels need for it.
+
+    Attributes:
+        starts: int32 `[L + 1]`, first expert of each rank of this host, from 0.
+        host_starts: int32 `[H + 1]`, first expert id of each host.
+        records_out, records_in: uint8 `[H, dispatch_chunk]`.
+        sums_out, sums_in: uint8 `[H, combine_chunk]`.
+        pointers: what `hierarchical_cuda` makes of it.
+        words: int32, zeros at first, in which `pack` on GPUs counts epochs and keeps what it finds.
+    """
+
+    starts: torch.Tensor
+    host_starts: torch.Tensor
+    records_out: torch.Tensor
+    records_in: torch.Tensor
+    sums_out: torch.Tensor
+    sums_in: torch.Tensor
+    words: torch.Tensor
+    pointers: object = None
+
+
 def pack(
     memory: ExchangeMemory,
     geometry: HostGeometry,
-    host_starts: torch.Tensor,
+    link: LinkMemory,
     x_TH: torch.Tensor,
     topk_idx_TK: torch.Tensor,
     topk_weights_TK: torch.Tensor,
     gsf: torch.Tensor | None,
     num_hosts_T: torch.Tensor,
-    outgoing: torch.Tensor,
 ) -> None:
-    """Build the records of this rank's tokens in the chunk of each host that holds one of their experts.
+    """Build the records of this rank's tokens in `records_out`, in the chunk of each host that holds their experts.
 
     Args:
-        host_starts: int32 `[H + 1]`, first expert id of each host.
         x_TH, topk_idx_TK, topk_weights_TK, gsf: as for `ExchangeBackend.dispatch_send`.
         num_hosts_T: int32 `[T]`, receives the number of hosts that each token goes to.
-        outgoing: uint8 `[H, dispatch_chunk]`, written.
     """
     flat, epoch = geometry.flat, reference.next_epoch(int(memory.epoch[0]))
     ids, bad = reference.checked_ids(topk_idx_TK, flat.num_experts)
     reference.record_bad_id(memory, topk_idx_TK, bad, epoch)
-    owners = reference.owners_of(ids, host_starts)
+    owners = reference.owners_of(ids, link.host_starts)
     goes_to = torch.stack([(owners == host).any(dim=1) for host in range(geometry.hosts.num_hosts)], dim=1)
     num_hosts_T.copy_(goes_to.sum(dim=1))
     if x_TH.shape[0]:
         rows = reference.quantized(flat.token_format, x_TH, gsf)
         records = reference.build_records(flat, rows, ids, topk_weights_TK)
-        for host, chunk in enumerate(outgoing):
+        for host, chunk in enumerate(link.records_out):
             tokens = goes_to[:, host].nonzero().flatten()
             geometry.records(chunk)[tokens] = records[tokens]
             geometry.flags(chunk)[tokens] = epoch
     count = x_TH.shape[0] + tag_of(flat.count_tag, epoch)
-    write_headers(memory, geometry, [geometry.dispatch_header(chunk) for chunk in outgoing], count)
+    _write_headers(memory, geometry, [geometry.dispatch_header(chunk) for chunk in link.records_out], count)
 
 
-def write_headers(memory: ExchangeMemory, geometry: HostGeometry, headers: list[torch.Tensor], count: int) -> None:
+def say_failed(memory: ExchangeMemory, geometry: HostGeometry, link: LinkMemory, kind: str) -> None:
+    """Only write the headers of `kind`, `dispatch` or `combine`, for a rank that goes no further."""
+    if kind == "dispatch":
+        _write_headers(memory, geometry, [geometry.dispatch_header(chunk) for chunk in link.records_out], 0)
+    else:
+        _write_headers(memory, geometry, [geometry.combine_header(chunk) for chunk in link.sums_out], 0)
+
+
+def _write_headers(memory: ExchangeMemory, geometry: HostGeometry, headers: list[torch.Tensor], count: int) -> None:
     """Say in each of `headers` whether this rank has failed, by itself or because of a peer on this host."""
     reference.adopt_aborts(memory)
     words = memory.error.tolist() if int(memory.latch[0]) else [0] * ERROR_WORDS
@@ -172,7 +203,7 @@ def write_headers(memory: ExchangeMemory, geometry: HostGeometry, headers: list[
         header.copy_(torch.tensor(words, dtype=torch.int32, device="cpu"))
 
 
-def adopt_headers(memory: ExchangeMemory, headers: list[torch.Tensor]) -> None:
+def _adopt_headers(memory: ExchangeMemory, headers: list[torch.Tensor]) -> None:
     """Record the failure of a rank of another host, if a header tells of one."""
     for header in headers:
         code, about, phase, epoch, detail, origin, detail2, _ = header.tolist()
@@ -183,17 +214,14 @@ def adopt_headers(memory: ExchangeMemory, headers: list[torch.Tensor]) -> None:
 def forward(
     memory: ExchangeMemory,
     geometry: HostGeometry,
-    starts: torch.Tensor,
-    incoming: torch.Tensor,
+    link: LinkMemory,
     handle_epoch: torch.Tensor,
     num_parts_V: torch.Tensor,
     timeout_ns: int,
 ) -> None:
-    """Send the records that came to the ranks of this host that hold their experts, and raise this rank's flags there.
+    """Send `records_in` to the ranks of this host that hold their experts, and raise this rank's flags there.
 
     Args:
-        starts: int32 `[L + 1]`, first expert of each rank of this host, from 0.
-        incoming: uint8 `[H, dispatch_chunk]`.
         handle_epoch: int32 `[1]`, receives the epoch of this dispatch.
         num_parts_V: int32 `[H (T + 1)]`, receives the number of ranks that each token goes to.
         timeout_ns: how long to wait for a rank of this host.
@@ -201,8 +229,8 @@ def forward(
     local, record = geometry.local, geometry.flat.record
     epoch = reference.next_epoch(int(memory.epoch[0]))
     reference.enter(memory, local, epoch)
-    headers = [geometry.dispatch_header(chunk) for chunk in incoming]
-    adopt_headers(memory, headers)
+    headers = [geometry.dispatch_header(chunk) for chunk in link.records_in]
+    _adopt_headers(memory, headers)
     tag = tag_of(geometry.flat.count_tag, epoch)
     for host, header in enumerate(headers):
         word = int(header[COUNT])
@@ -213,7 +241,7 @@ def forward(
     reference.await_ready(memory, local, epoch, timeout_ns)
     num_parts_V.zero_()
     if int(memory.latch[0]) == 0:
-        for host, chunk in enumerate(incoming):
+        for host, chunk in enumerate(link.records_in):
             tokens = (geometry.flags(chunk) == epoch).nonzero().flatten()
             records = geometry.records(chunk)[tokens]
             slots = tokens + host * geometry.slots
@@ -227,7 +255,7 @@ def forward(
             ids = torch.where((ids >= 0) & (ids < local.num_experts), ids, -1)
             put(record.ids_offset, ids.to(torch.int16))
             put(record.source_offset, slots.to(torch.int32)[:, None])
-            owners = reference.owners_of(ids, starts)
+            owners = reference.owners_of(ids, link.starts)
             for peer in range(local.world_size):
                 mine = (owners == peer).any(dim=1)
                 num_parts_V[slots] += mine.to(torch.int32)
@@ -240,26 +268,26 @@ def forward(
 def relay(
     memory: ExchangeMemory,
     geometry: HostGeometry,
+    link: LinkMemory,
     handle_epoch: torch.Tensor,
     num_parts_V: torch.Tensor,
-    outgoing: torch.Tensor,
     timeout_ns: int,
 ) -> None:
-    """Sum what the ranks of this host have computed for each token of this rail, in the format of combine.
+    """Sum what the ranks of this host have computed for each token of this rail into `sums_out`, in its format.
 
     Args:
         handle_epoch: int32 `[1]`, the epoch of the dispatch.
         num_parts_V: int32 `[H (T + 1)]` from `forward`.
-        outgoing: uint8 `[H, combine_chunk]`, written.
         timeout_ns: how long to wait for a rank of this host.
     """
     wire, shape = geometry.flat.combine_format, (geometry.local.max_tokens, geometry.flat.output_hidden)
     in_place = wire is BF16
-    sums = outgoing.view(torch.bfloat16).view(shape) if in_place else outgoing.new_empty(shape, dtype=torch.bfloat16)
+    out = link.sums_out
+    sums = out.view(torch.bfloat16).view(shape) if in_place else out.new_empty(shape, dtype=torch.bfloat16)
     reference.combine_recv(memory, geometry.local, handle_epoch, num_parts_V, None, sums, timeout_ns)
     if not in_place:
-        put_sums(geometry, quantize_rows(sums, wire), outgoing)
-    write_headers(memory, geometry, [geometry.combine_header(chunk) for chunk in outgoing], 0)
+        put_sums(geometry, quantize_rows(sums, wire), out)
+    _write_headers(memory, geometry, [geometry.combine_header(chunk) for chunk in out], 0)
 
 
 def put_sums(geometry: HostGeometry, sums: QuantizedRows, outgoing: torch.Tensor) -> None:
@@ -275,22 +303,21 @@ def put_sums(geometry: HostGeometry, sums: QuantizedRows, outgoing: torch.Tensor
 def total(
     memory: ExchangeMemory,
     geometry: HostGeometry,
-    incoming: torch.Tensor,
+    link: LinkMemory,
     shared_TH: torch.Tensor | None,
     y_TH: torch.Tensor,
 ) -> None:
-    """Sum the partial sums of all hosts, ascending, into `y_TH`; NaN after any failure.
+    """Sum the partial sums of all hosts in `sums_in`, ascending, into `y_TH`; NaN after any failure.
 
     Args:
-        incoming: uint8 `[H, combine_chunk]`.
         shared_TH: bf16 `[T, H]`, last dimension contiguous, added first; None where there is no shared expert.
         y_TH: bf16 `[T, H]`, contiguous, written.
     """
-    adopt_headers(memory, [geometry.combine_header(chunk) for chunk in incoming])
+    _adopt_headers(memory, [geometry.combine_header(chunk) for chunk in link.sums_in])
     if int(memory.latch[0]) != 0:
         y_TH.fill_(float("nan"))
         return
-    sums = sum_over_hosts(geometry, incoming, shared_TH, len(y_TH))
+    sums = sum_over_hosts(geometry, link.sums_in, shared_TH, len(y_TH))
     y_TH.view(torch.int16).copy_(f32_to_bf16_bits(sums).view(torch.int16))
 
 

@@ -352,6 +352,8 @@ class ExpertParallelContext:
         if self.link is not None and not self._told_hosts:
             self._told_hosts = True
             if self.say_failed is not None and self.allocated:
+                if self._side_stream is not None:
+                    torch.cuda.current_stream(self.device).wait_stream(self._side_stream)
                 self.say_failed()
             self.link.leave()
 

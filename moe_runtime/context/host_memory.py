@@ -9,6 +9,7 @@ import torch
 from moe_runtime.comm.heaps.heap import SymmetricHeap, align_region
 from moe_runtime.comm.heaps.private_heap import aligned_zeros
 from moe_runtime.comm.signals import SignalLayout
+from moe_runtime.kernels.exchange.hierarchical import PACK_WORDS
 
 
 @dataclass
@@ -36,12 +37,14 @@ class LinkBuffers:
 
     Attributes:
         chunk_bytes: for each host, by kind of exchange: `dispatch` and `combine`.
+        words: int32, zeros, for kernels that pack records (after `allocate`).
     """
 
     def __init__(self, num_hosts: int) -> None:
         self.num_hosts = num_hosts
         self.chunk_bytes = {"dispatch": 0, "combine": 0}
         self._buffers: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.words = torch.empty(0)
 
     def grow(self, **chunk_bytes: int) -> None:
         """Make each kind at least as large. Raises `ValueError` where memory is allocated and does not suffice."""
@@ -59,6 +62,7 @@ class LinkBuffers:
         return sum(2 * align_region(self.num_hosts * size) for size in self.chunk_bytes.values())
 
     def allocate(self, device: torch.device) -> None:
+        self.words = torch.zeros(PACK_WORDS, dtype=torch.int32, device=device)
         for kind, size in self.chunk_bytes.items():
             out, back = (aligned_zeros(max(1, self.num_hosts * size), device) for _ in range(2))
             self._buffers[kind] = out, back

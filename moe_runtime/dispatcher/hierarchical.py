@@ -8,9 +8,9 @@ from moe_runtime.comm.errors import ErrorCode, MoERuntimeError, PeerTimeoutError
 from moe_runtime.comm.host_link import Exchange
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.dispatcher.handle import HostStep
-from moe_runtime.kernels.exchange import hierarchical
+from moe_runtime.kernels.exchange import hierarchical, hierarchical_cuda
 from moe_runtime.kernels.exchange.geometry import ExchangeGeometry
-from moe_runtime.kernels.exchange.hierarchical import HostGeometry
+from moe_runtime.kernels.exchange.hierarchical import HostGeometry, LinkMemory
 from moe_runtime.kernels.exchange.plan import plan_exchange
 from moe_runtime.kernels.exchange.reference import record_failure
 
@@ -35,10 +35,22 @@ class HostExchange:
                 "transport: hierarchical has no kernels for these sizes (hidden_size, top_k, ranks of a host); "
                 "ask for collective"
             )
-        device = context.device
-        self._host_starts = torch.tensor(geometry.host_starts, dtype=torch.int32, device=device)
-        self.starts = torch.tensor(geometry.local.starts, dtype=torch.int32, device=device)
         self._buffers.grow(dispatch=geometry.dispatch_chunk, combine=geometry.combine_chunk)
+        self._parts = hierarchical_cuda if context.engine == "cuda" else hierarchical
+        self._memory: LinkMemory | None = None
+
+    @property
+    def _link_memory(self) -> LinkMemory:
+        if self._memory is None:
+            geometry, device = self.geometry, self.context.device
+            self._memory = LinkMemory(
+                torch.tensor(geometry.local.starts, dtype=torch.int32, device=device),
+                torch.tensor(geometry.host_starts, dtype=torch.int32, device=device),
+                *self._buffers.chunks("dispatch", geometry.dispatch_chunk),
+                *self._buffers.chunks("combine", geometry.combine_chunk),
+                self._buffers.words,
+            )
+        return self._memory
 
     def dispatch_send(
         self,
@@ -50,49 +62,45 @@ class HostExchange:
         timeout_ns: int,
     ) -> HostStep:
         """Build records and start to send them; `ExchangeBackend.dispatch_send` has the arguments."""
-        outgoing, incoming = self._buffers.chunks("dispatch", self.geometry.dispatch_chunk)
-        memory, starts = self.context.memory, self._host_starts
-        hierarchical.pack(memory, self.geometry, starts, x, topk_idx, topk_weights, gsf, num_hosts, outgoing)
+        link = self._link_memory
+        tokens = x, topk_idx, topk_weights, gsf, num_hosts
+        self._parts.pack(self.context.memory, self.geometry, link, *tokens)
         parts = torch.empty(self.geometry.local.max_tokens, dtype=torch.int32, device=x.device)
-        exchange = self._start(outgoing, incoming, Phase.DISPATCH_SEND, timeout_ns)
+        exchange = self._start(link.records_out, link.records_in, Phase.DISPATCH_SEND, timeout_ns)
         return HostStep(parts, exchange, timeout_ns)
 
     def forward(self, step: HostStep, handle_epoch: torch.Tensor) -> None:
         """Await the records and send them to the ranks of this host."""
         step.forwarded = True
         self._wait(step, Phase.DISPATCH_SEND)
-        _, incoming = self._buffers.chunks("dispatch", self.geometry.dispatch_chunk)
-        memory, limit = self.context.memory, step.timeout_ns
-        self.expect("combine", limit)
-        hierarchical.forward(memory, self.geometry, self.starts, incoming, handle_epoch, step.num_parts, limit)
+        self.expect("combine", step.timeout_ns)
+        memory, link = self.context.memory, self._link_memory
+        self._parts.forward(memory, self.geometry, link, handle_epoch, step.num_parts, step.timeout_ns)
 
     def relay(self, step: HostStep, handle_epoch: torch.Tensor) -> None:
         """Sum what the ranks of this host have computed and start to send the sums home."""
         step.relayed = True
-        outgoing, incoming = self._buffers.chunks("combine", self.geometry.combine_chunk)
-        memory, limit = self.context.memory, step.timeout_ns
-        hierarchical.relay(memory, self.geometry, handle_epoch, step.num_parts, outgoing, limit)
-        step.exchange = self._start(outgoing, incoming, Phase.COMBINE_SEND, limit)
+        memory, link = self.context.memory, self._link_memory
+        self._parts.relay(memory, self.geometry, link, handle_epoch, step.num_parts, step.timeout_ns)
+        step.exchange = self._start(link.sums_out, link.sums_in, Phase.COMBINE_SEND, step.timeout_ns)
 
     def total(self, step: HostStep, shared: torch.Tensor | None, y: torch.Tensor) -> None:
         """Await the sums of all hosts and sum them into `y`."""
         self._wait(step, Phase.COMBINE_RECV)
         # Of this layer or of another one: then peers learn of a failure by the end of the connection.
         self.expect("dispatch", step.timeout_ns)
-        _, incoming = self._buffers.chunks("combine", self.geometry.combine_chunk)
-        hierarchical.total(self.context.memory, self.geometry, incoming, shared, y)
+        self._parts.total(self.context.memory, self.geometry, self._link_memory, shared, y)
 
     def expect(self, kind: str, limit_ns: int) -> None:
         """What this rank takes part in next: if it fails before, it says so there."""
-        geometry, chunk = self.geometry, self.geometry.dispatch_chunk
-        header, phase = geometry.dispatch_header, Phase.DISPATCH_SEND
-        if kind == "combine":
-            chunk, header, phase = geometry.combine_chunk, geometry.combine_header, Phase.COMBINE_SEND
 
         def say_failed() -> None:
-            outgoing, incoming = self._buffers.chunks(kind, chunk)
-            hierarchical.write_headers(self.context.memory, geometry, [header(part) for part in outgoing], 0)
-            self._link.post(outgoing, incoming, phase, limit_ns * 1e-9)
+            link = self._link_memory
+            self._parts.say_failed(self.context.memory, self.geometry, link, kind)
+            chunks, phase = (link.records_out, link.records_in), Phase.DISPATCH_SEND
+            if kind == "combine":
+                chunks, phase = (link.sums_out, link.sums_in), Phase.COMBINE_SEND
+            self._link.post(*chunks, phase, limit_ns * 1e-9)
 
         self.context.say_failed = say_failed
 
