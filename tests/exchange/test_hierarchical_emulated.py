@@ -1,0 +1,140 @@
+"""The kernels between hosts, emulated on the CPU: the bits of their references, and the same failures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from moe_runtime.comm.errors import RoutingError, StepMismatchError
+from moe_runtime.context.expert_parallel import ExpertParallelContext
+from moe_runtime.dispatcher.handle import DispatchedTokens, DispatchHandle
+from moe_runtime.dispatcher.token_dispatcher import TokenDispatcher
+from moe_runtime.kernels.exchange import cuda, hierarchical_cuda
+from moe_runtime.virtual import virtual_contexts
+from tests.emulator import needs_emulator
+from tests.support.comparison import assert_same_bits
+from tests.support.exchange_data import RankInput, rank_input
+from tests.support.virtual_exchange import emulator, expert_rows, poisoned_memory
+
+__all__ = ["emulator", "poisoned_memory"]
+
+pytestmark = [needs_emulator, pytest.mark.cpu_only]
+
+SETTINGS: dict[str, Any] = {"hidden_size": 256, "num_experts": 10, "top_k": 3, "max_tokens_per_rank": 7}
+
+
+class VirtualHosts:
+    """A dispatcher on each virtual rank of some virtual hosts, with kernels or their references."""
+
+    def __init__(self, num_hosts: int, per_host: int, kernels: bool, layers: int = 1, **settings: Any) -> None:
+        self.contexts = virtual_contexts(num_hosts * per_host, num_hosts=num_hosts, engine="torch", timeout_s=5)
+        self.layers = [[self._made(context, kernels, settings) for context in self.contexts] for _ in range(layers)]
+        for context in self.contexts:
+            context.allocate()
+            for region in ("token_flags", "landing", "combine"):
+                context.heap.tensor(region).fill_(0xCD)
+            for kind in ("dispatch", "combine"):
+                assert context.link_buffers is not None
+                for buffer in context.link_buffers.chunks(kind, context.link_buffers.chunk_bytes[kind]):
+                    buffer.fill_(0xCD)
+
+    def _made(self, context: ExpertParallelContext, kernels: bool, settings: dict[str, Any]) -> TokenDispatcher:
+        dispatcher = TokenDispatcher(context, **(SETTINGS | settings))
+        if kernels:
+            dispatcher._backend = cuda
+            assert dispatcher._hosts is not None
+            dispatcher._hosts._parts = hierarchical_cuda
+        return dispatcher
+
+    def dispatch(self, inputs: list[RankInput], layers: list[int] | None = None) -> list[DispatchedTokens]:
+        chosen = [self.layers[0 if layers is None else layers[rank]][rank] for rank in range(len(inputs))]
+        handles = [d.dispatch_send(i.x, i.topk_idx, i.topk_weights) for d, i in zip(chosen, inputs, strict=True)]
+        for d, handle in zip(chosen, handles, strict=True):
+            d.dispatch_forward(handle)
+        return [d.dispatch_recv(handle) for d, handle in zip(chosen, handles, strict=True)]
+
+    def combine(
+        self, arrived: list[DispatchedTokens], outputs: list[torch.Tensor], shared: list[torch.Tensor] | None
+    ) -> list[torch.Tensor]:
+        dispatchers = self.layers[0]
+        for d, a, output in zip(dispatchers, arrived, outputs, strict=True):
+            d.combine_send(output, a.handle)
+        for d, a in zip(dispatchers, arrived, strict=True):
+            d.combine_forward(a.handle)
+        return [
+            d.combine_recv(a.handle, shared=None if shared is None else shared[rank])
+            for rank, (d, a) in enumerate(zip(dispatchers, arrived, strict=True))
+        ]
+
+
+def inputs_of(seed: int, step: int, world: int) -> list[RankInput]:
+    routing = ("random", "one", "none", "random")[step % 4]
+    return [rank_input(seed + step, r, (7, 0, 1, 5)[(r + step) % 4], 256, 10, 3, routing) for r in range(world)]
+
+
+ARRIVED = ("group_offsets", "group_scale_offsets", "row_scale")
+
+
+@pytest.mark.parametrize("mode", ["gathered", "contiguous"])
+@pytest.mark.parametrize(
+    ("fmt", "combine"), [("nvfp4", "bf16"), ("bf16", "bf16"), ("fp8_block", "fp8_block"), ("mxfp8", "mxfp8")]
+)
+@pytest.mark.parametrize(("num_hosts", "per_host"), [(2, 1), (2, 2), (3, 2)])
+def test_kernels_equal_their_references(
+    num_hosts: int, per_host: int, fmt: str, combine: str, mode: Any, seed: int
+) -> None:
+    world = num_hosts * per_host
+    settings = {"token_format": fmt, "combine_format": combine, "mode": mode}
+    both = [VirtualHosts(num_hosts, per_host, kernels, **settings) for kernels in (False, True)]
+    for step in range(4):
+        inputs = inputs_of(seed, step, world)
+        shared = [i.x for i in inputs] if step % 2 else None
+        found = []
+        for ranks in both:
+            arrived = ranks.dispatch(inputs)
+            outputs = [expert_rows(a, 256, seed + rank, torch.bfloat16) for rank, a in enumerate(arrived)]
+            found.append((arrived, ranks.combine(arrived, outputs, shared)))
+        (wanted, wanted_y), (arrived, y) = found
+        for rank in range(world):
+            what = f"of rank {rank} in step {step}"
+            total = int(wanted[rank].group_offsets[-1])
+            for name in ARRIVED:
+                ours, theirs = getattr(arrived[rank], name), getattr(wanted[rank], name)
+                if theirs is not None:
+                    rows = slice(None) if "offsets" in name else slice(total)
+                    assert_same_bits(ours[rows], theirs[rows], f"{name} {what}")
+            assert_same_bits(arrived[rank].handle.positions, wanted[rank].handle.positions, f"positions {what}")
+            assert_same_bits(arrived[rank].handle.num_parts, wanted[rank].handle.num_parts, f"num_parts {what}")
+            assert_same_bits(y[rank], wanted_y[rank], f"y {what}")
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+def test_a_wrong_id_is_told_on_all_ranks_of_all_hosts(kernels: bool, seed: int) -> None:
+    ranks = VirtualHosts(2, 2, kernels, token_format="nvfp4")
+    inputs = inputs_of(seed, 0, 4)
+    wrong = inputs[2].topk_idx.clone()
+    wrong[0, 1] = 10
+    inputs[2] = RankInput(inputs[2].x, wrong, inputs[2].topk_weights)
+    raised: dict[int, RoutingError] = {}
+    handles: dict[int, DispatchHandle] = {}
+    for stage in ("dispatch_send", "dispatch_forward", "dispatch_recv"):
+        for rank, (dispatcher, mine) in enumerate(zip(ranks.layers[0], inputs, strict=True)):
+            try:
+                if stage == "dispatch_send":
+                    handles[rank] = dispatcher.dispatch_send(mine.x, mine.topk_idx, mine.topk_weights)
+                elif rank not in raised:
+                    getattr(dispatcher, stage)(handles[rank])
+            except RoutingError as error:
+                raised[rank] = error
+    assert sorted(raised) == [0, 1, 2, 3]
+    for error in raised.values():
+        assert error.rank == 2 and "expert id 10 of token 0 of rank 2" in str(error)
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+def test_ranks_of_another_layer_are_named(kernels: bool, seed: int) -> None:
+    ranks = VirtualHosts(2, 1, kernels, layers=2, token_format="bf16")
+    with pytest.raises(StepMismatchError, match="rank 1 was in exchange 1 of the context, rank 0 in 0"):
+        ranks.dispatch(inputs_of(seed, 0, 2), layers=[0, 1])
