@@ -24,6 +24,9 @@ from moe_runtime.comm.rank_group import ROLL_CALL_S, RankGroup
 _KEY_BYTES = 8
 """Of the random key under which the ranks of a rail connect."""
 
+GRAPHS_SINCE = (2, 30, 4)
+"""The NCCL from which on no replay of a graph over several hosts is known to hang."""
+
 _LEFT: list[Any] = []
 """Exchanges that ranks which have failed posted, with their groups: destroying a group waits for them."""
 
@@ -200,43 +203,47 @@ class _GlooExchange:
 
 
 class NcclLink:
-    """Over NCCL, for GPUs: nothing waits for the host. Constructing it is collective, and makes a group for each rail.
+    """Over NCCL, for GPUs: nothing waits for the host. Constructing it is collective.
 
-    A step in a graph waits for a host that is gone without end: NCCL has no limit there. Outside of graphs NCCL's own
-    watchdog ends the process at the limit of the group.
+    A step waits for a host that is gone without end: NCCL has no limit of its own. Outside of graphs the watchdog of
+    torch.distributed ends the process at `limit_s`.
 
     Args:
         hosts: the ranks of each host.
         group: of all ranks.
         device: this rank's GPU.
-        limit_s: after which NCCL's watchdog ends the process, where an exchange does not end.
+        limit_s: seconds after which torch's watchdog ends the process, if an exchange outside of graphs does not end.
+
+    Attributes:
+        caution: what is known against graphs with this NCCL; None where nothing is.
     """
 
     name = "nccl"
+    graph_safe = True
     bounded_waits = False
 
     def __init__(self, hosts: Hosts, group: RankGroup, device: torch.device, limit_s: float) -> None:
         self.hosts = hosts
-        self.graph_safe = True
-        assert group.group is not None
-        members = dist.get_process_group_ranks(group.group)
-        with group.connecting("NcclLink", "nccl"):
-            self._group = dist.new_group(
-                [members[rank] for rank in hosts.rail],
-                timeout=timedelta(seconds=limit_s),
-                backend="nccl",
-                use_local_synchronization=True,
-                device_id=device,
-            )
-            # Connects now: connecting inside of a capture fails.
+        version = torch.cuda.nccl.version()
+        self.caution = None
+        if version < GRAPHS_SINCE:
+            ours, since = (".".join(map(str, numbers)) for numbers in (version, GRAPHS_SINCE))
+            self.caution = f"NCCL {ours}: replays of graphs over several hosts were reported to hang before {since}"
+        rail = group.of_ranks(hosts.rail, f"rail {hosts.local_rank}")
+        key = rail.gather("NcclLink", secrets.token_hex(_KEY_BYTES), hexadecimal(_KEY_BYTES))[0].hex()
+        self._posted: Exchange | None = None
+        with torch.cuda.device(device):
+            self._nccl: Any = rail.connect_nccl("NcclLink", f"moe_runtime/{key}", limit_s)
+            # Connects now: that fails inside of a capture.
             word = torch.zeros(hosts.num_hosts, dtype=torch.int32, device=device)
-            dist.all_to_all_single(torch.empty_like(word), word, group=self._group)
-            torch.cuda.synchronize(device)
+            with rail.connecting("NcclLink", f"{key}/connect"):
+                self.start(word, torch.empty_like(word), Phase.START_UP, limit_s).wait()
+                torch.cuda.synchronize(device)
 
     def start(self, outgoing: torch.Tensor, incoming: torch.Tensor, phase: Phase, limit_s: float) -> Exchange:
-        work = dist.all_to_all_single(incoming, outgoing, group=self._group, async_op=True)
-        assert work is not None
-        return _NcclExchange(work)
+        options = dist.AllToAllOptions()
+        options.asyncOp = True
+        return _NcclExchange(self._nccl.alltoall_base(incoming, outgoing, [], [], options))
 
     def post(self, outgoing: torch.Tensor, incoming: torch.Tensor, phase: Phase, limit_s: float) -> None:
         self._posted = self.start(outgoing, incoming, phase, limit_s)
@@ -245,9 +252,10 @@ class NcclLink:
         """Peers hear of it by the store."""
 
     def close(self) -> None:
-        group, self._group = self._group, None
-        if group is not None:
-            dist.destroy_process_group(group)
+        nccl, self._nccl = self._nccl, None
+        if nccl is not None:
+            # What was posted may wait for a host that is gone.
+            (nccl.shutdown if self._posted is None else nccl.abort)()
 
 
 class _NcclExchange:

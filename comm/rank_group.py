@@ -280,6 +280,16 @@ class RankGroup:
         with self.connecting(what, key):
             return calls_of(store).run(make, self.timeout_s, answer_s=CONNECTED_S)
 
+    def connect_nccl(self, what: str, key: str, limit_s: float) -> Any:
+        """An NCCL group over the same ranks for the caller alone. It connects at its first use, `connecting`.
+
+        `limit_s` is its own limit, at which NCCL's watchdog ends the process. The rest is as for `connect`.
+        """
+        store = self._ask(what, lambda: self._store.clone(), self.timeout_s)
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=limit_s)
+        return dist.ProcessGroupNCCL(dist.PrefixStore(key, store), self.rank, self.world_size, options)
+
     @contextlib.contextmanager
     def connecting(self, what: str, event: str) -> Iterator[None]:
         """Around work in which all ranks connect, and which does not say who is missing. Collective.

@@ -12,7 +12,7 @@ from moe_runtime.comm.bootstrap import host_identity
 from moe_runtime.comm.heaps import nvshmem_world
 from moe_runtime.comm.heaps.collective import nccl_of
 from moe_runtime.comm.hosts import Hosts, find_hosts
-from moe_runtime.comm.messages import integer, optional, row, text
+from moe_runtime.comm.messages import integer, optional, row, scalar, text
 from moe_runtime.comm.rank_group import RankGroup, describe_ranks
 
 TRANSPORTS = ("nvshmem", "shared", "private", "hierarchical", "collective")
@@ -38,19 +38,20 @@ class TransportChoice:
 
 
 def choose_transport(
-    group: RankGroup, device: torch.device, requested: str = "auto", engine: str = "auto"
+    group: RankGroup, device: torch.device, requested: str = "auto", engine: str = "auto", *, one_memory: bool = False
 ) -> TransportChoice:
     """The first of `TRANSPORTS` that can be used, or the `requested` one. Collective.
 
-    `engine` is that of this rank's context, resolved: not every one has kernels for `hierarchical`.
+    `engine` is that of this rank's context, resolved: not every one has kernels for `hierarchical`. With `one_memory` a
+    heap must have all ranks, as moving experts and padded rows need it.
 
     Raises `ValueError` with the reason if the requested one cannot be used, and on every rank if ranks ask for
     different transports or kinds of device.
     """
     check_choice("transport", requested, ("auto", *TRANSPORTS))
-    mine = [requested, device.type, host_identity(), engine]
-    answers = group.gather("choose_transport", mine, row(text, text, text, text))
-    for index, name in enumerate(("transport", "device")):
+    mine = [requested, device.type, host_identity(), engine, one_memory]
+    answers = group.gather("choose_transport", mine, row(text, text, text, text, scalar))
+    for index, name in ((0, "transport"), (1, "device"), (4, "one_memory")):
         values = [answer[index] for answer in answers]
         if len(set(values)) > 1:
             raise ValueError(f"{name}: ranks disagree, {describe_ranks(values)}")
@@ -69,6 +70,8 @@ def choose_transport(
         unusable["private"] = f"one rank only, the group has {group.world_size}"
     found = find_hosts(identities, group.rank)
     local, problem = _local_transport(group, device, found, [answer[3] for answer in answers])
+    if problem is None and one_memory:
+        problem = "experts that move between ranks, and padded rows, need memory of all ranks"
     if problem is not None:
         unusable["hierarchical"] = problem
     chosen_hosts = found if isinstance(found, Hosts) else None

@@ -298,7 +298,7 @@ def _grouped_gemm(engine: str, device: torch.device) -> str:
 
 def _transport(parallel: ParallelConfig, group: RankGroup, device: torch.device) -> dict[str, Any]:
     try:
-        choice = choose_transport(group, device, parallel.transport)
+        choice = choose_transport(group, device, parallel.transport, resolve_engine(parallel.engine, device))
     except ValueError as error:
         return {"name": None, "why_not": {}, "problem": str(error)}
     return {"name": choice.name, "why_not": choice.reasons, "problem": None}

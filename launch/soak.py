@@ -107,7 +107,7 @@ class Soak:
         """Both passes. Raises what went wrong between ranks, a rank that does not answer among it."""
         start = time.monotonic()
         replays: dict[int, Callable[[], Checked]] = {}
-        if self.context.device.type == "cuda" and self.context.heap.graph_safe:
+        if self.context.device.type == "cuda" and self.context.graph_safe:
             replays = {size: self._capture(size) for size in self.dispatchers}
         for number in range(PASSES):
             for step in range(self.steps):

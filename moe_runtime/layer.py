@@ -113,8 +113,8 @@ class MoELayer(nn.Module):
             agree["placement"] = placement.fingerprint
             if self.context.link is not None:
                 raise ValueError(
-                    "placement: ranks of several hosts cannot move experts with transport='hierarchical'; ask for "
-                    "transport='collective'"
+                    "placement: experts cannot move between hosts with transport='hierarchical'; make the context with "
+                    "one_memory=True"
                 )
             if self.context.host_transport is None:
                 self.context.register(staging_bytes=staging_bytes(config, self.context.world_size))
@@ -313,7 +313,7 @@ class MoELayer(nn.Module):
         """
         if not isinstance(run, RunConfig):
             raise ValueError(f"run: expected a RunConfig, got {type(run).__name__}")
-        with built_over(context, run.parallel) as used:
+        with built_over(context, run.parallel, one_memory=run.placement is not None) as used:
             placement = None
             if run.placement is not None:
                 placement = placement_from_config(run.placement, run.layer.num_experts, used.world_size)
@@ -351,7 +351,7 @@ class MoELayer(nn.Module):
         Raises:
             ValueError: naming the file and the tensor that is missing or wrong; the peers get `PeerAbortedError`.
         """
-        with built_over(context) as used:
+        with built_over(context, one_memory=placement is not None) as used:
             made = cls._of_checkpoint(path, layer, used, placement, overrides)
         made._owns_context = context is None
         return made

@@ -71,7 +71,7 @@ def exchange(bench: Bench) -> None:
         dispatcher.combine(rows_RH, handle)
         lap("combine")
 
-    graph_safe = bench.context.heap.graph_safe
+    graph_safe = bench.context.graph_safe
     measured = bench.time(step, list(passed.values()), capturable=graph_safe, laps=True)
     for name in wanted:
         bench.add(name, measured, name, work[name], passed[name])
@@ -114,7 +114,7 @@ def low_latency(bench: Bench) -> None:
         buffer.low_latency_combine(rows, idx_TK, weights_TK, handle)
         lap("combine")
 
-    graph_safe = context.heap.graph_safe
+    graph_safe = context.graph_safe
     parts = bench.time(step, [check], capturable=graph_safe, laps=True)
     by = f"{LOW_LATENCY}, {fmt}"
     for name in ("dispatch", "combine"):
@@ -239,7 +239,7 @@ def whole_layer(bench: Bench) -> None:
     rows = statistics.mean(max(_rows_of_ranks(idx, starts)) for idx in bench.ids_of_turns)
     width = (config.activation.num_parts + 1) * config.intermediate_size
     work = Work(flops=gemm_flops(1, width, config.hidden_size) * rows)
-    measured = bench.time(lambda number, lap: forward(number), [check], capturable=bench.context.heap.graph_safe)
+    measured = bench.time(lambda number, lap: forward(number), [check], capturable=bench.context.graph_safe)
     weight_bytes = bench.experts.gate_up.num_bytes + bench.experts.down.num_bytes
     bench.add("layer", measured, TOTAL, work, check, weight_bytes=weight_bytes, weight_copies=len(experts))
     del experts[1:]  # torch's layer needs their memory

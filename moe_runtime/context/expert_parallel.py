@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from moe_runtime.comm.arguments import check_kind, check_seconds
+from moe_runtime.comm.arguments import check_flag, check_kind, check_seconds
 from moe_runtime.comm.errors import PeerAbortedError, Phase, reason_of
 from moe_runtime.comm.failures import abort_words, encode_abort, find_failure, reason_text, write_abort
 from moe_runtime.comm.heaps.collective import CollectiveHeap, CollectiveTransport
@@ -57,6 +57,7 @@ class ExpertParallelContext:
         link: with a heap of the ranks of one virtual host, its way to the others (`PrivateLink.rails`).
         transport: `auto`, `nvshmem`, `shared`, `private`, `hierarchical` or `collective`
             (`comm.transport.choose_transport`).
+        one_memory: not `hierarchical`: for layers whose experts move between ranks, and for padded rows.
         engine: `auto`, `cuda`, `triton` or `torch` (`kernels.runtime.resolve_engine`).
         timeout_s: how long a step waits for a peer.
         startup_timeout_s: how long construction, `allocate()`, the first step and `close()` wait for a peer.
@@ -102,10 +103,12 @@ class ExpertParallelContext:
         heap: SymmetricHeap | None = None,
         link: PrivateLink | None = None,
         transport: str = "auto",
+        one_memory: bool = False,
         engine: str = "auto",
         timeout_s: float = 30.0,
         startup_timeout_s: float = 120.0,
     ) -> None:
+        check_flag("one_memory", one_memory)
         self.timeout_s = check_seconds("timeout_s", timeout_s, MAX_SECONDS)
         self.startup_timeout_s = check_seconds("startup_timeout_s", startup_timeout_s, MAX_SECONDS)
         self.timeout_ns = int(self.timeout_s * 1e9)
@@ -119,7 +122,7 @@ class ExpertParallelContext:
                 self.device = resolve_device(device)
                 self.engine = resolve_engine(engine, self.device)
                 limit_s = 2 * max(self.timeout_s, self.startup_timeout_s)
-                made = make_transport(self.group, self.device, transport, self.engine, limit_s)
+                made = make_transport(self.group, self.device, transport, self.engine, limit_s, one_memory)
             except BaseException as error:
                 self.group.leave(reason_of(error), error)
                 raise
@@ -155,6 +158,11 @@ class ExpertParallelContext:
     def memory(self) -> ExchangeMemory:
         """What kernels get, after `allocate()`: this context, or with a link the part of it that is this host's."""
         return self if self._local_memory is None else self._local_memory
+
+    @property
+    def graph_safe(self) -> bool:
+        """Whether a step can be captured in a CUDA graph."""
+        return self.heap.graph_safe and (self.link is None or self.link.graph_safe)
 
     def register(
         self,

@@ -34,16 +34,19 @@ class Transport:
     reasons: dict[str, str] = field(default_factory=dict)
 
 
-def make_transport(group: RankGroup, device: torch.device, transport: str, engine: str, limit_s: float) -> Transport:
+def make_transport(
+    group: RankGroup, device: torch.device, transport: str, engine: str, limit_s: float, one_memory: bool
+) -> Transport:
     """The transport that the ranks choose. Collective.
 
     Args:
         engine: of this rank, resolved.
         limit_s: after which NCCL may end the process, where an exchange between hosts does not end.
+        one_memory: whether a heap must have all ranks.
 
     Raises as `comm.transport.choose_transport`.
     """
-    choice = choose_transport(group, device, transport, engine)
+    choice = choose_transport(group, device, transport, engine, one_memory=one_memory)
     if choice.name != "hierarchical":
         return Transport(choice.name, _heap(choice.name, group, device), None, choice.reasons)
     assert choice.hosts is not None

@@ -109,7 +109,7 @@ class Buffer:
         self._destroyed = False
 
     def _new_context(self) -> ExpertParallelContext:
-        context = ExpertParallelContext(self.group)
+        context = ExpertParallelContext(self.group, one_memory=True)
         self._contexts.append(context)
         return context
 

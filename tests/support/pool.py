@@ -130,15 +130,16 @@ class WorkerPool:
 
 
 def run_once(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = RUN_S, gpus: bool = False
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = RUN_S, gpus: bool = False, hosts: int = 1
 ) -> list[Outcome]:
     """`fn(rank, world, *args)` in fresh processes that may be killed; what became of each rank, with its exit code.
 
-    With `gpus` rank `r` has GPU `r` as its current device, NCCL as well as gloo, and compiled kernels.
+    With `gpus` rank `r` has GPU `r` as its current device, NCCL as well as gloo, and compiled kernels. With several
+    `hosts` ranks take themselves for ranks of so many, also for NCCL.
 
     Raises `RankFailure` if a rank neither answers nor ends within `timeout` seconds.
     """
-    workers = _start(world_size, gpus)
+    workers = _start(world_size, gpus, hosts)
     try:
         message = pickle.dumps((fn, args))
         for worker in workers:
@@ -184,7 +185,7 @@ def get_pool() -> Iterator[Callable[..., WorkerPool]]:
 class _Worker:
     """A worker process, its pipe, and the folder where it dumps its stack when asked."""
 
-    def __init__(self, rank: int, world_size: int, gpus: bool, folder: str) -> None:
+    def __init__(self, rank: int, world_size: int, gpus: bool, folder: str, hosts: int) -> None:
         self.rank = rank
         self.folder = folder
         self._hangs = False
@@ -192,7 +193,7 @@ class _Worker:
         context.set_forkserver_preload(_preloads())
         self.pipe, child = context.Pipe()
         self.process = context.Process(
-            target=_work, args=(rank, world_size, gpus, folder, child), name=f"rank {rank} of {world_size}"
+            target=_work, args=(rank, world_size, gpus, folder, hosts, child), name=f"rank {rank} of {world_size}"
         )
         self.process.daemon = True
         self.process.start()
@@ -256,9 +257,9 @@ def _preloads() -> list[str]:
     return found
 
 
-def _start(world_size: int, gpus: bool = False) -> list[_Worker]:
+def _start(world_size: int, gpus: bool = False, hosts: int = 1) -> list[_Worker]:
     folder = tempfile.mkdtemp(prefix="moe_runtime-pool-")
-    workers = [_Worker(rank, world_size, gpus, folder) for rank in range(world_size)]
+    workers = [_Worker(rank, world_size, gpus, folder, hosts) for rank in range(world_size)]
     failed = [
         f"rank {rank}: {outcome if isinstance(outcome, str) else outcome.trace}"
         for rank, outcome in enumerate(_collect(workers, START_S))
@@ -276,7 +277,7 @@ def _collect(workers: list[_Worker], timeout: float) -> list[Outcome | str]:
     return [worker.answer(deadline) for worker in workers]
 
 
-def _work(rank: int, world_size: int, gpus: bool, folder: str, pipe: Connection) -> None:
+def _work(rank: int, world_size: int, gpus: bool, folder: str, hosts: int, pipe: Connection) -> None:
     gc.freeze()  # What was imported before is never garbage, and not looked through for any.
     os.environ["OMP_NUM_THREADS"] = "1"
     if gpus:
@@ -294,7 +295,7 @@ def _work(rank: int, world_size: int, gpus: bool, folder: str, pipe: Connection)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The session's end ends the workers.
     with open(f"{folder}/stack-{rank}", "w") as stack:
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
-        _answer(pipe, lambda: _join(rank, world_size, gpus, folder))
+        _answer(pipe, lambda: _join(rank, world_size, gpus, folder, hosts))
         while True:
             try:
                 message = pipe.recv_bytes()
@@ -306,11 +307,14 @@ def _work(rank: int, world_size: int, gpus: bool, folder: str, pipe: Connection)
                 torch.cuda.empty_cache()  # Several processes share a GPU.
 
 
-def _join(rank: int, world_size: int, gpus: bool, folder: str) -> None:
+def _join(rank: int, world_size: int, gpus: bool, folder: str, hosts: int) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    if hosts > 1:
+        name = f"host{rank * hosts // world_size}"
+        os.environ |= {"MOE_RUNTIME_HOST": name, "NCCL_HOSTID": name, "NCCL_NET": "Socket"}
     store = dist.FileStore(f"{folder}/store", world_size)
     if gpus:
         place = torch.device("cuda", rank)
