@@ -31,8 +31,9 @@ import torch
 from moe_runtime.comm.signals import COMBINED, RECEIVED
 from moe_runtime.kernels.exchange.geometry import ExchangeGeometry
 from moe_runtime.kernels.exchange.interface import ExchangeMemory, RecvBuffers
+from moe_runtime.kernels.exchange.landing import LandedTokens
 from moe_runtime.kernels.exchange.macros import combine_macros, dispatch_macros, recv_macros
-from moe_runtime.kernels.exchange.padded import LandedTokens, place_padded_rows
+from moe_runtime.kernels.exchange.padded import place_padded_rows
 from moe_runtime.kernels.exchange.padded_rows import PaddedRows, PaddedScales
 from moe_runtime.kernels.exchange.plan import WARP, required_plan
 from moe_runtime.kernels.formats.number_formats import FormatCode
@@ -164,7 +165,8 @@ def dispatch_recv_padded(
     own_rows = out.rows.shape[2] == fmt.quant_bytes(geometry.hidden) and out.kind == wanted and not fmt.swizzled
     if plan.num_chunks > 1 or not own_rows:
         dispatch_recv(context, geometry, handle_epoch, timeout_ns, buffers)
-        place_padded_rows(LandedTokens.of(context, geometry, buffers, handle_epoch, scales_at), out, statistics)
+        found = buffers.row_index, buffers.positions, buffers.group_offsets, handle_epoch
+        place_padded_rows(LandedTokens.of(context, geometry, *found), scales_at, out, statistics)
         return
     written = [out.counts, out.source_tokens, out.layout_range, statistics, _counter(context, RECEIVED)]
     _receive(context, geometry, handle_epoch, timeout_ns, buffers, recv_macros(geometry, padded=True), out, written)

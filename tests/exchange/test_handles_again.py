@@ -306,9 +306,8 @@ def test_padded_steps_run_in_any_order(turn: int, emulator: Emulator, device: to
                     continue
                 rows = out.rows.view(torch.bfloat16).view(-1, HIDDEN)
                 for factor in (1.0, 2.0):
-                    no_tokens = own._no_tokens[: data.x.shape[0]]
-                    routing = combiner.dispatch_send(no_tokens, data.topk_idx, factor * data.topk_weights)
-                    renewed = routing.for_rows(out.positions, rows.shape[0])
+                    weights = factor * data.topk_weights
+                    renewed = combiner.send_routing(data.topk_idx, weights, out.positions, rows.shape[0])
                     combiner.combine_send(rows, renewed)
                     sums[rank].append(combiner.combine_recv(renewed))
     starts = ranks.dispatchers[0].geometry.starts
