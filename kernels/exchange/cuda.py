@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from moe_runtime.comm.signals import COMBINED, RECEIVED
+from moe_runtime.comm.signals import COMBINED
 from moe_runtime.kernels.exchange.geometry import ExchangeGeometry
 from moe_runtime.kernels.exchange.interface import ExchangeMemory, RecvBuffers
 from moe_runtime.kernels.exchange.landing import LandedTokens
@@ -168,7 +168,7 @@ def dispatch_recv_padded(
         found = buffers.row_index, buffers.positions, buffers.group_offsets, handle_epoch
         place_padded_rows(LandedTokens.of(context, geometry, *found), scales_at, out, statistics)
         return
-    written = [out.counts, out.source_tokens, out.layout_range, statistics, _counter(context, RECEIVED)]
+    written = [out.counts, out.source_tokens, out.layout_range, statistics]
     _receive(context, geometry, handle_epoch, timeout_ns, buffers, recv_macros(geometry, padded=True), out, written)
 
 
@@ -267,6 +267,7 @@ def combine_send(
     positions_SK: torch.Tensor,
     handle_epoch: torch.Tensor,
     await_ns: int | None = None,
+    received: torch.Tensor | None = None,
 ) -> None:
     """See `interface.ExchangeBackend`."""
     plan, output_RH = required_plan(geometry), _aligned(output_RH)
@@ -274,13 +275,13 @@ def combine_send(
     arrival = []
     if await_ns is not None:
         flags = int64(context.half_bytes["token_flags"])
-        arrival = [context.token_flags_pointers, geometry.count_tag, flags, int64(await_ns)]
+        arrival = [context.token_flags_pointers, geometry.count_tag, flags, int64(await_ns), received]
     launch(
         "combine.cu",
         geometry.kernel_prefix + "combine_send",
         combine_macros(geometry, output_bf16=is_bf16, has_shared=False, await_tokens=await_ns is not None),
         grid=(plan.combine_send_blocks(most_sms(context.device)), 1, 1),
-        block=(plan.output_readers + 2) * WARP,
+        block=(plan.output_readers + 2 + (await_ns is not None)) * WARP,
         shared_bytes=plan.output_ring(is_bf16).shared_bytes + plan.combine_shared_bytes,
         arguments=[
             output_RH,

@@ -17,8 +17,7 @@
 // `dispatch_send`. It does so at its own end, for kernels that wait for it.
 //
 // With PADDED (one chunk), each expert has `num_slots` rows of its own, filled from the front, as `padded.py` describes: rows and
-// scales are copied there, and `positions` count these rows. A last block writes the counts alone. Nothing is left to read in
-// the records then, and no combine follows: so the combine flag is raised at once, which lets peers write this half again.
+// scales are copied there, and `positions` count these rows. A last block writes the counts alone.
 //
 // Macros: those of arrival.cuh, PADDED, FMT (FormatCode), K, EXPERTS (of this rank, at least 1), CHUNK (a multiple of 32), WARPS
 // (of a block), LOOPED (a block takes several tasks; for few SMs), PLACES_BYTES (shared memory of `recv_permute`), CONTIGUOUS
@@ -159,7 +158,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PADDED ? 1 : 2)
                  int capacity, int first_row, long long landing_half, long long token_flags_half,
                  long long timeout_ns
 #if PADDED
-                 , int* counts, int* source_tokens, long long* layout_range, int* statistics, int* counter
+                 , int* counts, int* source_tokens, long long* layout_range, int* statistics
 #endif
     ) {
   extern __shared__ __align__(16) u8 shared[];
@@ -389,17 +388,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, PADDED ? 1 : 2)
     }
     if (LOOPED) __syncthreads();
   }
-#if PADDED
-  __syncthreads();  // all warps have read their records
-  if (warp == 0) {
-    bool last = false;
-    if (lane == 0) last = last_to_arrive(counter);
-    last = __any_sync(ALL, last);
-    __syncwarp();
-    // A flag without data must come after the abort messages; after a failure nobody needs this one.
-    if (last && !x.failed() && lane < WORLD) store_release(x.words(lane) + COMBINE_FLAG + (epoch & 1) * WORLD + rank, epoch);
-  }
-#endif
   // So that a kernel that waits for this one also waits for `dispatch_send`.
   if (PER_TOKEN_FLAGS) asm volatile("griddepcontrol.wait;" ::: "memory");
 }

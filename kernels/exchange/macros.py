@@ -79,7 +79,6 @@ def recv_macros(geometry: ExchangeGeometry, *, scales: bool = True, padded: bool
             "PLACES_BYTES": plan.place_shared_bytes,
             "CONTIGUOUS": int(geometry.contiguous or padded),
             "PADDED": int(padded),
-            "COMBINE_FLAG": SignalLayout(geometry.world_size).combine_flag,
             "PER_TOKEN_FLAGS": int(plan.per_token_flags),
             "QUANT_BYTES": fmt.quant_bytes(geometry.hidden),
             "SCALE_COLUMNS": fmt.scale_columns(geometry.hidden) if scales else 0,

@@ -366,9 +366,10 @@ def combine_send(
     positions_SK: torch.Tensor,
     handle_epoch: torch.Tensor,
     await_ns: int | None = None,
+    received: torch.Tensor | None = None,
 ) -> None:
     """See `interface.ExchangeBackend`."""
-    assert await_ns is None
+    assert await_ns is None and received is None
     record, layout = geometry.record, context.signals_layout
     epoch = int(handle_epoch[0])
     half = epoch & 1

@@ -57,13 +57,18 @@ class LowLatencyHandle(tuple[object, ...]):
 
     Attributes:
         positions: int32 `[W * max, K]`, row of each (landing slot, k) in `[E_local * W * max]`, -1 for none.
-        num_tokens: tokens of this rank.
+        native: of the dispatch itself.
         exchange: where it belongs.
     """
 
     positions: torch.Tensor
-    num_tokens: int
+    native: DispatchHandle
     exchange: LowLatencyExchange
+
+    @property
+    def num_tokens(self) -> int:
+        """Of this rank."""
+        return self.native.num_tokens
 
 
 class LowLatencyExchange:
@@ -142,7 +147,7 @@ class LowLatencyExchange:
     ) -> DispatchHandle:
         """Send what `combine_recv` sums into `out` bf16 `[T, H]`; `x` bf16 `[E_local, W * max, H]`."""
         rows = x.view(-1, self.hidden)
-        renewed = self._combiner.send_routing(topk_idx, topk_weights, handle.positions, rows.shape[0])
+        renewed = self._combiner.send_routing(topk_idx, topk_weights, handle.positions, rows.shape[0], handle.native)
         self._combiner.combine_send(rows, renewed, out=out)
         return renewed
 
@@ -200,7 +205,7 @@ class _Dispatch:
         exchange, rows = self._exchange, self.rows
         sizes = exchange.max_tokens, exchange.hidden, exchange.num_experts
         handle = LowLatencyHandle((rows.source_tokens, rows.layout_range, *sizes))
-        handle.positions, handle.num_tokens, handle.exchange = rows.positions, self._native.num_tokens, exchange
+        handle.positions, handle.native, handle.exchange = rows.positions, self._native, exchange
         return handle
 
     def finish(self, statistics: torch.Tensor | None) -> None:

@@ -444,7 +444,14 @@ class TokenDispatcher:
             handle.enter("combine_send")
             handle.allocate_output(out)
             self._backend.combine_send(
-                context, geometry, self._starts, output, positions, handle.epoch, await_ns=await_ns
+                context,
+                geometry,
+                self._starts,
+                output,
+                positions,
+                handle.epoch,
+                await_ns=await_ns,
+                received=None if await_ns is None else handle.received,
             )
             if context.host_transport is not None:
                 epoch = int(handle.epoch)
@@ -544,11 +551,16 @@ class RoutingDispatcher(TokenDispatcher):
         self._no_tokens = torch.zeros(max_tokens_per_rank, NO_TOKEN, dtype=torch.bfloat16, device=context.device)
 
     def send_routing(
-        self, topk_idx: torch.Tensor, topk_weights: torch.Tensor, positions: torch.Tensor, num_rows: int
+        self,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        positions: torch.Tensor,
+        num_rows: int,
+        brought_by: DispatchHandle | None = None,
     ) -> DispatchHandle:
-        """The handle for one combine of `num_rows` rows that lie at `positions` (`DispatchHandle.for_rows`)."""
+        """The handle for one combine of `num_rows` rows that lie at `positions`; see `DispatchHandle.for_rows`."""
         routing = self.dispatch_send(self._no_tokens[: topk_idx.shape[0]], topk_idx, topk_weights)
-        return routing.for_rows(positions, num_rows)
+        return routing.for_rows(positions, num_rows, brought_by)
 
 
 def _is_combined(handle: object) -> bool:
