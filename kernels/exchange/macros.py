@@ -79,6 +79,7 @@ def recv_macros(geometry: ExchangeGeometry, *, scales: bool = True, padded: bool
             "PLACES_BYTES": plan.place_shared_bytes,
             "CONTIGUOUS": int(geometry.contiguous or padded),
             "PADDED": int(padded),
+            "STAGES": plan.padded_stages if padded else 0,
             "PER_TOKEN_FLAGS": int(plan.per_token_flags),
             "QUANT_BYTES": fmt.quant_bytes(geometry.hidden),
             "SCALE_COLUMNS": fmt.scale_columns(geometry.hidden) if scales else 0,
@@ -153,7 +154,7 @@ def _aot_cases(fmt: str) -> Iterator[CudaCase]:
         yield _send_case(fmt, geometry)
     if not FORMATS[fmt].swizzled:
         padded = recv_macros(sample_geometry(fmt), padded=True)
-        yield CudaCase("recv_permute", fmt, "dispatch_recv.cu", "recv_permute", padded)
+        yield CudaCase("recv_permute", fmt, "dispatch_recv.cu", "recv_permute", padded, instruction=BULK_STORE)
     if FORMATS[fmt].swizzled:
         yield from _recv_cases(fmt, sample_geometry(fmt), scales=False)
     if FORMATS[fmt].has_row_scale:

@@ -94,9 +94,9 @@ def test_a_handle_is_combined_again_and_later(engine: str, wire: str, device: to
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Rings that come round, blocks with several tokens, and tokens in parts."""
-    monkeypatch.setattr(plan, "MAX_PLACES", 2)
-    monkeypatch.setattr(plan, "TOKENS_IN_PARTS", 1)
+    """Rings and stages that come round, blocks with several tokens, and tokens in parts."""
+    for name, value in {"MAX_PLACES": 2, "TOKENS_IN_PARTS": 1, "PADDED_BLOCKS": 5}.items():
+        monkeypatch.setattr(plan, name, value)
     monkeypatch.setattr(cuda, "most_sms", lambda device, limit=None: min(2, limit or 2))
     forget_plans()
     yield
@@ -357,6 +357,61 @@ def test_a_half_that_is_given_back_too_early_is_found(emulator: Emulator, seed: 
         "const int of = epoch - 1;",
         lambda turn: run_combines_before_receiving(emulator, seed + turn),
     )
+
+
+@needs_hopper
+@pytest.mark.cpu_only
+@pytest.mark.usefixtures("small")
+def test_padded_steps_go_round_their_stages(emulator: Emulator, seed: int) -> None:  # noqa: F811
+    geometry = ranks_of(HOPPER, CPU, token_format="bf16", mode="gathered").dispatchers[0].geometry
+    sizes = plan.required_plan(geometry)
+    assert 1 < sizes.padded_stages < geometry.num_slots / sizes.padded_split(2)
+    for turn in range(3):
+        run_sends_ahead(emulator, seed + turn)
+
+
+@needs_hopper
+@pytest.mark.cpu_only
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r"barrier_wait\(shared_address\(landings \+ warp\), parity\);",
+        r"bulk_await_read<0>\(\);(?=[^;]*\n\s*bring)",
+    ],
+)
+def test_records_that_are_not_awaited_are_found(pattern: str, emulator: Emulator, seed: int) -> None:  # noqa: F811
+    assert_is_found(emulator, pattern, "", lambda turn: run_sends_ahead(emulator, seed + turn))
+
+
+@needs_hopper
+@pytest.mark.cpu_only
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("tells", [False, True])
+def test_padded_rows_name_who_does_not_come(tells: bool, emulator: Emulator, seed: int) -> None:  # noqa: F811
+    """A rank that stops, or that brings a wrong id: no rows, and nobody waits for longer than its limit."""
+    data = inputs_of(seed)
+    ranks = ranks_of(HOPPER, CPU, token_format="bf16", mode="gathered")
+    arrived: list[list[PaddedRows]] = [[] for _ in range(WORLD)]
+    with emulator.together() as choose:
+        for rank, own in enumerate(ranks.dispatchers):
+            choose(rank)
+            for step in range(2):
+                mine = data[rank]
+                ids = mine.topk_idx
+                if (rank, step) == (2, 1):
+                    if not tells:
+                        break
+                    ids = torch.full_like(ids, EXPERTS)
+                handle = own.dispatch_send(mine.x, ids, mine.topk_weights)
+                arrived[rank].append(padded_of(own))
+                own.dispatch_recv_padded(handle, arrived[rank][-1])
+    for rank in range(WORLD) if tells else (0, 1):
+        assert int(ranks.contexts[rank].error[0]) != 0 and int(ranks.contexts[rank].error[1]) == 2
+        assert_arrived(data, ranks.dispatchers[0].geometry.starts, rank, arrived[rank][0])
+        if not tells:
+            assert arrived[rank][1].counts.tolist() == [0] * len(arrived[rank][1].counts)
+            assert int((arrived[rank][1].positions >= 0).sum()) == 0
 
 
 @needs_hopper
