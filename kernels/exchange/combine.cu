@@ -177,9 +177,8 @@ extern "C" __global__ void __launch_bounds__(32 * READERS + 64 + 32 * AWAIT_TOKE
 #pragma unroll
       for (int k = 0; k < K; ++k) {
         const int id = ids[k / 2] >> 16 * (k % 2) & 0xFFFF, owner = owner_of(id, end_of_lane);
-        if (id == NONE) continue;
-        ranks |= 1u << owner;
-        if (token < sent) present |= loaded & 1u << k;
+        if (id != NONE) ranks |= 1u << owner;
+        if (id != NONE && token < sent) present |= loaded & 1u << k;
       }
       const int part = __popc(ranks & ((1u << rank) - 1));
       const u64 to = __shfl_sync(ALL, combine_of_lane, source) + half * combine_half +
