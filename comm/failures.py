@@ -64,11 +64,13 @@ def find_failure(
     record: Sequence[int],
     aborts: Sequence[Sequence[int]],
     reason_of: Callable[[int], str],
+    named: Callable[[int], int] = lambda rank: rank,
 ) -> MoERuntimeError | None:
     """The failure in a rank's error `record` (`ERROR_WORDS`) and all ranks' abort words `[W][ABORT_WORDS]`, or None.
 
     A rank that stopped only because a peer raised its abort flag records ABORTED; the failure is then the peer's. Among
-    several abort words a first cause precedes a mere ABORTED, then the lowest rank.
+    several abort words a first cause precedes a mere ABORTED, then the lowest rank. `named` gives the rank that a
+    number in them stands for.
     """
     code, about, phase, epoch, detail, origin, detail2 = record[:7]
     aborted = [rank for rank, words in enumerate(aborts) if words[0]]
@@ -79,7 +81,7 @@ def find_failure(
     if code == ErrorCode.NONE:
         return None
     reason = reason_of(about) if code == ErrorCode.ABORTED else ""
-    return describe_failure(code, about, phase, epoch, (detail, detail2), origin, reason=reason)
+    return describe_failure(code, named(about), phase, epoch, (detail, detail2), named(origin), reason=reason)
 
 
 def encode_abort(message: torch.Tensor, rank: int, reason: str) -> None:

@@ -6,6 +6,7 @@ The store works with any backend of the group (gloo, NCCL), and shows exactly wh
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import os
 import threading
@@ -108,6 +109,38 @@ class RankGroup:
         group.rank, group.world_size = rank, world_size
         group._meet(store, list(range(world_size)), "moe_runtime/start")
         return group
+
+    def of_ranks(self, ranks: list[int], name: str) -> RankGroup:
+        """The group of some `ranks` of this one, which has no group of torch.distributed.
+
+        Its members make it in the same order, under a `name` of their own.
+        """
+        part = copy.copy(self)
+        part.group, part._calls, part._gave_up = None, 0, False
+        part.rank, part.world_size = ranks.index(self.rank), len(ranks)
+        part._prefix = f"{self._prefix}/{name}"
+        hosted = self._host.rank
+        part._host = _StoreHost(ranks.index(hosted) if hosted in ranks else -1, self._host.name)
+        return part
+
+    def who_left(self, what: str) -> MoERuntimeError | None:
+        """The error for a rank that has given up, if one has; None also where the store cannot be asked."""
+        note = self._note(what)
+        return None if note is None else self._who_left(what, note)
+
+    def reason_left(self, what: str) -> str:
+        """Why a rank has given up, if one has; empty also where the store cannot be asked."""
+        note = self._note(what)
+        with contextlib.suppress(ValueError):
+            if note is not None:
+                return row(integer(0), text, integer(0))(messages.read_answer(note).value)[1]
+        return ""
+
+    def _note(self, what: str) -> bytes | None:
+        with contextlib.suppress(MoERuntimeError):
+            if self._store is not None and self._ask(what, lambda: self._store.check([self._left_key])):
+                return self._ask(what, lambda: self._store.get(self._left_key))
+        return None
 
     def _meet(self, store: dist.Store, ranks: list[int], prefix: str) -> None:
         """Use `store` for exchanges between `ranks` of the default group."""

@@ -10,10 +10,12 @@ import torch
 from moe_runtime.comm.arguments import check_choice
 from moe_runtime.comm.bootstrap import host_identity
 from moe_runtime.comm.heaps import nvshmem_world
+from moe_runtime.comm.heaps.collective import nccl_of
+from moe_runtime.comm.hosts import Hosts, find_hosts
 from moe_runtime.comm.messages import integer, optional, row, text
 from moe_runtime.comm.rank_group import RankGroup, describe_ranks
 
-TRANSPORTS = ("nvshmem", "shared", "private", "collective")
+TRANSPORTS = ("nvshmem", "shared", "private", "hierarchical", "collective")
 
 _LOG = logging.getLogger(__name__)
 
@@ -25,25 +27,35 @@ class TransportChoice:
     Attributes:
         name: one of `TRANSPORTS`.
         reasons: why not, for each transport that comes before it or cannot be used.
+        hosts: the ranks of each host, for `hierarchical`.
+        local: the transport inside of a host, for `hierarchical`.
     """
 
     name: str
     reasons: dict[str, str]
+    hosts: Hosts | None = None
+    local: str = ""
 
 
-def choose_transport(group: RankGroup, device: torch.device, requested: str = "auto") -> TransportChoice:
+def choose_transport(
+    group: RankGroup, device: torch.device, requested: str = "auto", engine: str = "auto"
+) -> TransportChoice:
     """The first of `TRANSPORTS` that can be used, or the `requested` one. Collective.
+
+    `engine` is that of this rank's context, resolved: not every one has kernels for `hierarchical`.
 
     Raises `ValueError` with the reason if the requested one cannot be used, and on every rank if ranks ask for
     different transports or kinds of device.
     """
     check_choice("transport", requested, ("auto", *TRANSPORTS))
-    answers = group.gather("choose_transport", [requested, device.type, host_identity()], row(text, text, text))
+    mine = [requested, device.type, host_identity(), engine]
+    answers = group.gather("choose_transport", mine, row(text, text, text, text))
     for index, name in enumerate(("transport", "device")):
         values = [answer[index] for answer in answers]
         if len(set(values)) > 1:
             raise ValueError(f"{name}: ranks disagree, {describe_ranks(values)}")
-    hosts = {answer[2] for answer in answers}
+    identities = [answer[2] for answer in answers]
+    hosts = set(identities)
     unusable: dict[str, str] = {}
     if device.type != "cuda":
         unusable["nvshmem"] = f"needs GPUs, the device is {device.type}"
@@ -55,21 +67,60 @@ def choose_transport(group: RankGroup, device: torch.device, requested: str = "a
         unusable["shared"] = f"the ranks are on {len(hosts)} hosts (or containers)"
     if group.world_size > 1:
         unusable["private"] = f"one rank only, the group has {group.world_size}"
+    found = find_hosts(identities, group.rank)
+    local, problem = _local_transport(group, device, found, [answer[3] for answer in answers])
+    if problem is not None:
+        unusable["hierarchical"] = problem
+    chosen_hosts = found if isinstance(found, Hosts) else None
     if group.group is None:
         unusable["collective"] = "torch.distributed is not initialised"
     if requested != "auto":
         if requested in unusable:
             raise ValueError(f"transport: {requested} cannot be used: {unusable[requested]}")
-        return TransportChoice(requested, unusable)
+        return TransportChoice(requested, unusable, chosen_hosts, local)
     # A single rank has no peers: private memory does the same without a file.
     order = ("private", "collective") if group.world_size == 1 else TRANSPORTS
     name = next(name for name in order if name not in unusable)
     if name == "collective" and device.type == "cuda" and group.rank == 0:
-        _LOG.warning("transport: GPUs exchange by `collective`, which waits for the host: %s", unusable["nvshmem"])
+        why = "; ".join(unusable[name] for name in ("nvshmem", "hierarchical"))
+        _LOG.warning("transport: GPUs exchange by `collective`, which waits for the host: %s", why)
     if name == "private":
         unusable.setdefault("shared", "one rank has nobody to share memory with")
         unusable.setdefault("nvshmem", "one rank has no peers")
-    return TransportChoice(name, unusable)
+    return TransportChoice(name, unusable, chosen_hosts, local)
+
+
+MOST_HOSTS = 32
+"""Most hosts that kernels take."""
+
+
+def _local_transport(
+    group: RankGroup, device: torch.device, hosts: Hosts | str, engines: list[str]
+) -> tuple[str, str | None]:
+    """The transport inside of a host under `hierarchical`, and why that cannot be used. Collective."""
+    if isinstance(hosts, str):
+        return "", hosts
+    if hosts.num_hosts == 1:
+        return "", "the ranks are on one host"
+    if hosts.num_hosts > MOST_HOSTS:
+        return "", f"at most {MOST_HOSTS} hosts, the ranks are on {hosts.num_hosts}"
+    if group.group is None:
+        return "", "torch.distributed is not initialised"
+    if device.type == "cuda" and nccl_of(group.group, device) is None:
+        return "", "GPUs of several hosts need a group with NCCL"
+    for rank, engine in enumerate(engines):
+        if device.type == "cuda" and engine != "cuda":
+            return "", f"has no kernels in Triton or torch for GPUs, the engine of rank {rank} is {engine}"
+    if hosts.ranks_per_host == 1:
+        return "private", None
+    if device.type != "cuda":
+        return "shared", None
+    local = group.of_ranks(hosts.local_ranks, f"choose_transport {hosts.host}")
+    problems = group.gather("choose_transport: hosts", _nvshmem_problem(local, device, 1), optional(text))
+    for rank, problem in enumerate(problems):
+        if problem is not None:
+            return "", f"the host of rank {rank}: {problem}"
+    return "nvshmem", None
 
 
 @dataclass(frozen=True)

@@ -111,6 +111,11 @@ class MoELayer(nn.Module):
             self._check_placement(placement)
             self.slots = SlotTable(placement, device)
             agree["placement"] = placement.fingerprint
+            if self.context.link is not None:
+                raise ValueError(
+                    "placement: ranks of several hosts cannot move experts with transport='hierarchical'; ask for "
+                    "transport='collective'"
+                )
             if self.context.host_transport is None:
                 self.context.register(staging_bytes=staging_bytes(config, self.context.world_size))
         self.router: Router | None = None
@@ -211,6 +216,11 @@ class MoELayer(nn.Module):
             with collective_step(self.context), torch.no_grad(), phase("shared_expert", self.times):
                 step.shared = self.shared_expert(step.tokens)
 
+    def _dispatch_forward(self, step: LayerStep) -> None:
+        """Send tokens of other hosts on, where `dispatch_recv` is not to do it."""
+        assert step.handle is not None
+        step.dispatcher.dispatch_forward(step.handle)
+
     def _dispatch_recv(self, step: LayerStep) -> None:
         """Wait for the tokens of all ranks and group them by expert."""
         assert step.handle is not None
@@ -237,6 +247,11 @@ class MoELayer(nn.Module):
             with collective_step(self.context):
                 self.counters.add(step.topk_idx, step.slots, step.handle.num_parts, step.received.group_offsets)
 
+    def _combine_forward(self, step: LayerStep) -> None:
+        """Send the sums of this host to others, where `combine_recv` is not to do it."""
+        assert step.handle is not None
+        step.dispatcher.combine_forward(step.handle)
+
     def _combine_recv(self, step: LayerStep) -> torch.Tensor:
         """Wait for the results of all ranks and sum them: bf16, the shape of `x`."""
         assert step.handle is not None
@@ -244,8 +259,16 @@ class MoELayer(nn.Module):
             y_TH = step.dispatcher.combine_recv(step.handle, shared=step.shared)
         return y_TH.view(step.shape)
 
-    _STAGES = (_dispatch_send, _run_shared_expert, _dispatch_recv, _run_experts, _combine_send)
-    """What `forward` calls between `_route` and `_combine_recv`, each only once all ranks have done the one before."""
+    _STAGES = (
+        _dispatch_send,
+        _run_shared_expert,
+        _dispatch_forward,
+        _dispatch_recv,
+        _run_experts,
+        _combine_send,
+        _combine_forward,
+    )
+    """What virtual ranks run between `_route` and `_combine_recv`, each once all of them have done the one before."""
 
     def _dispatcher_for(self, num_tokens: int, max_tokens: int | None) -> TokenDispatcher:
         """That of the smallest token bucket for a step in which no rank has more than `max_tokens`."""

@@ -189,6 +189,7 @@ def error_bound(
     activation: Activation | None = None,
     *,
     post_expert_norm: bool = False,
+    several_hosts: bool = False,
 ) -> float:
     """Bound of `relative_error(y, moe_reference(...))[0]`, derived from the formats alone.
 
@@ -221,6 +222,8 @@ def error_bound(
        them smaller, since independent parts add in quadrature. A norm after each expert (`post_expert_norm`) rounds
        its row to bf16 twice more: times `(1 + e_bf16^2)^2`. To divide a row by its norm takes away the part of its
        error that lies along it. It weights rows alike: those of one layer, sums of many terms, have nearly equal norms.
+       With `several_hosts` partial sums of ranks are bf16, and each host's sum of them is rounded to the combine
+       format: times `1 + e_bf16^2`.
 
     Accumulation in fp32 (about 2^-20) is far below all of these. A clamp (`limit`) or a softcap at several times the
     root mean square of gates and ups changes little, and an offset of up only adds to what the errors are compared
@@ -242,4 +245,6 @@ def error_bound(
     returned = activated * intermediate * weight * growth(BF16) ** 2 * growth(combine_format)
     if post_expert_norm:
         returned *= growth(BF16) ** 2
+    if several_hosts:
+        returned *= growth(BF16)
     return math.sqrt(returned - 1)

@@ -12,8 +12,9 @@ from types import TracebackType
 
 import torch
 
-from moe_runtime.comm.arguments import check_kind, describe
+from moe_runtime.comm.arguments import check_integer, check_kind, describe
 from moe_runtime.comm.heaps.private_heap import PrivateHeap
+from moe_runtime.comm.host_link import PrivateLink
 from moe_runtime.config import MoELayerConfig
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.layer import MoELayer
@@ -25,11 +26,30 @@ StepArguments = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, to
 
 
 def virtual_contexts(
-    world_size: int, *, device: torch.device | str = "cpu", engine: str = "auto", timeout_s: float = 30.0
+    world_size: int,
+    *,
+    device: torch.device | str = "cpu",
+    engine: str = "auto",
+    timeout_s: float = 30.0,
+    num_hosts: int = 1,
 ) -> list[ExpertParallelContext]:
-    """One context for each of `world_size` virtual ranks in this process."""
-    heaps = PrivateHeap.group(world_size, device)
-    return [ExpertParallelContext(heap=heap, engine=engine, timeout_s=timeout_s) for heap in heaps]
+    """One context for each of `world_size` virtual ranks in this process, on `num_hosts` virtual hosts.
+
+    Raises `ValueError` unless `world_size` is a multiple of `num_hosts`.
+    """
+    check_integer("num_hosts", num_hosts)
+    if num_hosts == 1:
+        heaps = PrivateHeap.group(world_size, device)
+        return [ExpertParallelContext(heap=heap, engine=engine, timeout_s=timeout_s) for heap in heaps]
+    check_integer("world_size", world_size)
+    if world_size % num_hosts:
+        raise ValueError(f"num_hosts: expected a divisor of {world_size} ranks, got {num_hosts}")
+    per_host = world_size // num_hosts
+    heaps = [heap for _ in range(num_hosts) for heap in PrivateHeap.group(per_host, device)]
+    return [
+        ExpertParallelContext(heap=heap, link=link, engine=engine, timeout_s=timeout_s)
+        for heap, link in zip(heaps, PrivateLink.rails(num_hosts, per_host), strict=True)
+    ]
 
 
 @torch.inference_mode()  # as in `MoELayer.replace_experts`
@@ -51,6 +71,7 @@ class VirtualRanks:
         load: called with each rank's layer to load its weights.
         device, engine: as for `ExpertParallelContext`.
         placement: as for `MoELayer`.
+        num_hosts: virtual hosts, with equally many ranks.
     """
 
     def __init__(
@@ -62,11 +83,12 @@ class VirtualRanks:
         device: torch.device | str = "cpu",
         engine: str = "auto",
         placement: Placement | None = None,
+        num_hosts: int = 1,
     ) -> None:
         check_kind("config", config, MoELayerConfig)
         if not callable(load):
             raise ValueError(f"load: expected a function that loads a layer, got {describe(load)}")
-        self.contexts = virtual_contexts(world_size, device=device, engine=engine)
+        self.contexts = virtual_contexts(world_size, device=device, engine=engine, num_hosts=num_hosts)
         self.layers = [MoELayer(config, context, placement=placement) for context in self.contexts]
         for layer in self.layers:
             load(layer)

@@ -51,7 +51,7 @@ def allocate_counts(geometry: ExchangeGeometry, device: torch.device) -> torch.T
     return torch.empty((chunks, experts), dtype=torch.int32, device=device) if chunks > 1 else None
 
 
-def _aligned(rows: torch.Tensor) -> torch.Tensor:
+def aligned(rows: torch.Tensor) -> torch.Tensor:
     """The rows where each starts at a multiple of 16 bytes: themselves, or a copy."""
     fits_already = rows.data_ptr() % 16 == 0 and rows.stride(0) * rows.element_size() % 16 == 0
     return rows if fits_already else rows.clone(memory_format=torch.contiguous_format)
@@ -83,7 +83,7 @@ def dispatch_send(
     timeout_ns: int,
 ) -> None:
     """See `interface.ExchangeBackend`."""
-    plan, num_tokens, x_TH = required_plan(geometry), x_TH.shape[0], _aligned(x_TH)
+    plan, num_tokens, x_TH = required_plan(geometry), x_TH.shape[0], aligned(x_TH)
     macros = dispatch_macros(
         geometry,
         ids_64=topk_idx_TK.dtype == torch.int64,
@@ -272,7 +272,7 @@ def combine_send(
     received: torch.Tensor | None = None,
 ) -> None:
     """See `interface.ExchangeBackend`."""
-    plan, output_RH = required_plan(geometry), _aligned(output_RH)
+    plan, output_RH = required_plan(geometry), aligned(output_RH)
     is_bf16 = output_RH.dtype == torch.bfloat16
     arrival = []
     if await_ns is not None:
@@ -323,7 +323,7 @@ def combine_recv(
 ) -> None:
     """See `interface.ExchangeBackend`."""
     plan, num_tokens, has_shared = required_plan(geometry), y_TH.shape[0], shared_TH is not None
-    shared_TH = None if shared_TH is None else _aligned(shared_TH)
+    shared_TH = None if shared_TH is None else aligned(shared_TH)
     launch(
         "combine.cu",
         geometry.kernel_prefix + "combine_recv",

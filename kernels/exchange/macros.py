@@ -18,7 +18,7 @@ from moe_runtime.kernels.runtime import CudaCase
 KERNELS = ("dispatch_send", "recv_count", "recv_permute", "recv_scales", "combine_send", "combine_recv")
 
 
-def _shared_macros(geometry: ExchangeGeometry) -> dict[str, int | str]:
+def shared_macros(geometry: ExchangeGeometry) -> dict[str, int | str]:
     """Of signalling.cuh, and the record's layout."""
     return {
         "WORLD": geometry.world_size,
@@ -31,7 +31,7 @@ def _shared_macros(geometry: ExchangeGeometry) -> dict[str, int | str]:
     }
 
 
-def _token_macros(geometry: ExchangeGeometry) -> dict[str, int | str]:
+def token_macros(geometry: ExchangeGeometry) -> dict[str, int | str]:
     """Of kernels that send tokens or wait for them."""
     signals = SignalLayout(geometry.world_size)
     return {
@@ -49,8 +49,8 @@ def dispatch_macros(geometry: ExchangeGeometry, *, ids_64: bool, static_gsf: boo
     plan, signals = required_plan(geometry), SignalLayout(geometry.world_size)
     return Defines(
         {
-            **_shared_macros(geometry),
-            **_token_macros(geometry),
+            **shared_macros(geometry),
+            **token_macros(geometry),
             "HIDDEN": geometry.hidden,
             "IDS": "long long" if ids_64 else "int",
             "TEAM": plan.team_threads,
@@ -72,8 +72,8 @@ def recv_macros(geometry: ExchangeGeometry, *, scales: bool = True, padded: bool
     plan, fmt = required_plan(geometry), geometry.token_format
     return Defines(
         {
-            **_shared_macros(geometry),
-            **_token_macros(geometry),
+            **shared_macros(geometry),
+            **token_macros(geometry),
             "EXPERTS": max(geometry.num_local_experts, 1),
             "CHUNK": plan.chunk_slots,
             "WARPS": plan.recv_warps,
@@ -101,8 +101,8 @@ def combine_macros(
     plan, signals = required_plan(geometry), SignalLayout(geometry.world_size)
     return Defines(
         {
-            **_shared_macros(geometry),
-            **(_token_macros(geometry) | {"MISMATCH": int(ErrorCode.MISMATCH)} if await_tokens else {}),
+            **shared_macros(geometry),
+            **(token_macros(geometry) | {"MISMATCH": int(ErrorCode.MISMATCH)} if await_tokens else {}),
             "AWAIT_TOKENS": int(await_tokens),
             "HIDDEN": geometry.output_hidden,
             "WIRE": int(geometry.combine_format.code),

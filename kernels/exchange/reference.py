@@ -17,7 +17,7 @@ from moe_runtime.kernels.exchange.interface import ExchangeMemory, RecvBuffers
 from moe_runtime.kernels.exchange.landing import LandedTokens
 from moe_runtime.kernels.exchange.padded import place_reference
 from moe_runtime.kernels.exchange.padded_rows import PaddedRows
-from moe_runtime.kernels.formats.number_formats import BF16, FormatCode, QuantizedRows
+from moe_runtime.kernels.formats.number_formats import BF16, FormatCode, QuantizedRows, TokenFormat
 from moe_runtime.kernels.formats.reference_quantize import dequantize_rows, f32_to_bf16_bits, quantize_rows
 
 SPINS_BEFORE_SLEEP = 200
@@ -55,7 +55,7 @@ def _ahead(word: int, epoch: int) -> bool:
     return ((word - epoch) & 0xFFFFFFFF) < 0x80000000
 
 
-def _next_epoch(epoch: int) -> int:
+def next_epoch(epoch: int) -> int:
     """`epoch + 1` in wrapping int32 arithmetic."""
     return (epoch + 1 + 0x80000000) % (1 << 32) - 0x80000000
 
@@ -88,7 +88,7 @@ def record_failure(
         context.latch[1] = 1
 
 
-def _adopt_aborts(context: ExchangeMemory) -> None:
+def adopt_aborts(context: ExchangeMemory) -> None:
     """Adopt the failure of a peer, if there is an abort message, and forward it, as `signalling.adopt_aborts`."""
     start = context.signals_layout.abort
     aborts = _signals_of(context, context.rank)[start : start + ABORT_WORDS * context.world_size]
@@ -114,12 +114,12 @@ def _wait(
     deadline = time.monotonic_ns() + timeout_ns
     spins = 0
     while int(context.latch[0]) == 0 and not any(_ahead(int(own[word]), value) for word, value in words):
-        _adopt_aborts(context)
+        adopt_aborts(context)
         if time.monotonic_ns() > deadline:
             record_failure(context, ErrorCode.TIMEOUT, peer, phase, epoch, min(timeout_ns // 1000000, 2**31 - 1))
         spins += 1
         time.sleep(0 if spins < SPINS_BEFORE_SLEEP else 2e-4)
-    _adopt_aborts(context)
+    adopt_aborts(context)
 
 
 def checked_ids(topk_idx_TK: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -175,50 +175,84 @@ def dispatch_send(
     timeout_ns: int,
 ) -> None:
     """See `interface.ExchangeBackend`."""
-    rank, layout = geometry.rank, context.signals_layout
-    epoch = _next_epoch(int(context.epoch[0]))
+    epoch = next_epoch(int(context.epoch[0]))
     half = epoch & 1
-    num_tokens = x_TH.shape[0]
-    for peer in range(geometry.world_size):
-        _signals_of(context, peer)[layout.ready + rank] = epoch
-
+    enter(context, geometry, epoch)
     ids, bad = checked_ids(topk_idx_TK, geometry.num_experts)
+    record_bad_id(context, topk_idx_TK, bad, epoch)
+    owners = owners_of(ids, starts)
+    goes_to = torch.stack([(owners == peer).any(dim=1) for peer in range(geometry.world_size)], dim=1)
+    num_parts_T.copy_(goes_to.sum(dim=1))
+    await_ready(context, geometry, epoch, timeout_ns)
+    num_tokens = x_TH.shape[0]
+    if int(context.latch[0]) == 0 and num_tokens:
+        records = build_records(geometry, quantized(geometry.token_format, x_TH, gsf), ids, topk_weights_TK)
+        for peer in range(geometry.world_size):
+            tokens = goes_to[:, peer].nonzero().flatten()
+            store_records(context, geometry, peer, half, tokens, records[tokens], epoch)
+    raise_flags(context, geometry, epoch, num_tokens)
+    handle_epoch[0] = epoch
+
+
+def enter(context: ExchangeMemory, geometry: ExchangeGeometry, epoch: int) -> None:
+    """Tell all peers that this rank has begun the dispatch of `epoch`."""
+    for peer in range(geometry.world_size):
+        _signals_of(context, peer)[context.signals_layout.ready + geometry.rank] = epoch
+
+
+def await_ready(context: ExchangeMemory, geometry: ExchangeGeometry, epoch: int, timeout_ns: int) -> None:
+    """Wait until no peer reads the half of `epoch` any more, also peers that get no token.
+
+    The count and the flag of this epoch replace those of the half's last one.
+    """
+    layout = context.signals_layout
+    if context.heap.directly_mapped:
+        for peer in range(geometry.world_size):
+            ready = (layout.ready + peer, epoch)
+            combined = (layout.combine_flag + (epoch & 1) * geometry.world_size + peer, epoch - 2)
+            _wait(context, [ready, combined], peer, Phase.DISPATCH_SEND, epoch, timeout_ns)
+    adopt_aborts(context)
+
+
+def record_bad_id(context: ExchangeMemory, topk_idx_TK: torch.Tensor, bad: torch.Tensor, epoch: int) -> None:
+    """Record the first of the ids that `bad` marks, if there is one."""
     if bool(bad.any()):
         token, entry = bad.nonzero()[0].tolist()
         bad_id = int(topk_idx_TK[token, entry]) & 0xFFFFFFFF
         bad_id = bad_id - (1 << 32) if bad_id >= 1 << 31 else bad_id
-        record_failure(context, ErrorCode.ROUTING, rank, Phase.DISPATCH_SEND, epoch, bad_id, token)
-    owners = owners_of(ids, starts)
-    goes_to = torch.stack([(owners == peer).any(dim=1) for peer in range(geometry.world_size)], dim=1)
-    num_parts_T.copy_(goes_to.sum(dim=1))
+        record_failure(context, ErrorCode.ROUTING, context.rank, Phase.DISPATCH_SEND, epoch, bad_id, token)
 
-    if context.heap.directly_mapped:
-        # Peers that get no token too: the count and the flag of this epoch replace those of the half's last one.
-        for peer in range(geometry.world_size):
-            ready = (layout.ready + peer, epoch)
-            combined = (layout.combine_flag + half * geometry.world_size + peer, epoch - 2)
-            _wait(context, [ready, combined], peer, Phase.DISPATCH_SEND, epoch, timeout_ns)
-    _adopt_aborts(context)
-    if int(context.latch[0]) == 0 and num_tokens:
-        fmt = geometry.token_format
-        # Bits as they are in bf16: rows may hold other data than numbers.
-        rows = QuantizedRows(fmt, x_TH) if fmt is BF16 else quantize_rows(x_TH, fmt, gsf=gsf)
-        records = build_records(geometry, rows, ids, topk_weights_TK)
-        for peer in range(geometry.world_size):
-            tokens = goes_to[:, peer].nonzero().flatten()
-            slots = tokens + rank * geometry.max_tokens
-            _landing(context, geometry, peer, half)[slots] = records[tokens]
-            _token_flags(context, geometry, peer, half)[slots] = epoch
 
+def quantized(fmt: TokenFormat, x_TH: torch.Tensor, gsf: torch.Tensor | None) -> QuantizedRows:
+    """Tokens as they travel. In bf16 bits stay as they are: rows may hold other data than numbers."""
+    return QuantizedRows(fmt, x_TH) if fmt is BF16 else quantize_rows(x_TH, fmt, gsf=gsf)
+
+
+def store_records(
+    context: ExchangeMemory,
+    geometry: ExchangeGeometry,
+    peer: int,
+    half: int,
+    tokens: torch.Tensor,
+    records: torch.Tensor,
+    epoch: int,
+) -> None:
+    """Store the records of this rank's `tokens` in their slots at `peer`, and their token flags."""
+    slots = tokens + geometry.rank * geometry.max_tokens
+    _landing(context, geometry, peer, half)[slots] = records
+    _token_flags(context, geometry, peer, half)[slots] = epoch
+
+
+def raise_flags(context: ExchangeMemory, geometry: ExchangeGeometry, epoch: int, num_tokens: int) -> None:
+    """Begin `epoch`, and tell all peers that this rank's `num_tokens` have landed there."""
+    layout, first = context.signals_layout, (epoch & 1) * geometry.world_size + geometry.rank
     context.epoch[0] = epoch
-    handle_epoch[0] = epoch
     for peer in range(geometry.world_size):
         words = _signals_of(context, peer)
         # After a failure, readers of the half's last count have not been awaited.
         if int(context.latch[0]) == 0 or not context.heap.directly_mapped:
-            count = num_tokens + tag_of(geometry.count_tag, epoch)
-            words[layout.token_count + half * geometry.world_size + rank] = count
-        words[layout.dispatch_flag + half * geometry.world_size + rank] = epoch
+            words[layout.token_count + first] = num_tokens + tag_of(geometry.count_tag, epoch)
+        words[layout.dispatch_flag + first] = epoch
 
 
 def can_keep_scales_in_record(geometry: ExchangeGeometry) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
 from typing import NoReturn
@@ -22,12 +22,15 @@ from moe_runtime.comm.errors import PeerAbortedError, Phase, reason_of
 from moe_runtime.comm.failures import abort_words, encode_abort, find_failure, reason_text, write_abort
 from moe_runtime.comm.heaps.collective import CollectiveHeap, CollectiveTransport
 from moe_runtime.comm.heaps.heap import SymmetricHeap
+from moe_runtime.comm.host_link import PrivateLink
 from moe_runtime.comm.rank_group import MAX_SECONDS, RankGroup
 from moe_runtime.comm.signals import ABORT_WORDS, ERROR_WORDS, NUM_COUNTERS, REASON_WORDS, SignalLayout
 from moe_runtime.context.agreement import Agreement
+from moe_runtime.context.host_memory import LinkBuffers, LocalMemory
 from moe_runtime.context.regions import Regions
 from moe_runtime.context.threads import StreamOrder
-from moe_runtime.context.transport import check_heap, make_heap, resolve_device
+from moe_runtime.context.transport import Transport, check_heap, make_transport, resolve_device
+from moe_runtime.kernels.exchange.interface import ExchangeMemory
 from moe_runtime.kernels.runtime import resolve_engine
 
 _LOG = logging.getLogger(__name__)
@@ -51,13 +54,20 @@ class ExpertParallelContext:
             GPU (`torch.cuda.set_device`), since Triton launches there.
         heap: a ready-made heap that is not allocated yet, such as a member of `PrivateHeap.group`. It excludes
             `group`, and configurations are not compared.
-        transport: `auto`, `nvshmem`, `shared`, `private` or `collective` (`comm.transport.choose_transport`).
+        link: with a heap of the ranks of one virtual host, its way to the others (`PrivateLink.rails`).
+        transport: `auto`, `nvshmem`, `shared`, `private`, `hierarchical` or `collective`
+            (`comm.transport.choose_transport`).
         engine: `auto`, `cuda`, `triton` or `torch` (`kernels.runtime.resolve_engine`).
         timeout_s: how long a step waits for a peer.
         startup_timeout_s: how long construction, `allocate()`, the first step and `close()` wait for a peer.
 
     Attributes:
-        rank, world_size, device, heap: as they are.
+        rank, world_size, device: as they are.
+        heap: the memory of all ranks, with `link` that of the ranks of this host.
+        link: the way between hosts; None where the heap has all ranks.
+        hosts: the ranks of each host; None without a link.
+        link_buffers: memory of what travels between hosts; None without a link.
+        say_failed: takes part in the next exchange between hosts, to tell that this rank has failed.
         engine: `cuda`, `triton` or `torch`, resolved.
         transport: name of the transport in use; `transport_reasons` says why not the others.
         host_transport: the `CollectiveTransport`; None where peers are mapped.
@@ -90,6 +100,7 @@ class ExpertParallelContext:
         *,
         device: torch.device | str | None = None,
         heap: SymmetricHeap | None = None,
+        link: PrivateLink | None = None,
         transport: str = "auto",
         engine: str = "auto",
         timeout_s: float = 30.0,
@@ -107,19 +118,25 @@ class ExpertParallelContext:
             try:
                 self.device = resolve_device(device)
                 self.engine = resolve_engine(engine, self.device)
-                self.heap, self.transport_reasons = make_heap(self.group, self.device, transport)
+                limit_s = 2 * max(self.timeout_s, self.startup_timeout_s)
+                made = make_transport(self.group, self.device, transport, self.engine, limit_s)
             except BaseException as error:
                 self.group.leave(reason_of(error), error)
                 raise
         else:
-            check_heap(heap, group, device, transport)
-            self.heap, self.device = heap, heap.device
+            check_heap(heap, group, device, transport, link)
+            made, self.device = Transport(heap.name, heap, link), heap.device
             self.engine = resolve_engine(engine, self.device)
-        self.transport = self.heap.name
+        self.transport, self.transport_reasons, self.heap, self.link = made.name, made.reasons, made.heap, made.link
         self.host_transport = CollectiveTransport(self.heap) if isinstance(self.heap, CollectiveHeap) else None
-        self.rank = self.heap.rank
-        self.world_size = self.heap.world_size
-        self.signals_layout = SignalLayout(self.world_size)
+        self.hosts = None if self.link is None else self.link.hosts
+        self.rank = self.heap.rank if self.hosts is None else self.hosts.rank
+        self.world_size = self.heap.world_size if self.hosts is None else self.hosts.world_size
+        self.link_buffers = None if self.hosts is None else LinkBuffers(self.hosts.num_hosts)
+        self._local_memory: LocalMemory | None = None
+        self.say_failed: Callable[[], None] | None = None
+        self._told_hosts = False
+        self.signals_layout = SignalLayout(self.heap.world_size)
         self.allocated = False
         self.failed = False
         self.closed = False
@@ -133,6 +150,11 @@ class ExpertParallelContext:
         self._abort_codes: np.ndarray | None = None
         self._side_stream: torch.cuda.Stream | None = None
         self._streams = StreamOrder(self.device)
+
+    @property
+    def memory(self) -> ExchangeMemory:
+        """What kernels get, after `allocate()`: this context, or with a link the part of it that is this host's."""
+        return self if self._local_memory is None else self._local_memory
 
     def register(
         self,
@@ -177,8 +199,8 @@ class ExpertParallelContext:
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes of this rank's heap: two halves of each region, the signals, and the staging of moving experts."""
-        return self._regions.num_bytes
+        """Bytes of this rank: two halves of each region, the signals, the staging of moving experts, and the link's."""
+        return self._regions.num_bytes + (0 if self.link_buffers is None else self.link_buffers.num_bytes)
 
     def allocate(self) -> None:
         """Compare configurations and allocate the heap. Collective; later calls compare what was registered since.
@@ -226,6 +248,24 @@ class ExpertParallelContext:
         self.signal_pointers, self.token_flags_pointers, self.landing_pointers, self.combine_pointers = (
             self.heap.peer_pointers(region) for region in ("signals", "token_flags", "landing", "combine")
         )
+        if self.link_buffers is not None:
+            self.link_buffers.allocate(self.device)
+            self._local_memory = LocalMemory(
+                self.heap.rank,
+                self.heap.world_size,
+                self.device,
+                self.heap,
+                self.half_bytes,
+                self.signals_layout,
+                self.signal_pointers,
+                self.token_flags_pointers,
+                self.landing_pointers,
+                self.combine_pointers,
+                self.epoch,
+                self.error,
+                self.latch,
+                self.counters,
+            )
         if self.device.type == "cpu":
             self._abort_codes = abort_words(self.signals, self.signals_layout)[:, 0].numpy()
         self.allocated = True
@@ -285,19 +325,37 @@ class ExpertParallelContext:
         check_kind("reason", reason, str)
         if error is not None:
             check_kind("error", error, Exception)
-        if self.closed or self._failure is not None:
+        if self.closed:
             return
+        if self._failure is None:
+            self._abort(reason, error)
+        self._tell_hosts()
+
+    def _abort(self, reason: str, error: Exception | None) -> None:
+        """`abort` among the ranks of this host, and in the store."""
         self.fail(error or PeerAbortedError(f"rank {self.rank} gave up: {reason}", self.rank, Phase.HOST))
         if self.allocated:
-            encode_abort(self._abort_message, self.rank, reason)
+            local = self.heap.rank
+            encode_abort(self._abort_message, local, reason)
             with torch.cuda.stream(self._side_stream):
-                peers = [self.heap.peer_tensor("signals", peer).view(torch.int32) for peer in range(self.world_size)]
-                write_abort(self._abort_message, peers, self.signals_layout, self.rank)
+                ranks = range(self.heap.world_size)
+                peers = [self.heap.peer_tensor("signals", peer).view(torch.int32) for peer in ranks]
+                write_abort(self._abort_message, peers, self.signals_layout, local)
                 if self.host_transport is not None:
                     self.host_transport.post_abort(max(self.timeout_s, self.startup_timeout_s))
         if self.group is not None:
             # Peers may wait on the host: for another layer, or in `close()`.
             self.group.leave(reason, error)
+
+    def _tell_hosts(self) -> None:
+        """Take part in the exchange between hosts that comes next, once, to say that this rank has failed."""
+        if self.link is not None and not self._told_hosts:
+            self._told_hosts = True
+            if self.say_failed is not None and self.allocated:
+                if self._side_stream is not None:
+                    torch.cuda.current_stream(self.device).wait_stream(self._side_stream)
+                self.say_failed()
+            self.link.leave()
 
     def follow_stream(self) -> None:
         """On a GPU, order what is launched from now on behind the steps of other streams (`StreamOrder.follow`)."""
@@ -334,6 +392,8 @@ class ExpertParallelContext:
         self._abort_codes = None
         if self._failure is not None and self.group is not None:
             self.group.leave(reason_of(self._failure), self._failure)
+        if self.link is not None:
+            self.link.close()
         self.heap.close(failed=self.failed)
 
     def __enter__(self) -> ExpertParallelContext:
@@ -361,9 +421,18 @@ class ExpertParallelContext:
     def _find_failure(self) -> None:
         layout = self.signals_layout
         aborts = abort_words(self.signals, layout).tolist()
-        failure = find_failure(self.error.tolist(), aborts, lambda rank: reason_text(self.signals, layout, rank))
+
+        def reason(number: int) -> str:
+            return reason_text(self.signals, layout, number) if number < layout.world_size else self._reason_elsewhere()
+
+        named = (lambda number: number) if self.hosts is None else self.hosts.of_recorded
+        failure = find_failure(self.error.tolist(), aborts, reason, named)
         if failure is not None:
             self.fail(failure)
+
+    def _reason_elsewhere(self) -> str:
+        """Why a rank of another host gave up, as it left it in the store."""
+        return "" if self.group is None else self.group.reason_left("check")
 
     def _check_usable(self) -> None:
         if self._failure is not None:

@@ -36,11 +36,11 @@ def collective_step(context: ExpertParallelContext) -> Iterator[None]:
 
     A rank without peers keeps its context: later steps read nothing of a step that was left half done.
     """
-    context.allocate()
-    context.check()
-    context.follow_stream()
     # Not `abort_peers_on_error`: one more context manager in each part of a step costs host time.
     try:
+        context.allocate()
+        context.check()
+        context.follow_stream()
         yield
     except BaseException as error:
         abort_peers(context, error)

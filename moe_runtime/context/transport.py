@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import torch
 
 from moe_runtime.comm.arguments import check_choice, check_device, check_kind
@@ -10,27 +12,71 @@ from moe_runtime.comm.heaps.heap import SymmetricHeap
 from moe_runtime.comm.heaps.nvshmem_heap import NvshmemHeap
 from moe_runtime.comm.heaps.private_heap import PrivateHeap
 from moe_runtime.comm.heaps.shared_heap import SharedHeap
+from moe_runtime.comm.host_link import GlooLink, HostLink, NcclLink, PrivateLink
 from moe_runtime.comm.rank_group import RankGroup
 from moe_runtime.comm.transport import choose_transport
 
 
-def make_heap(group: RankGroup, device: torch.device, transport: str) -> tuple[SymmetricHeap, dict[str, str]]:
-    """A heap on `device` over the transport that the ranks choose, and why they did not choose the others. Collective.
+@dataclass(frozen=True)
+class Transport:
+    """What carries the tokens of a context.
+
+    Attributes:
+        name: one of `comm.transport.TRANSPORTS`.
+        heap: the memory of all ranks; of the ranks of this host where there is a link.
+        link: the way between hosts; None where all ranks share the heap.
+        reasons: why not the others, by name.
+    """
+
+    name: str
+    heap: SymmetricHeap
+    link: HostLink | None = None
+    reasons: dict[str, str] = field(default_factory=dict)
+
+
+def make_transport(group: RankGroup, device: torch.device, transport: str, engine: str, limit_s: float) -> Transport:
+    """The transport that the ranks choose. Collective.
+
+    Args:
+        engine: of this rank, resolved.
+        limit_s: after which NCCL may end the process, where an exchange between hosts does not end.
 
     Raises as `comm.transport.choose_transport`.
     """
-    choice = choose_transport(group, device, transport)
-    if choice.name == "private":
-        return PrivateHeap(device), choice.reasons
-    if choice.name == "shared":
-        return SharedHeap(group), choice.reasons
-    kind = NvshmemHeap if choice.name == "nvshmem" else CollectiveHeap
-    return kind(group, device), choice.reasons
+    choice = choose_transport(group, device, transport, engine)
+    if choice.name != "hierarchical":
+        return Transport(choice.name, _heap(choice.name, group, device), None, choice.reasons)
+    assert choice.hosts is not None
+    local = group.of_ranks(choice.hosts.local_ranks, f"host {choice.hosts.host}")
+    link: HostLink
+    if device.type == "cuda":
+        link = NcclLink(choice.hosts, group, device, limit_s)
+    else:
+        link = GlooLink(choice.hosts, group)
+    return Transport(choice.name, _heap(choice.local, local, device), link, choice.reasons)
 
 
-def check_heap(heap: SymmetricHeap, group: object, device: torch.device | str | None, transport: str) -> None:
+def _heap(name: str, group: RankGroup, device: torch.device) -> SymmetricHeap:
+    if name == "private":
+        return PrivateHeap(device)
+    if name == "shared":
+        return SharedHeap(group)
+    return NvshmemHeap(group, device) if name == "nvshmem" else CollectiveHeap(group, device)
+
+
+def check_heap(
+    heap: SymmetricHeap, group: object, device: torch.device | str | None, transport: str, link: PrivateLink | None
+) -> None:
     """Raise `ValueError` where a ready-made heap does not fit the other arguments of a context."""
     check_kind("heap", heap, SymmetricHeap)
+    if link is not None:
+        check_kind("link", link, PrivateLink)
+        ours, theirs = (heap.rank, heap.world_size), (link.hosts.local_rank, link.hosts.ranks_per_host)
+        if ours != theirs:
+            raise ValueError(
+                f"link: expected that of rank {ours[0]} of {ours[1]} on its host, as heap, got rank {theirs[0]} of "
+                f"{theirs[1]}"
+            )
     if group is not None:
         raise ValueError("group: expected None together with heap, which brings its own ranks")
     check_choice("transport", transport, ("auto", heap.name))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from moe_runtime.comm.arguments import check_integer, check_is_tensor, check_kind
+from moe_runtime.comm.host_link import Exchange
 from moe_runtime.kernels.exchange.geometry import ExchangeGeometry
 from moe_runtime.kernels.exchange.interface import ExchangeBackend, RecvBuffers
 from moe_runtime.kernels.formats.number_formats import ceil_div
@@ -23,6 +24,7 @@ class _Progress:
 
     Attributes:
         stages_done: how many of `STAGES` were called.
+        between_hosts: of a context whose ranks are on several hosts.
         recv_buffers: for `dispatch_recv`, until it has run.
         output: bf16 `[T, H]` for `combine_recv`, between `combine_send` and itself.
     """
@@ -30,6 +32,25 @@ class _Progress:
     recv_buffers: RecvBuffers | None
     output: torch.Tensor | None = None
     stages_done: int = 0
+    between_hosts: HostStep | None = None
+
+
+@dataclass
+class HostStep:
+    """What a step between hosts keeps from one part to the next.
+
+    Attributes:
+        num_parts: int32 `[H (T + 1)]`, ranks of this host that each token of the rail goes to.
+        exchange: under way; None once it has been awaited.
+        timeout_ns: limit of its waits.
+        forwarded, relayed: which parts have run.
+    """
+
+    num_parts: torch.Tensor
+    exchange: Exchange | None
+    timeout_ns: int
+    forwarded: bool = False
+    relayed: bool = False
 
 
 @dataclass(frozen=True)
@@ -41,8 +62,10 @@ class DispatchHandle:
     Attributes:
         geometry: of the layer that dispatched.
         epoch: int32 `[1]` on the device: the number of the dispatch in its context.
-        positions: int32 `[W * max_tokens, K]`: row position of each (landing slot, k), -1 for none.
-        num_parts: int32 `[T]`: partial results that come home for each of this rank's tokens.
+        positions: int32 `[S, K]`: row position of each (landing slot, k), -1 for none. On one host `S` is
+            `W * max_tokens`.
+        num_parts: int32 `[T]`: partial results that come home for each of this rank's tokens, one from each rank; one
+            from each host where there are several.
         num_tokens: `T`.
         timeout_ns: how long its kernels wait for a peer: longer in the first step of a layer, which may compile them.
         scales_in_record: whether block scales stay in the records that arrive (`GroupedRows.scales_in_record`).
@@ -68,6 +91,7 @@ class DispatchHandle:
     def allocate(
         cls,
         geometry: ExchangeGeometry,
+        local: ExchangeGeometry,
         backend: ExchangeBackend,
         device: torch.device,
         *,
@@ -78,12 +102,13 @@ class DispatchHandle:
     ) -> DispatchHandle:
         """The handle of a new step, with memory for all that `dispatch_send` and `dispatch_recv` write.
 
-        `routing` is copied, so that the handle can be renewed.
+        `local` is the geometry of the ranks of this host, `geometry` on one host. `routing` is copied, so that the
+        handle can be renewed.
 
         Later stages may write it outside of the inference mode of now, so it is made outside of that mode.
         """
         with torch.inference_mode(False):
-            buffers = allocate_recv_buffers(geometry, backend, device, scales_in_record=scales_in_record)
+            buffers = allocate_recv_buffers(local, backend, device, scales_in_record=scales_in_record)
             return cls(
                 geometry,
                 torch.empty(1, dtype=torch.int32, device=device),
@@ -95,6 +120,16 @@ class DispatchHandle:
                 _Progress(buffers),
                 *(() if routing is None else (given.clone() for given in routing)),
             )
+
+    @property
+    def between_hosts(self) -> HostStep:
+        """Of a context whose ranks are on several hosts."""
+        step = self._progress.between_hosts
+        assert step is not None
+        return step
+
+    def start_between_hosts(self, step: HostStep) -> None:
+        self._progress.between_hosts = step
 
     @property
     def leave_scales(self) -> bool:

@@ -22,6 +22,7 @@ from moe_runtime.dispatcher.arguments import (
 )
 from moe_runtime.dispatcher.backend import choose_backend
 from moe_runtime.dispatcher.handle import CombineSink, DispatchedTokens, DispatchHandle
+from moe_runtime.dispatcher.hierarchical import HostExchange
 from moe_runtime.kernels.exchange.landing import landing_rows, landing_scales
 from moe_runtime.kernels.exchange.padded_rows import PaddedRows
 from moe_runtime.kernels.exchange.reference import part_index
@@ -101,10 +102,12 @@ class TokenDispatcher:
             output_size=output_size,
             kernel_prefix=kernel_prefix,
         )
-        self._backend = choose_backend(context, geometry)
+        self._hosts = None if context.hosts is None else HostExchange(context, geometry)
+        self._local = geometry if self._hosts is None else self._hosts.geometry.local
+        self._backend = choose_backend(context, self._local)
         self._stepped = False
         device = context.device
-        self._starts = torch.tensor(geometry.starts, dtype=torch.int32, device=device)
+        self._starts = torch.tensor(self._local.starts, dtype=torch.int32, device=device)
         self._expert_ids = torch.arange(geometry.num_local_experts, dtype=torch.int32, device=device)
         self._gsf: torch.Tensor | None = None
         if input_scale is not None:
@@ -124,7 +127,7 @@ class TokenDispatcher:
             "reusable_handles": reusable_handles,
         }
         about = f"exchange {geometry.exchange_id}"
-        context.register(agree=None if agreed else arguments, about=about, **geometry.half_bytes())
+        context.register(agree=None if agreed else arguments, about=about, **self._local.half_bytes())
         self._routing_only: RoutingDispatcher | None = None
         if reusable_handles:
             self._routing_only = RoutingDispatcher(
@@ -197,7 +200,7 @@ class TokenDispatcher:
     @property
     def can_keep_scales_in_record(self) -> bool:
         """Whether block scales may stay in their records: those of `nvfp4` and `mxfp8`, rows gathered, on Hopper."""
-        return self._backend.can_keep_scales_in_record(self.geometry)
+        return self._backend.can_keep_scales_in_record(self._local)
 
     @not_compiled
     @by_one_thread
@@ -313,6 +316,9 @@ class TokenDispatcher:
         """
         scales_in_record = _scales_in_record(scales_in_record, leave_scales)
         context, geometry = self.context, self.geometry
+        timeout_ns = context.timeout_ns if self._stepped else context.startup_timeout_ns
+        if self._hosts is not None:
+            self._hosts.expect("dispatch", timeout_ns)
         with collective_step(context):
             check_tokens(geometry, context.device, x, topk_idx, topk_weights)
             if scales_in_record and not self.can_keep_scales_in_record:
@@ -321,24 +327,21 @@ class TokenDispatcher:
                 check_gsf(geometry, context.device, gsf)
             handle = DispatchHandle.allocate(
                 geometry,
+                self._local,
                 self._backend,
                 context.device,
                 num_tokens=x.shape[0],
-                timeout_ns=context.timeout_ns if self._stepped else context.startup_timeout_ns,
+                timeout_ns=timeout_ns,
                 scales_in_record=scales_in_record,
                 routing=None if self._routing_only is None else (topk_idx, topk_weights),
             )
+            scale = self._gsf if gsf is None else gsf
+            tokens = x, topk_idx.contiguous(), topk_weights.contiguous(), scale
+            if self._hosts is not None:
+                handle.start_between_hosts(self._hosts.dispatch_send(*tokens, handle.num_parts, handle.timeout_ns))
+                return handle
             self._backend.dispatch_send(
-                context,
-                geometry,
-                self._starts,
-                x,
-                topk_idx.contiguous(),
-                topk_weights.contiguous(),
-                self._gsf if gsf is None else gsf,
-                handle.epoch,
-                handle.num_parts,
-                handle.timeout_ns,
+                context, geometry, self._starts, *tokens, handle.epoch, handle.num_parts, handle.timeout_ns
             )
             if context.host_transport is not None:
                 context.host_transport.carry_dispatch(
@@ -353,24 +356,36 @@ class TokenDispatcher:
         return handle
 
     @by_one_thread
+    def dispatch_forward(self, handle: DispatchHandle) -> None:
+        """Between the halves of `dispatch`: send tokens of other hosts on to the ranks of this one.
+
+        `dispatch_recv` calls it where nobody has. On one host it does nothing.
+        """
+        if self._hosts is not None:
+            with collective_step(self.context):
+                self._check_handle(handle)
+                self._forward(handle)
+
+    @by_one_thread
     def dispatch_recv(self, handle: DispatchHandle) -> DispatchedTokens:
         """Second half of `dispatch`: wait for the peers' tokens and group them."""
-        context, geometry = self.context, self.geometry
+        context, geometry = self.context, self._local
         with collective_step(context):
             self._check_handle(handle)
             handle.enter("dispatch_recv")
+            self._forward(handle)
             buffers = handle.take_recv_buffers()
-            self._backend.dispatch_recv(context, geometry, handle.epoch, handle.timeout_ns, buffers)
+            self._backend.dispatch_recv(context.memory, geometry, handle.epoch, handle.timeout_ns, buffers)
             self._stepped = True
             self._raise_on_cpu()
         fmt, scales = geometry.token_format, buffers.scales
         if handle.scales_in_record:
-            scales = landing_scales(context, geometry)
+            scales = landing_scales(context.memory, geometry)
         elif scales is not None and fmt.scale_dtype is not None:
             scales = scales.view(fmt.scale_dtype)
         return DispatchedTokens(
             format=fmt,
-            rows=landing_rows(context, geometry) if buffers.rows is None else buffers.rows.view(fmt.quant_dtype),
+            rows=landing_rows(context.memory, geometry) if buffers.rows is None else buffers.rows.view(fmt.quant_dtype),
             scales=scales,
             row_scale=buffers.row_scale,
             row_index=None if geometry.contiguous else buffers.row_index,
@@ -381,7 +396,7 @@ class TokenDispatcher:
             num_columns=geometry.hidden,
             num_active_experts=geometry.num_local_experts,
             scales_in_record=handle.scales_in_record,
-            expected_rows=geometry.expected_rows,
+            expected_rows=self.geometry.expected_rows,
             handle=handle,
         )
 
@@ -405,9 +420,11 @@ class TokenDispatcher:
 
         Raises: as `dispatch`.
         """
-        context, geometry = self.context, self.geometry
+        context, geometry = self.context, self._local
         with collective_step(context):
             self._check_handle(handle)
+            if self._hosts is not None:
+                raise ValueError("out: padded rows are for ranks of one host, or for transport='collective'")
             if geometry.contiguous:
                 raise ValueError("out: expected a dispatcher with mode='gathered' for padded rows")
             at = check_padded(geometry, context.device, out, scales_at, statistics)
@@ -444,8 +461,8 @@ class TokenDispatcher:
             handle.enter("combine_send")
             handle.allocate_output(out)
             self._backend.combine_send(
-                context,
-                geometry,
+                context.memory,
+                self._local,
                 self._starts,
                 output,
                 positions,
@@ -466,6 +483,17 @@ class TokenDispatcher:
                 )
 
     @by_one_thread
+    def combine_forward(self, handle: DispatchHandle) -> None:
+        """Between the halves of `combine`: sum the partial results of this host, and send the sums to other hosts.
+
+        `combine_recv` calls it where nobody has. On one host it does nothing.
+        """
+        if self._hosts is not None:
+            with collective_step(self.context):
+                self._check_handle(handle)
+                self._relay(handle)
+
+    @by_one_thread
     def combine_recv(self, handle: DispatchHandle, *, shared: torch.Tensor | None = None) -> torch.Tensor:
         """Second half of `combine`: wait for the partial results and sum them; bf16 `[T, H]`.
 
@@ -482,7 +510,11 @@ class TokenDispatcher:
                 # `combine_send` may still wait for the routing of a rank that is gone, and is to name it first: peers
                 # that wait for that rank too are late here.
                 limit_ns += limit_ns // 4
-            self._backend.combine_recv(context, geometry, handle.epoch, handle.num_parts, shared, y, limit_ns)
+            if self._hosts is not None:
+                self._relay(handle)
+                self._hosts.total(handle.between_hosts, shared, y)
+            else:
+                self._backend.combine_recv(context, geometry, handle.epoch, handle.num_parts, shared, y, limit_ns)
             self._raise_on_cpu()
         return y
 
@@ -502,6 +534,16 @@ class TokenDispatcher:
         warn_renamed("can_leave_scales", "can_keep_scales_in_record")
         return self.can_keep_scales_in_record
 
+    def _forward(self, handle: DispatchHandle) -> None:
+        """`dispatch_forward`, once."""
+        if self._hosts is not None and not handle.between_hosts.forwarded:
+            self._hosts.forward(handle.between_hosts, handle.epoch)
+
+    def _relay(self, handle: DispatchHandle) -> None:
+        """`combine_forward`, once."""
+        if self._hosts is not None and not handle.between_hosts.relayed:
+            self._hosts.relay(handle.between_hosts, handle.epoch)
+
     def _raise_on_cpu(self) -> None:
         """On CPUs a stage is done when its call returns: raise at once what it recorded."""
         if self.context.device.type == "cpu":
@@ -509,12 +551,13 @@ class TokenDispatcher:
 
     def _receive_routing(self, handle: DispatchHandle) -> tuple[torch.Tensor, int | None]:
         """Positions and `await_ns` for the combine of a handle that was made `for_rows`."""
-        context, geometry = self.context, self.geometry
+        context, geometry = self.context, self._local
         buffers = handle.take_recv_buffers()
         self._stepped = True
-        if self._backend.can_await_tokens(context):
+        self._forward(handle)
+        if self._backend.can_await_tokens(context.memory):
             return handle.positions, handle.timeout_ns
-        self._backend.dispatch_recv(context, geometry, handle.epoch, handle.timeout_ns, buffers)
+        self._backend.dispatch_recv(context.memory, geometry, handle.epoch, handle.timeout_ns, buffers)
         self._raise_on_cpu()
         return torch.where(buffers.positions >= 0, handle.positions, -1), None
 

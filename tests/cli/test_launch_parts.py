@@ -178,9 +178,9 @@ def test_long_steps_are_timed_without_rests_too(
         # Five iterations, and what is sustained, twice.
         assert len(calls) >= (whole.steps_per_iteration * (1 if capturable else 7))
         (short,) = measure(
-            context, lambda number, lap: torch.cuda._sleep(100_000), iterations=2, capturable=True
+            context, lambda number, lap: torch.cuda._sleep(10_000), iterations=2, capturable=True
         ).values()
-        assert short.sustained_us is None and short.steps_per_iteration == timing.STEPS_PER_GRAPH
+        assert short.sustained_us is None
 
 
 @pytest.mark.gpu

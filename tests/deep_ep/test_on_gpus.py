@@ -39,6 +39,14 @@ def weighted(data: Data, world: int, scale: float = 1.0) -> torch.Tensor:
     return total.to(torch.bfloat16)
 
 
+def summed(weights: torch.Tensor) -> torch.Tensor:
+    """fp32 `[T, 1]`, `k` ascending: the order in which `torch.sum` adds depends on the number of rows."""
+    total = torch.zeros_like(weights[:, :1])
+    for k in range(weights.shape[1]):
+        total = total + weights[:, k : k + 1]
+    return total
+
+
 def copied(into: Data, data: Data) -> None:
     for target, source in zip(into, data, strict=True):
         target.copy_(source)
@@ -120,7 +128,7 @@ def replay_normal(rank: int, world: int, seed: int) -> None:
         assert isinstance(rows, torch.Tensor) and got_ids is not None and got_weights is not None and handle is not None
         valid = got_ids >= 0
         # Each row stands for its local experts: their weights times the row.
-        factor = torch.where(valid, got_weights, 0.0).sum(dim=1, keepdim=True)
+        factor = summed(torch.where(valid, got_weights, 0.0))
         out = (torch.where(valid.any(dim=1, keepdim=True), rows, 0.0).float() * factor).to(torch.bfloat16)
         ways.pop("num_worst_tokens", None)
         y, y_weights, event = buffer.combine(out, handle, topk_weights=torch.where(valid, got_weights, 0.0), **ways)
@@ -137,7 +145,7 @@ def replay_normal(rank: int, world: int, seed: int) -> None:
         total = torch.zeros(MOST, HIDDEN, device=device)
         for r in range(world):
             here = (ids >= 0) & (ids // (EXPERTS // world) == r)
-            factor = torch.where(here, weights, 0.0).sum(dim=1, keepdim=True)
+            factor = summed(torch.where(here, weights, 0.0))
             total += (x.float() * factor).to(torch.bfloat16).float()
         assert torch.equal(found[1], total.to(torch.bfloat16))
         assert torch.equal(found[2], torch.where(ids >= 0, weights, 0.0))

@@ -509,7 +509,7 @@ def look_at_changing_words(rank: int, world: int) -> int:
                 word[0] = 1 - word[0]
             continue
         mine._answer()
-        reference._adopt_aborts(context)
+        reference.adopt_aborts(context)
         seen += int(context.latch[0])
         context.latch.zero_()
     dist.barrier()

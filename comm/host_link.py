@@ -1,0 +1,258 @@
+"""The way between hosts: each rank exchanges equal chunks with the ranks of its rail, one on every other host.
+
+Inside a host kernels store to their peers (`comm/heaps/`). Between hosts an engine that people already run carries the
+bytes: NCCL on GPUs, gloo on CPUs. A link has one exchange of each kind under way at most.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import time
+import traceback
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from moe_runtime.comm.errors import MoERuntimeError, PeerTimeoutError, Phase
+from moe_runtime.comm.hosts import Hosts
+from moe_runtime.comm.messages import hexadecimal
+from moe_runtime.comm.rank_group import ROLL_CALL_S, RankGroup
+
+_KEY_BYTES = 8
+"""Of the random key under which the ranks of a rail connect."""
+
+_LEFT: list[Any] = []
+"""Exchanges that ranks which have failed posted, with their groups: destroying a group waits for them."""
+
+
+class Exchange(Protocol):
+    """An exchange under way."""
+
+    def wait(self) -> None:
+        """Make what follows see the chunks that came: on a GPU on the current stream, without waiting for the host.
+
+        Raises `PeerTimeoutError` naming the rank and the host that did not take part, where the link's waits are
+        bounded.
+        """
+
+
+class HostLink(Protocol):
+    """What carries chunks between the hosts of a group.
+
+    Attributes:
+        hosts: the ranks of each host.
+        name: of the engine.
+        graph_safe: whether a step can be captured in a CUDA graph.
+        bounded_waits: whether a wait for a host that is gone ends by itself. Where it does not, a watch ends the
+            process (`HostWatch`).
+    """
+
+    hosts: Hosts
+    name: str
+    graph_safe: bool
+    bounded_waits: bool
+
+    def start(self, outgoing: torch.Tensor, incoming: torch.Tensor, phase: Phase, limit_s: float) -> Exchange:
+        """Send `outgoing[h]` to this rail's rank on each host `h`, which becomes its `incoming[host]`.
+
+        Args:
+            outgoing, incoming: uint8 `[hosts, bytes]`, contiguous, of equal sizes on all ranks. `outgoing` must not
+                be written before `wait` of what comes back.
+            phase: of the step, for messages.
+            limit_s: seconds that the exchange may take, where waits are bounded.
+        """
+
+    def post(self, outgoing: torch.Tensor, incoming: torch.Tensor, phase: Phase, limit_s: float) -> None:
+        """`start` of a rank that has failed and waits for nobody. It takes part in no other exchange."""
+
+    def leave(self) -> None:
+        """Take part in no exchange any more, so that peers do not wait for this rank where that is in its power."""
+
+    def close(self) -> None:
+        """Free what the link holds. Nothing is under way."""
+
+
+class PrivateLink:
+    """A rail of virtual ranks in one process: all of them start an exchange before any waits for it."""
+
+    name = "private"
+    graph_safe = True
+    bounded_waits = True
+
+    def __init__(self, hosts: Hosts, rail: list[PrivateLink]) -> None:
+        self.hosts = hosts
+        self._rail = rail
+        self._outgoing: dict[Phase, torch.Tensor] = {}
+
+    @classmethod
+    def rails(cls, num_hosts: int, ranks_per_host: int) -> list[PrivateLink]:
+        """The link of each virtual rank, by rank."""
+        rails: list[list[PrivateLink]] = [[] for _ in range(ranks_per_host)]
+        links = []
+        for host in range(num_hosts):
+            for local_rank in range(ranks_per_host):
+                rail = rails[local_rank]
+                rail.append(cls(Hosts(num_hosts, ranks_per_host, host, local_rank), rail))
+                links.append(rail[-1])
+        return links
+
+    def start(self, outgoing: torch.Tensor, incoming: torch.Tensor, phase: Phase, limit_s: float) -> Exchange:
+        self._outgoing[phase] = outgoing
+        return _PrivateExchange(self, incoming, phase)
+
+    def post(self, outgoing: torch.Tensor, incoming: torch.Tensor, phase: Phase, limit_s: float) -> None:
+        self._outgoing[phase] = outgoing
+
+    def leave(self) -> None:
+        """Nobody waits."""
+
+    def close(self) -> None:
+        self._outgoing.clear()
+
+
+class _PrivateExchange:
+    def __init__(self, link: PrivateLink, incoming: torch.Tensor, phase: Phase) -> None:
+        self._link, self._incoming, self._phase = link, incoming, phase
+
+    def wait(self) -> None:
+        for host, peer in enumerate(self._link._rail):
+            self._incoming[host].copy_(peer._outgoing[self._phase][self._link.hosts.host])
+
+
+class GlooLink:
+    """Over gloo, for CPUs: `wait` waits on the host, at most as long as the step may take. Its making is collective.
+
+    Args:
+        hosts: the ranks of each host.
+        group: of all ranks.
+    """
+
+    name = "gloo"
+    graph_safe = False
+    bounded_waits = True
+
+    def __init__(self, hosts: Hosts, group: RankGroup) -> None:
+        self.hosts = hosts
+        self._all = group
+        self.rail = group.of_ranks(hosts.rail, f"rail {hosts.local_rank}")
+        key = self.rail.gather("GlooLink", secrets.token_hex(_KEY_BYTES), hexadecimal(_KEY_BYTES))[0].hex()
+        self._key = key
+        self._gloo: Any = self.rail.connect("GlooLink", f"moe_runtime/{key}")
+        self._exchanges = 0
+
+    def start(self, outgoing: torch.Tensor, incoming: torch.Tensor, phase: Phase, limit_s: float) -> Exchange:
+        self._exchanges += 1
+        options = dist.AllToAllOptions()
+        options.asyncOp = True
+        options.timeout = timedelta(seconds=max(limit_s, 0.001))
+        number = self._exchanges
+        begun = time.monotonic()
+        try:
+            if self._gloo is None:
+                raise RuntimeError("an earlier exchange failed")
+            work = self._gloo.alltoall_base(incoming, outgoing, [], [], options)
+        except RuntimeError as error:
+            raise self._failure(error, number, phase, begun, limit_s) from error
+        return _GlooExchange(self, work, number, phase, begun, limit_s)
+
+    def post(self, outgoing: torch.Tensor, incoming: torch.Tensor, phase: Phase, limit_s: float) -> None:
+        with contextlib.suppress(MoERuntimeError):
+            _LEFT.append((self._gloo, self.start(outgoing, incoming, phase, limit_s), outgoing, incoming))
+            self._gloo = None
+
+    def leave(self) -> None:
+        # Its connections close with the last reference, which ends at once what peers wait for in vain.
+        self._gloo = None
+
+    def close(self) -> None:
+        self._gloo = None
+
+    def _failure(self, error: RuntimeError, number: int, phase: Phase, begun: float, limit_s: float) -> MoERuntimeError:
+        """Who did not take part in exchange `number`."""
+        traceback.clear_frames(error.__traceback__)
+        self.leave()
+        waited = time.monotonic() - begun
+        if (left := self._all.who_left(phase.name.lower())) is not None:
+            return left
+        missing = self.rail.missing(f"{self._key}/{number}", min(ROLL_CALL_S, limit_s))
+        rank = self.hosts.rank_on(missing[0]) if missing else -1
+        names = " and ".join(f"rank {self.hosts.rank_on(host)} (host {host})" for host in missing) or "a host"
+        ended = f"the exchange between hosts ended after {waited:.1f} s, its limit is {limit_s:g} s"
+        text = f"rank {self.hosts.rank}, {phase.name.lower()}: {names} did not take part; {ended}"
+        return PeerTimeoutError(text, rank, phase)
+
+
+class _GlooExchange:
+    def __init__(self, link: GlooLink, work: Any, number: int, phase: Phase, begun: float, limit_s: float) -> None:
+        self._link, self._work, self._number, self._phase = link, work, number, phase
+        self._begun, self._limit_s = begun, limit_s
+
+    def wait(self) -> None:
+        left = max(self._begun + self._limit_s - time.monotonic(), 0.001)
+        try:
+            self._work.wait(timedelta(seconds=left))
+        except RuntimeError as error:
+            self._work = None
+            raise self._link._failure(error, self._number, self._phase, self._begun, self._limit_s) from error
+
+
+class NcclLink:
+    """Over NCCL, for GPUs: nothing waits for the host. Constructing it is collective, and makes a group for each rail.
+
+    A step in a graph waits for a host that is gone without end: NCCL has no limit there. Outside of graphs NCCL's own
+    watchdog ends the process at the limit of the group.
+
+    Args:
+        hosts: the ranks of each host.
+        group: of all ranks.
+        device: this rank's GPU.
+        limit_s: after which NCCL's watchdog ends the process, where an exchange does not end.
+    """
+
+    name = "nccl"
+    bounded_waits = False
+
+    def __init__(self, hosts: Hosts, group: RankGroup, device: torch.device, limit_s: float) -> None:
+        self.hosts = hosts
+        self.graph_safe = True
+        assert group.group is not None
+        members = dist.get_process_group_ranks(group.group)
+        with group.connecting("NcclLink", "nccl"):
+            self._group = dist.new_group(
+                [members[rank] for rank in hosts.rail],
+                timeout=timedelta(seconds=limit_s),
+                backend="nccl",
+                use_local_synchronization=True,
+                device_id=device,
+            )
+            # Connects now: connecting inside of a capture fails.
+            word = torch.zeros(hosts.num_hosts, dtype=torch.int32, device=device)
+            dist.all_to_all_single(torch.empty_like(word), word, group=self._group)
+            torch.cuda.synchronize(device)
+
+    def start(self, outgoing: torch.Tensor, incoming: torch.Tensor, phase: Phase, limit_s: float) -> Exchange:
+        work = dist.all_to_all_single(incoming, outgoing, group=self._group, async_op=True)
+        assert work is not None
+        return _NcclExchange(work)
+
+    def post(self, outgoing: torch.Tensor, incoming: torch.Tensor, phase: Phase, limit_s: float) -> None:
+        self._posted = self.start(outgoing, incoming, phase, limit_s)
+
+    def leave(self) -> None:
+        """Peers hear of it by the store."""
+
+    def close(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            dist.destroy_process_group(group)
+
+
+class _NcclExchange:
+    def __init__(self, work: Any) -> None:
+        self._work = work
+
+    def wait(self) -> None:
+        self._work.wait()

@@ -1,0 +1,201 @@
+// The exchange between hosts: what happens before and after that of one host. `hierarchical.py` says what each part does and
+// has the layout of chunks; `dispatch_send.cu` packs records into them, with hosts for ranks.
+//
+// Macros: those of signalling.cuh, HOSTS (at most 32), HOST (this one), ERROR_WORDS and COUNT (of a header), HEADER_AT (of a chunk
+// of records) and SUM_HEADER_AT (of one of sums), FLAGS_AT, K, RECORD_BYTES, IDS_AT, SOURCE_AT, WEIGHTS_AT, WARPS (of a block of
+// `forward_send`), SLOTS (of a host), READY, COMBINE_FLAG, DISPATCH_FLAG, TOKEN_COUNT, ROUTING and MISMATCH (ErrorCode),
+// DISPATCH_SEND (Phase), HIDDEN and SUM_BYTES (of a sum).
+
+#include "signalling.cuh"
+#include "quantize.cuh"
+
+__device__ __noinline__ void adopt_header(const Exchange x, const int* header) {
+  record_failure_of(x, header[0], header[1], header[2], header[3], header[4], header[6], header[5]);
+}
+
+// Records the failure that a header tells of, if one does; returns whether this rank has failed. For a whole warp.
+__device__ __forceinline__ bool adopt_headers(const Exchange& x, const u64* chunks, int header_at) {
+  const int lane = threadIdx.x & 31;
+  const int* header = reinterpret_cast<const int*>(chunks[min(lane, HOSTS - 1)] + header_at);
+  const u32 told = __ballot_sync(ALL, lane < HOSTS && header[0] != 0);
+  const bool failed = x.failed();
+  if (told && lane == __ffs(told) - 1) adopt_header(x, header);
+  __syncwarp();
+  return __any_sync(ALL, failed || told != 0) != 0;
+}
+
+// Rank `number` of this host as headers name it.
+__device__ __forceinline__ int named(int number) { return number < WORLD ? WORLD + HOST * WORLD + number : number; }
+
+// Writes into the header of each chunk whether this rank has failed. With `packed`, what `dispatch_send` recorded in it becomes
+// a failure of this rank. One warp.
+extern "C" __global__ void __launch_bounds__(32)
+    host_headers(const u64* chunks, int header_at, const int* packed, const int* pack_latch, int num_tokens, int count_tag, const int* pack_epoch,
+                 const u64* signals, int* error, int* latch, int rank, long long timeout_ns) {
+  const Exchange x{signals, error, latch, rank, timeout_ns};
+  const int lane = threadIdx.x & 31;
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;");
+  if (packed != nullptr && lane == 0 && *pack_latch != 0) record_failure(x, ROUTING, rank, DISPATCH_SEND, packed[3], packed[4], packed[6]);
+  __syncwarp();
+  adopt_aborts(x);
+  const bool failed = __any_sync(ALL, x.failed()) != 0;
+  if (failed) await_abort_sent(x);
+  int word = lane < ERROR_WORDS && failed ? load_relaxed(error + lane) : 0;
+  if (failed && (lane == 1 || lane == 5)) word = named(word);
+  if (lane == COUNT) word = packed == nullptr ? 0 : num_tokens + tag_of(count_tag, load_relaxed(pack_epoch));
+  for (int host = 0; host < HOSTS; ++host)
+    if (lane < ERROR_WORDS)
+      reinterpret_cast<int*>(chunks[host] + header_at)[lane] = word;
+}
+
+constexpr int SENT_BYTES = (WEIGHTS_AT + 4 * K + 15) / 16 * 16;
+
+__device__ __noinline__ void record_mismatch(const Exchange x, int host, int epoch, int count, int tag) {
+  record_failure_of(x, MISMATCH, named(0) - HOST * WORLD + host * WORLD + x.rank, DISPATCH_SEND, epoch, exchange_of(count),
+                    exchange_of(tag), x.rank);
+}
+
+// Copies the record of each token that came to the ranks of this host that hold its experts. A warp takes a token.
+extern "C" __global__ void __launch_bounds__(32 * WARPS)
+    forward_send(const u64* chunks, int num_tokens, int count_tag, const int* starts, int first_expert, int num_experts,
+                 const u64* landing, const u64* token_flags, const u64* signals, int* epoch_ptr, int* handle_epoch, int* num_parts,
+                 int* error, int* latch, int* counter, int rank, long long landing_half, long long token_flags_half,
+                 long long timeout_ns) {
+  extern __shared__ __align__(128) u8 records[];  // [WARPS][RECORD_BYTES]
+  const int warp = threadIdx.x / 32, lane = threadIdx.x & 31, peer = min(lane, WORLD - 1);
+  const Exchange x{signals, error, latch, rank, timeout_ns};
+  const int* own = x.words(rank);
+  int* const words_of_lane = x.words(peer);
+  const u64 landing_of_lane = landing[peer], token_flags_of_lane = token_flags[peer];
+  const int end_of_lane = starts[peer + 1];
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  const int epoch = load_relaxed(epoch_ptr) + 1, half = epoch & 1;
+  if (warp == 0) {
+    if (blockIdx.x == 0) {
+      // Arrival may start before this kernel has ended and must know the epoch that it waits for.
+      if (lane == 0) {
+        store_relaxed(handle_epoch, epoch);
+        __threadfence();
+      }
+      if (lane < WORLD) store_release(words_of_lane + READY + rank, epoch);
+      __syncwarp();
+    }
+    asm volatile("griddepcontrol.launch_dependents;");
+  }
+  bool failed = adopt_headers(x, chunks, HEADER_AT);
+  const int tag = tag_of(count_tag, epoch);
+  const int count = reinterpret_cast<const int*>(chunks[min(lane, HOSTS - 1)] + HEADER_AT)[COUNT];
+  const int tokens = without_sign(count) - tag;
+  const u32 others = __ballot_sync(ALL, lane < HOSTS && (tokens < 0 || tokens > num_tokens));
+  if (!failed && others) {
+    if (lane == __ffs(others) - 1) record_mismatch(x, lane, epoch, count, tag);
+    __syncwarp();
+    failed = true;
+  }
+  failed |= await(x, own, lane < WORLD, own + READY + peer, epoch, own + COMBINE_FLAG + half * WORLD + peer, epoch - 2,
+                  DISPATCH_SEND, epoch);
+  failed = __any_sync(ALL, failed) != 0;
+  // Flags raised without data must come after the abort messages.
+  if (failed) await_abort_sent(x);
+  if (!failed && blockIdx.x == 0 && warp == 0 && lane < WORLD)
+    store_relaxed(words_of_lane + half * WORLD + rank + TOKEN_COUNT, HOSTS * SLOTS + tag);
+
+  u8* record = records + warp * RECORD_BYTES;
+  for (int slot = blockIdx.x * WARPS + warp; slot < HOSTS * SLOTS; slot += gridDim.x * WARPS) {
+    const int host = slot / SLOTS, token = slot % SLOTS;
+    const u64 chunk = chunks[host];
+    const u8* from = reinterpret_cast<const u8*>(chunk) + static_cast<long long>(token) * RECORD_BYTES;
+    const bool came = token < num_tokens && reinterpret_cast<const int*>(chunk + FLAGS_AT)[token] == epoch;
+    int expert = -1;
+    if (came && lane < K) {
+      const int id = static_cast<int>(reinterpret_cast<const u16*>(from + IDS_AT)[lane]) - first_expert;
+      if (id >= 0 && id < num_experts) expert = id;
+    }
+    const int owner = owner_of(expert, end_of_lane);
+    const u32 targets = __reduce_or_sync(ALL, expert >= 0 ? 1u << owner : 0u);
+    if (lane == 0) num_parts[slot] = __popc(targets);
+    if (failed || targets == 0) continue;
+    bulk_await_read<0>();
+    __syncwarp();
+    for (int i = lane; i < SENT_BYTES / 16; i += 32) reinterpret_cast<uint4*>(record)[i] = reinterpret_cast<const uint4*>(from)[i];
+    __syncwarp();
+    if (lane < K) reinterpret_cast<u16*>(record + IDS_AT)[lane] = static_cast<u16>(expert);
+    if (lane == 0) *reinterpret_cast<int*>(record + SOURCE_AT) = slot;
+    bulk_fence();
+    __syncwarp();
+    const long long place = static_cast<long long>(rank) * (HOSTS * SLOTS) + slot;
+    const u64 to = landing_of_lane + half * landing_half + place * RECORD_BYTES;
+    // Says only that the slot is used: the flag comes behind all records.
+    if (lane < WORLD && (targets >> lane & 1))
+      store_relaxed(reinterpret_cast<int*>(token_flags_of_lane + half * token_flags_half) + place, epoch);
+    for (u32 left = targets; left; left &= left - 1) {
+      const u64 at = __shfl_sync(ALL, to, __ffs(left) - 1);
+      if (lane == 0) bulk_store(at, record, SENT_BYTES);
+    }
+    bulk_commit();
+  }
+  bulk_await();
+  __syncwarp();
+  fence_system();
+  __syncthreads();
+  if (warp == 0) {
+    bool last = false;
+    if (lane == 0) last = last_to_arrive(counter);
+    last = __any_sync(ALL, last);
+    __syncwarp();
+    if (last) {
+      if (lane == 0) *epoch_ptr = epoch;
+      if (lane < WORLD) store_release(words_of_lane + half * WORLD + rank + DISPATCH_FLAG, epoch);
+    }
+  }
+}
+
+constexpr int EIGHTS = HIDDEN / 8;
+
+// Adds the sums of all hosts, ascending, to `shared`. A block takes a token.
+extern "C" __global__ void __launch_bounds__(256)
+    host_total(const u64* chunks, const u16* shared, long long shared_stride, u16* y, int num_tokens, const u64* signals, int* error,
+               int* latch, int rank, long long timeout_ns) {
+  const Exchange x{signals, error, latch, rank, timeout_ns};
+  __shared__ int any_failed;
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;");
+  if (threadIdx.x < 32) {
+    const bool failed = adopt_headers(x, chunks, SUM_HEADER_AT);
+    if (threadIdx.x == 0) any_failed = failed;
+  }
+  __syncthreads();
+  const bool failed = any_failed;
+  for (int token = blockIdx.x; token < num_tokens; token += gridDim.x) {
+    for (int unit = threadIdx.x; unit < EIGHTS; unit += 256) {
+      uint4 rows[HOSTS];
+#pragma unroll
+      for (int host = 0; host < HOSTS; ++host)
+        rows[host] = reinterpret_cast<const uint4*>(chunks[host] + static_cast<long long>(token) * SUM_BYTES)[unit];
+      float total[8];
+      uint4 first = make_uint4(0, 0, 0, 0);
+      if (shared != nullptr) first = reinterpret_cast<const uint4*>(shared + token * shared_stride)[unit];
+      const u32 words[4] = {first.x, first.y, first.z, first.w};
+#pragma unroll
+      for (int n = 0; n < 8; ++n) total[n] = bf16_value(words[n / 2] >> 16 * (n % 2) & 0xFFFF);
+#pragma unroll
+      for (int host = 0; host < HOSTS; ++host) {
+        const u32 row[4] = {rows[host].x, rows[host].y, rows[host].z, rows[host].w};
+#pragma unroll
+        for (int n = 0; n < 8; ++n) total[n] += bf16_value(row[n / 2] >> 16 * (n % 2) & 0xFFFF);
+      }
+      uint4 sums = bf16_words(total);
+      if (failed) sums = make_uint4(0x7FC07FC0u, 0x7FC07FC0u, 0x7FC07FC0u, 0x7FC07FC0u);
+      reinterpret_cast<uint4*>(y)[static_cast<long long>(token) * EIGHTS + unit] = sums;
+    }
+  }
+}
+
+// Where sums are quantized, torch adds them up: this only records what headers tell of. One warp.
+extern "C" __global__ void __launch_bounds__(32)
+    host_failures(const u64* chunks, const u64* signals, int* error, int* latch, int rank, long long timeout_ns) {
+  const Exchange x{signals, error, latch, rank, timeout_ns};
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  adopt_headers(x, chunks, SUM_HEADER_AT);
+}

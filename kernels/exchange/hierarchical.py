@@ -1,0 +1,338 @@
+"""The exchange between hosts: a token crosses the network once to each host, and each host sends one partial sum home.
+
+A step has two parts more than on one host:
+
+1. `pack` quantizes this rank's tokens and builds their records, one chunk for each host. The link brings the chunks to
+   the ranks of this rail.
+2. `forward` copies each record that came to the ranks of this host that hold its experts, as if this rank's tokens were
+   those of its whole rail. From there on the kernels of one host do the rest.
+3. `relay` sums what the ranks of this host computed for each token, and the link brings the sums home.
+4. `total` sums over hosts.
+
+Letters: `H` hosts, `L` ranks of a host, `T` most tokens of a rank. Token `t` of host `h` is token `h (T + 1) + t` of
+its rail within a host; the last of each host stands for none, and carries the header of `relay`.
+
+A header says whether its rank has failed, in every exchange. So all ranks of a rail learn of it in the same step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+
+from moe_runtime.comm.errors import ErrorCode, Phase
+from moe_runtime.comm.hosts import Hosts
+from moe_runtime.comm.signals import ERROR_WORDS, WITHOUT_SIGN, exchange_of, tag_of
+from moe_runtime.kernels.exchange import reference
+from moe_runtime.kernels.exchange.geometry import ExchangeGeometry
+from moe_runtime.kernels.exchange.interface import ExchangeMemory
+from moe_runtime.kernels.exchange.record import NO_EXPERT
+from moe_runtime.kernels.formats.number_formats import BF16, QuantizedRows, align
+from moe_runtime.kernels.formats.reference_quantize import dequantize_rows, f32_to_bf16_bits, quantize_rows
+
+HEADER_BYTES = 4 * ERROR_WORDS
+"""A header is the error record of its rank, with the ranks that `Hosts.recorded` names, and the token count last."""
+COUNT = ERROR_WORDS - 1
+
+PACK_WORDS = 64
+"""Of `LinkMemory.words`: the epoch, the code of a failure and the word after it, and from 8 on the error record."""
+
+
+@dataclass(frozen=True)
+class HostGeometry:
+    """One layer's exchange over several hosts.
+
+    Attributes:
+        hosts: the ranks of each host.
+        flat: as all ranks would exchange on one host.
+        local: of the ranks of this host, whose tokens are those of their rails. Partial results are bf16 there: the
+            format of combine is for the network.
+    """
+
+    hosts: Hosts
+    flat: ExchangeGeometry
+
+    @cached_property
+    def host_starts(self) -> tuple[int, ...]:
+        """First expert of each host, and the end of the last."""
+        return self.flat.starts[:: self.hosts.ranks_per_host]
+
+    @cached_property
+    def first_expert(self) -> int:
+        """Of this host."""
+        return self.host_starts[self.hosts.host]
+
+    @cached_property
+    def local(self) -> ExchangeGeometry:
+        hosts, flat = self.hosts, self.flat
+        return replace(
+            flat,
+            rank=hosts.local_rank,
+            world_size=hosts.ranks_per_host,
+            num_experts=self.host_starts[hosts.host + 1] - self.first_expert,
+            max_tokens=hosts.num_hosts * self.slots,
+            combine_format=BF16,
+            exchange_id=flat.exchange_id,
+        )
+
+    @cached_property
+    def slots(self) -> int:
+        """Of each host in `local`: its tokens and one more."""
+        return self.flat.max_tokens + 1
+
+    @cached_property
+    def flags_offset(self) -> int:
+        """Bytes from the start of a chunk of records to its token flags."""
+        return self.flat.max_tokens * self.flat.record.record_bytes
+
+    @cached_property
+    def header_offset(self) -> int:
+        """Bytes from the start of a chunk of records to its header."""
+        return align(self.flags_offset + 4 * self.flat.max_tokens, 128)
+
+    @cached_property
+    def dispatch_chunk(self) -> int:
+        """Bytes of a chunk of records."""
+        return self.header_offset + 128
+
+    @cached_property
+    def sum_bytes(self) -> int:
+        """Bytes of one partial sum between hosts: as within a host, without what aligns it there."""
+        fmt, hidden = self.flat.combine_format, self.flat.output_hidden
+        num_bytes = self.flat.partial_scales_offset + fmt.scale_bytes(hidden)
+        return align(num_bytes, 16) if fmt.scale_dtype is not None else fmt.quant_bytes(hidden)
+
+    @cached_property
+    def combine_chunk(self) -> int:
+        """Bytes of a chunk of partial sums."""
+        return self.slots * self.sum_bytes
+
+    def records(self, chunk: torch.Tensor) -> torch.Tensor:
+        """uint8 `[T, record_bytes]` of a chunk."""
+        return chunk[: self.flags_offset].view(self.flat.max_tokens, -1)
+
+    def flags(self, chunk: torch.Tensor) -> torch.Tensor:
+        """int32 `[T]` of a chunk of records: the epoch of what lies in each slot."""
+        return chunk[self.flags_offset : self.flags_offset + 4 * self.flat.max_tokens].view(torch.int32)
+
+    def dispatch_header(self, chunk: torch.Tensor) -> torch.Tensor:
+        """int32 `[ERROR_WORDS]`."""
+        return chunk[self.header_offset : self.header_offset + HEADER_BYTES].view(torch.int32)
+
+    def combine_header(self, chunk: torch.Tensor) -> torch.Tensor:
+        """int32 `[ERROR_WORDS]`."""
+        start = self.flat.max_tokens * self.sum_bytes
+        return chunk[start : start + HEADER_BYTES].view(torch.int32)
+
+
+@dataclass
+class LinkMemory:
+    """What a rank sends to other hosts and gets from them, and what kernels need for it.
+
+    Attributes:
+        starts: int32 `[L + 1]`, first expert of each rank of this host, from 0.
+        host_starts: int32 `[H + 1]`, first expert id of each host.
+        records_out, records_in: uint8 `[H, dispatch_chunk]`.
+        sums_out, sums_in: uint8 `[H, combine_chunk]`.
+        pointers: what `hierarchical_cuda` makes of it.
+        words: int32, zeros at first, in which `pack` on GPUs counts epochs and keeps what it finds.
+    """
+
+    starts: torch.Tensor
+    host_starts: torch.Tensor
+    records_out: torch.Tensor
+    records_in: torch.Tensor
+    sums_out: torch.Tensor
+    sums_in: torch.Tensor
+    words: torch.Tensor
+    pointers: object = None
+
+
+def pack(
+    memory: ExchangeMemory,
+    geometry: HostGeometry,
+    link: LinkMemory,
+    x_TH: torch.Tensor,
+    topk_idx_TK: torch.Tensor,
+    topk_weights_TK: torch.Tensor,
+    gsf: torch.Tensor | None,
+    num_hosts_T: torch.Tensor,
+) -> None:
+    """Build the records of this rank's tokens in `records_out`, in the chunk of each host that holds their experts.
+
+    Args:
+        x_TH, topk_idx_TK, topk_weights_TK, gsf: as for `ExchangeBackend.dispatch_send`.
+        num_hosts_T: int32 `[T]`, receives the number of hosts that each token goes to.
+    """
+    flat, epoch = geometry.flat, reference.next_epoch(int(memory.epoch[0]))
+    ids, bad = reference.checked_ids(topk_idx_TK, flat.num_experts)
+    reference.record_bad_id(memory, topk_idx_TK, bad, epoch)
+    owners = reference.owners_of(ids, link.host_starts)
+    goes_to = torch.stack([(owners == host).any(dim=1) for host in range(geometry.hosts.num_hosts)], dim=1)
+    num_hosts_T.copy_(goes_to.sum(dim=1))
+    if x_TH.shape[0]:
+        rows = reference.quantized(flat.token_format, x_TH, gsf)
+        records = reference.build_records(flat, rows, ids, topk_weights_TK)
+        for host, chunk in enumerate(link.records_out):
+            tokens = goes_to[:, host].nonzero().flatten()
+            geometry.records(chunk)[tokens] = records[tokens]
+            geometry.flags(chunk)[tokens] = epoch
+    count = x_TH.shape[0] + tag_of(flat.count_tag, epoch)
+    _write_headers(memory, geometry, [geometry.dispatch_header(chunk) for chunk in link.records_out], count)
+
+
+def say_failed(memory: ExchangeMemory, geometry: HostGeometry, link: LinkMemory, kind: str) -> None:
+    """Only write the headers of `kind`, `dispatch` or `combine`, for a rank that goes no further."""
+    if kind == "dispatch":
+        _write_headers(memory, geometry, [geometry.dispatch_header(chunk) for chunk in link.records_out], 0)
+    else:
+        _write_headers(memory, geometry, [geometry.combine_header(chunk) for chunk in link.sums_out], 0)
+
+
+def _write_headers(memory: ExchangeMemory, geometry: HostGeometry, headers: list[torch.Tensor], count: int) -> None:
+    """Say in each of `headers` whether this rank has failed, by itself or because of a peer on this host."""
+    reference.adopt_aborts(memory)
+    words = memory.error.tolist() if int(memory.latch[0]) else [0] * ERROR_WORDS
+    if words[0]:
+        for place in (1, 5):
+            words[place] = geometry.hosts.recorded(geometry.hosts.of_recorded(words[place]))
+    words[COUNT] = count
+    for header in headers:
+        header.copy_(torch.tensor(words, dtype=torch.int32, device="cpu"))
+
+
+def _adopt_headers(memory: ExchangeMemory, headers: list[torch.Tensor]) -> None:
+    """Record the failure of a rank of another host, if a header tells of one."""
+    for header in headers:
+        code, about, phase, epoch, detail, origin, detail2, _ = header.tolist()
+        if code and int(memory.latch[0]) == 0:
+            reference.record_failure(memory, code, about, phase, epoch, detail, detail2, origin=origin)
+
+
+def forward(
+    memory: ExchangeMemory,
+    geometry: HostGeometry,
+    link: LinkMemory,
+    handle_epoch: torch.Tensor,
+    num_parts_V: torch.Tensor,
+    timeout_ns: int,
+) -> None:
+    """Send `records_in` to the ranks of this host that hold their experts, and raise this rank's flags there.
+
+    Args:
+        handle_epoch: int32 `[1]`, receives the epoch of this dispatch.
+        num_parts_V: int32 `[H (T + 1)]`, receives the number of ranks that each token goes to.
+        timeout_ns: how long to wait for a rank of this host.
+    """
+    local, record = geometry.local, geometry.flat.record
+    epoch = reference.next_epoch(int(memory.epoch[0]))
+    reference.enter(memory, local, epoch)
+    headers = [geometry.dispatch_header(chunk) for chunk in link.records_in]
+    _adopt_headers(memory, headers)
+    tag = tag_of(geometry.flat.count_tag, epoch)
+    for host, header in enumerate(headers):
+        word = int(header[COUNT])
+        if int(memory.latch[0]) == 0 and not 0 <= (word & WITHOUT_SIGN) - tag <= geometry.flat.max_tokens:
+            about = geometry.hosts.recorded(geometry.hosts.rank_on(host))
+            numbers = exchange_of(word), exchange_of(tag)
+            reference.record_failure(memory, ErrorCode.MISMATCH, about, Phase.DISPATCH_SEND, epoch, *numbers)
+    reference.await_ready(memory, local, epoch, timeout_ns)
+    num_parts_V.zero_()
+    if int(memory.latch[0]) == 0:
+        for host, chunk in enumerate(link.records_in):
+            tokens = (geometry.flags(chunk) == epoch).nonzero().flatten()
+            records = geometry.records(chunk)[tokens]
+            slots = tokens + host * geometry.slots
+
+            def put(offset: int, values: torch.Tensor, records: torch.Tensor = records) -> None:
+                data = values.contiguous().view(torch.uint8)
+                records[:, offset : offset + data.shape[1]] = data
+
+            field = records[:, record.ids_offset : record.ids_offset + 2 * record.top_k].contiguous()
+            ids = (field.view(torch.int16).to(torch.int64) & NO_EXPERT) - geometry.first_expert
+            ids = torch.where((ids >= 0) & (ids < local.num_experts), ids, -1)
+            put(record.ids_offset, ids.to(torch.int16))
+            put(record.source_offset, slots.to(torch.int32)[:, None])
+            owners = reference.owners_of(ids, link.starts)
+            for peer in range(local.world_size):
+                mine = (owners == peer).any(dim=1)
+                num_parts_V[slots] += mine.to(torch.int32)
+                chosen = mine.nonzero().flatten()
+                reference.store_records(memory, local, peer, epoch & 1, slots[chosen], records[chosen], epoch)
+    reference.raise_flags(memory, local, epoch, local.max_tokens)
+    handle_epoch[0] = epoch
+
+
+def relay(
+    memory: ExchangeMemory,
+    geometry: HostGeometry,
+    link: LinkMemory,
+    handle_epoch: torch.Tensor,
+    num_parts_V: torch.Tensor,
+    timeout_ns: int,
+) -> None:
+    """Sum what the ranks of this host have computed for each token of this rail into `sums_out`, in its format.
+
+    Args:
+        handle_epoch: int32 `[1]`, the epoch of the dispatch.
+        num_parts_V: int32 `[H (T + 1)]` from `forward`.
+        timeout_ns: how long to wait for a rank of this host.
+    """
+    wire, shape = geometry.flat.combine_format, (geometry.local.max_tokens, geometry.flat.output_hidden)
+    in_place = wire is BF16
+    out = link.sums_out
+    sums = out.view(torch.bfloat16).view(shape) if in_place else out.new_empty(shape, dtype=torch.bfloat16)
+    reference.combine_recv(memory, geometry.local, handle_epoch, num_parts_V, None, sums, timeout_ns)
+    if not in_place:
+        put_sums(geometry, quantize_rows(sums, wire), out)
+    _write_headers(memory, geometry, [geometry.combine_header(chunk) for chunk in out], 0)
+
+
+def put_sums(geometry: HostGeometry, sums: QuantizedRows, outgoing: torch.Tensor) -> None:
+    """Write quantized sums and their scales into the rows of all chunks."""
+    assert sums.scales_RV is not None
+    rows = outgoing.view(geometry.local.max_tokens, geometry.sum_bytes)
+    quants, scales = sums.quants_RK.view(torch.uint8), sums.scales_RV.contiguous().view(torch.uint8)
+    rows[:, : quants.shape[1]] = quants
+    at = geometry.flat.partial_scales_offset
+    rows[:, at : at + scales.shape[1]] = scales
+
+
+def total(
+    memory: ExchangeMemory,
+    geometry: HostGeometry,
+    link: LinkMemory,
+    shared_TH: torch.Tensor | None,
+    y_TH: torch.Tensor,
+) -> None:
+    """Sum the partial sums of all hosts in `sums_in`, ascending, into `y_TH`; NaN after any failure.
+
+    Args:
+        shared_TH: bf16 `[T, H]`, last dimension contiguous, added first; None where there is no shared expert.
+        y_TH: bf16 `[T, H]`, contiguous, written.
+    """
+    _adopt_headers(memory, [geometry.combine_header(chunk) for chunk in link.sums_in])
+    if int(memory.latch[0]) != 0:
+        y_TH.fill_(float("nan"))
+        return
+    sums = sum_over_hosts(geometry, link.sums_in, shared_TH, len(y_TH))
+    y_TH.view(torch.int16).copy_(f32_to_bf16_bits(sums).view(torch.int16))
+
+
+def sum_over_hosts(
+    geometry: HostGeometry, incoming: torch.Tensor, shared_TH: torch.Tensor | None, num_tokens: int
+) -> torch.Tensor:
+    """fp32 `[T, H]`: the sum of `shared_TH` and the partial sums of all hosts, ascending."""
+    wire, hidden, at = geometry.flat.combine_format, geometry.flat.output_hidden, geometry.flat.partial_scales_offset
+    sums = torch.zeros(num_tokens, hidden, dtype=torch.float32, device=incoming.device)
+    if shared_TH is not None:
+        sums = shared_TH.to(torch.float32)
+    for chunk in incoming:
+        rows = chunk.view(geometry.slots, geometry.sum_bytes)[:num_tokens]
+        quants, scales = rows[:, : wire.quant_bytes(hidden)].contiguous().view(wire.quant_dtype), None
+        if wire.scale_dtype is not None:
+            scales = rows[:, at : at + wire.scale_bytes(hidden)].contiguous().view(wire.scale_dtype)
+        sums = sums + dequantize_rows(QuantizedRows(wire, quants, scales))
+    return sums

@@ -1,0 +1,301 @@
+"""The parts of `hierarchical.py` in CUDA C++, for Hopper, with the same arguments and the same bits.
+
+`dispatch_send.cu` packs: its ranks are the hosts, and its memory of each host is that host's chunk.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import torch
+
+from moe_runtime.comm.errors import ErrorCode, Phase
+from moe_runtime.comm.signals import ERROR_WORDS, SignalLayout
+from moe_runtime.kernels.exchange import cuda
+from moe_runtime.kernels.exchange.geometry import ExchangeGeometry
+from moe_runtime.kernels.exchange.hierarchical import COUNT, HostGeometry, LinkMemory, put_sums, sum_over_hosts
+from moe_runtime.kernels.exchange.interface import ExchangeMemory
+from moe_runtime.kernels.exchange.macros import dispatch_macros, shared_macros, token_macros
+from moe_runtime.kernels.exchange.plan import MAX_SHARED_BYTES, required_plan
+from moe_runtime.kernels.formats.number_formats import BF16, ceil_div
+from moe_runtime.kernels.formats.quantize import quantize_rows
+from moe_runtime.kernels.nvrtc import Defines, int64
+
+FILE = "hierarchical.cu"
+MOST_WARPS = 8
+"""Of a block of `forward_send`, each with a record in shared memory."""
+EPOCH, LATCH, FOUND = 0, 1, 8
+"""Places in `LinkMemory.words`."""
+
+
+@cache
+def host_macros(geometry: HostGeometry) -> Defines:
+    """Macros of `hierarchical.cu`."""
+    local, flat = geometry.local, geometry.flat
+    signals = SignalLayout(local.world_size)
+    return Defines(
+        {
+            **shared_macros(local),
+            **token_macros(local),
+            "HOSTS": geometry.hosts.num_hosts,
+            "HOST": geometry.hosts.host,
+            "SLOTS": geometry.slots,
+            "WARPS": _warps(geometry),
+            "ERROR_WORDS": ERROR_WORDS,
+            "COUNT": COUNT,
+            "FLAGS_AT": geometry.flags_offset,
+            "HEADER_AT": geometry.header_offset,
+            "SUM_HEADER_AT": flat.max_tokens * geometry.sum_bytes,
+            "SUM_BYTES": geometry.sum_bytes,
+            "HIDDEN": flat.output_hidden,
+            "READY": signals.ready,
+            "COMBINE_FLAG": signals.combine_flag,
+            "ROUTING": int(ErrorCode.ROUTING),
+            "MISMATCH": int(ErrorCode.MISMATCH),
+            "DISPATCH_SEND": int(Phase.DISPATCH_SEND),
+        }
+    )
+
+
+def _warps(geometry: HostGeometry) -> int:
+    return max(1, min(MOST_WARPS, MAX_SHARED_BYTES // 2 // geometry.flat.record.record_bytes))
+
+
+@cache
+def _to_hosts(geometry: HostGeometry) -> ExchangeGeometry:
+    """What `dispatch_send` takes for the exchange: each host is a rank."""
+    hosts = geometry.hosts
+    return replace(geometry.flat, rank=hosts.host, world_size=hosts.num_hosts, exchange_id=geometry.flat.exchange_id)
+
+
+class _Pointers:
+    """int64 `[H]` addresses for kernels; they are made once for each memory."""
+
+    def __init__(self, geometry: HostGeometry, link: LinkMemory) -> None:
+        device, words = link.words.device, SignalLayout(geometry.hosts.num_hosts).num_words
+        record, before = geometry.flat.record.record_bytes, geometry.hosts.host * geometry.flat.max_tokens
+
+        def table(addresses: list[int]) -> torch.Tensor:
+            return torch.tensor(addresses, dtype=torch.int64, device=device)
+
+        def chunks(of: torch.Tensor) -> torch.Tensor:
+            return table([chunk.data_ptr() for chunk in of])
+
+        self.records_out, self.records_in = chunks(link.records_out), chunks(link.records_in)
+        self.sums_out, self.sums_in = chunks(link.sums_out), chunks(link.sums_in)
+        # `dispatch_send` begins at the slots of its own rank.
+        starts = [chunk.data_ptr() for chunk in link.records_out]
+        self.landing = table([start - before * record for start in starts])
+        self.token_flags = table([start + geometry.flags_offset - before * 4 for start in starts])
+        # Its signals go nowhere: headers say what other hosts must know.
+        self._unread = torch.zeros(2, words, dtype=torch.int32, device=device)
+        others, own = self._unread[0].data_ptr(), self._unread[1].data_ptr()
+        self.signals = table([own if host == geometry.hosts.host else others for host in range(len(starts))])
+
+
+def _pointers(geometry: HostGeometry, link: LinkMemory) -> _Pointers:
+    if link.pointers is None:
+        link.pointers = _Pointers(geometry, link)
+    assert isinstance(link.pointers, _Pointers)
+    return link.pointers
+
+
+def pack(
+    memory: ExchangeMemory,
+    geometry: HostGeometry,
+    link: LinkMemory,
+    x_TH: torch.Tensor,
+    topk_idx_TK: torch.Tensor,
+    topk_weights_TK: torch.Tensor,
+    gsf: torch.Tensor | None,
+    num_hosts_T: torch.Tensor,
+) -> None:
+    """See `hierarchical.pack`."""
+    hosts, table = _to_hosts(geometry), _pointers(geometry, link)
+    plan, num_tokens, x_TH = required_plan(hosts), x_TH.shape[0], cuda.aligned(x_TH)
+    ids_64, static = topk_idx_TK.dtype == torch.int64, gsf is not None
+    macros = dispatch_macros(hosts, ids_64=ids_64, static_gsf=static, await_ready=False)
+    words = link.words
+    cuda.launch(
+        "dispatch_send.cu",
+        hosts.kernel_prefix + "dispatch_send",
+        macros,
+        grid=(plan.send_blocks(num_tokens, cuda.most_sms(memory.device)), 1, 1),
+        block=plan.team_threads * plan.teams,
+        shared_bytes=plan.send_shared_bytes,
+        arguments=[
+            x_TH,
+            int64(x_TH.stride(0)),
+            topk_idx_TK,
+            topk_weights_TK,
+            gsf,
+            num_tokens,
+            hosts.count_tag,
+            link.host_starts,
+            table.landing,
+            table.token_flags,
+            table.signals,
+            words[EPOCH:],
+            words[FOUND + ERROR_WORDS :],
+            num_hosts_T,
+            words[FOUND:],
+            words[LATCH:],
+            memory.counters,
+            hosts.rank,
+            hosts.num_experts,
+            hosts.max_tokens,
+            int64(0),
+            int64(0),
+            int64(0),
+        ],
+        device=memory.device,
+        early=plan.overlaps,
+    )
+    _write_headers(memory, geometry, table.records_out, geometry.header_offset, words, num_tokens)
+
+
+def _write_headers(
+    memory: ExchangeMemory,
+    geometry: HostGeometry,
+    chunks: torch.Tensor,
+    header_at: int,
+    packed: torch.Tensor | None,
+    num_tokens: int,
+) -> None:
+    cuda.launch(
+        FILE,
+        "host_headers",
+        host_macros(geometry),
+        grid=(1, 1, 1),
+        block=32,
+        arguments=[
+            chunks,
+            header_at,
+            None if packed is None else packed[FOUND:],
+            None if packed is None else packed[LATCH:],
+            num_tokens,
+            geometry.flat.count_tag,
+            None if packed is None else packed[EPOCH:],
+            memory.signal_pointers,
+            memory.error,
+            memory.latch,
+            geometry.local.rank,
+            int64(0),
+        ],
+        device=memory.device,
+    )
+
+
+def say_failed(memory: ExchangeMemory, geometry: HostGeometry, link: LinkMemory, kind: str) -> None:
+    """See `hierarchical.say_failed`."""
+    table = _pointers(geometry, link)
+    if kind == "dispatch":
+        _write_headers(memory, geometry, table.records_out, geometry.header_offset, None, 0)
+    else:
+        _write_headers(memory, geometry, table.sums_out, geometry.flat.max_tokens * geometry.sum_bytes, None, 0)
+
+
+def forward(
+    memory: ExchangeMemory,
+    geometry: HostGeometry,
+    link: LinkMemory,
+    handle_epoch: torch.Tensor,
+    num_parts_V: torch.Tensor,
+    timeout_ns: int,
+) -> None:
+    """See `hierarchical.forward`."""
+    local, warps = geometry.local, _warps(geometry)
+    blocks = min(ceil_div(local.max_tokens, warps), 2 * cuda.most_sms(memory.device))
+    cuda.launch(
+        FILE,
+        "forward_send",
+        host_macros(geometry),
+        grid=(blocks if local.num_sms is None else min(blocks, local.num_sms), 1, 1),
+        block=32 * warps,
+        shared_bytes=warps * geometry.flat.record.record_bytes,
+        arguments=[
+            _pointers(geometry, link).records_in,
+            geometry.flat.max_tokens,
+            geometry.flat.count_tag,
+            link.starts,
+            geometry.first_expert,
+            local.num_experts,
+            memory.landing_pointers,
+            memory.token_flags_pointers,
+            memory.signal_pointers,
+            memory.epoch,
+            handle_epoch,
+            num_parts_V,
+            memory.error,
+            memory.latch,
+            memory.counters,
+            local.rank,
+            int64(local.landing_half(memory.half_bytes["landing"])),
+            int64(memory.half_bytes["token_flags"]),
+            int64(timeout_ns),
+        ],
+        device=memory.device,
+    )
+
+
+def relay(
+    memory: ExchangeMemory,
+    geometry: HostGeometry,
+    link: LinkMemory,
+    handle_epoch: torch.Tensor,
+    num_parts_V: torch.Tensor,
+    timeout_ns: int,
+) -> None:
+    """See `hierarchical.relay`."""
+    local, wire, out = geometry.local, geometry.flat.combine_format, link.sums_out
+    shape, in_place = (local.max_tokens, geometry.flat.output_hidden), wire is BF16
+    sums = out.view(torch.bfloat16).view(shape) if in_place else out.new_empty(shape, dtype=torch.bfloat16)
+    cuda.combine_recv(memory, local, handle_epoch, num_parts_V, None, sums, timeout_ns)
+    if not in_place:
+        put_sums(geometry, quantize_rows(sums, wire), out)
+    _write_headers(
+        memory, geometry, _pointers(geometry, link).sums_out, geometry.flat.max_tokens * geometry.sum_bytes, None, 0
+    )
+
+
+def total(
+    memory: ExchangeMemory,
+    geometry: HostGeometry,
+    link: LinkMemory,
+    shared_TH: torch.Tensor | None,
+    y_TH: torch.Tensor,
+) -> None:
+    """See `hierarchical.total`."""
+    num_tokens, sums = y_TH.shape[0], _pointers(geometry, link).sums_in
+    failure = [memory.signal_pointers, memory.error, memory.latch, geometry.local.rank, int64(0)]
+    if geometry.flat.combine_format is BF16:
+        shared_TH = None if shared_TH is None else cuda.aligned(shared_TH)
+        cuda.launch(
+            FILE,
+            "host_total",
+            host_macros(geometry),
+            grid=(geometry.flat.programs(min(num_tokens, 4 * cuda.most_sms(memory.device))), 1, 1),
+            block=256,
+            arguments=[
+                sums,
+                shared_TH,
+                int64(0 if shared_TH is None else shared_TH.stride(0)),
+                y_TH,
+                num_tokens,
+                *failure,
+            ],
+            device=memory.device,
+        )
+        return
+    cuda.launch(
+        FILE,
+        "host_failures",
+        host_macros(geometry),
+        grid=(1, 1, 1),
+        block=32,
+        arguments=[sums, *failure],
+        device=memory.device,
+    )
+    exact = sum_over_hosts(geometry, link.sums_in, shared_TH, num_tokens).to(torch.bfloat16)
+    y_TH.copy_(torch.where(memory.latch[0] != 0, float("nan"), exact))

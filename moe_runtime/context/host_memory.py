@@ -1,0 +1,74 @@
+"""Memory of a context whose ranks are on several hosts: what kernels of a host see, and what travels between hosts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from moe_runtime.comm.heaps.heap import SymmetricHeap, align_region
+from moe_runtime.comm.heaps.private_heap import aligned_zeros
+from moe_runtime.comm.signals import SignalLayout
+from moe_runtime.kernels.exchange.hierarchical import PACK_WORDS
+
+
+@dataclass
+class LocalMemory:
+    """The `kernels.exchange.interface.ExchangeMemory` of the ranks of one host."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    heap: SymmetricHeap
+    half_bytes: dict[str, int]
+    signals_layout: SignalLayout
+    signal_pointers: torch.Tensor
+    token_flags_pointers: torch.Tensor
+    landing_pointers: torch.Tensor
+    combine_pointers: torch.Tensor
+    epoch: torch.Tensor
+    error: torch.Tensor
+    latch: torch.Tensor
+    counters: torch.Tensor
+
+
+class LinkBuffers:
+    """What a rank sends to other hosts and gets from them: as large as the largest layer asks for.
+
+    Attributes:
+        chunk_bytes: for each host, by kind of exchange: `dispatch` and `combine`.
+        words: int32, zeros, for kernels that pack records (after `allocate`).
+    """
+
+    def __init__(self, num_hosts: int) -> None:
+        self.num_hosts = num_hosts
+        self.chunk_bytes = {"dispatch": 0, "combine": 0}
+        self._buffers: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.words = torch.empty(0)
+
+    def grow(self, **chunk_bytes: int) -> None:
+        """Make each kind at least as large. Raises `ValueError` where memory is allocated and does not suffice."""
+        for kind, num_bytes in chunk_bytes.items():
+            if self._buffers and num_bytes > self.chunk_bytes[kind]:
+                raise ValueError(
+                    f"{kind}: {num_bytes} bytes for each host needed, but the context is allocated with "
+                    f"{self.chunk_bytes[kind]}; create all layers before the first step"
+                )
+            self.chunk_bytes[kind] = max(self.chunk_bytes[kind], num_bytes)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(2 * align_region(self.num_hosts * size) for size in self.chunk_bytes.values())
+
+    def allocate(self, device: torch.device) -> None:
+        self.words = torch.zeros(PACK_WORDS, dtype=torch.int32, device=device)
+        for kind, size in self.chunk_bytes.items():
+            out, back = (aligned_zeros(max(1, self.num_hosts * size), device) for _ in range(2))
+            self._buffers[kind] = out, back
+
+    def chunks(self, kind: str, chunk_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """uint8 `[hosts, chunk_bytes]` to send and to receive."""
+        out, back = self._buffers[kind]
+        num_bytes = self.num_hosts * chunk_bytes
+        return out[:num_bytes].view(self.num_hosts, -1), back[:num_bytes].view(self.num_hosts, -1)

@@ -1,0 +1,130 @@
+"""Dispatch and combine of a layer whose ranks are on several hosts: what happens before and after those of one host."""
+
+from __future__ import annotations
+
+import torch
+
+from moe_runtime.comm.errors import ErrorCode, MoERuntimeError, PeerTimeoutError, Phase
+from moe_runtime.comm.host_link import Exchange
+from moe_runtime.context.expert_parallel import ExpertParallelContext
+from moe_runtime.dispatcher.handle import HostStep
+from moe_runtime.kernels.exchange import hierarchical, hierarchical_cuda
+from moe_runtime.kernels.exchange.geometry import ExchangeGeometry
+from moe_runtime.kernels.exchange.hierarchical import HostGeometry, LinkMemory
+from moe_runtime.kernels.exchange.plan import plan_exchange
+from moe_runtime.kernels.exchange.reference import record_failure
+
+
+class HostExchange:
+    """The parts of a step between hosts. One dispatch and one combine of a context may be under way at a time.
+
+    Args:
+        context: with a link.
+        flat: of the layer, as all ranks would exchange on one host.
+
+    Raises:
+        ValueError: on GPUs, sizes that the kernels do not take.
+    """
+
+    def __init__(self, context: ExpertParallelContext, flat: ExchangeGeometry) -> None:
+        assert context.hosts is not None and context.link_buffers is not None and context.link is not None
+        self.context, self._link, self._buffers = context, context.link, context.link_buffers
+        self.geometry = geometry = HostGeometry(context.hosts, flat)
+        if context.engine == "cuda" and plan_exchange(geometry.local) is None:
+            raise ValueError(
+                "transport: hierarchical has no kernels for these sizes (hidden_size, top_k, ranks of a host); "
+                "ask for collective"
+            )
+        self._buffers.grow(dispatch=geometry.dispatch_chunk, combine=geometry.combine_chunk)
+        self._parts = hierarchical_cuda if context.engine == "cuda" else hierarchical
+        self._memory: LinkMemory | None = None
+
+    @property
+    def _link_memory(self) -> LinkMemory:
+        if self._memory is None:
+            geometry, device = self.geometry, self.context.device
+            self._memory = LinkMemory(
+                torch.tensor(geometry.local.starts, dtype=torch.int32, device=device),
+                torch.tensor(geometry.host_starts, dtype=torch.int32, device=device),
+                *self._buffers.chunks("dispatch", geometry.dispatch_chunk),
+                *self._buffers.chunks("combine", geometry.combine_chunk),
+                self._buffers.words,
+            )
+        return self._memory
+
+    def dispatch_send(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        gsf: torch.Tensor | None,
+        num_hosts: torch.Tensor,
+        timeout_ns: int,
+    ) -> HostStep:
+        """Build records and start to send them; `ExchangeBackend.dispatch_send` has the arguments."""
+        link = self._link_memory
+        tokens = x, topk_idx, topk_weights, gsf, num_hosts
+        self._parts.pack(self.context.memory, self.geometry, link, *tokens)
+        parts = torch.empty(self.geometry.local.max_tokens, dtype=torch.int32, device=x.device)
+        exchange = self._start(link.records_out, link.records_in, Phase.DISPATCH_SEND, timeout_ns)
+        return HostStep(parts, exchange, timeout_ns)
+
+    def forward(self, step: HostStep, handle_epoch: torch.Tensor) -> None:
+        """Await the records and send them to the ranks of this host."""
+        step.forwarded = True
+        self._wait(step, Phase.DISPATCH_SEND)
+        self.expect("combine", step.timeout_ns)
+        memory, link = self.context.memory, self._link_memory
+        self._parts.forward(memory, self.geometry, link, handle_epoch, step.num_parts, step.timeout_ns)
+
+    def relay(self, step: HostStep, handle_epoch: torch.Tensor) -> None:
+        """Sum what the ranks of this host have computed and start to send the sums home."""
+        step.relayed = True
+        memory, link = self.context.memory, self._link_memory
+        self._parts.relay(memory, self.geometry, link, handle_epoch, step.num_parts, step.timeout_ns)
+        step.exchange = self._start(link.sums_out, link.sums_in, Phase.COMBINE_SEND, step.timeout_ns)
+
+    def total(self, step: HostStep, shared: torch.Tensor | None, y: torch.Tensor) -> None:
+        """Await the sums of all hosts and sum them into `y`."""
+        self._wait(step, Phase.COMBINE_RECV)
+        # Of this layer or of another one: then peers learn of a failure by the end of the connection.
+        self.expect("dispatch", step.timeout_ns)
+        self._parts.total(self.context.memory, self.geometry, self._link_memory, shared, y)
+
+    def expect(self, kind: str, limit_ns: int) -> None:
+        """What this rank takes part in next: if it fails before, it says so there."""
+
+        def say_failed() -> None:
+            link = self._link_memory
+            self._parts.say_failed(self.context.memory, self.geometry, link, kind)
+            chunks, phase = (link.records_out, link.records_in), Phase.DISPATCH_SEND
+            if kind == "combine":
+                chunks, phase = (link.sums_out, link.sums_in), Phase.COMBINE_SEND
+            self._link.post(*chunks, phase, limit_ns * 1e-9)
+
+        self.context.say_failed = say_failed
+
+    def _start(self, outgoing: torch.Tensor, incoming: torch.Tensor, phase: Phase, timeout_ns: int) -> Exchange:
+        self.context.say_failed = None
+        try:
+            return self._link.start(outgoing, incoming, phase, timeout_ns * 1e-9)
+        except MoERuntimeError as error:
+            raise self._failed(error, phase, timeout_ns) from error
+
+    def _wait(self, step: HostStep, phase: Phase) -> None:
+        exchange, step.exchange = step.exchange, None
+        assert exchange is not None
+        try:
+            exchange.wait()
+        except MoERuntimeError as error:
+            raise self._failed(error, phase, step.timeout_ns) from error
+
+    def _failed(self, error: MoERuntimeError, phase: Phase, timeout_ns: int) -> Exception:
+        """The error to raise where an exchange between hosts failed. The ranks of this host learn who did not come."""
+        context, hosts = self.context, self.geometry.hosts
+        if isinstance(error, PeerTimeoutError) and error.rank >= 0:
+            epoch, milliseconds = int(context.epoch[0]), min(timeout_ns // 1_000_000, 2**31 - 1)
+            record_failure(context.memory, ErrorCode.TIMEOUT, hosts.recorded(error.rank), phase, epoch, milliseconds)
+            context.fail(error)
+        context.abort(str(error), error)
+        return context.fail(error)
