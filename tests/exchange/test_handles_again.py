@@ -175,9 +175,9 @@ def test_rows_that_are_loaded_over_others_are_found(emulator: Emulator, seed: in
 
 @needs_hopper
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("stops_at", [0, 1])
+@pytest.mark.parametrize("stops_at", [0, 1, None])
 def test_a_combine_that_awaits_tokens_names_who_does_not_come(
-    stops_at: int,
+    stops_at: int | None,
     emulator: Emulator,  # noqa: F811
     device: torch.device,
     seed: int,
@@ -194,7 +194,13 @@ def test_a_combine_that_awaits_tokens_names_who_does_not_come(
             if rank == 2 and stops_at == 0:
                 continue
             if rank == 2:
-                own.renew(got.handle)
+                combiner, given = own._routing_only, got.handle
+                assert combiner is not None
+                # Where it does not stop, it brings a wrong id, which its abort message tells.
+                ids = data[rank].topk_idx if stops_at == 1 else torch.full_like(data[rank].topk_idx, EXPERTS)
+                renewed = combiner.send_routing(ids, data[rank].topk_weights, given.positions, output.shape[0])
+                if stops_at is None:
+                    combiner.combine(output, renewed)
                 continue
             own.combine(output, got.handle, topk_weights=data[rank].topk_weights)
     for rank in (0, 1):
