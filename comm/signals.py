@@ -36,10 +36,9 @@ ERROR_WORDS = 8
 """Words of a rank's own error record in host-visible memory, code written last:
 (code, rank it is about, phase, epoch, detail, origin rank, detail2, 0)."""
 COMBINED = 1
-RECEIVED = COMBINED + 1 + PROGRESS_PARTS
-NUM_COUNTERS = RECEIVED + 1
+NUM_COUNTERS = COMBINED + 1 + PROGRESS_PARTS
 """Words in a rank's own memory by which the last block of a kernel knows itself: `dispatch_send` uses the first,
-`combine_send` those from `COMBINED` on, `recv_permute` of padded rows `RECEIVED`."""
+`combine_send` those from `COMBINED` on."""
 
 
 def tag_of(count_tag: int, epoch: int) -> int:

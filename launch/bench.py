@@ -1,10 +1,10 @@
 """Checks, then times, the parts of a layer and the layer, compared with torch.
 
-`[torchrun --nproc-per-node=N] -m moe_runtime.launch.bench [dispatch|combine|gemm|layer|low_latency ...] --config
-NAME` prints a table and writes JSON. A result that fails its check is not timed and makes the exit code 1. With
-`--trace` the layer is checked and recorded, and nothing is timed. `bench gemm` without `--config` runs the cases of
-the grouped GEMM, `bench ops` the operations of `moe_runtime.ops`, and `bench models` layers of published sizes in all
-formats, each on one GPU.
+`[torchrun --nproc-per-node=N] -m moe_runtime.launch.bench [dispatch|combine|gemm|layer|low_latency|normal ...]
+--config NAME` prints a table and writes JSON. A result that fails its check is not timed and makes the exit code 1.
+With `--trace` the layer is checked and recorded, and nothing is timed. `bench gemm` without `--config` runs the cases
+of the grouped GEMM, `bench ops` the operations of `moe_runtime.ops`, and `bench models` layers of published sizes in
+all formats, each on one GPU.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from moe_runtime.layer import MoELayer
 from moe_runtime.support.progress import with_progress
 
 OPERATIONS = ("dispatch", "combine", "gemm", "layer")
-IF_NAMED = ("low_latency",)
+IF_NAMED = ("low_latency", "normal")
 """Operations over a config that run only where they are named."""
 WITH_CONFIG = (
     *("tokens", "formats", "combine_format", "routing", "check_tokens", "link_gb_per_s", "links", "trace"),

@@ -9,9 +9,10 @@
 //
 // With AWAIT_TOKENS, combine_send follows a dispatch that nothing has received, of routing alone: it waits for each token by
 // itself, and `positions` are rows of an earlier dispatch of the same tokens. An entry without an expert has no part in the sum.
+// One warp brings rows, by their positions alone, while another waits for the weights.
 //
-// Macros: those of signalling.cuh (with AWAIT_TOKENS those of arrival.cuh), AWAIT_TOKENS, HIDDEN, WIRE (FormatCode), PARTS (partial results of a token), PARTIAL_BYTES,
-// PARTIAL_SCALES_AT, COMBINE_FLAG, PROGRESS, PROGRESS_PARTS, K, READERS (warps of combine_send that read rows), PLACES (of its
+// Macros: those of signalling.cuh (with AWAIT_TOKENS those of arrival.cuh), AWAIT_TOKENS, HIDDEN, WIRE (FormatCode), PARTS
+// (partial results of a token), PARTIAL_BYTES, PARTIAL_SCALES_AT, COMBINE_FLAG, PROGRESS, PROGRESS_PARTS, K, READERS (warps of combine_send that read rows), PLACES (of its
 // ring), WAITING (warps of combine_recv that read rows), PARTIALS (places of its ring), OUTPUT_BF16, RECORD_BYTES, IDS_AT,
 // WEIGHTS_AT, HAS_SHARED, STALE_HANDLE (ErrorCode), COMBINE_SEND and COMBINE_RECV (Phase).
 
@@ -29,6 +30,9 @@ constexpr int UNIT = unit_numbers(WIRE), UNITS = HIDDEN / UNIT, PER_THREAD = (UN
 constexpr int SCALE_BYTES = WIRE == BF16 ? 0 : WIRE == MXFP8 ? HIDDEN / 32 : (HIDDEN + 127) / 128 * 4;
 constexpr int SENT_BYTES = (PARTIAL_SCALES_AT + SCALE_BYTES + 15) / 16 * 16;
 constexpr int STAGES = 2;  // partial results in the making or being sent
+#if AWAIT_TOKENS
+constexpr int ID_WORDS = (2 * K + 15) / 16;  // of 16 bytes; fields of a record are that far apart
+#endif
 constexpr int OUTPUT_BYTES = OUTPUT_BF16 ? 2 : 4;
 constexpr int LOADS = UNIT * OUTPUT_BYTES / 16;
 // Marks of a row: what it is, whether it is the token's last, and whether the step has failed.
@@ -46,13 +50,29 @@ __device__ __forceinline__ float output_number(const uint4 (&raw)[LOADS], int n)
 // A valid unit, also for threads that have none.
 __device__ __forceinline__ int inside(int unit, int units) { return min(unit, units - 1); }
 
-extern "C" __global__ void __launch_bounds__(32 * READERS + 64, 1)
+// The slot that a lane looks into. Tokens of all ranks take turns, beginning with a neighbour's: so all links are busy all the
+// time, and not all ranks send to the same one.
+struct Turn {
+  int source, token;
+  bool there;
+
+  __device__ __forceinline__ Turn(int first, int rank, int num_slots) {
+    const int turn = first + (threadIdx.x & 31) * gridDim.x;
+    there = turn < num_slots;
+    // Nor does a block send to the same rank all the time.
+    const int lap = gridDim.x % WORLD == 0 ? turn / gridDim.x : 0;
+    source = (rank + 1 + turn + lap) % WORLD, token = there ? turn / WORLD : 0;
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(32 * READERS + 64 + 32 * AWAIT_TOKENS, 1 + AWAIT_TOKENS)
     combine_send(const u8* output, long long row_bytes, const int* positions, const int* starts, const u64* landing,
                  const u64* combine, const u64* signals, const int* epoch_ptr, const int* handle_epoch, int* error,
                  int* latch, int* counter, int rank, int max_tokens, int num_slots, int early_parts, int part_tokens,
                  long long landing_half, long long combine_half
 #if AWAIT_TOKENS
-                 , const u64* token_flags, int count_tag, long long token_flags_half, long long timeout_ns
+                 , const u64* token_flags, int count_tag, long long token_flags_half, long long timeout_ns,
+                 const int* received
 #endif
     ) {
 #if !AWAIT_TOKENS
@@ -68,7 +88,7 @@ extern "C" __global__ void __launch_bounds__(32 * READERS + 64, 1)
   Place<STAGES> stage;
   const Exchange x{signals, error, latch, rank, timeout_ns};
   if (threadIdx.x == 0) {
-    rows.init(READERS);
+    rows.init(READERS, 1 + AWAIT_TOKENS);
     for (int s = 0; s < STAGES; ++s)
       barrier_init(shared_address(made + s), READERS * ARRIVALS_OF_WARP), barrier_init(shared_address(taken + s), ARRIVALS_OF_WARP);
   }
@@ -76,24 +96,119 @@ extern "C" __global__ void __launch_bounds__(32 * READERS + 64, 1)
   int* const words_of_lane = x.words(min(lane, WORLD - 1));
   const u64 combine_of_lane = combine[min(lane, WORLD - 1)];
   const int end_of_lane = starts[min(lane, WORLD - 1) + 1];
+#if !AWAIT_TOKENS
   const u8* landed = reinterpret_cast<const u8*>(landing[rank]);
-  __syncthreads();
-#if AWAIT_TOKENS
-  // `dispatch_send` may still run: it began after all rows had been written, and its tokens are awaited by their flags. Kernels
-  // that may begin during this one read what it writes.
-  if (warp == READERS + 1)
 #endif
-  {
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-    asm volatile("griddepcontrol.launch_dependents;");
-  }
+  __syncthreads();
+#if !AWAIT_TOKENS
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
   const int epoch = load_relaxed(handle_epoch), half = epoch & 1;
 
-  if (warp == READERS) {
 #if AWAIT_TOKENS
+  // `dispatch_send` may still run: it began after all rows had been written, and its tokens are awaited by their flags.
+  if (warp == READERS + 2) {
+    int signalled = 0;
+    for (int first = blockIdx.x; first < num_slots; first += 32 * gridDim.x) {
+      const auto [source, token, there] = Turn(first, rank, num_slots);
+      const int* of_slot = positions + (static_cast<long long>(source) * max_tokens + token) * K;
+      int position[K];
+      u32 present = 0;
+#pragma unroll
+      for (int k = 0; k < K; ++k) {
+        position[k] = of_slot[k];
+        if (there && position[k] >= 0) present |= 1u << k;
+      }
+      for (u32 left = __ballot_sync(ALL, present != 0); left; left &= left - 1) {
+        const int from = __ffs(left) - 1;
+        const u32 chosen = __shfl_sync(ALL, present, from);
+        const int before = min(__shfl_sync(ALL, token, from) / part_tokens, early_parts);
+        for (; signalled < before; ++signalled) rows.load(nullptr, 0);
+#pragma unroll
+        for (int k = 0; k < K; ++k) {
+          const int at = __shfl_sync(ALL, position[k], from);
+          if (chosen >> k & 1) rows.load(output + at * row_bytes, HIDDEN * OUTPUT_BYTES);
+        }
+      }
+    }
+    for (; signalled <= early_parts; ++signalled) rows.load(nullptr, 0);
+  } else if (warp == READERS) {
     const int* own = x.words(rank);
     const Arrival arrived(landing[rank], token_flags[rank], own, landing_half, token_flags_half, max_tokens, count_tag, epoch);
-#endif
+    bool lost = ahead(load_relaxed(epoch_ptr), epoch) >= 2;
+    if (lost) {
+      if (lane == 0) record_failure(x, STALE_HANDLE, rank, COMBINE_SEND, epoch, 0, 0);
+      // `combine_recv` may have found it first and still be sending the abort messages.
+      await_abort_sent(x);
+    }
+    __syncwarp();
+    int signalled = 0;
+    for (int first = blockIdx.x; first < num_slots; first += 32 * gridDim.x) {
+      const auto [source, token, there] = Turn(first, rank, num_slots);
+      const int slot = source * max_tokens + token;
+      const u8* record = arrived.record(slot);
+      u32 loaded = 0, present = 0, ranks = 0;
+#pragma unroll
+      for (int k = 0; k < K; ++k)
+        if (positions[static_cast<long long>(slot) * K + k] >= 0 && there) loaded |= 1u << k;
+      u32 ids[4 * ID_WORDS];  // two in a word
+      float weight[K];
+      // After a failure the rows that are on their way are passed by, and nothing is awaited.
+      bool failed = lost || await_slots(x, own, arrived, there ? slot : num_slots, COMBINE_SEND);
+      const Glance glance(x, own);  // loaded with the ids
+      const int sent = there ? without_sign(__ldcg(arrived.counts + source)) - arrived.tag : 0;
+#pragma unroll
+      for (int i = 0; i < ID_WORDS; ++i) {
+        const uint4 four = __ldcg(reinterpret_cast<const uint4*>(record + IDS_AT) + i);
+        ids[4 * i] = four.x, ids[4 * i + 1] = four.y, ids[4 * i + 2] = four.z, ids[4 * i + 3] = four.w;
+      }
+#pragma unroll
+      for (int k = 0; k < K; ++k) weight[k] = __ldcg(reinterpret_cast<const float*>(record + WEIGHTS_AT) + k);
+      if (!lost) {
+        if (glance.trouble()) adopt_aborts(x), failed = true;
+        // Tokens for another exchange: their number is too small or too large.
+        const u32 others = __ballot_sync(ALL, sent < 0 || sent > max_tokens);
+        if (!failed && others && lane == __ffs(others) - 1)
+          record_failure(x, MISMATCH, source, COMBINE_SEND, epoch, exchange_of(sent + arrived.tag), exchange_of(arrived.tag));
+        __syncwarp();
+        if (failed || others) lost = true, await_abort_sent(x);
+      }
+#pragma unroll
+      for (int k = 0; k < K; ++k) {
+        const int id = ids[k / 2] >> 16 * (k % 2) & 0xFFFF, owner = owner_of(id, end_of_lane);
+        if (id != NONE) ranks |= 1u << owner;
+        if (id != NONE && token < sent) present |= loaded & 1u << k;
+      }
+      const int part = __popc(ranks & ((1u << rank) - 1));
+      const u64 to = __shfl_sync(ALL, combine_of_lane, source) + half * combine_half +
+                     (static_cast<long long>(token) * PARTS + part) * PARTIAL_BYTES;
+      for (u32 left = __ballot_sync(ALL, loaded != 0); left; left &= left - 1) {
+        const int from = __ffs(left) - 1;
+        const u32 brought = __shfl_sync(ALL, loaded, from), chosen = lost ? 0 : __shfl_sync(ALL, present, from);
+        const u64 home = __shfl_sync(ALL, to, from);
+        const int before = min(__shfl_sync(ALL, token, from) / part_tokens, early_parts);
+        for (; signalled < before; ++signalled) rows.describe({SIGNAL, 0.0f, LAST});
+#pragma unroll
+        for (int k = 0; k < K; ++k) {
+          const u32 marks = chosen >> k & 1 ? OUTPUT | (chosen >> k == 1 ? LAST : 0) : 0;
+          const Note note{home, __shfl_sync(ALL, weight[k], from), marks};
+          if (brought >> k & 1) rows.describe(note);
+        }
+      }
+    }
+    for (; signalled < early_parts; ++signalled) rows.describe({SIGNAL, 0.0f, LAST});
+    rows.describe({END, 0.0f, LAST});
+    // Kernels that may begin during this one read what `dispatch_send` writes.
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;");
+    // If the dispatch before brought these rows, nothing is left to read of its tokens: peers may write there.
+    if (blockIdx.x == 0 && received != nullptr && lane < WORLD && !x.failed()) {
+      const int of = load_relaxed(received);
+      if (ahead(epoch, of) == 1) store_release(words_of_lane + COMBINE_FLAG + (of & 1) * WORLD + rank, of);
+    }
+#else
+  if (warp == READERS) {
     // A stale handle's slots hold another step's records: their routing must not be used as addresses.
     const bool stale = ahead(load_relaxed(epoch_ptr), epoch) >= 2;
     if (stale) {
@@ -102,51 +217,21 @@ extern "C" __global__ void __launch_bounds__(32 * READERS + 64, 1)
       await_abort_sent(x);
     }
     __syncwarp();
-    // Each lane looks into a slot, 32 loads in flight at once. Tokens of all ranks take turns, beginning with a neighbour's: so
-    // all links are busy all the time, and not all ranks send to the same one.
+    // Each lane looks into a slot, 32 loads in flight at once.
     const int everything = stale ? 0 : num_slots;
     int signalled = 0;
     for (int first = blockIdx.x; first < everything; first += 32 * gridDim.x) {
-      const int turn = first + lane * gridDim.x;
-      const bool there = turn < num_slots;
-      // Nor does a block send to the same rank all the time.
-      const int lap = gridDim.x % WORLD == 0 ? turn / gridDim.x : 0;
-      const int source = (rank + 1 + turn + lap) % WORLD, token = there ? turn / WORLD : 0;
+      const auto [source, token, there] = Turn(first, rank, num_slots);
       const long long entry = static_cast<long long>(source) * max_tokens + token;
       const u8* record = landed + half * landing_half + entry * RECORD_BYTES;
       int position[K], id[K];
       float weight[K];
-#if AWAIT_TOKENS
-#pragma unroll
-      for (int k = 0; k < K; ++k) position[k] = positions[entry * K + k];
-      bool failed = await_slots(x, own, arrived, there ? static_cast<int>(entry) : num_slots, COMBINE_SEND);
-      const Glance glance(x, own);  // loaded with the ids
-      const int sent = there ? without_sign(__ldcg(arrived.counts + source)) - arrived.tag : 0;
-#endif
 #pragma unroll
       for (int k = 0; k < K; ++k) {
-#if AWAIT_TOKENS
-        id[k] = __ldcg(reinterpret_cast<const u16*>(record + IDS_AT) + k);
-        weight[k] = __ldcg(reinterpret_cast<const float*>(record + WEIGHTS_AT) + k);
-        if (id[k] == NONE || token >= sent) position[k] = -1;
-#else
         position[k] = positions[entry * K + k];
         id[k] = reinterpret_cast<const u16*>(record + IDS_AT)[k];
         weight[k] = reinterpret_cast<const float*>(record + WEIGHTS_AT)[k];
-#endif
       }
-#if AWAIT_TOKENS
-      if (glance.trouble()) adopt_aborts(x), failed = true;
-      // Tokens for another exchange: their number is too small or too large.
-      const u32 others = __ballot_sync(ALL, sent < 0 || sent > max_tokens);
-      if (!failed && others && lane == __ffs(others) - 1)
-        record_failure(x, MISMATCH, source, COMBINE_SEND, epoch, exchange_of(sent + arrived.tag), exchange_of(arrived.tag));
-      __syncwarp();
-      if (failed || others) {
-        await_abort_sent(x);
-        break;
-      }
-#endif
       u32 present = 0, ranks = 0;
 #pragma unroll
       for (int k = 0; k < K; ++k) {
@@ -173,6 +258,7 @@ extern "C" __global__ void __launch_bounds__(32 * READERS + 64, 1)
     }
     for (; signalled < early_parts; ++signalled) rows.push(nullptr, 0, {SIGNAL, 0.0f, LAST});
     rows.push(nullptr, 0, {END, 0.0f, LAST});
+#endif
   } else if (warp < READERS) {
     float total[PER_THREAD][UNIT] = {};
     for (;;) {
@@ -242,10 +328,6 @@ extern "C" __global__ void __launch_bounds__(32 * READERS + 64, 1)
     }
     signal(COMBINE_FLAG + half * WORLD, counter);
   }
-#if AWAIT_TOKENS
-  // So that a kernel that waits for this one also waits for `dispatch_send`.
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
 }
 
 // 8 numbers of a partial result in the wire format, and their scale.

@@ -243,9 +243,10 @@ def combine_send(
     positions_SK: torch.Tensor,
     handle_epoch: torch.Tensor,
     await_ns: int | None = None,
+    received: torch.Tensor | None = None,
 ) -> None:
     """See `interface.ExchangeBackend`."""
-    assert await_ns is None
+    assert await_ns is None and received is None
     _combine_send_kernel[(geometry.programs(geometry.num_slots),)](
         output_RH,
         output_RH.stride(0),

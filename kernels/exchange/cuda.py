@@ -28,11 +28,12 @@ from typing import Any
 
 import torch
 
-from moe_runtime.comm.signals import COMBINED, RECEIVED
+from moe_runtime.comm.signals import COMBINED
 from moe_runtime.kernels.exchange.geometry import ExchangeGeometry
 from moe_runtime.kernels.exchange.interface import ExchangeMemory, RecvBuffers
+from moe_runtime.kernels.exchange.landing import LandedTokens
 from moe_runtime.kernels.exchange.macros import combine_macros, dispatch_macros, recv_macros
-from moe_runtime.kernels.exchange.padded import LandedTokens, place_padded_rows
+from moe_runtime.kernels.exchange.padded import place_padded_rows
 from moe_runtime.kernels.exchange.padded_rows import PaddedRows, PaddedScales
 from moe_runtime.kernels.exchange.plan import WARP, required_plan
 from moe_runtime.kernels.formats.number_formats import FormatCode
@@ -164,9 +165,10 @@ def dispatch_recv_padded(
     own_rows = out.rows.shape[2] == fmt.quant_bytes(geometry.hidden) and out.kind == wanted and not fmt.swizzled
     if plan.num_chunks > 1 or not own_rows:
         dispatch_recv(context, geometry, handle_epoch, timeout_ns, buffers)
-        place_padded_rows(LandedTokens.of(context, geometry, buffers, handle_epoch, scales_at), out, statistics)
+        found = buffers.row_index, buffers.positions, buffers.group_offsets, handle_epoch
+        place_padded_rows(LandedTokens.of(context, geometry, *found), scales_at, out, statistics)
         return
-    written = [out.counts, out.source_tokens, out.layout_range, statistics, _counter(context, RECEIVED)]
+    written = [out.counts, out.source_tokens, out.layout_range, statistics]
     _receive(context, geometry, handle_epoch, timeout_ns, buffers, recv_macros(geometry, padded=True), out, written)
 
 
@@ -215,7 +217,9 @@ def _receive(
             device=context.device,
             early=early,
         )
-    shares, split = plan.place_split(sms, copies_scales, rows is not None)
+    shares, split, shared_bytes = *plan.place_split(sms, copies_scales, rows is not None), plan.place_shared_bytes
+    if out is not None and plan.padded_stages:
+        shares, split, shared_bytes = 1, plan.padded_split(sms), plan.padded_shared_bytes
     written = [buffers.group_offsets, buffers.group_scale_offsets, buffers.row_index, positions]
     copies = [rows, scales, buffers.row_scale]
     sizes = [
@@ -232,7 +236,7 @@ def _receive(
         macros,
         grid=(plan.place_blocks(split, padded=out is not None), 1, 1),
         block=block,
-        shared_bytes=plan.place_shared_bytes,
+        shared_bytes=shared_bytes,
         arguments=[buffers.counts, *written, *copies, *memory, *sizes, *limits, *padded],
         device=context.device,
         early=early,
@@ -265,6 +269,7 @@ def combine_send(
     positions_SK: torch.Tensor,
     handle_epoch: torch.Tensor,
     await_ns: int | None = None,
+    received: torch.Tensor | None = None,
 ) -> None:
     """See `interface.ExchangeBackend`."""
     plan, output_RH = required_plan(geometry), aligned(output_RH)
@@ -272,13 +277,13 @@ def combine_send(
     arrival = []
     if await_ns is not None:
         flags = int64(context.half_bytes["token_flags"])
-        arrival = [context.token_flags_pointers, geometry.count_tag, flags, int64(await_ns)]
+        arrival = [context.token_flags_pointers, geometry.count_tag, flags, int64(await_ns), received]
     launch(
         "combine.cu",
         geometry.kernel_prefix + "combine_send",
         combine_macros(geometry, output_bf16=is_bf16, has_shared=False, await_tokens=await_ns is not None),
         grid=(plan.combine_send_blocks(most_sms(context.device)), 1, 1),
-        block=(plan.output_readers + 2) * WARP,
+        block=(plan.output_readers + 2 + (await_ns is not None)) * WARP,
         shared_bytes=plan.output_ring(is_bf16).shared_bytes + plan.combine_shared_bytes,
         arguments=[
             output_RH,

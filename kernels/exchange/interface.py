@@ -164,6 +164,7 @@ class ExchangeBackend(Protocol):
         positions_SK: torch.Tensor,
         handle_epoch: torch.Tensor,
         await_ns: int | None = None,
+        received: torch.Tensor | None = None,
     ) -> None:
         """Weight and reduce this rank's expert rows of each token, send the partial results home, raise the flags.
 
@@ -174,6 +175,8 @@ class ExchangeBackend(Protocol):
             handle_epoch: int32 `[1]`, the epoch of the dispatch.
             await_ns: how long to wait for the tokens of the dispatch, which nothing has received; None where
                 `dispatch_recv` has. Entries without an expert then have no part in the sum, whatever their position.
+            received: int32 `[1]`, with `await_ns`: the epoch of a dispatch that `dispatch_recv_padded` has received. If
+                it is the last one before that of routing, peers learn that its tokens have been read.
         """
 
     def combine_recv(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from moe_runtime.kernels.exchange.geometry import ExchangeGeometry
@@ -33,3 +35,40 @@ def landing_scales(context: ExchangeMemory, geometry: ExchangeGeometry) -> torch
     first = record.scales_offset
     scales = landing_records(context, geometry)[:, first : first + record.format.scale_bytes(geometry.hidden)]
     return scales.view(record.format.scale_dtype)
+
+
+@dataclass(frozen=True)
+class LandedTokens:
+    """What `dispatch_recv` leaves of a dispatch with gathered rows.
+
+    Attributes:
+        geometry: of the dispatch.
+        records: uint8 `[rows of both halves, record_bytes]`.
+        first_row: rows of `records` before the second half.
+        row_index: int32 `[R]`, row of `records` of each position.
+        positions: int32 `[S, K]`, position of each (landing slot, k), -1 for none.
+        group_offsets: int32 `[E + 1]`, first position of each expert, and the end of the last.
+        epoch: int32 `[1]`.
+    """
+
+    geometry: ExchangeGeometry
+    records: torch.Tensor
+    first_row: int
+    row_index: torch.Tensor
+    positions: torch.Tensor
+    group_offsets: torch.Tensor
+    epoch: torch.Tensor
+
+    @classmethod
+    def of(
+        cls,
+        context: ExchangeMemory,
+        geometry: ExchangeGeometry,
+        row_index: torch.Tensor,
+        positions: torch.Tensor,
+        group_offsets: torch.Tensor,
+        epoch: torch.Tensor,
+    ) -> LandedTokens:
+        """What has landed in `context`, and what `dispatch_recv` has written of it."""
+        records, first_row = landing_records(context, geometry), second_half_row(context, geometry)
+        return cls(geometry, records, first_row, row_index, positions, group_offsets, epoch)

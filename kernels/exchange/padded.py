@@ -9,7 +9,6 @@ Two numbers for 128 tokens of 2 ranks, DeepSeek-V3's sizes in FP8: no operations
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -17,9 +16,7 @@ import triton
 import triton.language as tl
 
 from moe_runtime.kernels.exchange.dispatch_send import padded
-from moe_runtime.kernels.exchange.geometry import ExchangeGeometry
-from moe_runtime.kernels.exchange.interface import ExchangeMemory, RecvBuffers
-from moe_runtime.kernels.exchange.landing import landing_records, second_half_row
+from moe_runtime.kernels.exchange.landing import LandedTokens
 from moe_runtime.kernels.exchange.padded_rows import PaddedRows, PaddedScales
 from moe_runtime.kernels.exchange.record import RecordLayout
 from moe_runtime.kernels.exchange.signalling import exchange_aot_case
@@ -33,60 +30,11 @@ PACKED_COLUMNS = tl.constexpr(int(PaddedScales.PACKED_COLUMNS))
 ROWS = tl.constexpr(int(PaddedScales.ROWS))
 
 
-@dataclass(frozen=True)
-class LandedTokens:
-    """What `dispatch_recv` leaves of a dispatch with gathered rows.
+def place_padded_rows(landed: LandedTokens, scales_at: int, out: PaddedRows, statistics: torch.Tensor | None) -> None:
+    """Fill `out`; add each expert's rows to int32 `statistics` `[E]`. Does not wait for the host.
 
-    Attributes:
-        records: uint8 `[rows of both halves, record_bytes]`.
-        record: layout of a record.
-        scales_at: bytes from the start of a record to its scales.
-        row_index: int32 `[R]`, row of `records` of each position.
-        positions: int32 `[S, K]`, position of each (landing slot, k), -1 for none.
-        group_offsets: int32 `[E + 1]`, first position of each expert.
-        epoch: int32 `[1]`.
-        first_row: rows of `records` before the second half.
-        first_expert: id of the first local expert.
-        max_tokens: `S / W`.
+    `scales_at` is the bytes from the start of a record to its scales.
     """
-
-    records: torch.Tensor
-    record: RecordLayout
-    scales_at: int
-    row_index: torch.Tensor
-    positions: torch.Tensor
-    group_offsets: torch.Tensor
-    epoch: torch.Tensor
-    first_row: int
-    first_expert: int
-    max_tokens: int
-
-    @classmethod
-    def of(
-        cls,
-        context: ExchangeMemory,
-        geometry: ExchangeGeometry,
-        buffers: RecvBuffers,
-        epoch: torch.Tensor,
-        scales_at: int,
-    ) -> LandedTokens:
-        """What `dispatch_recv` has written to `buffers`."""
-        return cls(
-            landing_records(context, geometry),
-            geometry.record,
-            scales_at,
-            buffers.row_index,
-            buffers.positions,
-            buffers.group_offsets,
-            epoch,
-            second_half_row(context, geometry),
-            geometry.first_expert,
-            geometry.max_tokens,
-        )
-
-
-def place_padded_rows(landed: LandedTokens, out: PaddedRows, statistics: torch.Tensor | None) -> None:
-    """Fill `out`; add each expert's rows to int32 `statistics` `[E]`. Does not wait for the host."""
     experts, slots, row_bytes = out.rows.shape
     top_k = landed.positions.shape[1]
     _dispatch_place_kernel[(slots + experts,)](
@@ -103,15 +51,15 @@ def place_padded_rows(landed: LandedTokens, out: PaddedRows, statistics: torch.T
         out.positions,
         out.counts if statistics is None else statistics,
         landed.first_row,
-        landed.first_expert,
-        landed.max_tokens,
+        landed.geometry.first_expert,
+        landed.geometry.max_tokens,
         slots,
         **_constexprs(
-            landed.record,
-            landed.scales_at,
+            landed.geometry.record,
+            scales_at,
             row_bytes,
             top_k,
-            slots // landed.max_tokens,
+            slots // landed.geometry.max_tokens,
             out.num_scales,
             out.kind,
         ),
@@ -249,7 +197,7 @@ def _dispatch_place_kernel(
             before += rows
 
 
-def place_reference(landed: LandedTokens, out: PaddedRows, statistics: torch.Tensor | None) -> None:
+def place_reference(landed: LandedTokens, scales_at: int, out: PaddedRows, statistics: torch.Tensor | None) -> None:
     """`place_padded_rows` in torch; waits for the host."""
     experts, slots, row_bytes = out.rows.shape
     offsets = landed.group_offsets.to(torch.int64)
@@ -265,17 +213,17 @@ def place_reference(landed: LandedTokens, out: PaddedRows, statistics: torch.Ten
     slot = index - int(landed.epoch[0] & 1) * landed.first_row
     records = landed.records[index]
     out.rows[expert, row] = records[:, :row_bytes]
-    out.source_tokens[expert, row] = (slot % landed.max_tokens).to(torch.int32)
+    out.source_tokens[expert, row] = (slot % landed.geometry.max_tokens).to(torch.int32)
     target = torch.cat([expert * slots + row, torch.full((1,), -1, device=device)])
     # Position -1 takes the last entry.
     out.positions.copy_(target[landed.positions.to(torch.int64)])
     world = out.layout_range.shape[1]
     of_source = torch.zeros(experts, world, dtype=torch.int64, device=device)
-    of_source.index_put_((expert, slot // landed.max_tokens), torch.ones_like(slot), accumulate=True)
+    of_source.index_put_((expert, slot // landed.geometry.max_tokens), torch.ones_like(slot), accumulate=True)
     out.layout_range.copy_((of_source.cumsum(1) - of_source) << 32 | of_source)
     if out.scales is None:
         return
-    scales = records[:, landed.scales_at : landed.scales_at + out.num_scales * out.kind.scale_bytes].contiguous()
+    scales = records[:, scales_at : scales_at + out.num_scales * out.kind.scale_bytes].contiguous()
     if out.kind == PaddedScales.COLUMNS:
         out.scales[expert, row] = scales.view(torch.float32)
     elif out.kind == PaddedScales.PACKED_COLUMNS:

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from moe_runtime.kernels.exchange.dispatch_send import padded
+from moe_runtime.kernels.exchange.landing import LandedTokens
 from moe_runtime.kernels.exchange.signalling import exchange_aot_case
 from moe_runtime.kernels.formats.number_formats import align
 
@@ -87,27 +88,6 @@ class UnpackedRows:
         return cls(tokens, scales, ids, weights, torch.empty(num_rows, dtype=torch.int32, device=device))
 
 
-@dataclass(frozen=True)
-class LandedRows:
-    """Rows of a dispatch with gathered rows, as `dispatch_recv` leaves them.
-
-    Attributes:
-        rows: bf16 `[rows of both halves, words]`, one record apart.
-        row_index: int32 `[capacity]`, row of `rows` of each position.
-        group_offsets: int32 `[2]`, of which the second is how many rows came.
-        epoch: int32 `[1]`.
-        first_row: rows before the second half.
-        max_tokens: landing slots of a source rank.
-    """
-
-    rows: torch.Tensor
-    row_index: torch.Tensor
-    group_offsets: torch.Tensor
-    epoch: torch.Tensor
-    first_row: int
-    max_tokens: int
-
-
 def pack_tokens(
     layout: PayloadLayout,
     tokens: torch.Tensor,
@@ -168,7 +148,7 @@ def pack_tokens(
 
 def unpack_rows(
     layout: PayloadLayout,
-    landed: LandedRows,
+    landed: LandedTokens,
     out: UnpackedRows,
     place: torch.Tensor | None,
     *,
@@ -192,8 +172,8 @@ def unpack_rows(
         _unpack_reference(layout, landed, out, place, first_expert, num_experts)
     elif num_rows:
         _dispatch_unpack_kernel[(_programs(num_rows, num_sms),)](
-            landed.rows,
-            landed.rows.stride(0) * WORD // 8,
+            landed.records,
+            landed.records.stride(0) // 8,
             landed.row_index,
             landed.group_offsets,
             landed.epoch,
@@ -206,7 +186,7 @@ def unpack_rows(
             num_rows,
             landed.row_index.shape[0],
             landed.first_row,
-            landed.max_tokens,
+            landed.geometry.max_tokens,
             first_expert,
             num_experts,
             HAS_PLACE=place is not None,
@@ -217,7 +197,7 @@ def unpack_rows(
 
 def _unpack_reference(
     layout: PayloadLayout,
-    landed: LandedRows,
+    landed: LandedTokens,
     out: UnpackedRows,
     place: torch.Tensor | None,
     first_expert: int,
@@ -227,10 +207,10 @@ def _unpack_reference(
     count = min(int(landed.group_offsets[1]), out.tokens.shape[0])
     index = landed.row_index[:count].to(torch.int64)
     to = torch.arange(count, device=index.device) if place is None else place
-    rows = landed.rows[index].view(torch.uint8)
+    rows = landed.records[index]
     out.tokens[to] = rows[:, : layout.token_bytes]
     first = int(landed.epoch[0] & 1) * landed.first_row
-    out.source_tokens[to] = ((index - first) % landed.max_tokens).to(torch.int32)
+    out.source_tokens[to] = ((index - first) % landed.geometry.max_tokens).to(torch.int32)
     if out.scales is not None:
         out.scales[to] = rows[:, layout.token_bytes : layout.ids_at].contiguous().view(torch.float32)
     if out.ids is not None and out.weights is not None:

@@ -14,7 +14,8 @@ from moe_runtime.comm.errors import ErrorCode, Phase
 from moe_runtime.comm.signals import ABORT_WORDS, WITHOUT_SIGN, exchange_of, tag_of
 from moe_runtime.kernels.exchange.geometry import ExchangeGeometry
 from moe_runtime.kernels.exchange.interface import ExchangeMemory, RecvBuffers
-from moe_runtime.kernels.exchange.padded import LandedTokens, place_reference
+from moe_runtime.kernels.exchange.landing import LandedTokens
+from moe_runtime.kernels.exchange.padded import place_reference
 from moe_runtime.kernels.exchange.padded_rows import PaddedRows
 from moe_runtime.kernels.formats.number_formats import BF16, FormatCode, QuantizedRows, TokenFormat
 from moe_runtime.kernels.formats.reference_quantize import dequantize_rows, f32_to_bf16_bits, quantize_rows
@@ -357,7 +358,8 @@ def dispatch_recv_padded(
 ) -> None:
     """See `interface.ExchangeBackend`."""
     dispatch_recv(context, geometry, handle_epoch, timeout_ns, buffers)
-    place_reference(LandedTokens.of(context, geometry, buffers, handle_epoch, scales_at), out, statistics)
+    found = buffers.row_index, buffers.positions, buffers.group_offsets, handle_epoch
+    place_reference(LandedTokens.of(context, geometry, *found), scales_at, out, statistics)
 
 
 def part_index(
@@ -398,9 +400,10 @@ def combine_send(
     positions_SK: torch.Tensor,
     handle_epoch: torch.Tensor,
     await_ns: int | None = None,
+    received: torch.Tensor | None = None,
 ) -> None:
     """See `interface.ExchangeBackend`."""
-    assert await_ns is None
+    assert await_ns is None and received is None
     record, layout = geometry.record, context.signals_layout
     epoch = int(handle_epoch[0])
     half = epoch & 1

@@ -35,10 +35,10 @@ struct Ring {
   __device__ __forceinline__ Ring(u8* rows, Note (&notes)[COUNT], const u64 (&barriers)[2 * COUNT])
       : rows(rows), notes(notes), full(shared_address(barriers)), empty(full + 8 * COUNT) {}
 
-  // By one thread, before a barrier of the block.
-  __device__ __forceinline__ void init(int readers) const {
+  // By one thread, before a barrier of the block. `writers` is 2 where one warp loads rows and another writes their notes.
+  __device__ __forceinline__ void init(int readers, int writers = 1) const {
     for (int i = 0; i < COUNT; ++i) {
-      barrier_init(full + 8 * i, 1), barrier_init(empty + 8 * i, readers * ARRIVALS_OF_WARP);
+      barrier_init(full + 8 * i, writers), barrier_init(empty + 8 * i, readers * ARRIVALS_OF_WARP);
     }
     // The copy engine arrives at them.
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -53,6 +53,27 @@ struct Ring {
       notes[place.index] = note;
       barrier_expect(ready, bytes);
       if (bytes > 0) bulk_load(shared_address(rows + place.index * PITCH), from, bytes, ready);
+    }
+    place.advance();
+  }
+
+  // The two halves of `push`, each for a warp of its own. Both go through the same rows in the same order.
+  __device__ __forceinline__ void load(const void* from, int bytes) {
+    const u32 ready = full + 8 * place.index;
+    barrier_wait(empty + 8 * place.index, place.parity ^ 1);
+    __syncwarp();
+    if ((threadIdx.x & 31) == 0) {
+      barrier_expect(ready, bytes);
+      if (bytes > 0) bulk_load(shared_address(rows + place.index * PITCH), from, bytes, ready);
+    }
+    place.advance();
+  }
+  __device__ __forceinline__ void describe(const Note& note) {
+    barrier_wait(empty + 8 * place.index, place.parity ^ 1);
+    __syncwarp();
+    if ((threadIdx.x & 31) == 0) {
+      notes[place.index] = note;
+      barrier_arrive(full + 8 * place.index);
     }
     place.advance();
   }

@@ -9,7 +9,8 @@ from moe_runtime.kernels.exchange.dispatch_recv import allocate_counts, dispatch
 from moe_runtime.kernels.exchange.dispatch_send import dispatch_send
 from moe_runtime.kernels.exchange.geometry import ExchangeGeometry
 from moe_runtime.kernels.exchange.interface import ExchangeMemory, RecvBuffers
-from moe_runtime.kernels.exchange.padded import LandedTokens, place_padded_rows
+from moe_runtime.kernels.exchange.landing import LandedTokens
+from moe_runtime.kernels.exchange.padded import place_padded_rows
 from moe_runtime.kernels.exchange.padded_rows import PaddedRows
 
 __all__ = [
@@ -46,4 +47,5 @@ def dispatch_recv_padded(
 ) -> None:
     """See `interface.ExchangeBackend`."""
     dispatch_recv(context, geometry, handle_epoch, timeout_ns, buffers)
-    place_padded_rows(LandedTokens.of(context, geometry, buffers, handle_epoch, scales_at), out, statistics)
+    found = buffers.row_index, buffers.positions, buffers.group_offsets, handle_epoch
+    place_padded_rows(LandedTokens.of(context, geometry, *found), scales_at, out, statistics)

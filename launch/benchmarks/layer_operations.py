@@ -11,16 +11,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moe_runtime.deep_ep import Buffer, topk_idx_t
-from moe_runtime.deep_ep.utils.math import per_token_cast_back
 from moe_runtime.experts import Experts
 from moe_runtime.kernels.gemm.grouped_gemm import gemm_bytes, gemm_flops, grouped_gemm, grouped_gemm_swiglu
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
 from moe_runtime.kernels.gemm.weights import ExpertWeights
-from moe_runtime.launch.benchmarks import bounds, checks, gemm_peers, torch_layer
+from moe_runtime.launch.benchmarks import bounds, checks, deep_ep_operations, gemm_peers, torch_layer
 from moe_runtime.launch.benchmarks.layer_bench import Bench, Measured, Work
-from moe_runtime.launch.benchmarks.layer_report import LOW_LATENCY
 from moe_runtime.launch.benchmarks.timing import TOTAL, Lap, Step, copies_to_rotate
 from moe_runtime.launch.benchmarks.trace import record
 from moe_runtime.launch.common import cases, environment
@@ -33,7 +30,9 @@ def run(bench: Bench) -> list[dict[str, Any]]:
     if {"dispatch", "combine"} & set(wanted):
         exchange(bench)
     if "low_latency" in wanted:
-        low_latency(bench)
+        deep_ep_operations.low_latency(bench)
+    if "normal" in wanted:
+        deep_ep_operations.normal(bench)
     if "gemm" in wanted:
         gemm(bench)
     if "layer" in wanted:
@@ -80,47 +79,6 @@ def exchange(bench: Bench) -> None:
         both = bench.time(step, list(passed.values()), capturable=graph_safe)
         total = Work(moved_bytes=sum(part.moved_bytes or 0 for part in work.values()))
         bench.add("dispatch+combine", both, TOTAL, total, None)
-
-
-def low_latency(bench: Bench) -> None:
-    """Dispatch and combine by the low-latency calls of `moe_runtime.deep_ep`: FP8 rows, or bf16 where the layer's are.
-
-    Compared with the layer's own in the same run, if that is named too. The check sums what came, weighted.
-    """
-    context, config = bench.context, bench.layer.config
-    if context.group is None or not isinstance(context.group.group, dist.ProcessGroup):
-        raise ValueError("low_latency: expected ranks that torchrun has started")
-    count, hidden, experts = config.max_tokens_per_rank, config.hidden_size, config.num_experts
-    num_bytes = Buffer.get_low_latency_rdma_size_hint(count, hidden, context.world_size, experts)
-    buffer = Buffer(context.group.group, 0, num_bytes, low_latency_mode=True, explicitly_destroy=True)
-    use_fp8 = config.token_format != "bf16"
-    turns = [(x_TH, idx_TK.to(topk_idx_t), weights_TK) for x_TH, idx_TK, weights_TK in bench.turns]
-    x_TH, idx_TK, weights_TK = turns[0]
-    got, _, handle, _, _ = buffer.low_latency_dispatch(x_TH, idx_TK, count, experts, use_fp8=use_fp8)
-    rows = got if isinstance(got, torch.Tensor) else per_token_cast_back(got[0].flatten(0, 1), got[1].flatten(0, 1))
-    rows = rows.view(-1, context.world_size * count, hidden).nan_to_num(0.0)
-    y_TH, _, _ = buffer.low_latency_combine(rows, idx_TK, weights_TK, handle)
-    exact_TH = x_TH.double() * weights_TK.double().masked_fill(idx_TK < 0, 0.0).sum(dim=1, keepdim=True)
-    error, _ = relative_error(y_TH, exact_TH)
-    # A number of e4m3 is within 2^-4 of what it stands for, one of bf16 within 2^-9; two sums are rounded to bf16.
-    bound = (2**-4 if use_fp8 else 2**-9) + 2**-8
-    check = bench.agree(checks.Check("low latency: relative Frobenius error", error, bound))
-    fmt = "fp8" if use_fp8 else "bf16"
-
-    def step(number: int, lap: Lap) -> None:
-        x_TH, idx_TK, weights_TK = turns[number % len(turns)]
-        _, _, handle, _, _ = buffer.low_latency_dispatch(x_TH, idx_TK, count, experts, use_fp8=use_fp8)
-        lap("dispatch")
-        buffer.low_latency_combine(rows, idx_TK, weights_TK, handle)
-        lap("combine")
-
-    graph_safe = context.graph_safe
-    parts = bench.time(step, [check], capturable=graph_safe, laps=True)
-    by = f"{LOW_LATENCY}, {fmt}"
-    for name in ("dispatch", "combine"):
-        bench.add(name, parts, name, Work(), check, by)
-    bench.add("dispatch+combine", bench.time(step, [check], capturable=graph_safe), TOTAL, Work(), check, by)
-    buffer.destroy()
 
 
 def _add_all_to_all(bench: Bench, name: str, traffic_bytes: list[torch.Tensor], work: Work) -> None:

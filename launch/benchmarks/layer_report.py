@@ -12,10 +12,10 @@ OURS = "moe_runtime"
 """The `implementation` of our results; those of the baselines begin with "torch"."""
 
 PHASES_KIND = "phases"
-LOW_LATENCY_KIND = "low_latency"
-LOW_LATENCY = "moe_runtime.deep_ep low latency"
-"""How the implementation of its results is called, in the beginning."""
 """`kind` of a run with `--trace`, which times phases only. A run without it has no `kind`."""
+LOW_LATENCY_KIND, NORMAL_KIND = "low_latency", "normal"
+LOW_LATENCY, NORMAL = "moe_runtime.deep_ep low latency", "moe_runtime.deep_ep normal"
+"""How the implementation of their results is called, in the beginning."""
 
 KEY = ("operation", "tokens_per_rank", "token_format", "weight_format", "combine_format", "mode", "routing")
 """What a result and its baseline in the same run have in common."""
@@ -67,8 +67,9 @@ def make_report(
         judge_goals([result for result in results if result["implementation"] == OURS], run.layer.model_dump(), gpus)
     passed = all(result["check"] is None or result["check"]["passed"] for result in results)
     kind = {"kind": PHASES_KIND} if traced else {}
-    if any(str(result["implementation"]).startswith(LOW_LATENCY) for result in results):
-        kind = {"kind": LOW_LATENCY_KIND}
+    for name, begin in ((NORMAL_KIND, NORMAL), (LOW_LATENCY_KIND, LOW_LATENCY)):
+        if any(str(result["implementation"]).startswith(begin) for result in results):
+            kind = {"kind": name}
     floors = {"link": None if link is None else link.record(gpus)}
     return kind | {"environment": record, "config": run.model_dump(), **floors, "passed": passed, "results": results}
 

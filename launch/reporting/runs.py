@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_runtime.launch.benchmarks import gemm_bench, link_rate, models_bench, ops_bench, ops_check
-from moe_runtime.launch.benchmarks.layer_report import KEY, LOW_LATENCY_KIND, OURS, PHASES_KIND
+from moe_runtime.launch.benchmarks.layer_report import KEY, LOW_LATENCY_KIND, NORMAL_KIND, OURS, PHASES_KIND
 from moe_runtime.launch.common import environment
 
 Report = dict[str, Any]
@@ -20,7 +20,7 @@ LAYER = "layer"
 """The kind of a run of `bench` over a config; its JSON has no `kind`."""
 PHASES, GEMM, OPERATIONS, CHECKED, LINKS = PHASES_KIND, gemm_bench.KIND, ops_bench.KIND, ops_check.KIND, link_rate.KIND
 MODELS = models_bench.KIND
-LOW_LATENCY = LOW_LATENCY_KIND
+LOW_LATENCY, NORMAL = LOW_LATENCY_KIND, NORMAL_KIND
 LOADING = "loading"
 
 SIZES = ("hidden_size", "intermediate_size", "num_experts", "top_k")
@@ -29,6 +29,7 @@ SIZES = ("hidden_size", "intermediate_size", "num_experts", "top_k")
 NAMED_BY = {
     LAYER: (*KEY, "implementation"),
     LOW_LATENCY: (*KEY, "implementation"),
+    NORMAL: (*KEY, "implementation"),
     GEMM: ("case", "hidden", "intermediate"),
     OPERATIONS: ("operation", "format", "variant", "shape"),
     LINKS: ("way", "bytes_per_peer", "blocks"),

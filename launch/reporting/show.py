@@ -60,6 +60,7 @@ def show(report: Report, console: Console) -> None:
         runs.LAYER: _show_layer,
         runs.PHASES: _show_layer,
         runs.LOW_LATENCY: _show_layer,
+        runs.NORMAL: _show_layer,
         runs.GEMM: _show_gemm,
         runs.OPERATIONS: _show_operations,
         runs.CHECKED: lambda report, console: print_operations(report, None, console),

@@ -1,19 +1,20 @@
 """Low latency over a `TokenDispatcher`: rows in `[E_local, W * max_tokens, H]`, weights first given at combine.
 
 A token travels once to a rank, whatever the number of its experts there, and is copied to the rows of its experts where
-it arrives. Combine sends the routing and the weights once more, in a record without a token (`NO_TOKEN`), weights and
-sums the rows of a token at the rank of its experts, and sends one partial sum home.
+it arrives. Combine sends the routing and the weights once more, in a record without a token (`RoutingDispatcher`),
+weights and sums the rows of a token at the rank of its experts, and sends one partial sum home.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.dispatcher.handle import DispatchHandle
-from moe_runtime.dispatcher.token_dispatcher import NO_TOKEN, TokenDispatcher
+from moe_runtime.dispatcher.token_dispatcher import RoutingDispatcher, TokenDispatcher
 from moe_runtime.kernels.exchange.padded_rows import PaddedRows, PaddedScales
 from moe_runtime.kernels.formats.number_formats import BF16, FP8_BLOCK, MXFP8, NVFP4, TokenFormat
 
@@ -56,13 +57,18 @@ class LowLatencyHandle(tuple[object, ...]):
 
     Attributes:
         positions: int32 `[W * max, K]`, row of each (landing slot, k) in `[E_local * W * max]`, -1 for none.
-        num_tokens: tokens of this rank.
+        native: of the dispatch itself.
         exchange: where it belongs.
     """
 
     positions: torch.Tensor
-    num_tokens: int
+    native: DispatchHandle
     exchange: LowLatencyExchange
+
+    @property
+    def num_tokens(self) -> int:
+        """Of this rank."""
+        return self.native.num_tokens
 
 
 class LowLatencyExchange:
@@ -81,14 +87,18 @@ class LowLatencyExchange:
     ) -> None:
         self.context, self.max_tokens, self.hidden = context, max_tokens, hidden
         self.num_experts, self.top_k = num_experts, top_k
-        device = context.device
+        self._sizes: dict[str, Any] = {
+            "num_experts": num_experts,
+            "top_k": top_k,
+            "max_tokens_per_rank": max_tokens,
+            "output_size": hidden,
+        }
         self._dispatchers: dict[tuple[str, int], TokenDispatcher] = {}
         # The widest first: the memory for it suffices for all others.
         self._dispatcher("bf16", hidden)
-        self._combiner = self._made(NO_TOKEN, "bf16", "combine_")
+        self._combiner = RoutingDispatcher(context, **self._sizes)
         context.allocate()
-        self._no_weights = torch.zeros(max_tokens, top_k, dtype=torch.float32, device=device)
-        self._no_tokens = torch.zeros(max_tokens, NO_TOKEN, dtype=torch.bfloat16, device=device)
+        self._no_weights = torch.zeros(max_tokens, top_k, dtype=torch.float32, device=context.device)
         self._scratch: torch.Tensor | None = None
 
     @property
@@ -103,22 +113,16 @@ class LowLatencyExchange:
     def _dispatcher(self, fmt: str, words: int) -> TokenDispatcher:
         key = fmt, words
         if key not in self._dispatchers:
-            self._dispatchers[key] = self._made(words, fmt, "dispatch_")
+            self._dispatchers[key] = TokenDispatcher(
+                self.context,
+                hidden_size=words,
+                token_format=fmt,
+                mode="gathered",
+                kernel_prefix="dispatch_",
+                agreed=self.context.allocated,
+                **self._sizes,
+            )
         return self._dispatchers[key]
-
-    def _made(self, words: int, fmt: str, kind: str) -> TokenDispatcher:
-        return TokenDispatcher(
-            self.context,
-            hidden_size=words,
-            num_experts=self.num_experts,
-            top_k=self.top_k,
-            max_tokens_per_rank=self.max_tokens,
-            token_format=fmt,
-            mode="gathered",
-            output_size=self.hidden,
-            kernel_prefix=kind,
-            agreed=self.context.allocated,
-        )
 
     def dispatch_send(
         self, x: torch.Tensor, topk_idx: torch.Tensor, payload: Payload, gsf: torch.Tensor | None = None
@@ -142,11 +146,9 @@ class LowLatencyExchange:
         out: torch.Tensor,
     ) -> DispatchHandle:
         """Send what `combine_recv` sums into `out` bf16 `[T, H]`; `x` bf16 `[E_local, W * max, H]`."""
-        combiner = self._combiner
         rows = x.view(-1, self.hidden)
-        routing = combiner.dispatch_send(self._no_tokens[: topk_idx.shape[0]], topk_idx, topk_weights)
-        renewed = routing.for_rows(handle.positions, rows.shape[0])
-        combiner.combine_send(rows, renewed, out=out)
+        renewed = self._combiner.send_routing(topk_idx, topk_weights, handle.positions, rows.shape[0], handle.native)
+        self._combiner.combine_send(rows, renewed, out=out)
         return renewed
 
     def combine_recv(self, renewed: DispatchHandle) -> torch.Tensor:
@@ -203,7 +205,7 @@ class _Dispatch:
         exchange, rows = self._exchange, self.rows
         sizes = exchange.max_tokens, exchange.hidden, exchange.num_experts
         handle = LowLatencyHandle((rows.source_tokens, rows.layout_range, *sizes))
-        handle.positions, handle.num_tokens, handle.exchange = rows.positions, self._native.num_tokens, exchange
+        handle.positions, handle.native, handle.exchange = rows.positions, self._native, exchange
         return handle
 
     def finish(self, statistics: torch.Tensor | None) -> None:

@@ -9,18 +9,18 @@ size of the tokens that travel, and more tokens than the buffer has room for tra
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.context.peers import collective_step
 from moe_runtime.deep_ep.sizes import MOST_TOP_K, normal_words
-from moe_runtime.dispatcher.handle import DispatchedTokens, DispatchHandle
-from moe_runtime.dispatcher.token_dispatcher import NO_TOKEN, TokenDispatcher
-from moe_runtime.kernels.exchange.landing import second_half_row
+from moe_runtime.dispatcher.handle import DispatchedTokens
+from moe_runtime.dispatcher.token_dispatcher import RoutingDispatcher, TokenDispatcher
+from moe_runtime.kernels.exchange.landing import LandedTokens
 from moe_runtime.kernels.exchange.payload import (
     WORD,
-    LandedRows,
     PayloadLayout,
     UnpackedRows,
     pack_tokens,
@@ -110,40 +110,46 @@ class NormalExchange:
     def __init__(self, context: ExpertParallelContext, hidden: int, max_tokens: int) -> None:
         self.context, self.hidden, self.max_tokens = context, hidden, max_tokens
         self.num_sms: int | None = None
-        self._dispatchers: dict[tuple[int, int, int, str, int | None], TokenDispatcher] = {}
-        self._no_tokens = torch.zeros(max_tokens, NO_TOKEN, dtype=torch.bfloat16, device=context.device)
+        self._dispatchers: dict[tuple[int, int, int | None], TokenDispatcher] = {}
+        self._combiners: dict[tuple[int, int, int | None], RoutingDispatcher] = {}
         # The widest first: the memory for it suffices for all others.
         self._dispatcher(normal_words(hidden), max_tokens)
         context.allocate()
 
     def _dispatcher(self, words: int, room: int) -> TokenDispatcher:
         """The exchange of payload of `words`, in steps of at most `room` tokens of a rank."""
-        return self._made(words, self.hidden, room, "dispatch_")
-
-    def _combiner(self, output: int, room: int) -> TokenDispatcher:
-        """The exchange of routing alone, for combines of rows of `output` numbers."""
-        return self._made(NO_TOKEN, output, room, "combine_")
-
-    def _room_for(self, tokens: int) -> int:
-        """A step's size for `tokens` of the rank that has most: kernels look at each slot of it."""
-        return min(self.max_tokens, max(LEAST_ROOM, 1 << (tokens - 1).bit_length() if tokens else 1))
-
-    def _made(self, words: int, output: int, tokens: int, kind: str) -> TokenDispatcher:
-        key = words, output, tokens, kind, self.num_sms
+        key = words, room, self.num_sms
         if key not in self._dispatchers:
             self._dispatchers[key] = TokenDispatcher(
                 self.context,
                 hidden_size=words,
-                num_experts=self.context.world_size,
-                top_k=self.context.world_size,
-                max_tokens_per_rank=tokens,
                 mode="gathered",
-                num_sms=self.num_sms,
-                output_size=output,
-                kernel_prefix=kind,
+                kernel_prefix="dispatch_",
                 agreed=self.context.allocated,
+                **self._sizes(self.hidden, room),
             )
         return self._dispatchers[key]
+
+    def _combiner(self, output: int, room: int) -> RoutingDispatcher:
+        """The exchange of routing alone, for combines of rows of `output` numbers."""
+        key = output, room, self.num_sms
+        if key not in self._combiners:
+            self._combiners[key] = RoutingDispatcher(self.context, **self._sizes(output, room))
+        return self._combiners[key]
+
+    def _sizes(self, output: int, room: int) -> dict[str, Any]:
+        world = self.context.world_size
+        return {
+            "num_experts": world,
+            "top_k": world,
+            "max_tokens_per_rank": room,
+            "num_sms": self.num_sms,
+            "output_size": output,
+        }
+
+    def _room_for(self, tokens: int) -> int:
+        """A step's size for `tokens` of the rank that has most: kernels look at each slot of it."""
+        return min(self.max_tokens, max(LEAST_ROOM, 1 << (tokens - 1).bit_length() if tokens else 1))
 
     # Dispatch
 
@@ -316,17 +322,11 @@ class NormalExchange:
             num_sms=self.num_sms,
         )
 
-    def _landed(self, arrived: DispatchedTokens) -> LandedRows:
-        geometry = arrived.handle.geometry
+    def _landed(self, arrived: DispatchedTokens) -> LandedTokens:
+        handle = arrived.handle
         assert arrived.row_index is not None
-        return LandedRows(
-            arrived.rows,
-            arrived.row_index,
-            arrived.group_offsets,
-            arrived.handle.epoch,
-            second_half_row(self.context, geometry),
-            geometry.max_tokens,
-        )
+        found = arrived.row_index, handle.positions, arrived.group_offsets, handle.epoch
+        return LandedTokens.of(self.context, handle.geometry, *found)
 
     def _sources(self, arrived: DispatchedTokens) -> torch.Tensor:
         """int64 `[R]`, the source rank of each row that came; waits for the host."""
@@ -348,16 +348,12 @@ class NormalExchange:
         for step in handle.steps:
             combiner = self._combiner(self.hidden, step.room)
             shared = None if bias is None else bias[step.start : step.end]
-            sums.append(combiner.combine(x, self._renewed(combiner, step, x.shape[0]), shared=shared))
+            renewed = combiner.send_routing(step.ranks, step.weights, step.positions, x.shape[0])
+            sums.append(combiner.combine(x, renewed, shared=shared))
             if topk_weights is not None:
                 weights.append(self._combine_weights(topk_weights, step))
         y = sums[0] if len(sums) == 1 else torch.cat(sums)
         return y, (torch.cat(weights) if weights else None)
-
-    def _renewed(self, combiner: TokenDispatcher, step: _Step, num_rows: int) -> DispatchHandle:
-        """A handle for one combine of `num_rows` rows: sends the routing of `step` alone."""
-        routing = combiner.dispatch_send(self._no_tokens[: step.end - step.start], step.ranks, step.weights)
-        return routing.for_rows(step.positions, num_rows)
 
     def _combine_weights(self, topk_weights: torch.Tensor, step: _Step) -> torch.Tensor:
         """fp32 `[T, K]`: the weights of a token's rows on all ranks, summed in fp32, ranks ascending.
@@ -369,7 +365,7 @@ class NormalExchange:
         combiner, context = self._combiner(width, step.room), self.context
         parts = torch.zeros(topk_weights.shape[0], width, dtype=torch.bfloat16, device=topk_weights.device)
         parts[:, : 3 * top_k] = bf16_parts(topk_weights).transpose(0, 1).flatten(1)
-        renewed = self._renewed(combiner, step, parts.shape[0])
+        renewed = combiner.send_routing(step.ranks, step.weights, step.positions, parts.shape[0])
         combiner.combine(parts, renewed)
         geometry, num_tokens = renewed.geometry, step.end - step.start
         half = context.half_bytes["combine"]

@@ -16,7 +16,7 @@ import torch
 from moe_runtime.comm.arguments import check_is_tensor, check_kind
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.dispatcher.handle import DispatchedTokens, DispatchHandle
-from moe_runtime.dispatcher.token_dispatcher import NO_TOKEN, TokenDispatcher
+from moe_runtime.dispatcher.token_dispatcher import RoutingDispatcher, TokenDispatcher
 from moe_runtime.kernels.exchange.landing import landing_records, second_half_row
 from moe_runtime.kernels.formats.number_formats import align
 from moe_runtime.kernels.formats.reference_quantize import bf16_parts
@@ -92,7 +92,7 @@ class DispatchedRows:
     rows: torch.Tensor
     group_offsets: torch.Tensor
 
-    def __init__(self, dispatchers: tuple[TokenDispatcher, TokenDispatcher], topk_idx: torch.Tensor) -> None:
+    def __init__(self, dispatchers: tuple[TokenDispatcher, RoutingDispatcher], topk_idx: torch.Tensor) -> None:
         self._dispatcher, self._entries = dispatchers
         self._topk_idx = topk_idx
         self._ones = torch.ones(topk_idx.shape, dtype=torch.float32, device=topk_idx.device)
@@ -120,11 +120,9 @@ class DispatchedRows:
         columns = torch.zeros(values.numel(), self._entries.geometry.output_hidden, device=values.device)
         for third, part in enumerate(bf16_parts(values)):
             columns.scatter_(1, (entry_of + third * top_k)[:, None], part[:, None])
-        num_tokens = self._topk_idx.shape[0]
-        no_tokens = torch.zeros(num_tokens, NO_TOKEN, dtype=torch.bfloat16, device=values.device)
-        handle = self._entries.dispatch_send(no_tokens, self._topk_idx, self._ones)
-        sums = self._entries.combine(columns.to(torch.bfloat16), handle.for_rows(positions, values.numel()))
-        return sums[:, : 3 * top_k].float().view(num_tokens, 3, top_k).sum(dim=1)
+        handle = self._entries.send_routing(self._topk_idx, self._ones, positions, values.numel())
+        sums = self._entries.combine(columns.to(torch.bfloat16), handle)
+        return sums[:, : 3 * top_k].float().unflatten(1, (3, top_k)).sum(dim=1)
 
     def _row_weights(self, arrived: DispatchedTokens) -> torch.Tensor:
         """fp32 `[R]`, from the records that have just landed."""
@@ -178,17 +176,14 @@ class DifferentiableDispatcher:
             num_sms=num_sms,
             reusable_handles=True,
         )
-        self._entries = TokenDispatcher(
+        self._entries = RoutingDispatcher(
             context,
-            hidden_size=NO_TOKEN,
             num_experts=num_experts,
             top_k=top_k,
             max_tokens_per_rank=max_tokens_per_rank,
-            mode="gathered",
             expert_row_capacity=expert_row_capacity,
             num_sms=num_sms,
             output_size=align(3 * top_k, 16),
-            agreed=True,
         )
 
     def dispatch(self, x: torch.Tensor, topk_idx: torch.Tensor) -> DispatchedRows:

@@ -70,6 +70,7 @@ class DispatchHandle:
         timeout_ns: how long its kernels wait for a peer: longer in the first step of a layer, which may compile them.
         scales_in_record: whether block scales stay in the records that arrive (`GroupedRows.scales_in_record`).
         num_rows: rows that `combine` takes, where `positions` are of an earlier dispatch (`for_rows`).
+        received: epoch of that dispatch, if its rows were received as padded ones.
         topk_idx, topk_weights: `[T, K]`, copies of the routing; None without `reusable_handles`.
     """
 
@@ -84,6 +85,7 @@ class DispatchHandle:
     topk_idx: torch.Tensor | None = None
     topk_weights: torch.Tensor | None = None
     num_rows: int | None = None
+    received: torch.Tensor | None = None
 
     @classmethod
     def allocate(
@@ -135,13 +137,17 @@ class DispatchHandle:
         warn_renamed("leave_scales", "scales_in_record")
         return self.scales_in_record
 
-    def for_rows(self, positions: torch.Tensor, num_rows: int) -> DispatchHandle:
+    def for_rows(
+        self, positions: torch.Tensor, num_rows: int, brought_by: DispatchHandle | None = None
+    ) -> DispatchHandle:
         """This dispatch of routing alone as the handle of rows that an earlier one brought; `combine_send` comes next.
 
         Args:
             positions: int32 `[W * max_tokens, K]`, row of each (landing slot, k), -1 for none. An entry that this
                 dispatch does not route has no part in the sum.
             num_rows: of the output that is combined.
+            brought_by: handle of the dispatch that brought the rows. If they were received as padded rows, and if it
+                is the last dispatch before this one, this combine tells peers that its tokens have been read.
 
         Raises `ValueError` for positions of other sizes, and for wrong kinds.
         """
@@ -151,7 +157,8 @@ class DispatchHandle:
             got = f"{positions.dtype} {list(positions.shape)} on {positions.device}"
             raise ValueError(f"positions: expected int32 {list(mine.shape)} on {mine.device}, got {got}")
         check_integer("num_rows", num_rows, 0, 2**31 - 1)
-        return replace(self, positions=positions, num_rows=num_rows)
+        received = brought_by.epoch if brought_by is not None and brought_by.ended else None
+        return replace(self, positions=positions, num_rows=num_rows, received=received)
 
     @property
     def combined(self) -> bool:
@@ -166,6 +173,11 @@ class DispatchHandle:
         if index > done:
             raise ValueError(f"handle: expected {STAGES[index - 1]} to be called with it before {stage}")
         self._progress.stages_done += 1
+
+    @property
+    def ended(self) -> bool:
+        """Whether no other stage may follow."""
+        return self._progress.stages_done == len(STAGES)
 
     def end(self) -> None:
         """Note that no other stage may follow."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from moe_runtime.comm.arguments import check_flag, check_integer, check_is_tensor, check_kind
@@ -126,23 +128,18 @@ class TokenDispatcher:
         }
         about = f"exchange {geometry.exchange_id}"
         context.register(agree=None if agreed else arguments, about=about, **self._local.half_bytes())
-        self._routing_only: TokenDispatcher | None = None
+        self._routing_only: RoutingDispatcher | None = None
         if reusable_handles:
-            self._routing_only = TokenDispatcher(
+            self._routing_only = RoutingDispatcher(
                 context,
-                hidden_size=NO_TOKEN,
                 num_experts=num_experts,
                 top_k=top_k,
                 max_tokens_per_rank=max_tokens_per_rank,
                 combine_format=combine_format,
-                mode="gathered",
                 expert_row_capacity=expert_row_capacity,
                 num_sms=num_sms,
                 output_size=geometry.output_hidden,
-                kernel_prefix="combine_",
-                agreed=True,
             )
-            self._no_tokens = torch.zeros(max_tokens_per_rank, NO_TOKEN, dtype=torch.bfloat16, device=device)
 
     @classmethod
     def from_config(
@@ -296,8 +293,7 @@ class TokenDispatcher:
         routing_only = self._routing_only
         assert routing_only is not None
         weights = own_weights if topk_weights is None else topk_weights
-        routing = routing_only.dispatch_send(self._no_tokens[: handle.num_tokens], topk_idx, weights)
-        return routing.for_rows(handle.positions, self.geometry.row_capacity)
+        return routing_only.send_routing(topk_idx, weights, handle.positions, self.geometry.row_capacity)
 
     @by_one_thread
     def dispatch_send(
@@ -465,7 +461,14 @@ class TokenDispatcher:
             handle.enter("combine_send")
             handle.allocate_output(out)
             self._backend.combine_send(
-                context.memory, self._local, self._starts, output, positions, handle.epoch, await_ns=await_ns
+                context.memory,
+                self._local,
+                self._starts,
+                output,
+                positions,
+                handle.epoch,
+                await_ns=await_ns,
+                received=None if await_ns is None else handle.received,
             )
             if context.host_transport is not None:
                 epoch = int(handle.epoch)
@@ -570,6 +573,37 @@ class TokenDispatcher:
             raise ValueError(f"handle: expected a DispatchHandle, got {type(handle).__name__}")
         if handle.geometry is not self.geometry:
             raise ValueError("handle: it belongs to another dispatcher")
+
+
+class RoutingDispatcher(TokenDispatcher):
+    """The exchange of routing alone, for combines of rows that an earlier dispatch brought.
+
+    Args: as of `TokenDispatcher`, `max_tokens_per_rank` and `sizes`, of which `output_size` is that of the rows.
+    """
+
+    def __init__(self, context: ExpertParallelContext, *, max_tokens_per_rank: int, **sizes: Any) -> None:
+        super().__init__(
+            context,
+            hidden_size=NO_TOKEN,
+            max_tokens_per_rank=max_tokens_per_rank,
+            mode="gathered",
+            kernel_prefix="combine_",
+            agreed=True,
+            **sizes,
+        )
+        self._no_tokens = torch.zeros(max_tokens_per_rank, NO_TOKEN, dtype=torch.bfloat16, device=context.device)
+
+    def send_routing(
+        self,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        positions: torch.Tensor,
+        num_rows: int,
+        brought_by: DispatchHandle | None = None,
+    ) -> DispatchHandle:
+        """The handle for one combine of `num_rows` rows that lie at `positions`; see `DispatchHandle.for_rows`."""
+        routing = self.dispatch_send(self._no_tokens[: topk_idx.shape[0]], topk_idx, topk_weights)
+        return routing.for_rows(positions, num_rows, brought_by)
 
 
 def _is_combined(handle: object) -> bool:

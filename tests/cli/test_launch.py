@@ -126,6 +126,58 @@ def test_bench_under_torchrun_writes_json(tiny: Path, tmp_path: Path) -> None:
     assert "gemm gate+up" in done.stdout and "by the rule for uneven routing" in done.stdout
 
 
+@pytest.mark.cpu_only
+def test_bench_times_the_calls_of_deep_ep(tmp_path: Path) -> None:
+    config, file = tmp_path / "config.yaml", tmp_path / "bench.json"
+    config.write_text(TINY.format(layer="token_format: fp8_block").replace("num_experts: 5", "num_experts: 6"))
+    arguments = ("dispatch", "low_latency", "normal", "--config", config, "--tokens", 16, "--steps", 2, "--json", file)
+    done = program("bench", *arguments, launcher=TWO_RANKS)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(file.read_text())
+    assert report["kind"] == "low_latency" and report["passed"] is True
+    timed = {(r["operation"], r["implementation"]): r for r in report["results"]}
+    limits = ("24 SMs", "all SMs")
+    names = [f"{layer_report.NORMAL}, {fmt}, {limit}" for limit in limits for fmt in ("bf16", "fp8")]
+    dispatches = {("dispatch", f"{name}{cached}") for name in names for cached in ("", ", cached")}
+    combines = {("combine", name) for name in names if "bf16" in name}
+    parts = ("dispatch", "combine", "dispatch+combine")
+    low_latency = {(part, f"{layer_report.LOW_LATENCY}, fp8") for part in parts}
+    ours = {("dispatch", layer_report.OURS), ("dispatch", "torch all_to_all_single")}
+    assert set(timed) == dispatches | combines | low_latency | ours and len(timed) == len(report["results"])
+    for key, result in timed.items():
+        assert result["median_us"] > 0 and (result["check"] is None or result["check"]["passed"])
+        if key in dispatches | combines:
+            row = 128 + 4 if "fp8" in key[1] else 2 * 128
+            tokens = result["moved_bytes"] / row
+            assert 0 < tokens <= 16 and result["check"]["bound"] == 0
+            assert result["rate_gb_per_s"] == pytest.approx(result["moved_bytes"] / result["median_us"] * 1e-3)
+
+
+@pytest.mark.cpu_only
+def test_normal_calls_that_are_wrong_are_not_timed(tmp_path: Path) -> None:
+    """A buffer that adds to a row: the check finds it, and nothing of that form is timed."""
+    config, file = tmp_path / "config.yaml", tmp_path / "bench.json"
+    config.write_text(TINY.format(layer="token_format: bf16").replace("num_experts: 5", "num_experts: 6"))
+    code = (
+        "import sys, torch; from moe_runtime.launch import bench; from moe_runtime.deep_ep import Buffer\n"
+        "right = Buffer.combine\n"
+        "def wrong(*a, **k):\n    y, *rest = right(*a, **k)\n    y[0, 0] += 1\n    return y, *rest\n"
+        "Buffer.combine = wrong\n"
+        f"sys.exit(bench.main(['normal', '--config', {str(config)!r}, '--steps', '1', '--json', {str(file)!r}]))\n"
+    )
+    script = tmp_path / "wrong.py"
+    script.write_text(code)
+    environment = without_interpreter(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
+    command = [interpreter(), *TWO_RANKS, str(script)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1, done.stdout + done.stderr
+    results = json.loads(file.read_text())["results"]
+    assert results
+    for result in results:
+        wrong = "bf16" in result["implementation"]
+        assert result["check"]["passed"] is not wrong and (result["median_us"] is None) == wrong
+
+
 def test_floors_by_the_links_of_another_gpu_are_told_of(
     tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,11 +11,12 @@ import torch
 
 from moe_runtime.comm.errors import MoERuntimeError
 from moe_runtime.dispatcher.handle import DispatchHandle
-from moe_runtime.kernels.exchange import cuda
+from moe_runtime.kernels.exchange import cuda, plan
 from moe_runtime.kernels.exchange.padded_rows import PaddedRows, PaddedScales
 from tests.emulator import Emulator
 from tests.support.comparison import assert_same_bits
 from tests.support.exchange_data import RankInput, expected_combine, expected_groups, rank_input
+from tests.support.token_parts import forget_plans
 from tests.support.virtual_exchange import (
     ENGINES,
     HOPPER,
@@ -91,6 +92,17 @@ def test_a_handle_is_combined_again_and_later(engine: str, wire: str, device: to
             assert_same_bits(ys[rank], expected[rank], f"rank {rank}, turn {turn}")
 
 
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Rings and stages that come round, blocks with several tokens, and tokens in parts."""
+    for name, value in {"MAX_PLACES": 2, "TOKENS_IN_PARTS": 1, "PADDED_BLOCKS": 5}.items():
+        monkeypatch.setattr(plan, name, value)
+    monkeypatch.setattr(cuda, "most_sms", lambda device, limit=None: min(2, limit or 2))
+    forget_plans()
+    yield
+    forget_plans()
+
+
 def run_combines_again(emulator: Emulator, seed: int) -> None:  # noqa: F811
     """Ranks that do not wait for each other, kernels that begin while those before them run."""
     data = inputs_of(seed)
@@ -120,6 +132,14 @@ def test_combines_that_await_tokens_run_in_any_order(emulator: Emulator, seed: i
         run_combines_again(emulator, seed + turn)
 
 
+@needs_hopper
+@pytest.mark.cpu_only
+@pytest.mark.usefixtures("small")
+def test_combines_that_await_tokens_go_round_their_rings(emulator: Emulator, seed: int) -> None:  # noqa: F811
+    for turn in range(3):
+        run_combines_again(emulator, seed + turn)
+
+
 def assert_is_found(emulator: Emulator, pattern: str, replacement: str, run: Callable[[int], None]) -> None:  # noqa: F811
     """Some of 30 runs fails where translated kernels are edited."""
     edited = 0
@@ -140,14 +160,24 @@ def assert_is_found(emulator: Emulator, pattern: str, replacement: str, run: Cal
 @needs_hopper
 @pytest.mark.cpu_only
 def test_a_combine_that_does_not_await_tokens_is_found(emulator: Emulator, seed: int) -> None:  # noqa: F811
-    pattern = r"bool failed = await_slots\(x, own, arrived, there[^;]*;"
-    assert_is_found(emulator, pattern, "bool failed = false;", lambda turn: run_combines_again(emulator, seed + turn))
+    pattern = r"bool failed = lost \|\| await_slots\([^;]*;"
+    assert_is_found(emulator, pattern, "bool failed = lost;", lambda turn: run_combines_again(emulator, seed + turn))
 
 
 @needs_hopper
-@pytest.mark.parametrize("stops_at", [0, 1])
+@pytest.mark.cpu_only
+@pytest.mark.usefixtures("small")
+def test_rows_that_are_loaded_over_others_are_found(emulator: Emulator, seed: int) -> None:  # noqa: F811
+    """The warp that brings rows waits for nobody."""
+    pattern = r"(void load\([^{]*\{[^;]*;\s*)barrier_wait\([^;]*;"
+    assert_is_found(emulator, pattern, r"\1", lambda turn: run_combines_again(emulator, seed + turn))
+
+
+@needs_hopper
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("stops_at", [0, 1, None])
 def test_a_combine_that_awaits_tokens_names_who_does_not_come(
-    stops_at: int,
+    stops_at: int | None,
     emulator: Emulator,  # noqa: F811
     device: torch.device,
     seed: int,
@@ -164,7 +194,13 @@ def test_a_combine_that_awaits_tokens_names_who_does_not_come(
             if rank == 2 and stops_at == 0:
                 continue
             if rank == 2:
-                own.renew(got.handle)
+                combiner, given = own._routing_only, got.handle
+                assert combiner is not None
+                # Where it does not stop, it brings a wrong id, which its abort message tells.
+                ids = data[rank].topk_idx if stops_at == 1 else torch.full_like(data[rank].topk_idx, EXPERTS)
+                renewed = combiner.send_routing(ids, data[rank].topk_weights, given.positions, output.shape[0])
+                if stops_at is None:
+                    combiner.combine(output, renewed)
                 continue
             own.combine(output, got.handle, topk_weights=data[rank].topk_weights)
     for rank in (0, 1):
@@ -271,12 +307,117 @@ def test_padded_steps_that_are_sent_ahead(emulator: Emulator, seed: int) -> None
         run_sends_ahead(emulator, seed + turn)
 
 
+def padded_rows(out: PaddedRows) -> torch.Tensor:
+    return out.rows.view(torch.bfloat16).view(-1, HIDDEN)
+
+
+def run_combines_before_receiving(emulator: Emulator, seed: int) -> None:  # noqa: F811
+    """A step is sent, the one before it combined, and only then is it received; then each is combined at once."""
+    steps = 8
+    inputs = [[rank_input(seed + s, r, TOKENS, HIDDEN, EXPERTS, TOP_K) for r in range(WORLD)] for s in range(steps)]
+    ranks = ranks_of(HOPPER, CPU, token_format="bf16", mode="gathered")
+    arrived: list[list[PaddedRows]] = [[] for _ in range(WORLD)]
+    with emulator.together() as choose:
+        for rank, own in enumerate(ranks.dispatchers):
+            choose(rank)
+            handles: list[DispatchHandle] = []
+            for number, step in enumerate(inputs):
+                data = step[rank]
+                handles.append(own.dispatch_send(data.x, data.topk_idx, data.topk_weights))
+                if 0 < number < steps // 2:
+                    combine_padded(own, inputs[number - 1][rank], handles[-2], arrived[rank][-1])
+                arrived[rank].append(padded_of(own))
+                own.dispatch_recv_padded(handles[-1], arrived[rank][-1])
+                if number >= steps // 2:
+                    combine_padded(own, data, handles[-1], arrived[rank][-1])
+    starts = ranks.dispatchers[0].geometry.starts
+    for rank in range(WORLD):
+        assert int(ranks.contexts[rank].error[0]) == 0
+        for step, out in zip(inputs, arrived[rank], strict=True):
+            assert_arrived(step, starts, rank, out)
+
+
+def combine_padded(own: Any, data: RankInput, handle: DispatchHandle, out: PaddedRows, factor: float = 1.0) -> Any:
+    combiner, rows = own._routing_only, padded_rows(out)
+    weights = factor * data.topk_weights
+    renewed = combiner.send_routing(data.topk_idx, weights, out.positions, rows.shape[0], handle)
+    combiner.combine_send(rows, renewed)
+    return combiner.combine_recv(renewed)
+
+
+@needs_hopper
+@pytest.mark.cpu_only
+def test_padded_steps_that_are_sent_before_another_is_combined(emulator: Emulator, seed: int) -> None:  # noqa: F811
+    for turn in range(3):
+        run_combines_before_receiving(emulator, seed + turn)
+
+
 @needs_hopper
 @pytest.mark.cpu_only
 def test_a_half_that_is_given_back_too_early_is_found(emulator: Emulator, seed: int) -> None:  # noqa: F811
-    """Every block raises the flag, not the last one alone."""
-    pattern = r"if \(last && !x\.failed\(\)"
-    assert_is_found(emulator, pattern, "if ((true)", lambda turn: run_sends_ahead(emulator, seed + turn))
+    """A combine gives back the tokens of the dispatch before it, whoever brought its rows."""
+    pattern = r"const int of = load_relaxed\(received\);"
+    assert_is_found(
+        emulator,
+        pattern,
+        "const int of = epoch - 1;",
+        lambda turn: run_combines_before_receiving(emulator, seed + turn),
+    )
+
+
+@needs_hopper
+@pytest.mark.cpu_only
+@pytest.mark.usefixtures("small")
+def test_padded_steps_go_round_their_stages(emulator: Emulator, seed: int) -> None:  # noqa: F811
+    geometry = ranks_of(HOPPER, CPU, token_format="bf16", mode="gathered").dispatchers[0].geometry
+    sizes = plan.required_plan(geometry)
+    assert 1 < sizes.padded_stages < geometry.num_slots / sizes.padded_split(2)
+    for turn in range(3):
+        run_sends_ahead(emulator, seed + turn)
+
+
+@needs_hopper
+@pytest.mark.cpu_only
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r"barrier_wait\(shared_address\(landings \+ warp\), parity\);",
+        r"bulk_await_read<0>\(\);(?=[^;]*\n\s*bring)",
+    ],
+)
+def test_records_that_are_not_awaited_are_found(pattern: str, emulator: Emulator, seed: int) -> None:  # noqa: F811
+    assert_is_found(emulator, pattern, "", lambda turn: run_sends_ahead(emulator, seed + turn))
+
+
+@needs_hopper
+@pytest.mark.cpu_only
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("tells", [False, True])
+def test_padded_rows_name_who_does_not_come(tells: bool, emulator: Emulator, seed: int) -> None:  # noqa: F811
+    """A rank that stops, or that brings a wrong id: no rows, and nobody waits for longer than its limit."""
+    data = inputs_of(seed)
+    ranks = ranks_of(HOPPER, CPU, token_format="bf16", mode="gathered")
+    arrived: list[list[PaddedRows]] = [[] for _ in range(WORLD)]
+    with emulator.together() as choose:
+        for rank, own in enumerate(ranks.dispatchers):
+            choose(rank)
+            for step in range(2):
+                mine = data[rank]
+                ids = mine.topk_idx
+                if (rank, step) == (2, 1):
+                    if not tells:
+                        break
+                    ids = torch.full_like(ids, EXPERTS)
+                handle = own.dispatch_send(mine.x, ids, mine.topk_weights)
+                arrived[rank].append(padded_of(own))
+                own.dispatch_recv_padded(handle, arrived[rank][-1])
+    for rank in range(WORLD) if tells else (0, 1):
+        assert int(ranks.contexts[rank].error[0]) != 0 and int(ranks.contexts[rank].error[1]) == 2
+        assert_arrived(data, ranks.dispatchers[0].geometry.starts, rank, arrived[rank][0])
+        if not tells:
+            assert arrived[rank][1].counts.tolist() == [0] * len(arrived[rank][1].counts)
+            assert int((arrived[rank][1].positions >= 0).sum()) == 0
 
 
 @needs_hopper
@@ -294,8 +435,6 @@ def test_padded_steps_run_in_any_order(turn: int, emulator: Emulator, device: to
     with emulator.together() as choose:
         for rank, own in enumerate(ranks.dispatchers):
             choose(rank)
-            combiner = own._routing_only
-            assert combiner is not None
             for number, step in enumerate(inputs):
                 data = step[rank]
                 handle = own.dispatch_send(data.x, data.topk_idx, data.topk_weights)
@@ -304,13 +443,7 @@ def test_padded_steps_run_in_any_order(turn: int, emulator: Emulator, device: to
                 arrived[rank].append(out)
                 if number not in combined:
                     continue
-                rows = out.rows.view(torch.bfloat16).view(-1, HIDDEN)
-                for factor in (1.0, 2.0):
-                    no_tokens = own._no_tokens[: data.x.shape[0]]
-                    routing = combiner.dispatch_send(no_tokens, data.topk_idx, factor * data.topk_weights)
-                    renewed = routing.for_rows(out.positions, rows.shape[0])
-                    combiner.combine_send(rows, renewed)
-                    sums[rank].append(combiner.combine_recv(renewed))
+                sums[rank] += [combine_padded(own, data, handle, out, factor) for factor in (1.0, 2.0)]
     starts = ranks.dispatchers[0].geometry.starts
     for rank in range(WORLD):
         assert int(ranks.contexts[rank].error[0]) == 0
