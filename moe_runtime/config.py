@@ -330,7 +330,7 @@ class MoELayerConfig(_Model):
 class ParallelConfig(_Model):
     """How ranks reach each other, and which kernels they run."""
 
-    transport: Literal["auto", "nvshmem", "shared", "collective", "private"] = Field(
+    transport: Literal["auto", "nvshmem", "shared", "hierarchical", "collective", "private"] = Field(
         default="auto",
         description="memory between ranks: nvshmem (GPUs), shared (processes of one host), collective "
         "(torch.distributed), private (ranks within one process)",

@@ -124,9 +124,12 @@ class NormalCalls:
                     "topk_weights": weights_TK,
                 }
             )
-        self._handles = [self.dispatch(turn)[4] for turn in range(len(self._tokens))]
-        most = max(handle.num_rows for handle in self._handles)
-        self._rows = bench.turns[0][0].new_zeros(most, bench.layer.config.hidden_size)
+        # Rows that came: what experts that change nothing would give back.
+        self._rows, self._handles = [], []
+        for turn in range(len(self._tokens)):
+            rows, _, _, _, handle, _ = self.dispatch(turn)
+            self._rows.append(rows)
+            self._handles.append(handle)
 
     def _form(self, x_TH: torch.Tensor) -> Tokens:
         return per_token_cast_to_fp8(x_TH) if self._fp8 else x_TH
@@ -142,9 +145,9 @@ class NormalCalls:
         return self._buffer.dispatch(self._tokens[turn], handle=self._handles[turn])
 
     def combine(self, number: int, lap: Lap | None = None) -> Any:
-        """What `Buffer.combine` gives of zeros."""
-        handle = self._handles[number % len(self._handles)]
-        return self._buffer.combine(self._rows[: handle.num_rows], handle)
+        """What `Buffer.combine` gives of the rows that came."""
+        turn = number % len(self._handles)
+        return self._buffer.combine(self._rows[turn], self._handles[turn])
 
     def check(self) -> checks.Check:
         """Bytes of the first turn that are wrong: of rows, scales, ids, weights and, of bf16, sums."""

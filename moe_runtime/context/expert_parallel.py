@@ -115,6 +115,8 @@ class ExpertParallelContext:
         self.startup_timeout_ns = int(self.startup_timeout_s * 1e9)
         self.group: RankGroup | None = None
         self.transport_reasons: dict[str, str] = {}
+        if link is not None and heap is None:
+            raise ValueError("link: expected None without heap")
         if heap is None:
             alone = isinstance(transport, str) and transport == "private"
             self.group = RankGroup(group, timeout_s=self.startup_timeout_s, alone=alone)

@@ -128,7 +128,7 @@ class DispatchHandle:
         assert step is not None
         return step
 
-    def start_between_hosts(self, step: HostStep) -> None:
+    def _start_between_hosts(self, step: HostStep) -> None:
         self._progress.between_hosts = step
 
     @property

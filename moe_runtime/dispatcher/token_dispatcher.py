@@ -338,7 +338,7 @@ class TokenDispatcher:
             scale = self._gsf if gsf is None else gsf
             tokens = x, topk_idx.contiguous(), topk_weights.contiguous(), scale
             if self._hosts is not None:
-                handle.start_between_hosts(self._hosts.dispatch_send(*tokens, handle.num_parts, handle.timeout_ns))
+                handle._start_between_hosts(self._hosts.dispatch_send(*tokens, handle.num_parts, handle.timeout_ns))
                 return handle
             self._backend.dispatch_send(
                 context, geometry, self._starts, *tokens, handle.epoch, handle.num_parts, handle.timeout_ns
@@ -361,10 +361,9 @@ class TokenDispatcher:
 
         `dispatch_recv` calls it where nobody has. On one host it does nothing.
         """
-        if self._hosts is not None:
-            with collective_step(self.context):
-                self._check_handle(handle)
-                self._forward(handle)
+        with collective_step(self.context):
+            self._check_handle(handle)
+            self._forward(handle)
 
     @by_one_thread
     def dispatch_recv(self, handle: DispatchHandle) -> DispatchedTokens:
@@ -488,10 +487,9 @@ class TokenDispatcher:
 
         `combine_recv` calls it where nobody has. On one host it does nothing.
         """
-        if self._hosts is not None:
-            with collective_step(self.context):
-                self._check_handle(handle)
-                self._relay(handle)
+        with collective_step(self.context):
+            self._check_handle(handle)
+            self._relay(handle)
 
     @by_one_thread
     def combine_recv(self, handle: DispatchHandle, *, shared: torch.Tensor | None = None) -> torch.Tensor:

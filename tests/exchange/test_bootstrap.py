@@ -58,6 +58,7 @@ def test_single_rank_choices() -> None:
     assert choice.reasons == {
         "nvshmem": "needs GPUs, the device is cpu",
         "shared": "one rank has nobody to share memory with",
+        "hierarchical": "the ranks are on one host",
         "collective": "torch.distributed is not initialised",
     }
     assert choose_transport(group, CPU, "shared").name == "shared"
@@ -67,7 +68,9 @@ def test_single_rank_choices() -> None:
     assert on_gpu.reasons["nvshmem"] if HAS_GPU else on_gpu.reasons["nvshmem"] == "no GPU can be seen"
     with pytest.raises(ValueError, match="transport: nvshmem cannot be used: needs GPUs"):
         choose_transport(group, CPU, "nvshmem")
-    with pytest.raises(ValueError, match="transport: expected auto, nvshmem, shared, private or collective, got 'tcp'"):
+    with pytest.raises(
+        ValueError, match="transport: expected auto, nvshmem, shared, private, hierarchical or collective, got 'tcp'"
+    ):
         choose_transport(group, CPU, "tcp")
 
 
@@ -225,6 +228,7 @@ def exchange(rank: int, world: int) -> None:
     assert choice.reasons == {
         "nvshmem": "needs GPUs, the device is cpu",
         "private": f"one rank only, the group has {world}",
+        "hierarchical": "the ranks are on one host",
     }
 
 
@@ -232,20 +236,34 @@ def test_exchange(get_pool) -> None:
     get_pool(2).run(exchange)
 
 
-def choose_on_two_hosts(rank: int, world: int) -> tuple[str, str]:
+def choose_on_hosts(rank: int, world: int, hosts: list[int], one_memory: bool) -> tuple[str, str, str, str | None]:
     original = transport_module.host_identity
-    transport_module.host_identity = lambda: f"host {rank // 2}"
+    transport_module.host_identity = lambda: f"host {hosts[rank]}"
     try:
         group = RankGroup(timeout_s=20.0)
-        choice = choose_transport(group, CPU)
-        return choice.name, choice.reasons["shared"]
+        choice = choose_transport(group, CPU, one_memory=one_memory)
+        return choice.name, choice.local, choice.reasons["shared"], choice.reasons.get("hierarchical")
     finally:
         transport_module.host_identity = original
 
 
-def test_two_hosts_take_the_collective_transport(get_pool) -> None:
-    expected = ("collective", "the ranks are on 2 hosts (or containers)")
-    assert get_pool(4).run(choose_on_two_hosts) == [expected] * 4
+@pytest.mark.parametrize(
+    ("hosts", "one_memory", "name", "local", "why_not"),
+    [
+        ([0, 0, 1, 1], False, "hierarchical", "shared", None),
+        ([0, 1, 2, 3], False, "hierarchical", "private", None),
+        ([0, 0, 1, 1], True, "collective", "shared", "experts that move between ranks"),
+        ([0, 0, 0, 1], False, "collective", "", "the hosts have different numbers of ranks, 3, 1"),
+        ([0, 1, 0, 1], False, "collective", "", "the ranks of a host do not follow each other"),
+    ],
+)
+def test_what_several_hosts_take(
+    hosts: list[int], one_memory: bool, name: str, local: str, why_not: str | None, get_pool
+) -> None:
+    shared = f"the ranks are on {len(set(hosts))} hosts (or containers)"
+    for answer in get_pool(4).run(choose_on_hosts, hosts, one_memory):
+        assert answer[:3] == (name, local, shared)
+        assert answer[3] is None if why_not is None else answer[3].startswith(why_not)
 
 
 class Listener(logging.Handler):
@@ -313,7 +331,9 @@ def test_gpus_use_nvshmem_unless_there_is_a_reason_not_to(
         else:
             assert name == "collective" and why_not.startswith(reason)
             warning = "transport: GPUs exchange by `collective`, which waits for the host: "
-            assert heard == ([f"moe_runtime.comm.transport WARNING {warning}{why_not}"] if rank == 0 else [])
+            between = "the ranks are on one host" if hosts == 1 else "GPUs of several hosts need a group with NCCL"
+            text = f"moe_runtime.comm.transport WARNING {warning}{why_not}; {between}"
+            assert heard == ([text] if rank == 0 else [])
 
 
 @pytest.mark.cpu_only

@@ -126,7 +126,10 @@ def test_a_later_layer_must_fit() -> None:
             {"timeout_s": float("inf")},
             "timeout_s: expected a positive, finite number of seconds, at most 1e.09, got inf",
         ),
-        ({"transport": "tcp"}, "transport: expected auto, nvshmem, shared, private or collective, got 'tcp'"),
+        (
+            {"transport": "tcp"},
+            "transport: expected auto, nvshmem, shared, private, hierarchical or collective, got 'tcp'",
+        ),
         ({"transport": "collective"}, "transport: collective cannot be used: torch.distributed is not initialised"),
         ({"engine": "nvcc"}, "engine: expected auto, cuda, triton or torch, got 'nvcc'"),
         ({"device": "meta"}, "device: expected a device of this machine, got meta"),

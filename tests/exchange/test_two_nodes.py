@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.exchange.test_distributed import LAYERS, STEPS, virtual_results
+from tests.exchange.test_distributed import LAYERS, STEPS
+from tests.exchange.test_hierarchical import virtual_results
 from tests.support.comparison import assert_same_bits
 from tests.support.programs import ROOT, without_interpreter
 from tests.support.spawner import interpreter
@@ -59,10 +60,10 @@ def run_nodes(*command: object) -> list[str]:
 def test_two_nodes_give_the_one_process_answer(tmp_path: Path, seed: int) -> None:
     run_nodes(ROOT / "tests" / "support" / "two_nodes_worker.py", tmp_path, seed)
     world = NODES * RANKS_PER_NODE
-    expected = [virtual_results(world, config, seed) for config in LAYERS]
+    expected = [virtual_results(world, NODES, config, seed) for config in LAYERS]
     for rank in range(world):
         transport, reasons, results = torch.load(tmp_path / f"rank{rank}.pt")
-        assert transport == "collective"
+        assert transport == "hierarchical"
         assert "2 hosts" in reasons["shared"]
         for step in range(STEPS):
             for number in range(len(LAYERS)):
@@ -70,6 +71,6 @@ def test_two_nodes_give_the_one_process_answer(tmp_path: Path, seed: int) -> Non
                 assert_same_bits(results[step][number], expected[number][rank][step], what)
 
 
-def test_the_doctor_says_that_several_hosts_use_the_collective_transport() -> None:
+def test_the_doctor_says_what_several_hosts_use() -> None:
     text = " ".join(run_nodes("-m", "moe_runtime.launch.doctor", "--config", "tiny_cpu"))
-    assert "collective" in text and "2 hosts" in " ".join(text.split())
+    assert "hierarchical" in text and "2 hosts" in " ".join(text.split())
