@@ -68,9 +68,8 @@ def test_single_rank_choices() -> None:
     assert on_gpu.reasons["nvshmem"] if HAS_GPU else on_gpu.reasons["nvshmem"] == "no GPU can be seen"
     with pytest.raises(ValueError, match="transport: nvshmem cannot be used: needs GPUs"):
         choose_transport(group, CPU, "nvshmem")
-    with pytest.raises(
-        ValueError, match="transport: expected auto, nvshmem, shared, private, hierarchical or collective, got 'tcp'"
-    ):
+    names = "auto, nvshmem, shared, private, hierarchical or collective"
+    with pytest.raises(ValueError, match=f"transport: expected {names}, got 'tcp'"):
         choose_transport(group, CPU, "tcp")
 
 
