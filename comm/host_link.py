@@ -10,6 +10,7 @@ import contextlib
 import secrets
 import time
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from moe_runtime.comm.errors import MoERuntimeError, PeerTimeoutError, Phase
+from moe_runtime.comm.host_watch import HostWatch
 from moe_runtime.comm.hosts import Hosts
 from moe_runtime.comm.messages import hexadecimal
 from moe_runtime.comm.rank_group import ROLL_CALL_S, RankGroup
@@ -74,6 +76,12 @@ class HostLink(Protocol):
     def leave(self) -> None:
         """Take part in no exchange any more, so that peers do not wait for this rank where that is in its power."""
 
+    def watch(self, on_failure: Callable[[MoERuntimeError], None], limit_s: float, start_s: float) -> None:
+        """Call `on_failure`, on another thread, where a rank of another host is gone and waits have no limit."""
+
+    def settle(self, limit_s: float) -> None:
+        """Wait at most `limit_s` seconds for what is under way, then end it, where waits have no limit."""
+
     def close(self) -> None:
         """Free what the link holds. Nothing is under way."""
 
@@ -111,6 +119,12 @@ class PrivateLink:
 
     def leave(self) -> None:
         """Nobody waits."""
+
+    def watch(self, on_failure: Callable[[MoERuntimeError], None], limit_s: float, start_s: float) -> None:
+        """Waits have limits."""
+
+    def settle(self, limit_s: float) -> None:
+        """Waits have limits."""
 
     def close(self) -> None:
         self._outgoing.clear()
@@ -169,6 +183,12 @@ class GlooLink:
     def leave(self) -> None:
         # Its connections close with the last reference, which ends at once what peers wait for in vain.
         self._gloo = None
+
+    def watch(self, on_failure: Callable[[MoERuntimeError], None], limit_s: float, start_s: float) -> None:
+        """Waits have limits."""
+
+    def settle(self, limit_s: float) -> None:
+        """Waits have limits."""
 
     def close(self) -> None:
         self._gloo = None
@@ -229,7 +249,9 @@ class NcclLink:
         if version < GRAPHS_SINCE:
             ours, since = (".".join(map(str, numbers)) for numbers in (version, GRAPHS_SINCE))
             self.caution = f"NCCL {ours}: replays of graphs over several hosts were reported to hang before {since}"
-        rail = group.of_ranks(hosts.rail, f"rail {hosts.local_rank}")
+        self._all = group
+        self.rail = rail = group.of_ranks(hosts.rail, f"rail {hosts.local_rank}")
+        self._watch: HostWatch | None = None
         key = rail.gather("NcclLink", secrets.token_hex(_KEY_BYTES), hexadecimal(_KEY_BYTES))[0].hex()
         self._posted: Exchange | None = None
         with torch.cuda.device(device):
@@ -249,13 +271,35 @@ class NcclLink:
         self._posted = self.start(outgoing, incoming, phase, limit_s)
 
     def leave(self) -> None:
-        """Peers hear of it by the store."""
+        """Peers hear of it by the store (`HostWatch`)."""
+
+    def watch(self, on_failure: Callable[[MoERuntimeError], None], limit_s: float, start_s: float) -> None:
+        """Watch the ranks of this rail from now on; see `HostWatch`."""
+        self._watch = HostWatch(self.hosts, self._all, self.rail, limit_s, start_s, on_failure, self._abort)
+
+    def settle(self, limit_s: float) -> None:
+        """Wait at most `limit_s` until the current stream is idle, then end what waits for other hosts."""
+        event = torch.cuda.Event()
+        event.record()
+        deadline = time.monotonic() + limit_s
+        while not event.query():
+            if time.monotonic() > deadline:
+                self._abort()
+                return
+            time.sleep(1e-4)
 
     def close(self) -> None:
+        if self._watch is not None:
+            self._watch.stop(in_order=True)
         nccl, self._nccl = self._nccl, None
         if nccl is not None:
-            # What was posted may wait for a host that is gone.
-            (nccl.shutdown if self._posted is None else nccl.abort)()
+            nccl.shutdown()
+
+    def _abort(self) -> None:
+        nccl = self._nccl
+        if nccl is not None:
+            # As a whole: of a group that is aborted so, torch's watchdog takes no error for one that ends the process.
+            nccl.abort()
 
 
 class _NcclExchange:

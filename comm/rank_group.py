@@ -280,6 +280,11 @@ class RankGroup:
         with self.connecting(what, key):
             return calls_of(store).run(make, self.timeout_s, answer_s=CONNECTED_S)
 
+    def number_board(self, name: str) -> NumberBoard:
+        """A word of each rank in the store, which needs no call of the others."""
+        store = self._ask(name, lambda: self._store.clone(), self.timeout_s)
+        return NumberBoard(store, f"{self._prefix}/{name}", self.rank, self.world_size, self.timeout_s)
+
     def connect_nccl(self, what: str, key: str, limit_s: float) -> Any:
         """An NCCL group over the same ranks for the caller alone. It connects at its first use, `connecting`.
 
@@ -440,6 +445,24 @@ class RankGroup:
             with contextlib.suppress(RuntimeError):
                 self._store.delete_key(f"{self._prefix}/{self._calls - 1}/{self.rank}")
         return stored
+
+
+class NumberBoard:
+    """A word of each rank in the group's store, over a connection of its own."""
+
+    def __init__(self, store: Any, prefix: str, rank: int, world_size: int, limit_s: float) -> None:
+        self._store, self._keys = store, [f"{prefix}/{r}" for r in range(world_size)]
+        self._rank = rank
+        self._store.set_timeout(timedelta(seconds=limit_s))
+
+    def put(self, word: bytes) -> None:
+        """Write this rank's word. Raises `RuntimeError` where the store is gone."""
+        self._store.set(self._keys[self._rank], word)
+
+    def read(self) -> dict[int, bytes]:
+        """The words of the ranks that have written one. Raises as `put`."""
+        store = self._store
+        return {r: store.get(key) for r, key in enumerate(self._keys) if store.check([key])}
 
 
 class _LookOut:

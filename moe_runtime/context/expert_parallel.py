@@ -18,11 +18,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from moe_runtime.comm.arguments import check_flag, check_kind, check_seconds
-from moe_runtime.comm.errors import PeerAbortedError, Phase, reason_of
+from moe_runtime.comm.errors import MoERuntimeError, PeerAbortedError, Phase, reason_of
 from moe_runtime.comm.failures import abort_words, encode_abort, find_failure, reason_text, write_abort
 from moe_runtime.comm.heaps.collective import CollectiveHeap, CollectiveTransport
 from moe_runtime.comm.heaps.heap import SymmetricHeap
 from moe_runtime.comm.host_link import PrivateLink
+from moe_runtime.comm.host_watch import BEAT_S
 from moe_runtime.comm.rank_group import MAX_SECONDS, RankGroup
 from moe_runtime.comm.signals import ABORT_WORDS, ERROR_WORDS, NUM_COUNTERS, REASON_WORDS, SignalLayout
 from moe_runtime.context.agreement import Agreement
@@ -258,8 +259,10 @@ class ExpertParallelContext:
         self.signal_pointers, self.token_flags_pointers, self.landing_pointers, self.combine_pointers = (
             self.heap.peer_pointers(region) for region in ("signals", "token_flags", "landing", "combine")
         )
-        if self.link_buffers is not None:
+        if self.link_buffers is not None and self.link is not None:
             self.link_buffers.allocate(self.device)
+            limit_s = max(self.timeout_s, 3 * BEAT_S)
+            self.link.watch(self._other_host_failed, limit_s, max(limit_s, self.startup_timeout_s))
             self._local_memory = LocalMemory(
                 self.heap.rank,
                 self.heap.world_size,
@@ -357,6 +360,11 @@ class ExpertParallelContext:
             # Peers may wait on the host: for another layer, or in `close()`.
             self.group.leave(reason, error)
 
+    def _other_host_failed(self, error: MoERuntimeError) -> None:
+        """On the thread of the watch: later calls raise `error`, and this host's ranks learn of it."""
+        if not self.closed and self._failure is None:
+            self._abort(str(error), error)
+
     def _tell_hosts(self) -> None:
         """Take part in the exchange between hosts that comes next, once, to say that this rank has failed."""
         if self.link is not None and not self._told_hosts:
@@ -391,6 +399,8 @@ class ExpertParallelContext:
             return
         if self.host_transport is not None:
             self.host_transport.settle(self.timeout_s)
+        if self.link is not None and self.allocated:
+            self.link.settle(self.timeout_s)
         if self._side_stream is not None:
             # Ends, since every wait of a kernel does. Afterwards everything that peers reported is visible.
             torch.cuda.synchronize(self.device)

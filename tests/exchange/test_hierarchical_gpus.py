@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 
 import pytest
 import torch
 
 from moe_runtime.comm.errors import MoERuntimeError
+from moe_runtime.comm.host_watch import EXIT_CODE
 from moe_runtime.config import MoELayerConfig
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.layer import MoELayer
@@ -141,3 +144,59 @@ def test_a_mistake_is_told_on_every_host(num_hosts: int, per_host: int, how: str
             assert f"of rank {world - 1} is out of range" in outcome.result, outcome.result
         elif rank < world - 1:
             assert f"rank {world - 1} gave up: topk_idx" in outcome.result, outcome.result
+
+
+LIMIT_S = 5.0
+
+
+def lose_a_rank(rank: int, world: int, in_graph: bool) -> tuple[str, float]:
+    """The last rank is killed in its third step; what the others raise, and how long after their last good step."""
+    context = ExpertParallelContext(timeout_s=LIMIT_S)
+    layer = MoELayer(LAYERS[0], context)
+    layer.load_random(0)
+    mine = draw(3, 0, rank, TOKENS).to(context.device)
+
+    def step() -> None:
+        layer(mine.x, topk_idx=mine.topk_idx, topk_weights=mine.topk_weights)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    if in_graph:
+        with torch.cuda.graph(graph):
+            step()
+    start = time.monotonic()
+    try:
+        for number in range(4):
+            if number == 2 and rank == world - 1:
+                torch.cuda.synchronize()
+                os.kill(os.getpid(), signal.SIGKILL)
+            (graph.replay if in_graph else step)()
+            torch.cuda.synchronize()
+            context.check_peers()
+            start = time.monotonic()
+    except (MoERuntimeError, RuntimeError) as error:
+        spent = time.monotonic() - start
+        try:
+            context.check()
+        except MoERuntimeError as named:
+            return f"{type(named).__name__} {named.rank}: {named} (first {type(error).__name__})", spent
+    return "nothing", 0.0
+
+
+@pytest.mark.parametrize("in_graph", [False, True])
+@pytest.mark.parametrize(("num_hosts", "per_host"), SHAPES)
+def test_a_lost_rank_is_named_or_the_process_ends(num_hosts: int, per_host: int, in_graph: bool) -> None:
+    world = num_hosts * per_host
+    if torch.cuda.device_count() < world:
+        pytest.skip(f"needs {world} GPUs")
+    started = time.monotonic()
+    outcomes = run_once(lose_a_rank, world, in_graph, gpus=True, hosts=num_hosts, timeout=100.0)
+    print(f"{time.monotonic() - started:.0f} s", [(o.result, o.exitcode) for o in outcomes])
+    assert outcomes[-1].exitcode == -signal.SIGKILL
+    for outcome in outcomes[:-1]:
+        if outcome.exitcode == EXIT_CODE:
+            assert in_graph
+            continue
+        assert outcome.error is None and outcome.result is not None, (outcome.trace, outcome.exitcode)
+        text, spent = outcome.result
+        assert f"rank {world - 1}" in text and spent < 3 * LIMIT_S + 20

@@ -1,0 +1,111 @@
+"""Who watches whether other hosts live, where a wait for them has no limit of its own.
+
+Each rank counts up a number in the group's store every second, and looks at the numbers of its rail. One that stands
+still, or a rank that has left with an error, is a failure of this rank. NCCL is then aborted, so that what waits for
+that host ends. Where that does not help, as in a graph, the process ends rather than hang.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+
+from moe_runtime.comm.errors import MoERuntimeError, PeerTimeoutError, Phase
+from moe_runtime.comm.hosts import Hosts
+from moe_runtime.comm.rank_group import RankGroup
+
+_LOG = logging.getLogger(__name__)
+
+BEAT_S = 1.0
+"""How often a rank says that it lives."""
+FREE_S = 10.0
+"""How long NCCL may take to let go of what waits for a host that is gone."""
+EXIT_CODE = 75
+"""Of a process that ends because a wait for another host does not."""
+PARTED = b"parted"
+
+
+class HostWatch:
+    """A thread that watches the ranks of this rail, from its making to `stop`.
+
+    Args:
+        hosts: the ranks of each host.
+        group: of all ranks.
+        rail: of this rail.
+        limit_s: seconds without a sign of life after which a rank counts as dead.
+        start_s: seconds after which a rank counts as dead that has given none yet.
+        on_failure: called once with what is known, on the thread of the watch.
+        free: ends what waits for other hosts; returns when that is done.
+    """
+
+    def __init__(
+        self,
+        hosts: Hosts,
+        group: RankGroup,
+        rail: RankGroup,
+        limit_s: float,
+        start_s: float,
+        on_failure: Callable[[MoERuntimeError], None],
+        free: Callable[[], None],
+    ) -> None:
+        self._hosts, self._group, self._limit_s, self._start_s = hosts, group, limit_s, start_s
+        self._on_failure, self._free = on_failure, free
+        self._beats = rail.number_board("beat")
+        self._ended = threading.Event()
+        # A daemon, since a process must be able to end while the store does not answer.
+        self._thread = threading.Thread(target=self._watch, name="moe_runtime host watch", daemon=True)
+        self._thread.start()
+
+    def stop(self, *, in_order: bool) -> None:
+        """End the watch. `in_order`: this rank parts from its peers, which are not to miss it."""
+        self._ended.set()
+        if in_order:
+            with contextlib.suppress(RuntimeError):
+                self._beats.put(PARTED)
+
+    def _watch(self) -> None:
+        """Beat and look. If the store goes, nothing can be known any more: its host is a rank too, and is missed."""
+        seen: dict[int, tuple[bytes, float]] = {}
+        count = 0
+        while not self._ended.wait(BEAT_S if count else 0.0):
+            count += 1
+            now = time.monotonic()
+            try:
+                self._beats.put(str(count).encode())
+                found = self._beats.read()
+            except RuntimeError:
+                found = {}
+            for host in range(self._hosts.num_hosts):
+                beat = found.get(host, b"")
+                if host not in seen or seen[host][0] != beat:
+                    seen[host] = beat, now
+            left = self._group.who_left("watch of hosts")
+            silent_s = {host: now - since for host, (beat, since) in seen.items() if beat != PARTED}
+            del silent_s[self._hosts.host]
+            still = [h for h, spent in silent_s.items() if spent > (self._limit_s if seen[h][0] else self._start_s)]
+            if left is not None or still:
+                self._fail(left if left is not None else self._silent(still[0]))
+                return
+
+    def _silent(self, host: int) -> MoERuntimeError:
+        rank = self._hosts.rank_on(host)
+        text = f"rank {rank} (host {host}) has given no sign of life for {self._limit_s:g} s"
+        return PeerTimeoutError(f"rank {self._hosts.rank}: {text}", rank, Phase.HOST)
+
+    def _fail(self, error: MoERuntimeError) -> None:
+        _LOG.error("%s", error)
+        self._on_failure(error)
+        # The step that is under way may end by itself: ranks that gave up say so in their last exchange.
+        if self._ended.wait(self._limit_s):
+            return
+        freeing = threading.Thread(target=self._free, name="moe_runtime host watch: free", daemon=True)
+        freeing.start()
+        freeing.join(FREE_S)
+        if freeing.is_alive() and not self._ended.is_set():
+            _LOG.critical("%s; what waits for it does not end (a graph over NCCL), so this process does", error)
+            logging.shutdown()
+            os._exit(EXIT_CODE)
