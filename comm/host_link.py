@@ -71,7 +71,7 @@ class HostLink(Protocol):
         """
 
     def post(self, outgoing: torch.Tensor, incoming: torch.Tensor, phase: Phase, limit_s: float) -> None:
-        """`start` of a rank that has failed and waits for nobody. It takes part in no other exchange."""
+        """`start` of a rank that has failed and waits for nobody; `leave` follows."""
 
     def leave(self) -> None:
         """Take part in no exchange any more, so that peers do not wait for this rank where that is in its power."""
@@ -178,7 +178,6 @@ class GlooLink:
     def post(self, outgoing: torch.Tensor, incoming: torch.Tensor, phase: Phase, limit_s: float) -> None:
         with contextlib.suppress(MoERuntimeError):
             _LEFT.append((self._gloo, self.start(outgoing, incoming, phase, limit_s), outgoing, incoming))
-            self._gloo = None
 
     def leave(self) -> None:
         # Its connections close with the last reference, which ends at once what peers wait for in vain.
@@ -225,14 +224,12 @@ class _GlooExchange:
 class NcclLink:
     """Over NCCL, for GPUs: nothing waits for the host. Constructing it is collective.
 
-    A step waits for a host that is gone without end: NCCL has no limit of its own. Outside of graphs the watchdog of
-    torch.distributed ends the process at `limit_s`.
+    A step waits for a host that is gone without end: NCCL has no limit of its own. `HostWatch` ends such a wait.
 
     Args:
         hosts: the ranks of each host.
         group: of all ranks.
         device: this rank's GPU.
-        limit_s: seconds after which torch's watchdog ends the process, if an exchange outside of graphs does not end.
 
     Attributes:
         caution: what is known against graphs with this NCCL; None where nothing is.
@@ -242,7 +239,7 @@ class NcclLink:
     graph_safe = True
     bounded_waits = False
 
-    def __init__(self, hosts: Hosts, group: RankGroup, device: torch.device, limit_s: float) -> None:
+    def __init__(self, hosts: Hosts, group: RankGroup, device: torch.device) -> None:
         self.hosts = hosts
         version = torch.cuda.nccl.version()
         self.caution = None
@@ -253,22 +250,29 @@ class NcclLink:
         self.rail = rail = group.of_ranks(hosts.rail, f"rail {hosts.local_rank}")
         self._watch: HostWatch | None = None
         key = rail.gather("NcclLink", secrets.token_hex(_KEY_BYTES), hexadecimal(_KEY_BYTES))[0].hex()
-        self._posted: Exchange | None = None
         with torch.cuda.device(device):
-            self._nccl: Any = rail.connect_nccl("NcclLink", f"moe_runtime/{key}", limit_s)
+            self._nccl: Any = rail.connect_nccl("NcclLink", f"moe_runtime/{key}")
             # Connects now: that fails inside of a capture.
             word = torch.zeros(hosts.num_hosts, dtype=torch.int32, device=device)
             with rail.connecting("NcclLink", f"{key}/connect"):
-                self.start(word, torch.empty_like(word), Phase.START_UP, limit_s).wait()
+                self.start(word, torch.empty_like(word), Phase.START_UP, rail.timeout_s).wait()
                 torch.cuda.synchronize(device)
 
     def start(self, outgoing: torch.Tensor, incoming: torch.Tensor, phase: Phase, limit_s: float) -> Exchange:
         options = dist.AllToAllOptions()
         options.asyncOp = True
-        return _NcclExchange(self._nccl.alltoall_base(incoming, outgoing, [], [], options))
+        try:
+            return _NcclExchange(self._nccl.alltoall_base(incoming, outgoing, [], [], options))
+        except RuntimeError as error:
+            # A connection was lost. Who is gone the watch knows soon.
+            found = None if self._watch is None else self._watch.verdict(limit_s)
+            text = f"rank {self.hosts.rank}, {phase.name.lower()}: a host did not take part: {error}"
+            raise (found or PeerTimeoutError(text, -1, phase)) from error
 
     def post(self, outgoing: torch.Tensor, incoming: torch.Tensor, phase: Phase, limit_s: float) -> None:
-        self._posted = self.start(outgoing, incoming, phase, limit_s)
+        with contextlib.suppress(MoERuntimeError):
+            # So that `settle` waits for it.
+            self.start(outgoing, incoming, phase, limit_s).wait()
 
     def leave(self) -> None:
         """Peers hear of it by the store (`HostWatch`)."""

@@ -40,6 +40,9 @@ class HostWatch:
         start_s: seconds after which a rank counts as dead that has given none yet.
         on_failure: called once with what is known, on the thread of the watch.
         free: ends what waits for other hosts; returns when that is done.
+
+    Attributes:
+        found: the failure, once there is one.
     """
 
     def __init__(
@@ -55,10 +58,16 @@ class HostWatch:
         self._hosts, self._group, self._limit_s, self._start_s = hosts, group, limit_s, start_s
         self._on_failure, self._free = on_failure, free
         self._beats = rail.number_board("beat")
-        self._ended = threading.Event()
+        self._ended, self._found_it = threading.Event(), threading.Event()
+        self.found: MoERuntimeError | None = None
         # A daemon, since a process must be able to end while the store does not answer.
         self._thread = threading.Thread(target=self._watch, name="moe_runtime host watch", daemon=True)
         self._thread.start()
+
+    def verdict(self, limit_s: float) -> MoERuntimeError | None:
+        """What is found within `limit_s` more than the watch's own limit."""
+        self._found_it.wait(self._limit_s + limit_s)
+        return self.found
 
     def stop(self, *, in_order: bool) -> None:
         """End the watch. `in_order`: this rank parts from its peers, which are not to miss it."""
@@ -98,6 +107,8 @@ class HostWatch:
 
     def _fail(self, error: MoERuntimeError) -> None:
         _LOG.error("%s", error)
+        self.found = error
+        self._found_it.set()
         self._on_failure(error)
         # The step that is under way may end by itself: ranks that gave up say so in their last exchange.
         if self._ended.wait(self._limit_s):

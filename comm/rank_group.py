@@ -50,6 +50,8 @@ CONNECTED_S = 0.5
 PARTING_S = 5.0
 """How long rank 0, whose process may host the store, waits for peers that still read from it at the end."""
 
+ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+
 _POLL_S = (0.001, 0.02)
 """First and longest pause between two polls for the answers of peers."""
 
@@ -285,15 +287,24 @@ class RankGroup:
         store = self._ask(name, lambda: self._store.clone(), self.timeout_s)
         return NumberBoard(store, f"{self._prefix}/{name}", self.rank, self.world_size, self.timeout_s)
 
-    def connect_nccl(self, what: str, key: str, limit_s: float) -> Any:
+    def connect_nccl(self, what: str, key: str) -> Any:
         """An NCCL group over the same ranks for the caller alone. It connects at its first use, `connecting`.
 
-        `limit_s` is its own limit, at which NCCL's watchdog ends the process. The rest is as for `connect`.
+        torch's watchdog only logs the errors of this group and does not end the process for them: the caller looks to
+        its waits (`HostWatch`). The rest is as for `connect`.
         """
         store = self._ask(what, lambda: self._store.clone(), self.timeout_s)
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timedelta(seconds=limit_s)
-        return dist.ProcessGroupNCCL(dist.PrefixStore(key, store), self.rank, self.world_size, options)
+        before = os.environ.get(ERROR_HANDLING)
+        os.environ[ERROR_HANDLING] = "0"  # read by the constructor
+        try:
+            return dist.ProcessGroupNCCL(
+                dist.PrefixStore(key, store), self.rank, self.world_size, dist.ProcessGroupNCCL.Options()
+            )
+        finally:
+            if before is None:
+                del os.environ[ERROR_HANDLING]
+            else:
+                os.environ[ERROR_HANDLING] = before
 
     @contextlib.contextmanager
     def connecting(self, what: str, event: str) -> Iterator[None]:

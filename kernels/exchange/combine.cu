@@ -30,9 +30,6 @@ constexpr int UNIT = unit_numbers(WIRE), UNITS = HIDDEN / UNIT, PER_THREAD = (UN
 constexpr int SCALE_BYTES = WIRE == BF16 ? 0 : WIRE == MXFP8 ? HIDDEN / 32 : (HIDDEN + 127) / 128 * 4;
 constexpr int SENT_BYTES = (PARTIAL_SCALES_AT + SCALE_BYTES + 15) / 16 * 16;
 constexpr int STAGES = 2;  // partial results in the making or being sent
-#if AWAIT_TOKENS
-constexpr int ID_WORDS = (2 * K + 15) / 16;  // of 16 bytes; fields of a record are that far apart
-#endif
 constexpr int OUTPUT_BYTES = OUTPUT_BF16 ? 2 : 4;
 constexpr int LOADS = UNIT * OUTPUT_BYTES / 16;
 // Marks of a row: what it is, whether it is the token's last, and whether the step has failed.
@@ -65,7 +62,7 @@ struct Turn {
   }
 };
 
-extern "C" __global__ void __launch_bounds__(32 * READERS + 64 + 32 * AWAIT_TOKENS, 1 + AWAIT_TOKENS)
+extern "C" __global__ void __launch_bounds__(32 * READERS + 64 + 32 * AWAIT_TOKENS, 1)
     combine_send(const u8* output, long long row_bytes, const int* positions, const int* starts, const u64* landing,
                  const u64* combine, const u64* signals, const int* epoch_ptr, const int* handle_epoch, int* error,
                  int* latch, int* counter, int rank, int max_tokens, int num_slots, int early_parts, int part_tokens,
@@ -152,19 +149,18 @@ extern "C" __global__ void __launch_bounds__(32 * READERS + 64 + 32 * AWAIT_TOKE
 #pragma unroll
       for (int k = 0; k < K; ++k)
         if (positions[static_cast<long long>(slot) * K + k] >= 0 && there) loaded |= 1u << k;
-      u32 ids[4 * ID_WORDS];  // two in a word
+      int id[K];
       float weight[K];
       // After a failure the rows that are on their way are passed by, and nothing is awaited.
       bool failed = lost || await_slots(x, own, arrived, there ? slot : num_slots, COMBINE_SEND);
       const Glance glance(x, own);  // loaded with the ids
       const int sent = there ? without_sign(__ldcg(arrived.counts + source)) - arrived.tag : 0;
 #pragma unroll
-      for (int i = 0; i < ID_WORDS; ++i) {
-        const uint4 four = __ldcg(reinterpret_cast<const uint4*>(record + IDS_AT) + i);
-        ids[4 * i] = four.x, ids[4 * i + 1] = four.y, ids[4 * i + 2] = four.z, ids[4 * i + 3] = four.w;
+      for (int k = 0; k < K; ++k) {
+        id[k] = __ldcg(reinterpret_cast<const u16*>(record + IDS_AT) + k);
+        weight[k] = __ldcg(reinterpret_cast<const float*>(record + WEIGHTS_AT) + k);
+        if (id[k] != NONE && token < sent) present |= loaded & 1u << k;
       }
-#pragma unroll
-      for (int k = 0; k < K; ++k) weight[k] = __ldcg(reinterpret_cast<const float*>(record + WEIGHTS_AT) + k);
       if (!lost) {
         if (glance.trouble()) adopt_aborts(x), failed = true;
         // Tokens for another exchange: their number is too small or too large.
@@ -176,9 +172,8 @@ extern "C" __global__ void __launch_bounds__(32 * READERS + 64 + 32 * AWAIT_TOKE
       }
 #pragma unroll
       for (int k = 0; k < K; ++k) {
-        const int id = ids[k / 2] >> 16 * (k % 2) & 0xFFFF, owner = owner_of(id, end_of_lane);
-        if (id != NONE) ranks |= 1u << owner;
-        if (id != NONE && token < sent) present |= loaded & 1u << k;
+        const int owner = owner_of(id[k], end_of_lane);
+        if (id[k] != NONE) ranks |= 1u << owner;
       }
       const int part = __popc(ranks & ((1u << rank) - 1));
       const u64 to = __shfl_sync(ALL, combine_of_lane, source) + half * combine_half +

@@ -217,9 +217,7 @@ def _receive(
             device=context.device,
             early=early,
         )
-    shares, split, shared_bytes = *plan.place_split(sms, copies_scales, rows is not None), plan.place_shared_bytes
-    if out is not None and plan.padded_stages:
-        shares, split, shared_bytes = 1, plan.padded_split(sms), plan.padded_shared_bytes
+    shares, split = plan.place_split(sms, copies_scales, rows is not None)
     written = [buffers.group_offsets, buffers.group_scale_offsets, buffers.row_index, positions]
     copies = [rows, scales, buffers.row_scale]
     sizes = [
@@ -236,7 +234,7 @@ def _receive(
         macros,
         grid=(plan.place_blocks(split, padded=out is not None), 1, 1),
         block=block,
-        shared_bytes=shared_bytes,
+        shared_bytes=plan.place_shared_bytes,
         arguments=[buffers.counts, *written, *copies, *memory, *sizes, *limits, *padded],
         device=context.device,
         early=early,

@@ -18,10 +18,8 @@
 //
 // With PADDED (one chunk), each expert has `num_slots` rows of its own, filled from the front, as `padded.py` describes: rows and
 // scales are copied there, and `positions` count these rows. A last block writes the counts alone.
-// With STAGES > 0 the copy engine brings records into shared memory as soon as they have landed, while rows are still counted, and
-// stores them from there, once for each row. A warp takes a slot.
 //
-// Macros: those of arrival.cuh, PADDED, STAGES (records in shared memory; a warp has one), FMT (FormatCode), K, EXPERTS (of this rank, at least 1), CHUNK (a multiple of 32), WARPS
+// Macros: those of arrival.cuh, PADDED, FMT (FormatCode), K, EXPERTS (of this rank, at least 1), CHUNK (a multiple of 32), WARPS
 // (of a block), LOOPED (a block takes several tasks; for few SMs), PLACES_BYTES (shared memory of `recv_permute`), CONTIGUOUS
 // (quants are copied), PER_TOKEN_FLAGS (all slots are one chunk), QUANT_BYTES, SCALE_COLUMNS (0 where scales stay in the
 // records), RECORD_BYTES and the *_AT of RecordLayout, words of SignalLayout, COUNT_BITS, TURN_BIT, STALE_HANDLE, MISMATCH and
@@ -35,10 +33,6 @@ constexpr int CHUNK_WORDS = CHUNK / 32;
 constexpr int ID_WORDS = (2 * K + 15) / 16;  // of 16 bytes; fields of a record are that far apart
 constexpr int SCALE_WORDS = FMT == FP8_BLOCK ? SCALE_COLUMNS : (SCALE_COLUMNS + 3) / 4;
 constexpr int LANE_SCALES = (SCALE_WORDS + 31) / 32;
-#if STAGES
-constexpr int STAGED_BYTES = ((SCALE_WORDS > 0 ? SCALES_AT + 4 * SCALE_WORDS : QUANT_BYTES) + 15) / 16 * 16;
-constexpr int STAGE_PITCH = (STAGED_BYTES + 127) / 128 * 128;
-#endif
 constexpr bool TILED_SCALES = SCALE_WORDS > 0 && FMT != FP8_BLOCK && !PER_TOKEN_FLAGS;
 
 // A block takes one task, or, with LOOPED, each task a whole grid further on.
@@ -189,19 +183,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, PADDED ? 1 : 2)
     for (int e = threadIdx.x; e < EXPERTS; e += THREADS) places.totals[e] = places.first[e] = 0;
     const Landing arrived(landed, flags, own, landing_half, token_flags_half, max_tokens, count_tag, first_expert, num_local,
                           epoch);
-#if STAGES
-    __shared__ u64 landings[STAGES];
-    u8* const staged = shared + (PLACES_BYTES + 127) / 128 * 128;
-    // Brings the record in slot `s` into stage `i`. For one thread.
-    const auto bring = [&](int i, int s) {
-      barrier_expect(shared_address(landings + i), STAGED_BYTES);
-      bulk_load(shared_address(staged + i * STAGE_PITCH), arrived.record(s), STAGED_BYTES, shared_address(landings + i));
-    };
-    if (threadIdx.x == 0) {
-      for (int i = 0; i < STAGES; ++i) barrier_init(shared_address(landings + i), 1);
-      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-    }
-#endif
     const auto mark = [&](int s, int k, int expert) {
       places.local[s][k] = static_cast<u16>(expert);
       atomicOr(&places.bits[expert][s / 32], 1u << s % 32);
@@ -214,23 +195,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, PADDED ? 1 : 2)
       failed |= await_slots(x, own, arrived, s, DISPATCH_RECV);
       const Glance glance(x, own);  // loaded with the ids
       if (FMT == NVFP4) places.row_scale[s] = s < num_slots ? arrived.row_scale(s) : 0.0f;
-#if STAGES
-      bool wanted = false;
-#endif
       arrived.each_expert(s, [&](int k, int expert) {
         mark(s, k, expert);
         atomicAdd(&places.totals[expert], 1);
-#if STAGES
-        wanted = true;
-#endif
       });
-#if STAGES
-      if (wanted && !counts_alone && s % split == part && s / split < STAGES) {
-        // What the token flag stands for must be visible to the copy engine, too.
-        asm volatile("fence.proxy.async.global;" ::: "memory");
-        bring(s / split, s);
-      }
-#endif
       __syncwarp();
       if (glance.trouble()) adopt_aborts(x), failed = true;
     }
@@ -329,47 +297,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, PADDED ? 1 : 2)
     if (!good)
       for (int r = threadIdx.x; r < capacity; r += THREADS) row_index[r] = 0;
 
-#if STAGES
-    u32 parity = 0;
-    for (int i = warp, round = 0; warp < STAGES && !counts_alone; i += STAGES, ++round) {
-      const int s = i * split + part;
-      if (s >= num_slots) break;
-      const int e = lane < K ? places.local[s][lane] : NONE;
-      const u32 present = __ballot_sync(ALL, e != NONE);
-      if (round > 0 && present != 0 && lane == 0) {
-        bulk_await_read<0>();  // the record before has been stored
-        bring(warp, s);
-      }
-      int position = -1;
-      long long at_scales = 0;
-      if (good && e != NONE) {
-        const int row = places.before[e][s / 32] + __popc(places.bits[e][s / 32] & ((1u << s % 32) - 1));
-        at_scales = static_cast<long long>(e) * SCALE_COLUMNS * num_slots + row;
-        position = e * num_slots + row;
-        source_tokens[position] = s % max_tokens;
-      }
-      if (lane < K) positions[static_cast<long long>(s) * K + lane] = position;
-      if (present == 0) continue;
-      // Also after a failure: no copy may be under way when this block ends.
-      barrier_wait(shared_address(landings + warp), parity);
-      parity ^= 1;
-      if (!good) continue;
-      const u8* record = staged + warp * STAGE_PITCH;
-      for (u32 left = present; left; left &= left - 1) {
-        const long long row = __shfl_sync(ALL, position, __ffs(left) - 1);
-        if (lane == 0) bulk_store(reinterpret_cast<u64>(rows + row * QUANT_BYTES), record, QUANT_BYTES);
-      }
-      bulk_commit();
-      for (u32 left = SCALE_WORDS > 0 ? present : 0; left; left &= left - 1) {
-        const long long at = __shfl_sync(ALL, at_scales, __ffs(left) - 1);
-        for (int word = lane; word < SCALE_WORDS; word += 32)
-          reinterpret_cast<u32*>(scales)[at + static_cast<long long>(word) * num_slots] =
-              reinterpret_cast<const u32*>(record + SCALES_AT)[word];
-      }
-      __syncwarp();  // all lanes have read the record before another takes its place
-    }
-    if (lane == 0) bulk_await();
-#else
     const int landing_row = first_row * (epoch & 1);
     // Unit `share * CHUNK + s`: of the rows of slot s, those whose number is `share` modulo `shares`.
 #if PADDED
@@ -459,7 +386,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, PADDED ? 1 : 2)
       }
       if constexpr (SCALE_WORDS > 0 && PADDED) store_scales();
     }
-#endif
     if (LOOPED) __syncthreads();
   }
   // So that a kernel that waits for this one also waits for `dispatch_send`.

@@ -209,12 +209,7 @@ extern "C" __global__ void __launch_bounds__(TEAM* TEAMS, MAX_THREADS / (TEAM * 
       // One lane starts all copies: the instruction needs its operands in uniform registers.
       for (u32 left = targets; left; left &= left - 1) {
         const u64 at = __shfl_sync(ALL, to, __ffs(left) - 1);
-        if constexpr (SENT_BYTES <= 256) {
-          // Routing alone, for example. Stores of lanes have landed behind the fence; copies would be awaited before it.
-          if (lane < SENT_BYTES / 16) reinterpret_cast<uint4*>(at)[lane] = reinterpret_cast<const uint4*>(record)[lane];
-        } else if (lane == 0) {
-          bulk_store(at, record, SENT_BYTES);
-        }
+        if (lane == 0) bulk_store(at, record, SENT_BYTES);
       }
       bulk_commit();
     }

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import cache
 
 from moe_runtime.comm.errors import ErrorCode, Phase
 from moe_runtime.comm.signals import ABORT_WORDS, COUNT_BITS, PROGRESS_PARTS, TURN_BIT, SignalLayout
 from moe_runtime.kernels.exchange.geometry import ExchangeGeometry, sample_geometry
 from moe_runtime.kernels.exchange.plan import required_plan
-from moe_runtime.kernels.exchange.record import RecordLayout
 from moe_runtime.kernels.formats.number_formats import COMBINE_FORMATS, FORMATS
 from moe_runtime.kernels.nvrtc import Defines
 from moe_runtime.kernels.runtime import CudaCase
@@ -81,7 +79,6 @@ def recv_macros(geometry: ExchangeGeometry, *, scales: bool = True, padded: bool
             "PLACES_BYTES": plan.place_shared_bytes,
             "CONTIGUOUS": int(geometry.contiguous or padded),
             "PADDED": int(padded),
-            "STAGES": plan.padded_stages if padded else 0,
             "PER_TOKEN_FLAGS": int(plan.per_token_flags),
             "QUANT_BYTES": fmt.quant_bytes(geometry.hidden),
             "SCALE_COLUMNS": fmt.scale_columns(geometry.hidden) if scales else 0,
@@ -156,13 +153,7 @@ def _aot_cases(fmt: str) -> Iterator[CudaCase]:
         yield _send_case(fmt, geometry)
     if not FORMATS[fmt].swizzled:
         padded = recv_macros(sample_geometry(fmt), padded=True)
-        yield CudaCase("recv_permute", fmt, "dispatch_recv.cu", "recv_permute", padded, instruction=BULK_STORE)
-    if fmt == "bf16":
-        record = RecordLayout(FORMATS[fmt], 16, 8)
-        alone = dispatch_macros(
-            replace(sample_geometry(fmt), record=record), ids_64=True, static_gsf=False, await_ready=True
-        )
-        yield CudaCase("dispatch_send", fmt, "dispatch_send.cu", "dispatch_send", alone)  # routing alone
+        yield CudaCase("recv_permute", fmt, "dispatch_recv.cu", "recv_permute", padded)
     if FORMATS[fmt].swizzled:
         yield from _recv_cases(fmt, sample_geometry(fmt), scales=False)
     if FORMATS[fmt].has_row_scale:

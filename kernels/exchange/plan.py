@@ -50,8 +50,8 @@ POLLING_BLOCKS = 32
 PADDED_BLOCKS = 64
 """Blocks of `recv_permute` at most, where each looks at the flags of all tokens and rows are padded for each expert.
 
-Where threads copied rows, 8, 32 and 128 tokens of 2 ranks, DeepSeek-V3's sizes in FP8, took 11.0, 12.0 and 20.4 us
-with 64 blocks on H200; 11.5, 13.9 and 24.2 with 24; 12.0, 12.5 and 23.7 with 132.
+8, 32 and 128 tokens of 2 ranks, DeepSeek-V3's sizes in FP8, take 11.0, 12.0 and 20.4 us with 64 blocks on H200;
+11.5, 13.9 and 24.2 with 24; 12.0, 12.5 and 23.7 with 132.
 """
 
 MAX_READERS = 14
@@ -91,8 +91,6 @@ class ExchangePlan:
         per_token_flags: each token is waited for by itself; otherwise the receiver waits for all tokens of a source.
         tiled_scales: `recv_scales` fills in swizzled scales, in the order of the swizzle.
         place_shared_bytes: shared memory of a block of `recv_permute`.
-        padded_stages: records that such a block has in shared memory where rows are padded; 0 where threads copy them.
-        padded_shared_bytes: of such a block then.
         num_parts: parts of the tokens whose combined rows are signalled before the rest.
         part_tokens: tokens of such a part.
         output_readers, partial_readers: warps of `combine_send` and of `combine_recv` that read rows.
@@ -115,8 +113,6 @@ class ExchangePlan:
     per_token_flags: bool
     tiled_scales: bool
     place_shared_bytes: int
-    padded_stages: int
-    padded_shared_bytes: int
     num_parts: int
     part_tokens: int
     output_readers: int
@@ -167,10 +163,6 @@ class ExchangePlan:
         slots = self.num_chunks * self.chunk_slots
         shares = max(1, min(self.top_k, sms * self.recv_warps // slots))
         return shares, max(1, min(sms // self.num_chunks, self.chunk_slots * shares))
-
-    def padded_split(self, sms: int) -> int:
-        """Blocks that share the slots whose rows are padded: `recv_permute` with `padded_stages`."""
-        return max(1, min(self._sms(sms), PADDED_BLOCKS, self.num_slots))
 
     def place_blocks(self, split: int, padded: bool = False) -> int:
         """Of `recv_permute`; for `padded` rows one more, which writes the counts."""
@@ -231,10 +223,6 @@ def plan_exchange(geometry: ExchangeGeometry) -> ExchangePlan | None:
     # Two blocks of an SM, where one kernel begins while the other drains.
     half = g.num_sms is None
     combine_shared_bytes = PARTIAL_STAGES * g.partial_bytes
-    stages = 0
-    if g.num_sms is None and fmt.quant_bytes(g.hidden) % 16 == 0:
-        free = MAX_SHARED_BYTES - align(_place_shared_bytes(g, chunk_slots), 128) - RING_BARRIERS_BYTES
-        stages = min(RECV_WARPS, ceil_div(g.num_slots, PADDED_BLOCKS), free // g.record.record_bytes)
     return ExchangePlan(
         num_sms=g.num_sms,
         num_slots=g.num_slots,
@@ -250,8 +238,6 @@ def plan_exchange(geometry: ExchangeGeometry) -> ExchangePlan | None:
         per_token_flags=chunk_slots >= g.num_slots,
         tiled_scales=fmt.swizzled and chunk_slots < g.num_slots,
         place_shared_bytes=_place_shared_bytes(g, chunk_slots),
-        padded_stages=stages,
-        padded_shared_bytes=align(_place_shared_bytes(g, chunk_slots), 128) + stages * g.record.record_bytes,
         num_parts=num_parts,
         part_tokens=ceil_div(g.max_tokens, num_parts + 1),
         output_readers=_readers(g.output_hidden // (8 if g.combine_format.name == "bf16" else 16)),

@@ -24,7 +24,7 @@ from moe_runtime.comm.heaps.collective import CollectiveHeap, CollectiveTranspor
 from moe_runtime.comm.heaps.heap import SymmetricHeap
 from moe_runtime.comm.host_link import PrivateLink
 from moe_runtime.comm.host_watch import BEAT_S
-from moe_runtime.comm.rank_group import MAX_SECONDS, RankGroup
+from moe_runtime.comm.rank_group import MAX_SECONDS, ROLL_CALL_S, RankGroup
 from moe_runtime.comm.signals import ABORT_WORDS, ERROR_WORDS, NUM_COUNTERS, REASON_WORDS, SignalLayout
 from moe_runtime.context.agreement import Agreement
 from moe_runtime.context.host_memory import LinkBuffers, LocalMemory
@@ -124,8 +124,7 @@ class ExpertParallelContext:
             try:
                 self.device = resolve_device(device)
                 self.engine = resolve_engine(engine, self.device)
-                limit_s = 2 * max(self.timeout_s, self.startup_timeout_s)
-                made = make_transport(self.group, self.device, transport, self.engine, limit_s, one_memory)
+                made = make_transport(self.group, self.device, transport, self.engine, one_memory)
             except BaseException as error:
                 self.group.leave(reason_of(error), error)
                 raise
@@ -400,7 +399,7 @@ class ExpertParallelContext:
         if self.host_transport is not None:
             self.host_transport.settle(self.timeout_s)
         if self.link is not None and self.allocated:
-            self.link.settle(self.timeout_s)
+            self.link.settle(min(self.timeout_s, ROLL_CALL_S) if self.failed else self.timeout_s)
         if self._side_stream is not None:
             # Ends, since every wait of a kernel does. Afterwards everything that peers reported is visible.
             torch.cuda.synchronize(self.device)

@@ -34,14 +34,11 @@ class Transport:
     reasons: dict[str, str] = field(default_factory=dict)
 
 
-def make_transport(
-    group: RankGroup, device: torch.device, transport: str, engine: str, limit_s: float, one_memory: bool
-) -> Transport:
+def make_transport(group: RankGroup, device: torch.device, transport: str, engine: str, one_memory: bool) -> Transport:
     """The transport that the ranks choose. Collective.
 
     Args:
         engine: of this rank, resolved.
-        limit_s: after which NCCL may end the process, where an exchange between hosts does not end.
         one_memory: whether a heap must have all ranks.
 
     Raises as `comm.transport.choose_transport`.
@@ -53,7 +50,7 @@ def make_transport(
     local = group.of_ranks(choice.hosts.local_ranks, f"host {choice.hosts.host}")
     link: HostLink
     if device.type == "cuda":
-        link = NcclLink(choice.hosts, group, device, limit_s)
+        link = NcclLink(choice.hosts, group, device)
     else:
         link = GlooLink(choice.hosts, group)
     return Transport(choice.name, _heap(choice.local, local, device), link, choice.reasons)

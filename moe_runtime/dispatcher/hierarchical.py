@@ -96,11 +96,12 @@ class HostExchange:
 
         def say_failed() -> None:
             link = self._link_memory
-            self._parts.say_failed(self.context.memory, self.geometry, link, kind)
-            chunks, phase = (link.records_out, link.records_in), Phase.DISPATCH_SEND
-            if kind == "combine":
-                chunks, phase = (link.sums_out, link.sums_in), Phase.COMBINE_SEND
-            self._link.post(*chunks, phase, limit_ns * 1e-9)
+            chunks = {"dispatch": (link.records_out, link.records_in), "combine": (link.sums_out, link.sums_in)}
+            # Peers whose kernels run ahead of their host go on to the end of the step.
+            for part in ("dispatch", "combine") if kind == "dispatch" else ("combine",):
+                self._parts.say_failed(self.context.memory, self.geometry, link, part)
+                phase = Phase.DISPATCH_SEND if part == "dispatch" else Phase.COMBINE_SEND
+                self._link.post(*chunks[part], phase, limit_ns * 1e-9)
 
         self.context.say_failed = say_failed
 

@@ -94,9 +94,9 @@ def test_a_handle_is_combined_again_and_later(engine: str, wire: str, device: to
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Rings and stages that come round, blocks with several tokens, and tokens in parts."""
-    for name, value in {"MAX_PLACES": 2, "TOKENS_IN_PARTS": 1, "PADDED_BLOCKS": 5}.items():
-        monkeypatch.setattr(plan, name, value)
+    """Rings that come round, blocks with several tokens, and tokens in parts."""
+    monkeypatch.setattr(plan, "MAX_PLACES", 2)
+    monkeypatch.setattr(plan, "TOKENS_IN_PARTS", 1)
     monkeypatch.setattr(cuda, "most_sms", lambda device, limit=None: min(2, limit or 2))
     forget_plans()
     yield
@@ -363,31 +363,6 @@ def test_a_half_that_is_given_back_too_early_is_found(emulator: Emulator, seed: 
         "const int of = epoch - 1;",
         lambda turn: run_combines_before_receiving(emulator, seed + turn),
     )
-
-
-@needs_hopper
-@pytest.mark.cpu_only
-@pytest.mark.usefixtures("small")
-def test_padded_steps_go_round_their_stages(emulator: Emulator, seed: int) -> None:  # noqa: F811
-    geometry = ranks_of(HOPPER, CPU, token_format="bf16", mode="gathered").dispatchers[0].geometry
-    sizes = plan.required_plan(geometry)
-    assert 1 < sizes.padded_stages < geometry.num_slots / sizes.padded_split(2)
-    for turn in range(3):
-        run_sends_ahead(emulator, seed + turn)
-
-
-@needs_hopper
-@pytest.mark.cpu_only
-@pytest.mark.usefixtures("small")
-@pytest.mark.parametrize(
-    "pattern",
-    [
-        r"barrier_wait\(shared_address\(landings \+ warp\), parity\);",
-        r"bulk_await_read<0>\(\);(?=[^;]*\n\s*bring)",
-    ],
-)
-def test_records_that_are_not_awaited_are_found(pattern: str, emulator: Emulator, seed: int) -> None:  # noqa: F811
-    assert_is_found(emulator, pattern, "", lambda turn: run_sends_ahead(emulator, seed + turn))
 
 
 @needs_hopper
