@@ -230,9 +230,6 @@ class NcclLink:
         hosts: the ranks of each host.
         group: of all ranks.
         device: this rank's GPU.
-
-    Attributes:
-        caution: what is known against graphs with this NCCL; None where nothing is.
     """
 
     name = "nccl"
@@ -241,11 +238,6 @@ class NcclLink:
 
     def __init__(self, hosts: Hosts, group: RankGroup, device: torch.device) -> None:
         self.hosts = hosts
-        version = torch.cuda.nccl.version()
-        self.caution = None
-        if version < GRAPHS_SINCE:
-            ours, since = (".".join(map(str, numbers)) for numbers in (version, GRAPHS_SINCE))
-            self.caution = f"NCCL {ours}: replays of graphs over several hosts were reported to hang before {since}"
         self._all = group
         self.rail = rail = group.of_ranks(hosts.rail, f"rail {hosts.local_rank}")
         self._watch: HostWatch | None = None
@@ -312,3 +304,12 @@ class _NcclExchange:
 
     def wait(self) -> None:
         self._work.wait()
+
+
+def graph_caution() -> str | None:
+    """What is known against steps over several hosts in graphs with the NCCL that is there; None where nothing is."""
+    version = torch.cuda.nccl.version()
+    if version >= GRAPHS_SINCE:
+        return None
+    ours, since = (".".join(map(str, numbers)) for numbers in (version, GRAPHS_SINCE))
+    return f"NCCL {ours}: replays of graphs over several hosts were reported to hang before {since}"

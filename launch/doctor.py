@@ -1,6 +1,6 @@
 """What this machine has, and what the runtime would use of it; reserves nothing.
 
-`[torchrun …] -m moe_runtime.launch.doctor [--config NAME] [--world-size N] [--hopper] [--json]` shows versions,
+`[torchrun …] -m moe_runtime.launch.doctor [--config NAME] [--world-size N [--hosts N]] [--json]` shows versions,
 devices, the engine and the transport that would be used and why not the others, limits on shared memory, the bytes
 that each rank would reserve in every token format, and the kernels of the exchange and of the experts (`--hopper`: on
 an H100 or H200, wherever this runs). Under torchrun all ranks agree on the transport and rank 0 prints.
@@ -32,6 +32,7 @@ from rich.table import Table
 from moe_runtime.comm.bootstrap import init_from_env
 from moe_runtime.comm.heaps import nvshmem_world
 from moe_runtime.comm.heaps.shared_memory import room_for_heaps
+from moe_runtime.comm.host_link import graph_caution
 from moe_runtime.comm.host_memory import memory_bytes
 from moe_runtime.comm.rank_group import RankGroup
 from moe_runtime.comm.transport import choose_transport
@@ -69,6 +70,7 @@ def examine(
     *,
     placed: bool = False,
     hopper: bool = False,
+    num_hosts: int | None = None,
 ) -> dict[str, Any]:
     """Everything the doctor knows, ready for JSON: sizes in bytes, None for what is absent or unlimited. Collective.
 
@@ -78,10 +80,12 @@ def examine(
     `reserved_bytes` is by `max_tokens_per_rank` (those of `tokens`, or the layer's own), format and region; `placed`
     layers have a placement, and where peers are mapped a region to move experts through. `exchange_plans` and
     `gemm_plans` (gate/up and down) are by tokens of each rank; `hopper` asks for those of an H100 or H200 instead of
-    this machine's.
+    this machine's. `num_hosts` is how many hosts the reserved bytes are for, by default those that are there.
     """
     transport = _transport(parallel, group, device)
     placed = placed and transport["name"] != "collective"
+    if num_hosts is None:
+        num_hosts = transport["hosts"] if world_size == group.world_size else 1
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -96,8 +100,9 @@ def examine(
         "engine": _engine(parallel, device),
         "transport": transport,
         "world_size": world_size,
+        "num_hosts": num_hosts,
         "reserved_bytes": {
-            count: reserved_by_format(layer, world_size, count, placed=placed)
+            count: reserved_by_format(layer, world_size, count, placed=placed, num_hosts=num_hosts)
             for count in tokens or [layer.max_tokens_per_rank]
         }
         if layer
@@ -111,7 +116,12 @@ def examine(
 
 
 def reserved_by_format(
-    layer: MoELayerConfig, world_size: int, max_tokens: int | None = None, *, placed: bool = False
+    layer: MoELayerConfig,
+    world_size: int,
+    max_tokens: int | None = None,
+    *,
+    placed: bool = False,
+    num_hosts: int = 1,
 ) -> dict[str, dict[str, int] | str]:
     """What `layer` would reserve on each rank in every token format; a format that it cannot have says why.
 
@@ -127,7 +137,7 @@ def reserved_by_format(
         except ValidationError as error:
             reserved[name] = complaints(error)[0]
         else:
-            reserved[name] = reserved_bytes(changed, world_size, placed=placed)
+            reserved[name] = reserved_bytes(changed, world_size, placed=placed, num_hosts=num_hosts)
     return reserved
 
 
@@ -300,8 +310,13 @@ def _transport(parallel: ParallelConfig, group: RankGroup, device: torch.device)
     try:
         choice = choose_transport(group, device, parallel.transport, resolve_engine(parallel.engine, device))
     except ValueError as error:
-        return {"name": None, "why_not": {}, "problem": str(error)}
-    return {"name": choice.name, "why_not": choice.reasons, "problem": None}
+        return {"name": None, "why_not": {}, "problem": str(error), "hosts": 1, "between_hosts": None}
+    hosts, between = 1, None
+    if choice.name == "hierarchical" and choice.hosts is not None:
+        hosts = choice.hosts.num_hosts
+        between = f"{hosts} hosts of {choice.hosts.ranks_per_host} ranks: {choice.local} inside, "
+        between += f"NCCL between ({graph_caution() or 'also in graphs'})" if device.type == "cuda" else "gloo between"
+    return {"name": choice.name, "why_not": choice.reasons, "problem": None, "hosts": hosts, "between_hosts": between}
 
 
 def _print_report(report: dict[str, Any], console: Console) -> None:
@@ -335,6 +350,8 @@ def _print_report(report: dict[str, Any], console: Console) -> None:
     if engine["grouped_gemm"]:
         choice.add_row("grouped GEMM", escape(engine["grouped_gemm"]))
     choice.add_row("transport", escape(transport["problem"] or transport["name"]))
+    if transport["between_hosts"] is not None:
+        choice.add_row("between hosts", escape(transport["between_hosts"]))
     for name, reason in transport["why_not"].items():
         choice.add_row(f"not {name}", escape(reason))
     console.print(choice)
@@ -404,8 +421,8 @@ def _print_reserved(
     free = report["limits"]["shared_memory"]["free_bytes"]
     title = f"Symmetric memory that each of {world_size} rank(s) would reserve, max_tokens_per_rank {count}"
     table = Table(title=title)
-    staging = ("staging",) if any("staging" in regions for regions in formats.values()) else ()
-    columns = (*REGIONS, *staging)
+    more = (name for name in ("staging", "link") if any(name in regions for regions in formats.values()))
+    columns = (*REGIONS, *more)
     for column in ("token format", *columns, "per rank", "all ranks"):
         table.add_column(column, justify="left" if column == "token format" else "right")
     for name, regions in formats.items():
@@ -442,6 +459,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m moe_runtime.launch.doctor", description="Examine this machine.")
     parser.add_argument("--config", metavar="NAME", help="a packaged config or a YAML file, for the bytes it reserves")
     parser.add_argument("--world-size", type=int, metavar="N", help="ranks to reserve for (default: those running)")
+    parser.add_argument("--hosts", type=int, metavar="N", help="hosts of those ranks (default: those running)")
     parser.add_argument(
         "--tokens", type=int, nargs="+", metavar="N", default=[], help="max_tokens_per_rank instead of the config's"
     )
@@ -453,6 +471,8 @@ def main(arguments: list[str] | None = None) -> int:
         return show_kernels(options.json)
     if options.world_size is not None and options.world_size < 1:
         parser.error(f"--world-size: expected at least 1, got {options.world_size}")
+    if options.hosts is not None and (options.world_size is None or options.world_size % max(options.hosts, 1)):
+        parser.error(f"--hosts: expected a divisor of --world-size, got {options.hosts}")
     if any(count < 1 for count in options.tokens):
         parser.error(f"--tokens: expected at least 1, got {min(options.tokens)}")
     try:
@@ -468,9 +488,8 @@ def main(arguments: list[str] | None = None) -> int:
         group = RankGroup(timeout_s=parallel.startup_timeout_s)
         layer = config.layer if config else None
         world_size, placed = options.world_size or group.world_size, bool(config and config.placement)
-        report = examine(
-            layer, parallel, world_size, group, device, options.tokens, placed=placed, hopper=options.hopper
-        )
+        how = {"placed": placed, "hopper": options.hopper, "num_hosts": options.hosts}
+        report = examine(layer, parallel, world_size, group, device, options.tokens, **how)
         if group.rank == 0 and options.json:
             print(json.dumps(report, indent=1))
         elif group.rank == 0:

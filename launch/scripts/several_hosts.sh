@@ -2,8 +2,7 @@
 # Runs a program of moe_runtime over several hosts; started once on each of them, with the same arguments but NODE_RANK:
 #   NODES=2 NODE_RANK=0 RENDEZVOUS=host0:29500 launch/scripts/several_hosts.sh run --config deepseek_v3
 #   NODES=2 NODE_RANK=1 RENDEZVOUS=host0:29500 launch/scripts/several_hosts.sh run --config deepseek_v3
-# Ranks of several hosts exchange through torch.distributed (transport `collective`): correct, but it waits for the
-# host in every step and cannot be captured in a CUDA graph.
+# Ranks of several hosts use the transport `hierarchical`: NVLink inside a host, NCCL between hosts.
 # The backend is static, since torchrun's c10d unpickles what it finds in its store.
 set -euo pipefail
 program=${1:?usage: NODES=N NODE_RANK=i RENDEZVOUS=host:port [RANKS=n] several_hosts.sh run|bench|doctor [its options]}

@@ -11,6 +11,13 @@ With `W` ranks, `T = max_tokens_per_rank`, `K = top_k`, each region holds two ha
 `record` and `partial` are the bytes of a token in `token_format` and of a partial sum in `combine_format`. Halves are
 aligned to 256 bytes. Layers of one context share these regions, so the largest layer counts, not the sum.
 The collective transport holds one more copy of all this for each peer (`moe_runtime.comm.heaps.collective`).
+
+On `H` hosts of `L` ranks, landing, token_flags and combine are those of `L` ranks with `H (T + 1)` tokens each. Beside
+them there is what travels between hosts, out and in:
+
+    link         2 * H * (T * (record + 4) + header + (T + 1) * sum)
+
+`sum` are the bytes of a host's partial sum in `combine_format`; partial sums within a host are bf16.
 """
 
 from __future__ import annotations
@@ -19,9 +26,11 @@ import math
 
 from moe_runtime.comm.arguments import check_flag, check_integer, check_kind
 from moe_runtime.comm.heaps.heap import align_region
+from moe_runtime.comm.hosts import Hosts
 from moe_runtime.comm.signals import SignalLayout
 from moe_runtime.config import MoELayerConfig
 from moe_runtime.kernels.exchange.geometry import ExchangeGeometry, worst_case_rows
+from moe_runtime.kernels.exchange.hierarchical import HostGeometry
 from moe_runtime.kernels.exchange.record import RecordLayout
 from moe_runtime.kernels.formats.number_formats import ceil_div, format_named, weight_format_named
 from moe_runtime.kernels.gemm.weights import GateUpOrder, scales_shape
@@ -60,19 +69,31 @@ def layer_geometry(config: MoELayerConfig, world_size: int) -> ExchangeGeometry:
     )
 
 
-def reserved_bytes(config: MoELayerConfig, world_size: int, *, placed: bool = False) -> dict[str, int]:
+def reserved_bytes(
+    config: MoELayerConfig, world_size: int, *, placed: bool = False, num_hosts: int = 1
+) -> dict[str, int]:
     """Bytes of each symmetric region that every rank of `world_size` reserves for one layer with `config`.
 
-    `placed` adds region `staging`, as for a layer with a placement.
+    `placed` adds region `staging`, as for a layer with a placement. With several hosts `link` is added: memory of what
+    travels between them, which is not symmetric.
 
-    Raises `ValueError` unless `config` is one, `world_size` an integer from 1 to `MAX_RANKS`, and `placed` a bool.
+    Raises `ValueError` unless `config` is one, `world_size` an integer from 1 to `MAX_RANKS`, `placed` a bool and
+    `num_hosts` a divisor of `world_size`.
     """
     check_flag("placed", placed)
-    geometry = layer_geometry(config, world_size)
+    geometry, ranks = layer_geometry(config, world_size), world_size
+    check_integer("num_hosts", num_hosts, high=world_size)
+    if world_size % num_hosts:
+        raise ValueError(f"num_hosts: expected a divisor of {world_size} ranks, got {num_hosts}")
+    more = {"staging": staging_bytes(config, world_size)} if placed else {}
+    if num_hosts > 1:
+        between = HostGeometry(Hosts(num_hosts, world_size // num_hosts, 0, 0), geometry)
+        geometry, ranks = between.local, between.hosts.ranks_per_host
+        chunks = (between.dispatch_chunk, between.combine_chunk)
+        more["link"] = sum(2 * align_region(num_hosts * size) for size in chunks)
     region_bytes = {name: 2 * align_region(size) for name, size in geometry.half_bytes().items()}
-    region_bytes["signals"] = align_region(SignalLayout(world_size).num_bytes)
-    regions = {name: region_bytes[name] for name in REGIONS}
-    return regions | ({"staging": staging_bytes(config, world_size)} if placed else {})
+    region_bytes["signals"] = align_region(SignalLayout(ranks).num_bytes)
+    return {name: region_bytes[name] for name in REGIONS} | more
 
 
 def expert_bytes(config: MoELayerConfig, world_size: int) -> int:

@@ -15,6 +15,7 @@ from moe_runtime.dispatcher.token_dispatcher import TokenDispatcher
 from moe_runtime.kernels.exchange.geometry import worst_case_rows
 from moe_runtime.kernels.formats.number_formats import FORMATS, WEIGHT_FORMATS
 from moe_runtime.kernels.gemm.weights import ExpertWeights
+from moe_runtime.virtual import virtual_contexts
 
 
 def make_config(**changes: object) -> MoELayerConfig:
@@ -82,6 +83,22 @@ def test_a_context_reserves_exactly_this(name: str, combine_format: str, world_s
         combine_format=combine_format,
     )
     assert context.reserved_bytes == sum(reserved_bytes(config, world_size).values())
+
+
+@pytest.mark.parametrize(("name", "combine_format"), [("nvfp4", "bf16"), ("fp8_block", "fp8_block")])
+@pytest.mark.parametrize(("num_hosts", "per_host"), [(2, 1), (2, 2), (3, 2)])
+def test_contexts_on_several_hosts_reserve_exactly_this(
+    num_hosts: int, per_host: int, name: str, combine_format: str
+) -> None:
+    config = make_config(token_format=name, combine_format=combine_format)
+    context = virtual_contexts(num_hosts * per_host, num_hosts=num_hosts)[0]
+    TokenDispatcher.from_config(context, config)
+    assert context.reserved_bytes == sum(reserved_bytes(config, num_hosts * per_host, num_hosts=num_hosts).values())
+
+
+def test_hosts_that_do_not_divide_the_ranks_are_refused() -> None:
+    with pytest.raises(ValueError, match="num_hosts: expected a divisor of 4 ranks, got 3"):
+        reserved_bytes(make_config(), 4, num_hosts=3)
 
 
 @pytest.mark.parametrize("name", WEIGHT_FORMATS)
