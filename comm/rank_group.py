@@ -238,8 +238,8 @@ class RankGroup:
         # If the store is gone, no peer can read it.
         with contextlib.suppress(MoERuntimeError):
             note = messages.answer("leave", [self.rank, reason, cause])
-            # First, for those who look for it when they see the answer.
-            self._ask("leave", lambda: self._store.set(self._left_key, note))
+            # First, for those who look for it when they see the answer. The first rank's note stays: others follow it.
+            self._ask("leave", lambda: self._store.check([self._left_key]) or self._store.set(self._left_key, note))
             self._answer("leave", messages.farewell(reason, cause))
             if self._host.rank == self.rank and self.world_size > 1:
                 time.sleep(FAREWELL_S)
@@ -266,6 +266,48 @@ class RankGroup:
         except MoERuntimeError as error:
             return absent, error
         return absent, None
+
+    def in_vain(self, what: str, event: str, number: int, peer: int) -> Exception | None:
+        """For a rank that waits outside of the store, in exchange `number` of `event`: why it waits in vain, if known.
+
+        A rank has given up, or `peer` waits in the store for this one. Says in the store that this rank has come.
+        Raises `StoreLostError`.
+        """
+
+        def look() -> tuple[bool, bytes | None]:
+            self._store.set(self._present_keys(event)[self.rank], str(number).encode())
+            elsewhere = peer != self.rank and self._store.check([f"{self._prefix}/{self._calls + 1}/{peer}"])
+            # Last, since a rank that gives up also answers the next call.
+            return elsewhere, self._store.get(self._left_key) if self._store.check([self._left_key]) else None
+
+        elsewhere, note = self._ask(what, look)
+        if note is not None:
+            return self._who_left(what, note)
+        steps = f"rank {self.rank}: {what!r}, rank {peer}: another one"
+        return ValueError(f"group: its ranks are not at the same step, {steps}") if elsewhere else None
+
+    def not_come(self, what: str, event: str, number: int, limit_s: float) -> MoERuntimeError:
+        """The error for ranks that have not come to exchange `number` of `event`, as `in_vain` says, in `limit_s`.
+
+        Raises `StoreLostError`.
+        """
+        # Those that came at last have not said so yet.
+        time.sleep(2 * LOOK_S)
+        if (left := self.who_left(what)) is not None:
+            return left
+        keys = self._present_keys(event)
+        numbers = self._ask(what, lambda: [self._number_at(key) for key in keys])
+        if missing := [rank for rank, found in enumerate(numbers) if found < number and rank != self.rank]:
+            return self._timeout(what, missing, limit_s)
+        message = f"{what}: all ranks came, but their exchange did not end within {limit_s:g} s"
+        return PeerTimeoutError(message, -1, Phase.START_UP)
+
+    def _number_at(self, key: str) -> int:
+        """The number under `key`; -1 if there is none."""
+        with contextlib.suppress(ValueError):
+            if self._store.check([key]):
+                return int(self._store.get(key)[:20])
+        return -1
 
     def connect(self, what: str, key: str) -> dist.ProcessGroupGloo:
         """A gloo group over the same ranks for the caller alone. Collective; `key` must be new and equal on all ranks.

@@ -24,8 +24,8 @@ from moe_runtime.checkpoints.checkpoint import Checkpoint
 from moe_runtime.checkpoints.families import layer_config
 from moe_runtime.checkpoints.loading import ExpertTensors
 from moe_runtime.comm.arguments import check_kind
-from moe_runtime.comm.errors import reason_of
 from moe_runtime.comm.messages import integer, many, optional, row
+from moe_runtime.comm.number_exchange import NumberExchange
 from moe_runtime.config import Auto, CombineFormatName, FormatName, MoELayerConfig, ParallelConfig, WeightFormatName
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.context.peers import abort_peers, abort_peers_on_error, agree_on
@@ -167,6 +167,9 @@ class ExpertParallel:
         self.layers: list[MoELayer] = []
         self.decoder_layers: list[int] = []
         self._joined = False
+        self._tokens: NumberExchange | None = None
+        if context.group is not None:
+            self._tokens = NumberExchange("call of the model", context.group, integer(DONE, MOST_TOKENS))
         self._most_tokens: int | None = None
         self._counted_from: list[LayerCounts] | None = None
 
@@ -249,8 +252,8 @@ class ExpertParallel:
 
         Before each call of the model the ranks exchange their numbers of tokens. A rank that is done takes part in the
         calls of the others, without tokens, until all are done, and leaves with them. Each call costs an exchange
-        between hosts, which cannot be captured in a CUDA graph, and waits at most `startup_timeout_s` for the slowest
-        rank.
+        between hosts (`NumberExchange`), which cannot be captured in a CUDA graph, and waits at most
+        `startup_timeout_s` for the slowest rank. The first one connects the ranks.
 
         Raises `PeerAbortedError` if another rank leaves with an error, `PeerTimeoutError` if one does not come.
         """
@@ -263,9 +266,9 @@ class ExpertParallel:
             self._idle()
         except BaseException as error:
             abort_peers(self.context, error)
-            if self.context.group is not None:
+            if self._tokens is not None:
                 # Peers may wait for the next call of the model, also if this rank failed earlier.
-                self.context.group.leave(reason_of(error), error)
+                self._tokens.leave(error)
             raise
         finally:
             self._joined = False
@@ -298,19 +301,27 @@ class ExpertParallel:
 
     def close(self) -> None:
         """Free the memory between ranks; see `ExpertParallelContext.close`. The model cannot be called afterwards."""
-        self.context.close()
+        try:
+            self.context.close()
+        finally:
+            self._close_tokens()
+
+    def _close_tokens(self) -> None:
+        if self._tokens is not None:
+            self._tokens.close()
 
     def __enter__(self) -> ExpertParallel:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.context.__exit__(kind, error, tb)
+        try:
+            self.context.__exit__(kind, error, tb)
+        finally:
+            self._close_tokens()
 
     def _agree(self, num_tokens: int) -> int:
         """Most tokens of any rank in this call of the model; `DONE` if all are done."""
-        if self.context.group is None:
-            return num_tokens
-        return max(self.context.group.gather("call of the model", num_tokens, integer(DONE, MOST_TOKENS)))
+        return num_tokens if self._tokens is None else max(self._tokens.gather(num_tokens))
 
     def _steps(self, most_tokens: int) -> tuple[int, int]:
         """Number of steps of a layer in one call, and most tokens of a rank in each."""

@@ -28,11 +28,12 @@ from moe_runtime.comm.heaps.nvshmem_heap import NvshmemHeap
 from moe_runtime.comm.heaps.shared_heap import SharedHeap
 from moe_runtime.comm.heaps.shared_memory import NamelessMemory
 from moe_runtime.comm.messages import hexadecimal, integer, many, optional, row, scalar, table, text
+from moe_runtime.comm.number_exchange import NumberExchange
 from moe_runtime.comm.rank_group import RankGroup
 from moe_runtime.comm.transport import choose_transport
 from moe_runtime.context.agreement import Agreement
 from moe_runtime.context.peers import agree_on
-from moe_runtime.integrations.transformers import DONE, ExpertParallel
+from moe_runtime.integrations.transformers import DONE, MOST_TOKENS, ExpertParallel
 from moe_runtime.launch.benchmarks.layer_bench import Work
 from moe_runtime.launch.benchmarks.trace import Event
 from moe_runtime.launch.common import environment
@@ -483,6 +484,7 @@ def model_over(group: RankGroup) -> Any:
     """As much of a transformers model as its exchanges with peers need: two layers of 2 experts."""
     model: Any = object.__new__(ExpertParallel)
     model.context = SimpleNamespace(group=group)
+    model._tokens = NumberExchange("call of the model", group, integer(DONE, MOST_TOKENS))
     model.layers = [SimpleNamespace(config=SimpleNamespace(num_experts=2))] * 2
     model._counted_from = None
     return model
@@ -493,8 +495,8 @@ def test_counts_of_tokens(value: object) -> None:
     refuses("expert_loads", lambda: model_over(forged("expert_loads", value)).expert_loads())
 
 
-@pytest.mark.parametrize("value", [None, DONE - 1, 1.5, True, 2**40])
-def test_tokens_of_a_call(value: object) -> None:
+@pytest.mark.parametrize("value", [None, 1, "", "00" * 7, "0g" * 8])
+def test_the_key_for_the_tokens_of_calls(value: object) -> None:
     refuses("call of the model", lambda: model_over(forged("call of the model", value))._agree(1))
 
 

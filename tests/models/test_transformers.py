@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 import re
+import signal
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from moe_runtime.build import random_expert
@@ -25,6 +28,7 @@ from moe_runtime.integrations.transformers_models import without_experts
 from moe_runtime.kernels.gemm.weights import ExpertWeights
 from moe_runtime.reference import error_bound
 from tests.support.comparison import assert_same_bits
+from tests.support.pool import run_once
 
 pytest.importorskip("transformers")
 
@@ -451,6 +455,66 @@ def test_a_rank_that_does_not_come_is_named(get_pool: Any, tmp_path: Path) -> No
     late, waiting = (outcome.result for outcome in outcomes)
     assert waiting == (PeerTimeoutError, "call of the model: rank 0 of 2 did not come within 1.5 s")
     assert late[0] is PeerAbortedError and "did not come within 1.5 s" in late[1]
+
+
+def rank_1_leaves(rank: int, world: int, path: Path, ids: list[Any], how: str) -> Any:
+    """What ranks are told that wait for a call of rank 1, which came to two calls; in a second `join`."""
+    model, parallel = spread(path)
+    pids = [0] * world
+    dist.all_gather_object(pids, os.getpid())
+    with parallel.join():
+        model(ids[rank])
+    assert parallel.context.group is not None
+    parallel.context.group.timeout_s = 2.0 if how == "stopped" else WAIT_S
+    started = time.monotonic()
+    try:
+        with parallel, parallel.join():
+            model(ids[rank])
+            if rank == 1:
+                time.sleep(0.5)  # The others wait.
+                if how == "raises":
+                    raise RuntimeError("out of ideas")
+                os.kill(os.getpid(), signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+            model(ids[rank])
+    except Exception as error:
+        if how == "stopped" and rank != 1:
+            time.sleep(1.0)
+            os.kill(pids[1], signal.SIGCONT)
+        return type(error), str(error), getattr(error, "rank", None), time.monotonic() - started
+    return None
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("how", ["killed", "raises", "stopped"])
+def test_a_rank_that_comes_to_no_further_call_is_named(how: str, world: int, tmp_path: Path) -> None:
+    outcomes = run_once(rank_1_leaves, world, save(tmp_path, "qwen3_moe", 0), prompts(0, world), how)
+    for outcome in outcomes[:1] + outcomes[2:]:
+        assert outcome.error is None, outcome.trace
+        assert outcome.exitcode == 0
+        kind, message, named, seconds = outcome.result
+        assert kind is (PeerAbortedError if how == "raises" else PeerTimeoutError), message
+        assert named == 1 and "rank 1" in message and seconds < WAIT_S / 2
+        assert ("out of ideas" in message) == (how == "raises")
+    if how == "killed":
+        assert outcomes[1].exitcode == -signal.SIGKILL
+
+
+def joins_of_rank(rank: int, world: int, path: Path, ids: list[Any]) -> Any:
+    """Logits of calls in three `join`s: rank `r` makes `(r + n) % 3` calls in number `n`; and those of a call alone."""
+    model, parallel = spread(path)
+    with parallel, torch.no_grad():
+        found = []
+        for number in range(3):
+            with parallel.join():
+                found += [model(ids[rank]).logits for _ in range((rank + number) % 3)]
+        return found, model(ids[rank]).logits
+
+
+def test_ranks_join_again_with_other_numbers_of_calls(get_pool: Any, tmp_path: Path, seed: int) -> None:
+    for found, alone in get_pool(3).run(joins_of_rank, save(tmp_path, "mixtral", seed), prompts(seed, 3)):
+        assert len(found) == 3
+        for logits in found:
+            assert_same_bits(logits, alone)
 
 
 def wrong_on_rank(rank: int, world: int, path: Path) -> Any:
