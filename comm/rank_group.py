@@ -50,7 +50,8 @@ CONNECTED_S = 0.5
 PARTING_S = 5.0
 """How long rank 0, whose process may host the store, waits for peers that still read from it at the end."""
 
-ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+WATCHDOG = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_ENABLE_MONITORING")
+"""What torch's watchdog does about errors of NCCL: it ends the process, and writes a dump for a minute before."""
 
 _POLL_S = (0.001, 0.02)
 """First and longest pause between two polls for the answers of peers."""
@@ -336,17 +337,18 @@ class RankGroup:
         its waits (`HostWatch`). The rest is as for `connect`.
         """
         store = self._ask(what, lambda: self._store.clone(), self.timeout_s)
-        before = os.environ.get(ERROR_HANDLING)
-        os.environ[ERROR_HANDLING] = "0"  # read by the constructor
+        before = {name: os.environ.get(name) for name in WATCHDOG}
+        os.environ.update(dict.fromkeys(WATCHDOG, "0"))  # read by the constructor
         try:
             return dist.ProcessGroupNCCL(
                 dist.PrefixStore(key, store), self.rank, self.world_size, dist.ProcessGroupNCCL.Options()
             )
         finally:
-            if before is None:
-                del os.environ[ERROR_HANDLING]
-            else:
-                os.environ[ERROR_HANDLING] = before
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
 
     @contextlib.contextmanager
     def connecting(self, what: str, event: str) -> Iterator[None]:

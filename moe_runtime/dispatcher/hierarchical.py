@@ -67,13 +67,13 @@ class HostExchange:
         self._parts.pack(self.context.memory, self.geometry, link, *tokens)
         parts = torch.empty(self.geometry.local.max_tokens, dtype=torch.int32, device=x.device)
         exchange = self._start(link.records_out, link.records_in, Phase.DISPATCH_SEND, timeout_ns)
+        self.expect("combine", timeout_ns)
         return HostStep(parts, exchange, timeout_ns)
 
     def forward(self, step: HostStep, handle_epoch: torch.Tensor) -> None:
         """Await the records and send them to the ranks of this host."""
         step.forwarded = True
         self._wait(step, Phase.DISPATCH_SEND)
-        self.expect("combine", step.timeout_ns)
         memory, link = self.context.memory, self._link_memory
         self._parts.forward(memory, self.geometry, link, handle_epoch, step.num_parts, step.timeout_ns)
 
@@ -83,12 +83,12 @@ class HostExchange:
         memory, link = self.context.memory, self._link_memory
         self._parts.relay(memory, self.geometry, link, handle_epoch, step.num_parts, step.timeout_ns)
         step.exchange = self._start(link.sums_out, link.sums_in, Phase.COMBINE_SEND, step.timeout_ns)
+        # Of this layer or of another one: then peers learn of a failure by the end of the connection.
+        self.expect("dispatch", step.timeout_ns)
 
     def total(self, step: HostStep, shared: torch.Tensor | None, y: torch.Tensor) -> None:
         """Await the sums of all hosts and sum them into `y`."""
         self._wait(step, Phase.COMBINE_RECV)
-        # Of this layer or of another one: then peers learn of a failure by the end of the connection.
-        self.expect("dispatch", step.timeout_ns)
         self._parts.total(self.context.memory, self.geometry, self._link_memory, shared, y)
 
     def expect(self, kind: str, limit_ns: int) -> None:
