@@ -237,7 +237,8 @@ def generate(model: Any, owner: ExpertParallel, prompt: list[int], count: int) -
     """At most `count` tokens after `prompt`, greedily; earlier if the model ends. Collective."""
     ids = torch.tensor([prompt], device=owner.context.device)
     settings = {"do_sample": False, "attention_mask": torch.ones_like(ids), "pad_token_id": 0}
-    model.generate(ids, max_new_tokens=min(2, count), **settings)  # so that kernels are there
+    # Twice, so that kernels are there: cuDNN's attention prepares some 35 ms for each length that it has not seen.
+    model.generate(ids, max_new_tokens=count, **settings)
     clock = _Clock()
     answer = model.generate(ids, max_new_tokens=count, streamer=clock, **settings)
     seconds = [end - start for start, end in pairwise(clock.times)]
