@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from moe_runtime.launch.benchmarks.bounds import EVEN
-from moe_runtime.launch.benchmarks.layer_report import LOW_LATENCY, baselines_of, key_of
+from moe_runtime.launch.benchmarks.layer_report import LOW_LATENCY, NORMAL, baselines_of, key_of
 from moe_runtime.launch.reporting import runs
 from moe_runtime.launch.reporting.operations import operations_markdown
 from moe_runtime.launch.reporting.runs import Report, Result, gpu_of, kind_of, ours, ranks_of, shown_us, where
@@ -89,6 +89,21 @@ def low_latency_table(found: Found) -> str:
             beside = "" if native is None else f" ({shown_us(native)}, {result['median_us'] / native:.2f})"
             column[result["tokens_per_rank"]] = _cell(result, beside)
     return _by_tokens(reports, columns, "In parentheses: our native calls, and the ratio to them.")
+
+
+def normal_table(found: Found) -> str:
+    """A line per call of normal mode and limit of SMs, a column per number of tokens."""
+    reports = found.get(runs.NORMAL, [])
+    rows: dict[str, dict[int, str]] = {}
+    for _, report in reports:
+        for result in report["results"]:
+            if str(result["implementation"]).startswith(NORMAL):
+                call = f"{result['operation']}{result['implementation'].removeprefix(NORMAL)}"
+                rows.setdefault(call, {})[result["tokens_per_rank"]] = _cell(result)
+    counts = sorted({count for row in rows.values() for count in row})
+    lines = [[call, *(row.get(count, "") for count in counts)] for call, row in rows.items()]
+    table = _table(["call", *(f"{count} tokens" for count in counts)], lines)
+    return "\n\n".join([" ".join(_source(*run) for run in reports), table])
 
 
 def goal_table(found: Found) -> str:
@@ -178,6 +193,7 @@ TABLES: dict[str, Callable[[Found], str]] = {
     "operations": operation_table,
     "models": models_table,
     "low_latency": low_latency_table,
+    "normal": normal_table,
 }
 """What makes the table of each pair of marks."""
 
