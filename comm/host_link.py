@@ -199,7 +199,9 @@ class GlooLink:
         waited = time.monotonic() - begun
         if (left := self._all.who_left(phase.name.lower())) is not None:
             return left
-        missing = self.rail.missing(f"{self._key}/{number}", min(ROLL_CALL_S, limit_s))
+        missing, lost = self.rail.roll_call(f"{self._key}/{number}", min(ROLL_CALL_S, limit_s))
+        if not missing and lost is not None and lost.rank >= 0:
+            return PeerTimeoutError(f"rank {self.hosts.rank}, {phase.name.lower()}: {lost}", lost.rank, phase)
         rank = self.hosts.rank_on(missing[0]) if missing else -1
         names = " and ".join(f"rank {self.hosts.rank_on(host)} (host {host})" for host in missing) or "a host"
         ended = f"the exchange between hosts ended after {waited:.1f} s, its limit is {limit_s:g} s"

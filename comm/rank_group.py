@@ -11,7 +11,7 @@ import hashlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -92,6 +92,8 @@ class RankGroup:
             _check_started_alone()
         self.rank = 0
         self.world_size = 1
+        self._parent: RankGroup | None = None
+        self._names: Sequence[int] = range(2**31)
         self._prefix = ""
         self._calls = 0
         self._store: Any = None
@@ -116,15 +118,22 @@ class RankGroup:
     def of_ranks(self, ranks: list[int], name: str) -> RankGroup:
         """The group of some `ranks` of this one, which has no group of torch.distributed.
 
-        Its members make it in the same order, under a `name` of their own.
+        Its members make it in the same order, under a `name` of their own. Its errors name ranks as this group does,
+        and who leaves it leaves this one.
         """
         part = copy.copy(self)
-        part.group, part._calls, part._gave_up = None, 0, False
+        part.group, part._calls, part._parent = None, 0, self._whole
         part.rank, part.world_size = ranks.index(self.rank), len(ranks)
+        part._names = [self._names[rank] for rank in ranks]
         part._prefix = f"{self._prefix}/{name}"
         hosted = self._host.rank
         part._host = _StoreHost(ranks.index(hosted) if hosted in ranks else -1, self._host.name)
         return part
+
+    @property
+    def _whole(self) -> RankGroup:
+        """The group that this one is a part of; itself where it is none."""
+        return self if self._parent is None else self._parent
 
     def who_left(self, what: str) -> MoERuntimeError | None:
         """The error for a rank that has given up, if one has; None also where the store cannot be asked."""
@@ -230,6 +239,9 @@ class RankGroup:
         If `error` says that a rank is gone, all others raise a `PeerTimeoutError` that names it.
         Waits for nobody. But where this process hosts the store, it gives peers `FAREWELL_S` to read it there.
         """
+        if self._whole is not self:
+            self._whole.leave(reason, error)
+            return
         if self._store is None or self._gave_up:
             return
         self._gave_up = True
@@ -250,11 +262,11 @@ class RankGroup:
 
         If the store fails before that is known, the rank that hosts it, where one does. Never raises.
         """
-        absent, lost = self._missing(event, wait_s)
+        absent, lost = self.roll_call(event, wait_s)
         return [lost.rank] if lost is not None and not absent and lost.rank >= 0 else absent
 
-    def _missing(self, event: str, wait_s: float) -> tuple[list[int], MoERuntimeError | None]:
-        """As `missing`, and the error if the store failed; then the ranks that were missing before."""
+    def roll_call(self, event: str, wait_s: float) -> tuple[list[int], MoERuntimeError | None]:
+        """As `missing`, and the error if the store failed; then the ranks that were missing before it did."""
         absent: list[int] = []
         if self._store is None:
             return absent, None
@@ -379,25 +391,30 @@ class RankGroup:
         """The error for `error` of a connection, which the peers may not have seen yet."""
         with contextlib.suppress(MoERuntimeError):
             self._ask(what, lambda: self._store.set(look_out.called, b""))
-        missing, lost = self._missing(event, min(ROLL_CALL_S, self.timeout_s))
+        missing, lost = self.roll_call(event, min(ROLL_CALL_S, self.timeout_s))
         if not missing and look_out.note is not None:
             return self._who_left(what, look_out.note)
         if not missing and lost is not None:
             return lost
+        missing = [self._names[rank] for rank in missing]
         names = f"rank {', '.join(map(str, missing))}" if missing else "a rank"
         reason = "it takes too long" if isinstance(error, StoreSilentError) else error
-        message = f"{what}: rank {self.rank} cannot connect to its peers, {names} did not take part: {reason}"
+        message = (
+            f"{what}: rank {self._names[self.rank]} cannot connect to its peers, {names} did not take part: {reason}"
+        )
         return PeerTimeoutError(message, missing[0] if missing else -1, Phase.START_UP)
 
     @property
     def _left_key(self) -> str:
-        return f"{self._prefix}/left"
+        return f"{self._whole._prefix}/left"
 
     def _present_keys(self, event: str) -> list[str]:
         return [f"{self._prefix}/{event}/{rank}" for rank in range(self.world_size)]
 
     def _who_left(self, what: str, note: bytes) -> MoERuntimeError:
         """The error for the note of a rank that has given up."""
+        if self._whole is not self:
+            return self._whole._who_left(what, note)
         try:
             number = integer(0, self.world_size - 1)
             rank, reason, cause = row(number, text, number)(messages.read_answer(note).value)
@@ -408,6 +425,8 @@ class RankGroup:
 
     def _left_by(self, what: str, rank: int, reason: str, cause: int) -> MoERuntimeError:
         """The error for `rank` having given up because of rank `cause`, itself or one that it misses."""
+        if self._whole is not self:
+            return self._whole._left_by(what, rank, reason, cause)
         another = cause not in (rank, self.rank) and cause < self.world_size
         kind, named = (PeerTimeoutError, cause) if another else (PeerAbortedError, rank)
         return kind(f"{what}: rank {rank} gave up: {reason}", named, Phase.START_UP)
@@ -421,10 +440,14 @@ class RankGroup:
             return calls_of(self._store).run(work, limit_s)
         except StoreSilentError as error:
             trouble = f"gets no answer from the group's store, {self._host.name} may be stopped"
-            raise StoreLostError(f"{what}: rank {self.rank} {trouble}", self._host.rank, Phase.START_UP) from error
+            raise StoreLostError(
+                f"{what}: rank {self._names[self.rank]} {trouble}", self._whole._host.rank, Phase.START_UP
+            ) from error
         except RuntimeError as error:
             trouble = f"cannot reach the group's store, {self._host.name} is gone: {error}"
-            raise StoreLostError(f"{what}: rank {self.rank} {trouble}", self._host.rank, Phase.START_UP) from error
+            raise StoreLostError(
+                f"{what}: rank {self._names[self.rank]} {trouble}", self._whole._host.rank, Phase.START_UP
+            ) from error
 
     def _answer(self, what: str, mine: bytes) -> list[str]:
         """Store this rank's answer to the next call. Returns the keys of all ranks' answers."""
@@ -450,9 +473,10 @@ class RankGroup:
         return read_answers(what, [answer.value for answer in answers], read)
 
     def _timeout(self, what: str, missing: list[int], limit: float) -> PeerTimeoutError:
-        names = ", ".join(map(str, missing))
-        message = f"{what}: rank {names} of {self.world_size} did not come within {limit:g} s"
-        return PeerTimeoutError(message, missing[0], Phase.START_UP)
+        ranks = [self._names[rank] for rank in missing]
+        names, count = ", ".join(map(str, ranks)), self._whole.world_size
+        message = f"{what}: rank {names} of {count} did not come within {limit:g} s"
+        return PeerTimeoutError(message, ranks[0], Phase.START_UP)
 
     def _wait(self, what: str, keys: list[str], limit: float) -> list[int]:
         """Ranks whose answers are not there within `limit` seconds.

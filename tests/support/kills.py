@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-TRANSPORTS = ("shared", "collective")
+TRANSPORTS = ("shared", "collective", "hierarchical")
 HOSTS = ("rank 0", "agent")
 """Who hosts the store where ranks meet: as without torchrun, and as with it."""
 LIMIT_S = 10.0
@@ -55,6 +55,10 @@ class Kill:
     victim: int = -1
     place: str = ""
     delay_s: float = 0.0
+
+    def machine_of(self, rank: int) -> int:
+        """The host that a rank takes itself for: two with `hierarchical`."""
+        return 2 * rank // self.world_size if self.transport == "hierarchical" else 0
 
 
 @dataclass
@@ -124,7 +128,7 @@ def run_job(kill: Kill) -> list[Fate]:
             fate.outcome = f"wrong: exit code {process.exitcode} ({fate.outcome})"
         elif kill.victim >= 0:
             fate.seconds -= killed_at
-            if fate.outcome == "clean" and not needless(kill, fates[kill.victim].places):
+            if fate.outcome == "clean" and not needless(kill, fates[kill.victim].places, rank):
                 fate.outcome = f"wrong: no error, though the victim was last at {last!r}"
             elif fate.seconds > LIMIT_S + SLACK_S:
                 fate.outcome = f"wrong: {fate.outcome} after {fate.seconds:.1f} s"
@@ -144,8 +148,10 @@ def judge(kill: Kill, fate: Fate, kind: str, error_rank: int = -1, text: str = "
         fate.outcome = f"wrong: it names rank {error_rank}"
 
 
-def needless(kill: Kill, places: list[str]) -> bool:
-    """Whether nobody needs the victim any more, or it cannot be known."""
+def needless(kill: Kill, places: list[str], rank: int = 0) -> bool:
+    """Whether `rank` does not need the victim any more, or it cannot be known."""
+    if kill.machine_of(rank) != kill.machine_of(kill.victim) and "close" in places:
+        return True  # Only ranks of one host close together.
     if LAST_MEETING not in places:
         return False
     return places[-1] != LAST_MEETING or kill.delay_s > 0
@@ -155,6 +161,7 @@ def run_rank(kill: Kill, rank: int, port: int, pipe: Connection) -> None:
     """A rank of a job, in a process of its own."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(kill.world_size), LOCAL_RANK=str(rank), CUDA_VISIBLE_DEVICES="")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
+    os.environ["MOE_RUNTIME_HOST"] = str(kill.machine_of(rank))
     os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
     if kill.host == "agent":
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
@@ -205,6 +212,8 @@ def work(rank: int, kill: Kill, tell: Callable[[str], None]) -> None:
     init_from_env("cpu", timeout_s=LIMIT_S)
     tell("joined")
     before, after, _ = placements(kill.world_size)
+    if kill.transport == "hierarchical":
+        before = after = None  # type: ignore[assignment]
     with ExpertParallelContext(
         device="cpu", transport=kill.transport, engine="torch", timeout_s=LIMIT_S, startup_timeout_s=LIMIT_S
     ) as context:
@@ -215,13 +224,16 @@ def work(rank: int, kill: Kill, tell: Callable[[str], None]) -> None:
         backend = layer.dispatcher._backend
         for half in ("dispatch_send", "dispatch_recv", "combine_send", "combine_recv"):
             announced(backend, half, f"step: {half}", tell)
+        if layer.dispatcher._hosts is not None:
+            for part in ("pack", "forward", "relay", "total"):
+                announced(layer.dispatcher._hosts._parts, part, f"step: {part}", tell)
         replacing = layer._replacing
         layer._replacing = lambda placement: (tell("moving experts"), replacing(placement))[1]  # type: ignore[method-assign]
         for step in range(3):
             mine = rank_input(0, rank, 5, HIDDEN, EXPERTS, TOP_K)
             layer(mine.x, topk_idx=mine.topk_idx, topk_weights=mine.topk_weights)
             context.check()
-            if step == 1:
+            if step == 1 and after is not None:
                 layer.replace_experts(after)
         tell("close")
     tell("closed")
@@ -286,15 +298,18 @@ def left_in_shared_memory() -> set[str]:
 
 def undisturbed(transport: str) -> list[str]:
     """The places of rank 1 of a job in which nobody is killed."""
-    fates = run_job(Kill(transport, HOSTS[0], 2))
-    assert [fate.outcome for fate in fates] == ["clean"] * 2, fates
+    count = 4 if transport == "hierarchical" else 2
+    fates = run_job(Kill(transport, HOSTS[0], count))
+    assert [fate.outcome for fate in fates] == ["clean"] * count, fates
     return fates[1].places
 
 
 def random_kill(chooser: random.Random, places: dict[str, dict[str, list[str]]]) -> Kill:
     transport, host, world_size = chooser.choice(TRANSPORTS), chooser.choice(HOSTS), chooser.randint(2, 4)
+    if transport == "hierarchical":
+        world_size = 4
     delay_s = chooser.choice((0.0, chooser.uniform(0.001, LATER_S)))
-    place = chooser.choice(places[transport][chooser.choice(PARTS)])
+    place = chooser.choice(places[transport][chooser.choice([part for part in PARTS if places[transport][part]])])
     return Kill(transport, host, world_size, chooser.randrange(world_size), place, delay_s)
 
 
