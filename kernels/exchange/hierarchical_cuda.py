@@ -5,22 +5,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 
 import torch
 
 from moe_runtime.comm.errors import ErrorCode, Phase
+from moe_runtime.comm.hosts import Hosts
 from moe_runtime.comm.signals import ERROR_WORDS, SignalLayout
 from moe_runtime.kernels.exchange import cuda
-from moe_runtime.kernels.exchange.geometry import ExchangeGeometry
+from moe_runtime.kernels.exchange.geometry import ExchangeGeometry, sample_geometry
 from moe_runtime.kernels.exchange.hierarchical import COUNT, HostGeometry, LinkMemory, put_sums, sum_over_hosts
 from moe_runtime.kernels.exchange.interface import ExchangeMemory
-from moe_runtime.kernels.exchange.macros import dispatch_macros, shared_macros, token_macros
+from moe_runtime.kernels.exchange.macros import BULK_STORE, dispatch_macros, shared_macros, token_macros
 from moe_runtime.kernels.exchange.plan import MAX_SHARED_BYTES, required_plan
-from moe_runtime.kernels.formats.number_formats import BF16, ceil_div
+from moe_runtime.kernels.formats.number_formats import BF16, FORMATS, ceil_div
 from moe_runtime.kernels.formats.quantize import quantize_rows
 from moe_runtime.kernels.nvrtc import Defines, int64
+from moe_runtime.kernels.runtime import CudaCase
 
 FILE = "hierarchical.cu"
 MOST_WARPS = 8
@@ -299,3 +302,18 @@ def total(
     )
     exact = sum_over_hosts(geometry, link.sums_in, shared_TH, num_tokens).to(torch.bfloat16)
     y_TH.copy_(torch.where(memory.latch[0] != 0, float("nan"), exact))
+
+
+KERNELS = ("host_headers", "forward_send", "host_total", "host_failures")
+
+
+def _aot_cases(fmt: str) -> Iterator[CudaCase]:
+    """Host 1 of 4 with 8 ranks each, few tokens and many."""
+    for max_tokens in (128, 1024):
+        geometry = HostGeometry(Hosts(4, 8, 1, 3), replace(sample_geometry(fmt, max_tokens=max_tokens), world_size=32))
+        for kernel in KERNELS:
+            copies = BULK_STORE if kernel == "forward_send" else {}
+            yield CudaCase(kernel, fmt, FILE, kernel, host_macros(geometry), instruction=copies)
+
+
+AOT_CASES: tuple[CudaCase, ...] = tuple(case for fmt in FORMATS for case in _aot_cases(fmt))

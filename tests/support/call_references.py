@@ -180,18 +180,22 @@ def _contiguous(y: Any, num_experts: int, num_ranks: int) -> str | None:
     return None if tuple(y.slot_experts) == tuple(range(num_experts)) and y.num_ranks == num_ranks else "slots"
 
 
-def _reserved_bytes(y: dict[str, int], config: Any, world_size: int, placed: bool) -> str | None:
+def _reserved_bytes(y: dict[str, int], config: Any, world_size: int, placed: bool, num_hosts: int) -> str | None:
     def aligned(num_bytes: int) -> int:
         return -(-num_bytes // 256) * 256
 
-    tokens, hidden = config.max_tokens_per_rank, config.hidden_size
+    tokens, hidden, ranks = config.max_tokens_per_rank, config.hidden_size, world_size // num_hosts
+    # Of a rank of a host: those of its rail, and one more of each.
+    slots = tokens if num_hosts == 1 else num_hosts * (tokens + 1)
     expected = {
-        "token_flags": 2 * aligned(4 * world_size * tokens),
-        "signals": aligned(4 * (8 + 7 + 64 + 6) * world_size),
+        "token_flags": 2 * aligned(4 * ranks * slots),
+        "signals": aligned(4 * (8 + 7 + 64 + 6) * ranks),
     }
-    if config.combine_format == "bf16":
+    if config.combine_format == "bf16" or num_hosts > 1:
         partial = -(-2 * hidden // 128) * 128
-        expected["combine"] = 2 * aligned(tokens * min(config.top_k, world_size) * partial)
+        expected["combine"] = 2 * aligned(slots * min(config.top_k, ranks) * partial)
+    if ("link" in y) != (num_hosts > 1):
+        return "link"
     if placed:
         expert = aligned(6 * hidden * config.intermediate_size)
         expected["staging"] = aligned(20 * world_size) + min(expert, 16 << 20)

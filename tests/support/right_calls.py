@@ -499,7 +499,7 @@ ARGUMENTS: dict[str, Callable[[World, Any], dict[str, Any]]] = {
         "num_ranks": 2,
     },
     "plan_placement": lambda w, on: {"load": _loads(w), "num_ranks": 2, "slots_per_rank": 3},
-    "reserved_bytes": lambda w, on: {"config": w.config(), "world_size": 2, "placed": True},
+    "reserved_bytes": lambda w, on: {"config": w.config(), "world_size": 4, "placed": True, "num_hosts": 2},
 }
 """Right arguments by name of the call, from the world and the object whose method it is (None for others)."""
 
