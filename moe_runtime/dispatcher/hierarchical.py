@@ -123,6 +123,12 @@ class HostExchange:
     def _failed(self, error: MoERuntimeError, phase: Phase, timeout_ns: int) -> Exception:
         """The error to raise where an exchange between hosts failed. The ranks of this host learn who did not come."""
         context, hosts = self.context, self.geometry.hosts
+        try:
+            # A rank of this host may know better who is gone.
+            context.check()
+        except MoERuntimeError as known:
+            context.abort(str(known), known)
+            return known
         if isinstance(error, PeerTimeoutError) and error.rank >= 0:
             epoch, milliseconds = int(context.epoch[0]), min(timeout_ns // 1_000_000, 2**31 - 1)
             record_failure(context.memory, ErrorCode.TIMEOUT, hosts.recorded(error.rank), phase, epoch, milliseconds)

@@ -150,8 +150,8 @@ def judge(kill: Kill, fate: Fate, kind: str, error_rank: int = -1, text: str = "
 
 def needless(kill: Kill, places: list[str], rank: int = 0) -> bool:
     """Whether `rank` does not need the victim any more, or it cannot be known."""
-    if kill.machine_of(rank) != kill.machine_of(kill.victim) and "close" in places:
-        return True  # Only ranks of one host close together.
+    if kill.machine_of(rank) != kill.machine_of(kill.victim) and "step: relay, end (3)" in places:
+        return True  # Its last sums are on their way, and only ranks of one host close together.
     if LAST_MEETING not in places:
         return False
     return places[-1] != LAST_MEETING or kill.delay_s > 0
