@@ -171,12 +171,17 @@ def test_long_steps_are_timed_without_rests_too(
 
     with virtual_contexts(1, device=device)[0] as context:
         context.allocate()
-        (whole,) = measure(context, step, iterations=5, capturable=capturable).values()
-        assert whole.sustained_us is not None and whole.median_us > timing.LONG_US
-        assert timing.FEWEST_STEPS <= whole.steps_per_iteration < timing.STEPS_PER_GRAPH
-        assert whole.sustained_us == pytest.approx(min(whole.iterations_us), rel=0.2)
-        # Five iterations, and what is sustained, twice.
-        assert len(calls) >= (whole.steps_per_iteration * (1 if capturable else 7))
+        for _ in range(3):  # other programs may use the GPU meanwhile
+            calls.clear()
+            (whole,) = measure(context, step, iterations=5, capturable=capturable).values()
+            assert whole.sustained_us is not None and whole.median_us > timing.LONG_US
+            assert timing.FEWEST_STEPS <= whole.steps_per_iteration < timing.STEPS_PER_GRAPH
+            # Five iterations, and what is sustained, twice.
+            assert len(calls) >= (whole.steps_per_iteration * (1 if capturable else 7))
+            alike = whole.sustained_us == pytest.approx(min(whole.iterations_us), rel=0.2)
+            if alike:
+                break
+        assert alike, whole
         (short,) = measure(
             context, lambda number, lap: torch.cuda._sleep(10_000), iterations=2, capturable=True
         ).values()

@@ -131,6 +131,9 @@ def replay_normal(rank: int, world: int, seed: int) -> None:
         factor = summed(torch.where(valid, got_weights, 0.0))
         out = (torch.where(valid.any(dim=1, keepdim=True), rows, 0.0).float() * factor).to(torch.bfloat16)
         ways.pop("num_worst_tokens", None)
+        if beside:
+            # With an event the communication stream waits for nothing else: one after the rows are there.
+            ways["previous_event"] = buffer.capture()
         y, y_weights, event = buffer.combine(out, handle, topk_weights=torch.where(valid, got_weights, 0.0), **ways)
         if beside:
             event.current_stream_wait()
