@@ -95,8 +95,8 @@ def test_every_operation_and_format_has_a_kernel_for_every_architecture(results:
     archs: dict[tuple[str, str], set[int]] = defaultdict(set)
     for result in results:
         archs[result["operation"], result["format"]].add(result["arch"])
-    # Steps of Hopper's own kernels that the others have no need of, and what only a program times. Other GPUs of several
-    # hosts exchange by `collective`.
+    # Steps of Hopper's own kernels that the others have no need of, and what only a program times. Between hosts other
+    # GPUs exchange by `collective`.
     alone = {"dequant_tokens", "recv_scales", "write_clock", *hierarchical_cuda.KERNELS}
     extra = {key for key in archs if key[0] in alone}
     wanted = {(operation, name) for operation, names in OPERATIONS.items() for name in names} | set(archs) - extra
