@@ -38,6 +38,7 @@ class LinkBuffers:
     Attributes:
         chunk_bytes: for each host, by kind of exchange: `dispatch` and `combine`.
         words: int32, zeros, for kernels that pack records (after `allocate`).
+        under_way: kinds of exchanges whose chunks have been sent and not been read yet.
     """
 
     def __init__(self, num_hosts: int) -> None:
@@ -45,6 +46,7 @@ class LinkBuffers:
         self.chunk_bytes = {"dispatch": 0, "combine": 0}
         self._buffers: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self.words = torch.empty(0)
+        self.under_way: set[str] = set()
 
     def grow(self, **chunk_bytes: int) -> None:
         """Make each kind at least as large. Raises `ValueError` where memory is allocated and does not suffice."""

@@ -62,6 +62,7 @@ class HostExchange:
         timeout_ns: int,
     ) -> HostStep:
         """Build records and start to send them; `ExchangeBackend.dispatch_send` has the arguments."""
+        self._take("dispatch", "dispatch_forward or dispatch_recv")
         link = self._link_memory
         tokens = x, topk_idx, topk_weights, gsf, num_hosts
         self._parts.pack(self.context.memory, self.geometry, link, *tokens)
@@ -76,9 +77,11 @@ class HostExchange:
         self._wait(step, Phase.DISPATCH_SEND)
         memory, link = self.context.memory, self._link_memory
         self._parts.forward(memory, self.geometry, link, handle_epoch, step.num_parts, step.timeout_ns)
+        self._buffers.under_way.discard("dispatch")
 
     def relay(self, step: HostStep, handle_epoch: torch.Tensor) -> None:
         """Sum what the ranks of this host have computed and start to send the sums home."""
+        self._take("combine", "combine_recv")
         step.relayed = True
         memory, link = self.context.memory, self._link_memory
         self._parts.relay(memory, self.geometry, link, handle_epoch, step.num_parts, step.timeout_ns)
@@ -90,6 +93,7 @@ class HostExchange:
         """Await the sums of all hosts and sum them into `y`."""
         self._wait(step, Phase.COMBINE_RECV)
         self._parts.total(self.context.memory, self.geometry, self._link_memory, shared, y)
+        self._buffers.under_way.discard("combine")
 
     def expect(self, kind: str, limit_ns: int) -> None:
         """What this rank takes part in next: if it fails before, it says so there."""
@@ -104,6 +108,12 @@ class HostExchange:
                 self._link.post(*chunks[part], phase, limit_ns * 1e-9)
 
         self.context.say_failed = say_failed
+
+    def _take(self, kind: str, first: str) -> None:
+        """Take the memory of an exchange of `kind`. Raises `ValueError` where what came last has not been read."""
+        if kind in self._buffers.under_way:
+            raise ValueError(f"handle: over several hosts {first} of the step before comes first")
+        self._buffers.under_way.add(kind)
 
     def _start(self, outgoing: torch.Tensor, incoming: torch.Tensor, phase: Phase, timeout_ns: int) -> Exchange:
         self.context.say_failed = None
@@ -129,7 +139,8 @@ class HostExchange:
         except MoERuntimeError as known:
             context.abort(str(known), known)
             return known
-        if isinstance(error, PeerTimeoutError) and error.rank >= 0:
+        # A GPU may still wait for that host: there the host tells the others (`abort`).
+        if context.device.type == "cpu" and isinstance(error, PeerTimeoutError) and error.rank >= 0:
             epoch, milliseconds = int(context.epoch[0]), min(timeout_ns // 1_000_000, 2**31 - 1)
             record_failure(context.memory, ErrorCode.TIMEOUT, hosts.recorded(error.rank), phase, epoch, milliseconds)
             context.fail(error)

@@ -138,3 +138,13 @@ def test_ranks_of_another_layer_are_named(kernels: bool, seed: int) -> None:
     ranks = VirtualHosts(2, 1, kernels, layers=2, token_format="bf16")
     with pytest.raises(StepMismatchError, match="rank 1 was in exchange 1 of the context, rank 0 in 0"):
         ranks.dispatch(inputs_of(seed, 0, 2), layers=[0, 1])
+
+
+def test_a_second_dispatch_must_wait_for_the_first(seed: int) -> None:
+    """Between hosts there is memory for one."""
+    ranks = VirtualHosts(2, 1, False)
+    mine = inputs_of(seed, 0, 2)[0]
+    dispatcher = ranks.layers[0][0]
+    dispatcher.dispatch_send(mine.x, mine.topk_idx, mine.topk_weights)
+    with pytest.raises(ValueError, match="over several hosts dispatch_forward or dispatch_recv of the step before"):
+        dispatcher.dispatch_send(mine.x, mine.topk_idx, mine.topk_weights)
