@@ -83,18 +83,50 @@ def dispatch_send(
     timeout_ns: int,
 ) -> None:
     """See `interface.ExchangeBackend`."""
-    plan, num_tokens, x_TH = required_plan(geometry), x_TH.shape[0], aligned(x_TH)
+    send_records(
+        geometry,
+        (x_TH, topk_idx_TK, topk_weights_TK, gsf),
+        [starts, context.landing_pointers, context.token_flags_pointers, context.signal_pointers],
+        [context.epoch, handle_epoch, num_parts_T, context.error, context.latch, context.counters],
+        halves=(geometry.landing_half(context.half_bytes["landing"]), context.half_bytes["token_flags"]),
+        await_ready=context.heap.directly_mapped,
+        timeout_ns=timeout_ns,
+    )
+
+
+def send_records(
+    geometry: ExchangeGeometry,
+    tokens: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None],
+    tables: list[torch.Tensor],
+    words: list[torch.Tensor],
+    *,
+    halves: tuple[int, int],
+    await_ready: bool,
+    timeout_ns: int,
+) -> None:
+    """Launch `dispatch_send.cu`.
+
+    Args:
+        tokens: `x_TH`, `topk_idx_TK`, `topk_weights_TK` and `gsf` of `ExchangeBackend.dispatch_send`.
+        tables: `starts`, and where each rank's landing, token flags and signals lie.
+        words: epoch, `handle_epoch`, `num_parts_T`, error record, latch and counters.
+        halves: bytes from the first half of landing and of token flags to the second.
+        await_ready: whether this kernel stores to its peers itself.
+        timeout_ns: how long to wait for a peer.
+    """
+    x_TH, topk_idx_TK, topk_weights_TK, gsf = tokens
+    plan, num_tokens, x_TH, device = required_plan(geometry), x_TH.shape[0], aligned(x_TH), x_TH.device
     macros = dispatch_macros(
         geometry,
         ids_64=topk_idx_TK.dtype == torch.int64,
         static_gsf=gsf is not None,
-        await_ready=context.heap.directly_mapped,
+        await_ready=await_ready,
     )
     launch(
         "dispatch_send.cu",
         geometry.kernel_prefix + "dispatch_send",
         macros,
-        grid=(plan.send_blocks(num_tokens, most_sms(context.device)), 1, 1),
+        grid=(plan.send_blocks(num_tokens, most_sms(device)), 1, 1),
         block=plan.team_threads * plan.teams,
         shared_bytes=plan.send_shared_bytes,
         arguments=[
@@ -105,24 +137,16 @@ def dispatch_send(
             gsf,
             num_tokens,
             geometry.count_tag,
-            starts,
-            context.landing_pointers,
-            context.token_flags_pointers,
-            context.signal_pointers,
-            context.epoch,
-            handle_epoch,
-            num_parts_T,
-            context.error,
-            context.latch,
-            context.counters,
+            *tables,
+            *words,
             geometry.rank,
             geometry.num_experts,
             geometry.max_tokens,
-            int64(geometry.landing_half(context.half_bytes["landing"])),
-            int64(context.half_bytes["token_flags"]),
+            int64(halves[0]),
+            int64(halves[1]),
             int64(timeout_ns),
         ],
-        device=context.device,
+        device=device,
         early=plan.overlaps,
     )
 

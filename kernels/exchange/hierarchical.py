@@ -105,6 +105,11 @@ class HostGeometry:
         return align(num_bytes, 16) if fmt.scale_dtype is not None else fmt.quant_bytes(hidden)
 
     @cached_property
+    def sum_header_offset(self) -> int:
+        """Bytes from the start of a chunk of partial sums to its header: the slot that stands for no token."""
+        return self.flat.max_tokens * self.sum_bytes
+
+    @cached_property
     def combine_chunk(self) -> int:
         """Bytes of a chunk of partial sums."""
         return self.slots * self.sum_bytes
@@ -123,7 +128,7 @@ class HostGeometry:
 
     def combine_header(self, chunk: torch.Tensor) -> torch.Tensor:
         """int32 `[ERROR_WORDS]`."""
-        start = self.flat.max_tokens * self.sum_bytes
+        start = self.sum_header_offset
         return chunk[start : start + HEADER_BYTES].view(torch.int32)
 
 

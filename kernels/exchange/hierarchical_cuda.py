@@ -18,8 +18,8 @@ from moe_runtime.kernels.exchange import cuda
 from moe_runtime.kernels.exchange.geometry import ExchangeGeometry, sample_geometry
 from moe_runtime.kernels.exchange.hierarchical import COUNT, HostGeometry, LinkMemory, put_sums, sum_over_hosts
 from moe_runtime.kernels.exchange.interface import ExchangeMemory
-from moe_runtime.kernels.exchange.macros import BULK_STORE, dispatch_macros, shared_macros, token_macros
-from moe_runtime.kernels.exchange.plan import MAX_SHARED_BYTES, required_plan
+from moe_runtime.kernels.exchange.macros import BULK_STORE, shared_macros, token_macros
+from moe_runtime.kernels.exchange.plan import MAX_SHARED_BYTES
 from moe_runtime.kernels.formats.number_formats import BF16, FORMATS, ceil_div
 from moe_runtime.kernels.formats.quantize import quantize_rows
 from moe_runtime.kernels.nvrtc import Defines, int64
@@ -49,7 +49,7 @@ def host_macros(geometry: HostGeometry) -> Defines:
             "COUNT": COUNT,
             "FLAGS_AT": geometry.flags_offset,
             "HEADER_AT": geometry.header_offset,
-            "SUM_HEADER_AT": flat.max_tokens * geometry.sum_bytes,
+            "SUM_HEADER_AT": geometry.sum_header_offset,
             "SUM_BYTES": geometry.sum_bytes,
             "HIDDEN": flat.output_hidden,
             "READY": signals.ready,
@@ -115,47 +115,17 @@ def pack(
     num_hosts_T: torch.Tensor,
 ) -> None:
     """See `hierarchical.pack`."""
-    hosts, table = _to_hosts(geometry), _pointers(geometry, link)
-    plan, num_tokens, x_TH = required_plan(hosts), x_TH.shape[0], cuda.aligned(x_TH)
-    ids_64, static = topk_idx_TK.dtype == torch.int64, gsf is not None
-    macros = dispatch_macros(hosts, ids_64=ids_64, static_gsf=static, await_ready=False)
-    words = link.words
-    cuda.launch(
-        "dispatch_send.cu",
-        hosts.kernel_prefix + "dispatch_send",
-        macros,
-        grid=(plan.send_blocks(num_tokens, cuda.most_sms(memory.device)), 1, 1),
-        block=plan.team_threads * plan.teams,
-        shared_bytes=plan.send_shared_bytes,
-        arguments=[
-            x_TH,
-            int64(x_TH.stride(0)),
-            topk_idx_TK,
-            topk_weights_TK,
-            gsf,
-            num_tokens,
-            hosts.count_tag,
-            link.host_starts,
-            table.landing,
-            table.token_flags,
-            table.signals,
-            words[EPOCH:],
-            words[FOUND + ERROR_WORDS :],
-            num_hosts_T,
-            words[FOUND:],
-            words[LATCH:],
-            memory.counters,
-            hosts.rank,
-            hosts.num_experts,
-            hosts.max_tokens,
-            int64(0),
-            int64(0),
-            int64(0),
-        ],
-        device=memory.device,
-        early=plan.overlaps,
+    table, words = _pointers(geometry, link), link.words
+    cuda.send_records(
+        _to_hosts(geometry),
+        (x_TH, topk_idx_TK, topk_weights_TK, gsf),
+        [link.host_starts, table.landing, table.token_flags, table.signals],
+        [words[EPOCH:], words[FOUND + ERROR_WORDS :], num_hosts_T, words[FOUND:], words[LATCH:], memory.counters],
+        halves=(0, 0),
+        await_ready=False,
+        timeout_ns=0,
     )
-    _write_headers(memory, geometry, table.records_out, geometry.header_offset, words, num_tokens)
+    _write_headers(memory, geometry, table.records_out, geometry.header_offset, words, x_TH.shape[0])
 
 
 def _write_headers(
@@ -196,7 +166,7 @@ def say_failed(memory: ExchangeMemory, geometry: HostGeometry, link: LinkMemory,
     if kind == "dispatch":
         _write_headers(memory, geometry, table.records_out, geometry.header_offset, None, 0)
     else:
-        _write_headers(memory, geometry, table.sums_out, geometry.flat.max_tokens * geometry.sum_bytes, None, 0)
+        _write_headers(memory, geometry, table.sums_out, geometry.sum_header_offset, None, 0)
 
 
 def forward(
@@ -257,9 +227,7 @@ def relay(
     cuda.combine_recv(memory, local, handle_epoch, num_parts_V, None, sums, timeout_ns)
     if not in_place:
         put_sums(geometry, quantize_rows(sums, wire), out)
-    _write_headers(
-        memory, geometry, _pointers(geometry, link).sums_out, geometry.flat.max_tokens * geometry.sum_bytes, None, 0
-    )
+    _write_headers(memory, geometry, _pointers(geometry, link).sums_out, geometry.sum_header_offset, None, 0)
 
 
 def total(
