@@ -71,6 +71,14 @@ class StoreLostError(MoERuntimeError):
     """
 
 
+class RankRemovedError(MoERuntimeError):
+    """The other ranks have gone on without rank `rank`, this one: it did not come within their limit."""
+
+
+class ExpertsLostError(MoERuntimeError):
+    """Experts have died with their ranks, and nothing is there to replace them; the message names experts and layer."""
+
+
 class StepMismatchError(MoERuntimeError):
     """Rank `rank` was in a step of another layer, or of another size, than the rank that got its tokens."""
 

@@ -130,6 +130,29 @@ class RankGroup:
         part._host = _StoreHost(ranks.index(hosted) if hosted in ranks else -1, self._host.name)
         return part
 
+    def of_survivors(self, ranks: list[int], name: str) -> RankGroup:
+        """The group of the `ranks` of this one that go on without the others, numbered anew from 0.
+
+        Its members make it under the same `name`. Its errors name ranks by their new numbers, and what a rank leaves in
+        this group is not seen there. It has no group of torch.distributed.
+        """
+        rest = copy.copy(self)
+        rest.group, rest._calls, rest._parent, rest._gave_up = None, 0, None, False
+        rest.rank, rest.world_size = ranks.index(self.rank), len(ranks)
+        rest._names = range(2**31)
+        rest._prefix = f"{self._prefix}/{name}"
+        hosted = self._host.rank
+        place = ranks.index(hosted) if hosted in ranks else -1
+        rest._host = _StoreHost(place, f"rank {place}, which hosts it," if place >= 0 else self._host.name)
+        return rest
+
+    def in_store(self, what: str, work: Callable[[Any, str], T]) -> T:
+        """`work(store, prefix)`: short calls of the store, under keys that begin with `prefix`.
+
+        Raises `StoreLostError` if the store is gone or does not answer. Without a store `work` must not be given.
+        """
+        return self._ask(what, lambda: work(self._store, self._prefix))
+
     @property
     def _whole(self) -> RankGroup:
         """The group that this one is a part of; itself where it is none."""

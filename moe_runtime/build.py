@@ -47,6 +47,7 @@ def context_from_config(
         engine=parallel.engine,
         timeout_s=parallel.timeout_s,
         startup_timeout_s=parallel.startup_timeout_s,
+        on_failure=parallel.on_failure,
     )
 
 

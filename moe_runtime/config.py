@@ -342,6 +342,10 @@ class ParallelConfig(_Model):
     )
     timeout_s: _Seconds = Field(default=30.0, description="seconds a step waits for a silent peer")
     startup_timeout_s: _Seconds = Field(default=120.0, description="the same limit while ranks start up")
+    on_failure: Literal["abort", "continue"] = Field(
+        default="abort",
+        description="a rank that dies in a step: abort ends the group, continue has the others go on without it",
+    )
 
 
 class CheckpointConfig(_Model):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -24,12 +24,12 @@ from moe_runtime.build import (
 from moe_runtime.checkpoints.checkpoint import Checkpoint, opened
 from moe_runtime.checkpoints.loading import FRESH, ExpertTensors, QuantBuffers, check_buffers
 from moe_runtime.comm.arguments import check_flag, check_integer, check_kind, describe
-from moe_runtime.comm.errors import reason_of
+from moe_runtime.comm.errors import ExpertsLostError, reason_of
 from moe_runtime.config import MoELayerConfig, RunConfig, load_config
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.context.memory import staging_bytes
 from moe_runtime.context.peers import abort_peers_on_error, collective_step
-from moe_runtime.context.threads import by_one_thread
+from moe_runtime.context.threads import by_one_thread, is_capturing
 from moe_runtime.counters import LayerCounters
 from moe_runtime.dispatcher.arguments import flat_shared, flat_tokens
 from moe_runtime.dispatcher.handle import CombineSink
@@ -135,6 +135,9 @@ class MoELayer(nn.Module):
             self.post_expert_norm = PostExpertNorm(config.hidden_size, config.post_expert_norm, device)
         self.times: PhaseTimes | None = None
         self.counters: LayerCounters | None = None
+        self._members = self.context.members
+        if self.context.recovery is not None:
+            self.context.recovery.add(self._check_members, self._follow_members)
 
     @not_compiled
     @by_one_thread
@@ -164,8 +167,37 @@ class MoELayer(nn.Module):
 
         Raises:
             ValueError: a wrong argument; the peers get `PeerAbortedError`.
-            MoERuntimeError: what went wrong between ranks (see `ExpertParallelContext.check`).
+            MoERuntimeError: what went wrong between ranks (see `ExpertParallelContext.check`). With a context of
+                `on_failure="continue"` a rank that dies is no error: the step is run again without it, unless
+                `ExpertsLostError` says that experts have died with it. A rank that the others did not wait for raises
+                `RankRemovedError`.
         """
+        recovery = self.context.recovery
+        if recovery is None or is_capturing(self.context.device):
+            return self._forward(x, topk_idx, topk_weights, shared, max_tokens)
+
+        def step() -> torch.Tensor:
+            y = self._forward(x, topk_idx, topk_weights, shared, max_tokens)
+            if self.context.device.type == "cuda":
+                self.context.check_peers()  # Only a step that has ended can be told from one to be repeated.
+            return y
+
+        def again() -> Callable[[], torch.Tensor]:
+            x_again, idx_again, weights_again = (None if t is None else t.clone() for t in (x, topk_idx, topk_weights))
+            assert x_again is not None
+            return lambda: self._forward(x_again, idx_again, weights_again, None, max_tokens)
+
+        return recovery.run(step, again)
+
+    def _forward(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor | None,
+        topk_weights: torch.Tensor | None,
+        shared: torch.Tensor | None,
+        max_tokens: int | None,
+    ) -> torch.Tensor:
+        """One try of `forward`."""
         step = self._route(x, topk_idx, topk_weights, shared, max_tokens)
         self._dispatch_send(step)
         self._run_shared_expert(step)
@@ -522,6 +554,40 @@ class MoELayer(nn.Module):
             geometry, context = self.dispatcher.geometry, self.context
             self.counters = LayerCounters(geometry, self.config.num_experts, context.device, context.engine)
         return self.counters
+
+    def _check_members(self, members: tuple[int, ...]) -> None:
+        """Raise `ExpertsLostError` if experts of this layer are on none of these ranks (`Recovery`)."""
+        lost = self._lost_without(members)
+        if lost:
+            raise ExpertsLostError(
+                f"layer {self.layer_id}: no rank that is left holds expert {', '.join(map(str, lost))}; ranks "
+                f"{', '.join(map(str, members))} are left"
+            )
+
+    def _lost_without(self, members: tuple[int, ...]) -> tuple[int, ...]:
+        """The experts that none of these ranks holds; ranks by their numbers at the start."""
+        ranks = [self._members.index(member) for member in members]
+        if self.placement is not None:
+            return self.placement.lost_without(ranks)
+        starts = expert_starts(self.config.num_experts, len(self._members))
+        gone = set(range(len(self._members))) - set(ranks)
+        return tuple(expert for rank in sorted(gone) for expert in range(starts[rank], starts[rank + 1]))
+
+    def _follow_members(self, members: tuple[int, ...]) -> None:
+        """Go over to the ranks that are left after a death (`Recovery`): their slots, in exchanges among them."""
+        if self.placement is not None and self.slots is not None:
+            self.placement = self.placement.of_ranks([self._members.index(member) for member in members])
+            with torch.inference_mode():
+                self.slots.update(self.placement)
+        self._members = members
+        before, num_slots = self.dispatchers, None if self.placement is None else self.placement.num_slots
+        with torch.inference_mode(False):
+            self.dispatchers = TokenDispatcher.of_all_sizes(self.context, self.config, num_slots=num_slots)
+        for size, dispatcher in self.dispatchers.items():
+            dispatcher._took_steps_as(before[size])
+        self.dispatcher = self.dispatchers[self.config.max_tokens_per_rank]
+        if self.counters is not None:
+            self.counters._follow(self.dispatcher.geometry)
 
     def _check_placement(self, placement: Placement) -> None:
         if not isinstance(placement, Placement):

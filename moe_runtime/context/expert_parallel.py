@@ -17,20 +17,22 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from moe_runtime.comm.arguments import check_flag, check_kind, check_seconds
+from moe_runtime.comm.arguments import check_choice, check_flag, check_kind, check_seconds
 from moe_runtime.comm.errors import MoERuntimeError, PeerAbortedError, Phase, reason_of
 from moe_runtime.comm.failures import abort_words, encode_abort, find_failure, reason_text, write_abort
 from moe_runtime.comm.heaps.collective import CollectiveHeap, CollectiveTransport
 from moe_runtime.comm.heaps.heap import SymmetricHeap
 from moe_runtime.comm.host_link import PrivateLink
 from moe_runtime.comm.host_watch import BEAT_S
+from moe_runtime.comm.membership import Membership
 from moe_runtime.comm.rank_group import MAX_SECONDS, ROLL_CALL_S, RankGroup
 from moe_runtime.comm.signals import ABORT_WORDS, ERROR_WORDS, NUM_COUNTERS, REASON_WORDS, SignalLayout
 from moe_runtime.context.agreement import Agreement
 from moe_runtime.context.host_memory import LinkBuffers, LocalMemory
+from moe_runtime.context.recovery import Recovery
 from moe_runtime.context.regions import Regions
 from moe_runtime.context.threads import StreamOrder
-from moe_runtime.context.transport import Transport, check_heap, make_transport, resolve_device
+from moe_runtime.context.transport import Transport, check_heap, check_survivable, make_transport, resolve_device
 from moe_runtime.kernels.exchange.interface import ExchangeMemory
 from moe_runtime.kernels.runtime import resolve_engine
 
@@ -62,9 +64,15 @@ class ExpertParallelContext:
         engine: `auto`, `cuda`, `triton` or `torch` (`kernels.runtime.resolve_engine`).
         timeout_s: how long a step waits for a peer.
         startup_timeout_s: how long construction, `allocate()`, the first step and `close()` wait for a peer.
+        on_failure: `abort`: a rank that dies in a step ends the group. `continue`: the others go on without it, where
+            each expert has a replica on one of them (docs/failures.md). Equal on all ranks; needs a transport whose
+            memory survives a rank (`shared`).
 
     Attributes:
-        rank, world_size, device: as they are.
+        rank, world_size, device: as they are; after a death, of the ranks that are left, numbered anew.
+        generation: how often the ranks have changed.
+        members: the numbers that the ranks of now had at the start.
+        recovery: what goes on after a death; None with `abort`, and on a single rank.
         heap: the memory of all ranks, with `link` that of the ranks of this host.
         link: the way between hosts; None where the heap has all ranks.
         hosts: the ranks of each host; None without a link.
@@ -108,8 +116,10 @@ class ExpertParallelContext:
         engine: str = "auto",
         timeout_s: float = 30.0,
         startup_timeout_s: float = 120.0,
+        on_failure: str = "abort",
     ) -> None:
         check_flag("one_memory", one_memory)
+        check_choice("on_failure", on_failure, ("abort", "continue"))
         self.timeout_s = check_seconds("timeout_s", timeout_s, MAX_SECONDS)
         self.startup_timeout_s = check_seconds("startup_timeout_s", startup_timeout_s, MAX_SECONDS)
         self.timeout_ns = int(self.timeout_s * 1e9)
@@ -118,6 +128,8 @@ class ExpertParallelContext:
         self.transport_reasons: dict[str, str] = {}
         if link is not None and heap is None:
             raise ValueError("link: expected None without heap")
+        if heap is not None and on_failure == "continue":
+            raise ValueError("on_failure: expected 'abort' with heap, whose ranks meet in no store")
         if heap is None:
             alone = isinstance(transport, str) and transport == "private"
             self.group = RankGroup(group, timeout_s=self.startup_timeout_s, alone=alone)
@@ -125,6 +137,7 @@ class ExpertParallelContext:
                 self.device = resolve_device(device)
                 self.engine = resolve_engine(engine, self.device)
                 made = make_transport(self.group, self.device, transport, self.engine, one_memory)
+                check_survivable(made, on_failure)
             except BaseException as error:
                 self.group.leave(reason_of(error), error)
                 raise
@@ -155,6 +168,18 @@ class ExpertParallelContext:
         self._abort_codes: np.ndarray | None = None
         self._side_stream: torch.cuda.Stream | None = None
         self._streams = StreamOrder(self.device)
+        self.recovery: Recovery | None = None
+        if on_failure == "continue" and self.group is not None and self.world_size > 1:
+            self.recovery = Recovery(Membership(self.group), self._renew, self._end, self.timeout_s)
+            self.register(agree={"on_failure": on_failure}, about="context")
+
+    @property
+    def generation(self) -> int:
+        return 0 if self.recovery is None else self.recovery.membership.generation
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        return tuple(range(self.world_size)) if self.recovery is None else self.recovery.membership.members
 
     @property
     def memory(self) -> ExchangeMemory:
@@ -254,10 +279,7 @@ class ExpertParallelContext:
         # The words that this rank's kernels write must exist before a peer can store here.
         self._allocate_words()
         self.heap.allocate()
-        self.signals = self.heap.tensor("signals").view(torch.int32)
-        self.signal_pointers, self.token_flags_pointers, self.landing_pointers, self.combine_pointers = (
-            self.heap.peer_pointers(region) for region in ("signals", "token_flags", "landing", "combine")
-        )
+        self._point_at_peers()
         if self.link_buffers is not None and self.link is not None:
             self.link_buffers.allocate(self.device)
             limit_s = max(self.timeout_s, 3 * BEAT_S)
@@ -278,12 +300,45 @@ class ExpertParallelContext:
                 self.latch,
                 self.counters,
             )
-        if self.device.type == "cpu":
-            self._abort_codes = abort_words(self.signals, self.signals_layout)[:, 0].numpy()
         self.allocated = True
         if self.rank == 0:
             sizes = self.world_size, self.transport, self.engine, self.reserved_bytes
             _LOG.info("%d rank(s): transport %s, engine %s, %d bytes reserved on each", *sizes)
+
+    def _point_at_peers(self) -> None:
+        """Views of and pointers to the memory of the heap, which is allocated."""
+        self.signals = self.heap.tensor("signals").view(torch.int32)
+        self.signal_pointers, self.token_flags_pointers, self.landing_pointers, self.combine_pointers = (
+            self.heap.peer_pointers(region) for region in ("signals", "token_flags", "landing", "combine")
+        )
+        if self.device.type == "cpu":
+            self._abort_codes = abort_words(self.signals, self.signals_layout)[:, 0].numpy()
+
+    @torch.inference_mode(False)
+    def _renew(self, members: tuple[int, ...], group: RankGroup) -> None:
+        """Go over to memory of `members` alone, after a death. Collective for them; what `recovery` calls.
+
+        Nothing of the old memory is used again: what a rank that was stopped still stores there is not seen.
+
+        Args:
+            members: their numbers at the start.
+            group: of them alone.
+        """
+        if self._side_stream is not None:
+            torch.cuda.synchronize(self.device)  # Ends, since every wait of a kernel does.
+        group.timeout_s = self.timeout_s
+        heap = self.heap._of_survivors(members, group)
+        group.timeout_s = self.startup_timeout_s
+        self.heap, self.group, self.rank, self.world_size = heap, group, heap.rank, heap.world_size
+        self.signals_layout = SignalLayout(heap.world_size)
+        self._allocate_words()
+        self._point_at_peers()
+        self._exchanges = 0
+        self._failure, self.failed = None, False
+
+    def _end(self, error: Exception) -> None:
+        """Have all later calls raise `error`: the recovery from a failure has failed."""
+        self._failure, self.failed = error, True
 
     def _allocate_words(self) -> None:
         on_gpu = self.device.type == "cuda"
@@ -405,6 +460,14 @@ class ExpertParallelContext:
             torch.cuda.synchronize(self.device)
         if self._failure is None and self.allocated:
             self._find_failure()
+        try:
+            if self.recovery is not None and self._failure is None and self.allocated:
+                with self._fails_for_good():
+                    self.recovery.part(self.startup_timeout_s, self.check_peers)
+        finally:
+            self._free()
+
+    def _free(self) -> None:
         self.closed = True
         if self.allocated:
             del self.signals

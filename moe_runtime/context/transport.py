@@ -64,6 +64,16 @@ def _heap(name: str, group: RankGroup, device: torch.device) -> SymmetricHeap:
     return NvshmemHeap(group, device) if name == "nvshmem" else CollectiveHeap(group, device)
 
 
+def check_survivable(made: Transport, on_failure: str) -> None:
+    """Raise `ValueError` where ranks are to go on after a death, and their memory cannot."""
+    if on_failure == "continue" and not made.heap.survivable and made.name != "private":
+        raise ValueError(
+            f"on_failure: expected 'abort' with transport={made.name!r}: ranks that are left cannot go on there"
+        )
+    if on_failure == "continue" and made.link is not None:
+        raise ValueError("on_failure: expected 'abort' with transport='hierarchical': hosts cannot go on after a death")
+
+
 def check_heap(
     heap: SymmetricHeap, group: object, device: torch.device | str | None, transport: str, link: PrivateLink | None
 ) -> None:

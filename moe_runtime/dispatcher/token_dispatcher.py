@@ -105,6 +105,7 @@ class TokenDispatcher:
         self._hosts = None if context.hosts is None else HostExchange(context, geometry)
         self._local = geometry if self._hosts is None else self._hosts.geometry.local
         self._backend = choose_backend(context, self._local)
+        self._generation = context.generation
         self._stepped = False
         device = context.device
         self._starts = torch.tensor(self._local.starts, dtype=torch.int32, device=device)
@@ -320,6 +321,7 @@ class TokenDispatcher:
         if self._hosts is not None:
             self._hosts.expect("dispatch", timeout_ns)
         with collective_step(context):
+            self._check_generation()
             check_tokens(geometry, context.device, x, topk_idx, topk_weights)
             if scales_in_record and not self.can_keep_scales_in_record:
                 raise ValueError("scales_in_record: expected False, this dispatcher copies scales as they arrive")
@@ -566,7 +568,19 @@ class TokenDispatcher:
             raise ValueError("handle: expected one of a dispatcher with reusable_handles=True")
         return handle.topk_idx, handle.topk_weights
 
+    def _took_steps_as(self, other: TokenDispatcher) -> None:
+        """Wait for peers as long as `other`, which this one replaces after the death of a rank."""
+        self._stepped = other._stepped
+
+    def _check_generation(self) -> None:
+        if self._generation != self.context.generation:
+            raise ValueError(
+                f"context: its ranks have changed since this dispatcher was made (generation {self._generation}, now "
+                f"{self.context.generation}); make a new one, and capture graphs anew"
+            )
+
     def _check_handle(self, handle: DispatchHandle) -> None:
+        self._check_generation()
         if not isinstance(handle, DispatchHandle):
             raise ValueError(f"handle: expected a DispatchHandle, got {type(handle).__name__}")
         if handle.geometry is not self.geometry:
