@@ -101,7 +101,7 @@ def places(world: int) -> list[str]:
 
 def during_recovery() -> list[str]:
     """Where a survivor comes in its first recovery. Not every one comes to `propose`."""
-    return ["agree, begin (1)", "agree, end (1)", "make memory, begin (1)", "make memory, end (1)", "renew, end (1)"]
+    return ["agree, begin (1)", "agree, end (1)", "make memory, begin (1)", "make memory, end (1)", "new memory, end (1)"]
 
 
 def placement(world: int, replicas: int) -> Any:
@@ -312,7 +312,7 @@ def announce_places(tell: Callable[[str], None]) -> None:
     announced(Membership, "_propose", "propose", tell)
     announced(SharedHeap, "_create", "make memory", tell)
     announced(SharedHeap, "_map", "map memory", tell)
-    announced(ExpertParallelContext, "_renew", "renew", tell)
+    announced(ExpertParallelContext, "_point_at_peers", "new memory", tell)
 
 
 def _bytes(y: Any) -> bytes:
