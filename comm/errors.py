@@ -28,6 +28,8 @@ class Phase(IntEnum):
     HOST = 5
     REPLACEMENT = 6
     """Experts move from rank to rank."""
+    RECOVERY = 7
+    """Survivors of a death load the experts that died."""
 
 
 REFUSED_ID = 1 << 30

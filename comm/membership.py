@@ -94,6 +94,24 @@ class Membership:
         found = self._ask(lambda store, prefix: [store.check([f"{prefix}/{key}"]) for key in keys])
         return [rank for rank, came in zip(self.members, found, strict=True) if not came]
 
+    def set_number(self, name: str, number: int) -> None:
+        """Put a number of this generation into the store."""
+        key = self._keys(name)
+        self._ask(lambda store, prefix: store.set(f"{prefix}/{key}", str(number)))
+
+    def number_of(self, name: str) -> int | None:
+        """The number that a member has put into the store, None if none has. Raises `MoERuntimeError` for others."""
+        key = self._keys(name)
+
+        def read(store: Any, prefix: str) -> bytes | None:
+            return store.get(f"{prefix}/{key}") if store.check([f"{prefix}/{key}"]) else None
+
+        raw = self._ask(read)
+        try:
+            return None if raw is None else integer(0)(messages.decode(raw))
+        except ValueError as error:
+            raise MoERuntimeError(f"recovery: {name} is none that this program writes: {error}") from None
+
     def leaving(self) -> bool:
         """Whether a member wants to go over to the next generation."""
         return len(self.absent("here")) < len(self.members)

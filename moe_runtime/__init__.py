@@ -11,7 +11,7 @@ Layers, from the top. A module imports from its own layer or from those below it
     launch.common
     virtual, integrations
     layer, ops, checkpoints.conversion
-    build, placement.rebalance, checkpoints.converted_experts, checkpoints.calibration
+    build, lost_experts, placement.rebalance, checkpoints.converted_experts, checkpoints.calibration
     experts, placement.migration
     step, warming
     deep_ep

@@ -346,6 +346,11 @@ class ParallelConfig(_Model):
         default="abort",
         description="a rank that dies in a step: abort ends the group, continue has the others go on without it",
     )
+    lost_experts: Literal["wait", "drop"] = Field(
+        default="wait",
+        description="experts that died without a replica, with continue: steps wait until they are loaded again, or "
+        "drop them from the choices of tokens meanwhile",
+    )
 
 
 class CheckpointConfig(_Model):

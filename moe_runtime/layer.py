@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -36,11 +38,13 @@ from moe_runtime.dispatcher.handle import CombineSink
 from moe_runtime.dispatcher.token_dispatcher import TokenDispatcher
 from moe_runtime.experts import Experts
 from moe_runtime.kernels.formats.scale_blocks import expert_starts
+from moe_runtime.lost_experts import LostExperts, put, with_slots
 from moe_runtime.metrics import PhaseTimes, phase
 from moe_runtime.placement.migration import move_experts
 from moe_runtime.placement.physical_experts import SlotTable
 from moe_runtime.placement.placement import Placement, placement_from_config
 from moe_runtime.placement.rebalance import Replacement, agree_on_replacement
+from moe_runtime.placement.refill import missing_experts, refill
 from moe_runtime.post_expert_norm import PostExpertNorm
 from moe_runtime.router import Router
 from moe_runtime.shared_expert import SharedExpert
@@ -49,6 +53,8 @@ from moe_runtime.support.compiling import not_compiled
 from moe_runtime.support.deprecation import warn_removed, warn_renamed
 from moe_runtime.support.progress import with_progress
 from moe_runtime.warming import WarmUpStep, warm_up_steps
+
+_LOG = logging.getLogger(__name__)
 
 
 class MoELayer(nn.Module):
@@ -135,7 +141,11 @@ class MoELayer(nn.Module):
             self.post_expert_norm = PostExpertNorm(config.hidden_size, config.post_expert_norm, device)
         self.times: PhaseTimes | None = None
         self.counters: LayerCounters | None = None
+        self._began_placed = placement is not None
         self._members = self.context.members
+        self._reload: Callable[[Sequence[int]], Experts] | None = None
+        self._lost: LostExperts | None = None
+        self._without_expert = torch.zeros(2, dtype=torch.int64, device=device)
         if self.context.recovery is not None:
             self.context.recovery.add(self._check_members, self._follow_members)
 
@@ -232,6 +242,8 @@ class MoELayer(nn.Module):
                 with phase("route", self.times):
                     topk_idx, topk_weights = self.router(tokens_TH)
             dispatcher = self._dispatcher_for(tokens_TH.shape[0], max_tokens)
+            if self._lost is not None:
+                topk_idx, topk_weights = self._without_lost(self._lost, topk_idx, topk_weights)
             slots = topk_idx if self.slots is None else self.slots(topk_idx, tokens_TH)
         return LayerStep(dispatcher, x.shape, tokens_TH, topk_idx, slots, topk_weights, shared_TH, self.placement)
 
@@ -430,6 +442,7 @@ class MoELayer(nn.Module):
             elsewhere.add("shared_expert")
         count, context = len(self.local_experts), self.context
         with abort_peers_on_error(context), opened(checkpoint) as files:
+            folder = files.folder
             files.check_fits(self.config, but_for=elsewhere)
             load_dense(files, layer, self.router, self.shared_expert)
             buffers = files.quant_buffers(layer, self.config.weight_format, count, context.device)
@@ -437,6 +450,7 @@ class MoELayer(nn.Module):
             # Closed before `files`, also after an error: its reader uses them until then.
             with closing(files.experts(layer, self.local_experts, buffers)) as experts:
                 self.load_experts(with_progress(experts, text, count, shown=context.rank == 0), buffers)
+            self._reload = lambda ids: self._read_again(folder, layer, ids)
             context.register(agree=files.digests(layer), about=f"layer {self.layer_id}")
 
     def load_random(self, seed: int) -> None:
@@ -452,6 +466,9 @@ class MoELayer(nn.Module):
         fill_dense(self.config, seed, self.router, self.shared_expert, self.post_expert_norm)
         device = self.context.device
         self.load_experts(random_expert(self.config, seed, expert, device) for expert in self.local_experts)
+        self._reload = lambda ids: self._made(
+            (random_expert(self.config, seed, expert, device) for expert in ids), len(ids)
+        )
 
     def load_experts(
         self, experts: Iterable[ExpertTensors | tuple[torch.Tensor, torch.Tensor]], buffers: QuantBuffers = FRESH
@@ -467,8 +484,24 @@ class MoELayer(nn.Module):
             if not isinstance(experts, Iterable) or isinstance(experts, torch.Tensor | np.ndarray):
                 raise ValueError(f"experts: expected those of this rank, in order, got {describe(experts)}")
             check_buffers(buffers)
-            norm = None if self.post_expert_norm is None else self.post_expert_norm.norm
-            self.experts = make_experts(experts, self.config, len(self.local_experts), self.context, buffers, norm)
+            self.experts = self._made(experts, len(self.local_experts), buffers)
+            self._reload = None
+
+    def _made(
+        self,
+        experts: Iterable[ExpertTensors | tuple[torch.Tensor, torch.Tensor]],
+        count: int,
+        buffers: QuantBuffers = FRESH,
+    ) -> Experts:
+        norm = None if self.post_expert_norm is None else self.post_expert_norm.norm
+        return make_experts(experts, self.config, count, self.context, buffers, norm)
+
+    def _read_again(self, folder: Path, layer: int, ids: Sequence[int]) -> Experts:
+        """Experts of the checkpoint that `load_checkpoint` has read."""
+        with opened(folder) as files:
+            buffers = files.quant_buffers(layer, self.config.weight_format, len(ids), self.context.device)
+            with closing(files.experts(layer, ids, buffers)) as experts:
+                return self._made(experts, len(ids), buffers)
 
     @by_one_thread
     @torch.inference_mode()  # weights that were loaded in this mode may not be changed outside it
@@ -492,6 +525,10 @@ class MoELayer(nn.Module):
             move_experts([replacement.mover], replacement.moves)
 
     def _agree_on_replacement(self, placement: Placement) -> Replacement:
+        if self._lost is not None:
+            raise ValueError("placement: experts that died are still loaded again; replace experts later")
+        if self.placement is not None and not self._began_placed:
+            raise ValueError("placement: the layer was made without one; give it Placement.contiguous(...) or another")
         return agree_on_replacement(self.context, self.layer_id, self.placement, self.experts, placement)
 
     @contextmanager
@@ -555,30 +592,52 @@ class MoELayer(nn.Module):
             self.counters = LayerCounters(geometry, self.config.num_experts, context.device, context.engine)
         return self.counters
 
+    @property
+    def without_expert(self) -> tuple[int, int]:
+        """How many choices of this rank's tokens went to no expert, since it had died, and how many tokens had such.
+
+        Waits for the device.
+        """
+        choices, tokens = self._without_expert.tolist()
+        return choices, tokens
+
+    def _without_lost(
+        self, lost: LostExperts, topk_idx: torch.Tensor, topk_weights: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The routing of a step, if no rank may hold some experts yet."""
+        if lost.ended():
+            self._lost = None
+            return topk_idx, topk_weights
+        topk_idx, topk_weights, counts = lost.without(topk_idx, topk_weights)
+        self._without_expert += counts
+        return topk_idx, topk_weights
+
     def _check_members(self, members: tuple[int, ...]) -> None:
-        """Raise `ExpertsLostError` if experts of this layer are on none of these ranks (`Recovery`)."""
-        lost = self._lost_without(members)
-        if lost:
+        """Raise `ExpertsLostError` if experts that none of these ranks holds cannot be loaded (`Recovery`)."""
+        lost = missing_experts(self._held_by(members), self.config.num_experts)
+        if lost and self._reload is None:
             raise ExpertsLostError(
-                f"layer {self.layer_id}: no rank that is left holds expert {', '.join(map(str, lost))}; ranks "
-                f"{', '.join(map(str, members))} are left"
+                f"layer {self.layer_id}: no rank that is left holds expert {', '.join(map(str, lost))}, which did not "
+                f"come from a checkpoint; ranks {', '.join(map(str, members))} are left"
             )
 
-    def _lost_without(self, members: tuple[int, ...]) -> tuple[int, ...]:
-        """The experts that none of these ranks holds; ranks by their numbers at the start."""
-        ranks = [self._members.index(member) for member in members]
-        if self.placement is not None:
-            return self.placement.lost_without(ranks)
-        starts = expert_starts(self.config.num_experts, len(self._members))
-        gone = set(range(len(self._members))) - set(ranks)
-        return tuple(expert for rank in sorted(gone) for expert in range(starts[rank], starts[rank + 1]))
+    def _held_by(self, members: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """The experts that each of these ranks holds, slot by slot; ranks by their numbers at the start."""
+        if self._lost is not None:
+            held = self._lost.held
+        elif self.placement is not None:
+            held = [self.placement.rank_experts(rank) for rank in range(self.placement.num_ranks)]
+        else:
+            starts = expert_starts(self.config.num_experts, len(self._members))
+            held = [tuple(range(*pair)) for pair in pairwise(starts)]
+        return [held[self._members.index(member)] for member in members]
 
     def _follow_members(self, members: tuple[int, ...]) -> None:
         """Go over to the ranks that are left after a death (`Recovery`): their slots, in exchanges among them."""
-        if self.placement is not None and self.slots is not None:
-            self.placement = self.placement.of_ranks([self._members.index(member) for member in members])
-            with torch.inference_mode():
-                self.slots.update(self.placement)
+        held = self._held_by(members)
+        # Without a placement, and with less experts than ranks, one may have gone that had none: others keep theirs.
+        if self.placement is not None or missing_experts(held, self.config.num_experts):
+            self._take_over(held)
         self._members = members
         before, num_slots = self.dispatchers, None if self.placement is None else self.placement.num_slots
         with torch.inference_mode(False):
@@ -588,6 +647,33 @@ class MoELayer(nn.Module):
         self.dispatcher = self.dispatchers[self.config.max_tokens_per_rank]
         if self.counters is not None:
             self.counters._follow(self.dispatcher.geometry)
+
+    def _take_over(self, held: list[tuple[int, ...]]) -> None:
+        """Go over to the placement in which each rank holds `held`, and begin to load the experts that none holds."""
+        self.placement = refill(held, self.config.num_experts)
+        if self.slots is None:
+            self.slots = SlotTable(self.placement, self.context.device)
+        with torch.inference_mode():
+            self.slots.update(self.placement)
+        self._lost = None
+        lost = missing_experts(held, self.config.num_experts)
+        kept = len(held[self.context.rank])
+        new = self.placement.rank_experts(self.context.rank)[kept:]
+        if lost:
+            assert self.context.recovery is not None
+            me = self.context.members[self.context.rank]
+            _LOG.warning("rank %d: layer %d: loads experts %s, which died", me, self.layer_id, new)
+            assert self.experts is not None
+            with torch.inference_mode(False):
+                experts = self.experts = with_slots(self.experts, kept, len(new))
+            loading = self.context.recovery.background.submit(self._load_again, experts, kept, new)
+            self._lost = LostExperts(self.context, self.layer_id, lost, self.config.num_experts, held, loading)
+
+    def _load_again(self, experts: Experts, first: int, ids: Sequence[int]) -> None:
+        """On a thread: experts that died, into the slots of `experts` from `first` on."""
+        assert self._reload is not None
+        with torch.inference_mode():
+            put(experts, first, self._reload(ids))
 
     def _check_placement(self, placement: Placement) -> None:
         if not isinstance(placement, Placement):

@@ -67,6 +67,8 @@ class ExpertParallelContext:
         on_failure: `abort`: a rank that dies in a step ends the group. `continue`: the others go on without it, where
             each expert has a replica on one of them (docs/failures.md). Equal on all ranks; needs a transport whose
             memory survives a rank (`shared`).
+        lost_experts: with `continue`, experts that died without a replica and that survivors load again: `wait` has
+            steps wait until they are there, `drop` has tokens do without them, with renormalised weights and counted.
 
     Attributes:
         rank, world_size, device: as they are; after a death, of the ranks that are left, numbered anew.
@@ -117,9 +119,12 @@ class ExpertParallelContext:
         timeout_s: float = 30.0,
         startup_timeout_s: float = 120.0,
         on_failure: str = "abort",
+        lost_experts: str = "wait",
     ) -> None:
         check_flag("one_memory", one_memory)
         check_choice("on_failure", on_failure, ("abort", "continue"))
+        check_choice("lost_experts", lost_experts, ("wait", "drop"))
+        self.lost_experts = lost_experts
         self.timeout_s = check_seconds("timeout_s", timeout_s, MAX_SECONDS)
         self.startup_timeout_s = check_seconds("startup_timeout_s", startup_timeout_s, MAX_SECONDS)
         self.timeout_ns = int(self.timeout_s * 1e9)
@@ -171,7 +176,7 @@ class ExpertParallelContext:
         self.recovery: Recovery | None = None
         if on_failure == "continue" and self.group is not None and self.world_size > 1:
             self.recovery = Recovery(Membership(self.group), self._renew, self._end, self.timeout_s)
-            self.register(agree={"on_failure": on_failure}, about="context")
+            self.register(agree={"on_failure": on_failure, "lost_experts": lost_experts}, about="context")
 
     @property
     def generation(self) -> int:
@@ -469,6 +474,8 @@ class ExpertParallelContext:
 
     def _free(self) -> None:
         self.closed = True
+        if self.recovery is not None:
+            self.recovery.background.shutdown(wait=False, cancel_futures=True)
         if self.allocated:
             del self.signals
         self._abort_codes = None

@@ -10,6 +10,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from moe_runtime.comm.errors import MoERuntimeError, PeerTimeoutError, Phase
@@ -19,7 +20,13 @@ from moe_runtime.comm.rank_group import RankGroup
 _LOG = logging.getLogger(__name__)
 
 CLOSE_POLL_S = 0.01
-RECOVERABLE = (Phase.DISPATCH_SEND, Phase.DISPATCH_RECV, Phase.COMBINE_SEND, Phase.COMBINE_RECV)
+RECOVERABLE = (
+    Phase.DISPATCH_SEND,
+    Phase.DISPATCH_RECV,
+    Phase.COMBINE_SEND,
+    Phase.COMBINE_RECV,
+    Phase.RECOVERY,
+)
 """Phases of a step. A rank that dies in another, such as at start-up, ends the group."""
 
 T = TypeVar("T")
@@ -42,6 +49,8 @@ class Recovery:
         membership: as given.
         steps_done: steps of this rank that have ended.
         steps_repeated: steps that this rank has run again, for itself or for others.
+        step_number: of the step that runs, equal on all ranks in it.
+        background: runs work of a recovery one after another, on a thread of its own.
     """
 
     def __init__(
@@ -54,6 +63,8 @@ class Recovery:
         self.membership = membership
         self.steps_done = 0
         self.steps_repeated = 0
+        self.step_number = 0
+        self.background = ThreadPoolExecutor(1, thread_name_prefix="moe_runtime recovery")
         self._renew, self._end = renew, end
         self._window_s = timeout_s / 2
         self._changes: list[tuple[weakref.WeakMethod[Change], weakref.WeakMethod[Change]]] = []
@@ -77,6 +88,7 @@ class Recovery:
 
         def once_more() -> T:
             self.steps_repeated += self.membership.generation > before
+            self.step_number = self.steps_done + 1
             return step()
 
         result = self._until_none_dies(once_more)
@@ -132,11 +144,10 @@ class Recovery:
             self._tell([check for check, _ in self._changes])
             try:
                 self._renew(membership.members, membership.group())
+                self._tell([change for _, change in self._changes])
+                return record
             except PeerTimeoutError as another:
-                error = another
-                continue
-            self._tell([change for _, change in self._changes])
-            return record
+                error = another  # Also of this rank, if it was stopped and the others go on already.
 
     def _tell(self, methods: list[weakref.WeakMethod[Change]]) -> None:
         for reference in methods:
@@ -150,6 +161,7 @@ class Recovery:
                 if self._others_lack_last:
                     assert self._last is not None
                     self.steps_repeated += 1
+                    self.step_number = self.steps_done
                     self._last()
                     self._others_lack_last = False
                 return work()

@@ -127,27 +127,6 @@ class Placement:
         shares = [value / len(slots) for value, slots in zip(values, self.replicas, strict=True)]
         return [math.fsum(shares[expert] for expert in self.rank_experts(rank)) for rank in range(self.num_ranks)]
 
-    def lost_without(self, ranks: Sequence[int]) -> tuple[int, ...]:
-        """The experts that have no slot on any of `ranks`, ascending. Raises `ValueError` for wrong ranks.
-
-        >>> Placement(3, 2, (0, 1, 2, 0)).lost_without([0])
-        (2,)
-        """
-        held = {expert for rank in _checked_ranks(ranks, self.num_ranks) for expert in self.rank_experts(rank)}
-        return tuple(sorted(set(range(self.num_experts)) - held))
-
-    def of_ranks(self, ranks: Sequence[int]) -> Placement:
-        """What is left if only `ranks` go on, numbered anew in this order: the same experts in the slots of each.
-
-        Raises `ValueError` where an expert has no slot left, and for wrong ranks.
-
-        >>> Placement(3, 3, (0, 1, 2, 0, 1, 2)).of_ranks([0, 2]).slot_experts
-        (0, 1, 1, 2)
-        """
-        numbers = _checked_ranks(ranks, self.num_ranks)
-        slots = tuple(expert for rank in numbers for expert in self.rank_experts(rank))
-        return Placement(self.num_experts, len(numbers), slots)
-
     def reordered_like(self, other: Placement) -> Placement:
         """The same experts on each rank, those that `other` has on it too in the same slots.
 
@@ -342,15 +321,6 @@ def _pack(shares: list[float], replicas: list[int], num_ranks: int, slots_per_ra
             if len(held[rank]) < slots_per_rank:
                 heapq.heappush(open_ranks, (total[rank], len(held[rank]), rank))
     return held
-
-
-def _checked_ranks(ranks: Sequence[int], num_ranks: int) -> list[int]:
-    check_kind("ranks", ranks, (list, tuple, range))
-    for rank in ranks:
-        check_integer("ranks", rank, 0, num_ranks - 1)
-    if not ranks or len(set(ranks)) < len(ranks):
-        raise ValueError(f"ranks: expected different ranks, at least one, got {describe(ranks)}")
-    return list(ranks)
 
 
 def _checked_load(load: Iterable[float]) -> list[float]:

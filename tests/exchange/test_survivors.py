@@ -8,35 +8,43 @@ import random
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from moe_runtime.build import random_expert
+from moe_runtime.checkpoints.checkpoint import write_qwen3_moe_checkpoint
 from moe_runtime.comm.errors import ExpertsLostError, MoERuntimeError, RankRemovedError
 from moe_runtime.comm.heaps.private_heap import PrivateHeap
 from moe_runtime.comm.membership import Membership
 from moe_runtime.comm.rank_group import RankGroup
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.dispatcher.token_dispatcher import TokenDispatcher
+from moe_runtime.kernels.formats.scale_blocks import expert_starts
 from moe_runtime.layer import MoELayer
+from moe_runtime.placement.placement import Placement
+from moe_runtime.placement.refill import missing_experts, refill
+from moe_runtime.virtual import VirtualRanks
 from tests.support import survivors
-from tests.support.exchange_data import EXPERTS, HIDDEN, TOP_K, config, placements, rank_input
+from tests.support.comparison import assert_same_bits
+from tests.support.exchange_data import EXPERTS, HIDDEN, TOKENS, TOP_K, RankInput, config, placements, rank_input
 from tests.support.pool import PATIENCE_S, WITHOUT_ONE_S, run_once
 from tests.support.survivors import Fate, Fault, Job, Result, faults_of, places, run_job
 
 pytestmark = pytest.mark.cpu_only
 
 PARALLEL = 3
-HALF_DONE = 4
+HALF_DONE = 3
 """The job in which ranks 0 and 1 have the result of the step, and rank 3 has not."""
 JOBS = [
     Job(4, (Fault(2, "step (3)"),)),
-    Job(4, (Fault(1, "dispatch_send, begin (3)"),)),
     Job(4, (Fault(3, "store, end (10)"),)),
-    Job(4, (Fault(0, "dispatch_recv, end (3)"),)),
+    Job(4, (Fault(0, "dispatch_recv, end (3)"),), replicas=1),
     Job(4, (Fault(2, "flag, begin (11)"),)),
-    Job(4, (Fault(1, "combine_recv, begin (3)"),)),
     Job(4, (Fault(0, "store, end (10)"), Fault(2, "combine_recv, begin (3)"))),
     Job(4, (Fault(3, "combine_send, begin (3)"), Fault(1, "agree, end (1)"))),
     Job(4, (Fault(3, "store, end (10)", stop=True),)),
@@ -88,31 +96,139 @@ def lose(rank: int, world: int, replicated: bool) -> tuple[int, int]:
     ) as context:
         placement = placements(world, spare=EXPERTS)[0] if replicated else None
         layer = MoELayer(config(), context, placement=placement)
-        layer.load_random(0)
+        layer.load_experts([random_expert(config(), 0, expert) for expert in layer.local_experts])
+        stale = TokenDispatcher.from_config(context, config())
         layer.warm_up()
         mine = rank_input(0, rank, 3, HIDDEN, EXPERTS, TOP_K)
-        stale = TokenDispatcher.from_config(context, config())
         layer(mine.x, topk_idx=mine.topk_idx, topk_weights=mine.topk_weights)
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         y = layer(mine.x, topk_idx=mine.topk_idx, topk_weights=mine.topk_weights)
         assert context.recovery is not None and y.isfinite().all()
-        if world == 2:  # alone, so that nobody else is aborted
-            with pytest.raises(ValueError, match=r"context: its ranks have changed .* \(generation 0, now 1\)"):
-                stale.dispatch(mine.x, mine.topk_idx, mine.topk_weights)
+        with pytest.raises(ValueError, match=r"context: its ranks have changed .* \(generation 0, now 1\)"):
+            stale.dispatch(mine.x, mine.topk_idx, mine.topk_weights)
         return context.rank, context.recovery.steps_repeated
 
 
-def test_experts_that_died_end_the_group_and_are_named() -> None:
+def test_experts_of_no_checkpoint_that_died_end_the_group_and_are_named() -> None:
     outcomes = run_once(lose, 3, False)
     for rank in (0, 2):
         error = outcomes[rank].error
         assert isinstance(error, ExpertsLostError), outcomes[rank]
-        assert "layer 0: no rank that is left holds expert 4, 5, 6; ranks 0, 2 are left" in str(error)
+        assert "layer 0: no rank that is left holds expert 4, 5, 6, which did not come from" in str(error)
 
 
 def test_one_rank_goes_on_alone_and_refuses_dispatchers_of_before() -> None:
     assert run_once(lose, 2, True)[0].result == (0, 1)
+
+
+LOST_STEPS, DEATH, LOADED = 9, 2, 5
+"""Steps; in which one rank 1 dies; and before which one rank 2 may load, where tokens do without experts till then."""
+Step = tuple[tuple[int, ...], bool, torch.Tensor]
+
+
+def lose_experts(rank: int, world: int, folder: str, fmt: str, lost: str) -> tuple[list[Step], tuple[int, int]]:
+    """Rank 1 dies with experts that no other has. The members, whether experts are missing, and `y`, by step."""
+    may_load = threading.Event()
+    with ExpertParallelContext(
+        transport="shared",
+        timeout_s=WITHOUT_ONE_S,
+        startup_timeout_s=PATIENCE_S,
+        on_failure="continue",
+        lost_experts=lost,
+    ) as context:
+        layer = MoELayer.from_checkpoint(folder, context=context, **config(fmt).model_dump())
+        layer.warm_up()
+        load_again = layer._load_again
+
+        def load_when_told(*arguments: Any) -> None:
+            assert rank != 2 or lost == "wait" or may_load.wait(PATIENCE_S)
+            load_again(*arguments)
+
+        layer._load_again = load_when_told  # type: ignore[method-assign]
+        results = []
+        for step in range(LOST_STEPS):
+            if step == DEATH and rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if step == LOADED:
+                may_load.set()
+                if layer._lost is not None:
+                    layer._lost._loading.result(PATIENCE_S)
+            mine = rank_input(step, rank, TOKENS - rank, HIDDEN, EXPERTS, TOP_K)
+            y = layer(mine.x, topk_idx=mine.topk_idx, topk_weights=mine.topk_weights)
+            results.append((context.members, layer._lost is not None, y))
+        return results, layer.without_expert
+
+
+def routed_without(gone: set[int], given: RankInput) -> RankInput:
+    """The routing without experts that are gone, in plain loops."""
+    ids, weights = given.topk_idx.clone(), given.topk_weights.clone()
+    for token in range(len(ids)):
+        known = [k for k in range(TOP_K) if ids[token, k] >= 0]
+        stay = [k for k in known if int(ids[token, k]) not in gone]
+        if len(stay) < len(known):
+            factor = given.topk_weights[token, known].sum() / given.topk_weights[token, stay].sum()
+            ids[token, [k for k in known if k not in stay]] = -1
+            weights[token] *= factor
+    return RankInput(given.x, ids, weights)
+
+
+@pytest.mark.parametrize(("fmt", "lost"), [("nvfp4", "wait"), ("bf16", "drop")])
+def test_experts_without_a_replica_are_loaded_again(fmt: str, lost: str, tmp_path: Path) -> None:
+    write_qwen3_moe_checkpoint(tmp_path, config(), seed=0)
+    outcomes = run_once(lose_experts, 3, str(tmp_path), fmt, lost)
+    starts = expert_starts(EXPERTS, 3)
+    gone = set(range(starts[1], starts[2]))
+    held = [range(*pair) for pair in pairwise(starts)]
+    whole = expected_steps((0, 1, 2), None, tmp_path, fmt, set())
+    without = expected_steps((0, 2), refill([held[0], held[2]], EXPERTS), tmp_path, fmt, gone)
+    after = expected_steps((0, 2), refill([held[0], held[2]], EXPERTS), tmp_path, fmt, set())
+    ends = [[], []] if lost == "wait" else [list(range(DEATH, LOADED + 1)), list(range(DEATH, LOADED + 2))]
+    all_dropped = []
+    for number, rank in enumerate((0, 2)):
+        assert outcomes[rank].error is None, outcomes[rank].trace
+        steps, (choices, tokens) = outcomes[rank].result
+        all_dropped.append([step for step, (_, missing, _) in enumerate(steps) if missing])
+        count = 0
+        for step, (members, missing, y) in enumerate(steps):
+            assert members == ((0, 1, 2) if step < DEATH else (0, 2))
+            found = whole[step][rank] if step < DEATH else (without if missing else after)[step][number]
+            assert_same_bits(y, found, f"rank {rank}, step {step}, missing {missing}")
+            given = rank_input(step, rank, TOKENS - rank, HIDDEN, EXPERTS, TOP_K)
+            count += sum(expert in gone for expert in given.topk_idx.flatten().tolist()) if missing else 0
+        assert choices == count and (tokens > 0) == (lost == "drop") and tokens <= choices
+    # Rank 0 may see at once, or in its next step, that all have loaded; both go over in the step after that.
+    assert all_dropped[0] == all_dropped[1] and all_dropped[0] in ends
+
+
+def expected_steps(
+    members: tuple[int, ...], placement: Placement | None, folder: Path, fmt: str, gone: set[int]
+) -> list[list[torch.Tensor]]:
+    """`y` by step and rank, of virtual ranks that had this placement from the start, and no tokens for `gone`."""
+    with VirtualRanks(
+        config(fmt), len(members), lambda layer: layer.load_checkpoint(folder, 0), placement=placement
+    ) as ranks:
+        steps = []
+        for step in range(LOST_STEPS):
+            given = [rank_input(step, rank, TOKENS - rank, HIDDEN, EXPERTS, TOP_K) for rank in members]
+            given = [routed_without(gone, one) for one in given]
+            steps.append(ranks([i.x for i in given], [(i.topk_idx, i.topk_weights) for i in given]))
+        return steps
+
+
+def test_new_slots_of_survivors() -> None:
+    for world in range(2, 9):
+        for experts in (8, 10, 16, 17):
+            starts = expert_starts(experts, world)
+            held = [tuple(range(*pair)) for pair in pairwise(starts)]
+            for dead in range(world):
+                left = [ids for rank, ids in enumerate(held) if rank != dead]
+                placement = refill(left, experts)  # has each expert, and none twice on a rank
+                gone = set(missing_experts(left, experts))
+                for rank, ids in enumerate(left):
+                    slots = placement.rank_experts(rank)
+                    assert slots[: len(ids)] == ids and set(slots[len(ids) :]) <= gone
+                assert placement.slots_per_rank <= -(-experts // (world - 1)) + 1
 
 
 def ask_for(rank: int, world: int, transport: str, on_failure: list[str]) -> str:

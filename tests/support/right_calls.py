@@ -413,6 +413,7 @@ ARGUMENTS: dict[str, Callable[[World, Any], dict[str, Any]]] = {
             "timeout_s": 30.0,
             "startup_timeout_s": 120.0,
             "on_failure": "continue",
+            "lost_experts": "drop",
         }
         if w.draw.random() < 0.7
         else {"heap": PrivateHeap(), "transport": "auto"}
@@ -458,8 +459,6 @@ ARGUMENTS: dict[str, Callable[[World, Any], dict[str, Any]]] = {
     "Placement": lambda w, on: {"num_experts": 3, "num_ranks": 2, "slot_experts": (0, 1, 2, 0)},
     "Placement.contiguous": lambda w, on: {"num_experts": 4, "num_ranks": 2},
     "Placement.from_json": lambda w, on: {"text": w.placement().to_json()},
-    "Placement.lost_without": lambda w, on: {"ranks": [0]},
-    "Placement.of_ranks": lambda w, on: {"ranks": list(range(on.num_ranks))},
     "Placement.rank_experts": lambda w, on: {"rank": 0},
     "Placement.rank_loads": lambda w, on: {"load": _loads(w)},
     "Placement.reordered_like": lambda w, on: {"other": w.placement()},
