@@ -30,13 +30,14 @@ class Membership:
     Attributes:
         generation: number of the present membership.
         members: its ranks, ascending.
+        everyone: all ranks, those that are out included.
     """
 
     def __init__(self, group: RankGroup) -> None:
         self._group = group
         self.rank = group.rank
         self.generation = 0
-        self.members = tuple(range(group.world_size))
+        self.members = self.everyone = tuple(range(group.world_size))
 
     def agree(self, progress: int, suspects: Collection[int], window_s: float) -> dict[int, int]:
         """Go over to the next generation with all members that come. Returns the progress of each of its members.

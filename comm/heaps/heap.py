@@ -34,13 +34,11 @@ class SymmetricHeap(ABC):
         directly_mapped: whether kernels can store to peers through `peer_pointers`. If not, pointers lead to local
             staging that a transport must carry over.
         graph_safe: whether a step through this heap can be captured in a CUDA graph.
-        survivable: whether ranks can go on after the death of one (`_of_survivors`).
     """
 
     name = "abstract"
     directly_mapped = True
     graph_safe = True
-    survivable = False
 
     def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
         self.rank = rank

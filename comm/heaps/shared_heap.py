@@ -46,7 +46,6 @@ class SharedHeap(SymmetricHeap):
 
     name = "shared"
     graph_safe = False
-    survivable = True
 
     def __init__(self, group: RankGroup | dist.ProcessGroup | None = None, *, directory: str | None = None) -> None:
         self._group = group if isinstance(group, RankGroup) else RankGroup(group)

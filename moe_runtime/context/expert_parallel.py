@@ -187,6 +187,17 @@ class ExpertParallelContext:
         return tuple(range(self.world_size)) if self.recovery is None else self.recovery.membership.members
 
     @property
+    def rank_states(self) -> dict[int, str]:
+        """`in` or `out`, for each rank by its number at the start."""
+        everyone = self.members if self.recovery is None else self.recovery.membership.everyone
+        return {rank: "in" if rank in self.members else "out" for rank in everyone}
+
+    @property
+    def steps_repeated(self) -> int:
+        """How many steps of layers this rank has run again since a rank died in them, for itself or for others."""
+        return 0 if self.recovery is None else self.recovery.steps_repeated
+
+    @property
     def memory(self) -> ExchangeMemory:
         """What kernels get, after `allocate()`: this context, or with a link the part of it that is this host's."""
         return self if self._local_memory is None else self._local_memory

@@ -14,7 +14,7 @@ from moe_runtime.comm.heaps.private_heap import PrivateHeap
 from moe_runtime.comm.heaps.shared_heap import SharedHeap
 from moe_runtime.comm.host_link import GlooLink, HostLink, NcclLink, PrivateLink
 from moe_runtime.comm.rank_group import RankGroup
-from moe_runtime.comm.transport import choose_transport
+from moe_runtime.comm.transport import AFTER_DEATH, SURVIVABLE, choose_transport
 
 
 @dataclass(frozen=True)
@@ -66,12 +66,10 @@ def _heap(name: str, group: RankGroup, device: torch.device) -> SymmetricHeap:
 
 def check_survivable(made: Transport, on_failure: str) -> None:
     """Raise `ValueError` where ranks are to go on after a death, and their memory cannot."""
-    if on_failure == "continue" and not made.heap.survivable and made.name != "private":
+    if on_failure == "continue" and made.name not in SURVIVABLE:
         raise ValueError(
-            f"on_failure: expected 'abort' with transport={made.name!r}: ranks that are left cannot go on there"
+            f"on_failure: expected 'abort' with transport={made.name!r}: after a death {AFTER_DEATH[made.name]}"
         )
-    if on_failure == "continue" and made.link is not None:
-        raise ValueError("on_failure: expected 'abort' with transport='hierarchical': hosts cannot go on after a death")
 
 
 def check_heap(
