@@ -9,6 +9,7 @@ import contextlib
 import copy
 import hashlib
 import os
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +30,7 @@ from moe_runtime.comm.errors import (
     StoreLostError,
     reason_of,
 )
-from moe_runtime.comm.messages import MAX_BYTES, Reader, integer, row, text
+from moe_runtime.comm.messages import MAX_BYTES, Reader, hexadecimal, integer, row, text
 from moe_runtime.comm.store_calls import StoreSilentError, calls_of
 
 MAX_SECONDS = 1e9
@@ -52,6 +53,9 @@ PARTING_S = 5.0
 
 WATCHDOG = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_ENABLE_MONITORING")
 """What torch's watchdog does about errors of NCCL: it ends the process, and writes a dump for a minute before."""
+
+_NAME_BYTES = 8
+"""Of a random name of a group."""
 
 _POLL_S = (0.001, 0.02)
 """First and longest pause between two polls for the answers of peers."""
@@ -113,6 +117,28 @@ class RankGroup:
         group = cls(timeout_s=timeout_s, alone=True)
         group.rank, group.world_size = rank, world_size
         group._meet(store, list(range(world_size)), "moe_runtime/start")
+        return group
+
+    def for_newcomers(self) -> RankGroup:
+        """The same ranks under a new name, in the store as processes see it that know no torch.distributed. Collective.
+
+        Raises as `gather`.
+        """
+        name = self.gather("RankGroup.for_newcomers", secrets.token_hex(_NAME_BYTES), hexadecimal(_NAME_BYTES))[0].hex()
+        group = self.of_survivors(list(range(self.world_size)), name)
+        group._store, group._prefix = unwrapped(self._store), f"moe_runtime/{name}"
+        return group
+
+    @classmethod
+    def _of_newcomer(cls, store: dist.Store, prefix: str, rank: int, world_size: int, timeout_s: float) -> RankGroup:
+        """A group that others have made, for a process that takes the place of `rank`; `prefix` is that of their keys.
+
+        It takes part in no call of this group, only in those of later generations (`of_survivors`).
+        """
+        group = cls(timeout_s=timeout_s, alone=True)
+        group.rank, group.world_size = rank, world_size
+        group._store, group._prefix = store, prefix
+        group._host = _host_of(store, list(range(world_size)))
         return group
 
     def of_ranks(self, ranks: list[int], name: str) -> RankGroup:
@@ -626,6 +652,13 @@ def _check_started_alone() -> None:
         )
 
 
+def unwrapped(store: Any) -> Any:
+    """The store below the prefixes that torch.distributed and launchers put before their keys."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store
+
+
 def read_answers(what: str, answers: list[Any], read: Reader[T]) -> list[T]:
     """What `read` returns for the answer of each rank. Raises `MoERuntimeError` naming the rank whose it refuses."""
     values = []
@@ -640,8 +673,7 @@ def read_answers(what: str, answers: list[Any], read: Reader[T]) -> list[T]:
 
 def _host_of(store: Any, ranks: list[int]) -> _StoreHost:
     """Whose process hosts the default store, for a group of these ranks of the default group."""
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
+    store = unwrapped(store)
     if not isinstance(store, dist.TCPStore):
         return _StoreHost()
     # torch does not say who hosts a store. It makes the one of these variables itself.

@@ -142,12 +142,16 @@ class MoELayer(nn.Module):
         self.times: PhaseTimes | None = None
         self.counters: LayerCounters | None = None
         self._began_placed = placement is not None
+        ranks = range(self.context.world_size)
+        self._start = _contiguous(config.num_experts, len(ranks))
+        if placement is not None:
+            self._start = [list(placement.rank_experts(rank)) for rank in ranks]
         self._members = self.context.members
         self._reload: Callable[[Sequence[int]], Experts] | None = None
         self._lost: LostExperts | None = None
         self._without_expert = torch.zeros(2, dtype=torch.int64, device=device)
         if self.context.recovery is not None:
-            self.context.recovery.add(self._check_members, self._follow_members)
+            self.context.recovery.add(self)
 
     @not_compiled
     @by_one_thread
@@ -621,23 +625,33 @@ class MoELayer(nn.Module):
                 f"come from a checkpoint; ranks {', '.join(map(str, members))} are left"
             )
 
-    def _held_by(self, members: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """The experts that each of these ranks holds, slot by slot; ranks by their numbers at the start."""
-        if self._lost is not None:
-            held = self._lost.held
-        elif self.placement is not None:
-            held = [self.placement.rank_experts(rank) for rank in range(self.placement.num_ranks)]
-        else:
-            starts = expert_starts(self.config.num_experts, len(self._members))
-            held = [tuple(range(*pair)) for pair in pairwise(starts)]
-        return [held[self._members.index(member)] for member in members]
+    def _held_by(self, members: tuple[int, ...]) -> list[list[int]]:
+        """The experts that each of these ranks holds, slot by slot; ranks by their numbers at the start.
 
-    def _follow_members(self, members: tuple[int, ...]) -> None:
-        """Go over to the ranks that are left after a death (`Recovery`): their slots, in exchanges among them."""
-        held = self._held_by(members)
+        A rank that comes back holds what it held at the start. Then the others hold no more than they did there.
+        """
+        if self._lost is not None:
+            now = self._lost.held
+        elif self.placement is not None:
+            now = [list(self.placement.rank_experts(rank)) for rank in range(self.placement.num_ranks)]
+        else:
+            now = _contiguous(self.config.num_experts, len(self._members))
+        held = dict(zip(self._members, now, strict=True))
+        if set(members) <= held.keys():
+            return [held[member] for member in members]
+        if not self._began_placed:
+            return [self._start[member] for member in members]
+        return [held.get(member, self._start[member])[: len(self._start[member])] for member in members]
+
+    def _follow_members(self, members: tuple[int, ...], held: list[list[int]] | None) -> None:
+        """Go over to other ranks (`Recovery`): those that are left, or with one that has come back."""
+        held = self._held_by(members) if held is None else held
         # Without a placement, and with less experts than ranks, one may have gone that had none: others keep theirs.
-        if self.placement is not None or missing_experts(held, self.config.num_experts):
+        if self._began_placed or held != _contiguous(self.config.num_experts, len(members)):
             self._take_over(held)
+        else:
+            self._keep(len(held[self.context.rank]))
+            self._lost = self.placement = self.slots = None
         self._members = members
         before, num_slots = self.dispatchers, None if self.placement is None else self.placement.num_slots
         with torch.inference_mode(False):
@@ -648,7 +662,13 @@ class MoELayer(nn.Module):
         if self.counters is not None:
             self.counters._follow(self.dispatcher.geometry)
 
-    def _take_over(self, held: list[tuple[int, ...]]) -> None:
+    def _keep(self, kept: int, added: int = 0) -> None:
+        """Have as many slots as are `kept`, the first ones, and as are `added` behind them."""
+        if self.experts is not None and self.experts.num_experts != kept + added:
+            with torch.inference_mode(False):
+                self.experts = with_slots(self.experts, kept, added)
+
+    def _take_over(self, held: list[list[int]]) -> None:
         """Go over to the placement in which each rank holds `held`, and begin to load the experts that none holds."""
         self.placement = refill(held, self.config.num_experts)
         if self.slots is None:
@@ -659,7 +679,9 @@ class MoELayer(nn.Module):
         lost = missing_experts(held, self.config.num_experts)
         kept = len(held[self.context.rank])
         new = self.placement.rank_experts(self.context.rank)[kept:]
-        if lost:
+        if not lost:
+            self._keep(kept)
+        else:
             assert self.context.recovery is not None
             me = self.context.members[self.context.rank]
             _LOG.warning("rank %d: layer %d: loads experts %s, which died", me, self.layer_id, new)
@@ -762,6 +784,11 @@ class MoELayer(nn.Module):
         """Deprecated: `scales_in_record`."""
         warn_renamed("MoELayer.leaves_scales", "scales_in_record")
         return self.scales_in_record
+
+
+def _contiguous(num_experts: int, num_ranks: int) -> list[list[int]]:
+    """The experts of each rank without a placement."""
+    return [list(range(*pair)) for pair in pairwise(expert_starts(num_experts, num_ranks))]
 
 
 _INSTEAD = "forward runs a whole step; for work in between, call the halves of the layer's dispatcher"

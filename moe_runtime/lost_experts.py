@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from moe_runtime.comm.errors import PeerTimeoutError, Phase
+from moe_runtime.comm.messages import integer
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.experts import Experts
 from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
@@ -44,7 +45,7 @@ class LostExperts:
         layer_id: int,
         experts: Sequence[int],
         num_experts: int,
-        held: list[tuple[int, ...]],
+        held: list[list[int]],
         loading: Future[None],
     ) -> None:
         assert context.recovery is not None
@@ -96,7 +97,7 @@ class LostExperts:
     def _all_have(self) -> bool:
         limit_s = self._context.startup_timeout_s
         while absent := self._absent():
-            self._context.check()
+            self._context._raise_failure()
             if self._seconds > limit_s:
                 number = self._context.members.index(absent[0])
                 message = f"{self._name}: rank {number} has not loaded its new experts within {limit_s:g} s"
@@ -107,9 +108,9 @@ class LostExperts:
     def _agreed(self) -> bool:
         """Rank 0 decides from which step on; a step that ends on any rank ended after that was written."""
         membership, number = self._recovery.membership, self._recovery.step_number
-        first = membership.number_of(f"{self._name} complete")
+        first = membership.get(f"{self._name} complete", integer(0))
         if first is None and not self._absent() and self._context.rank == 0:
-            membership.set_number(f"{self._name} complete", number + 1)
+            membership.put(f"{self._name} complete", number + 1)
         return first is not None and number >= first
 
     def _absent(self) -> list[int]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import NoReturn
@@ -17,11 +17,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from moe_runtime.comm.arguments import check_choice, check_flag, check_kind, check_seconds
-from moe_runtime.comm.errors import MoERuntimeError, PeerAbortedError, Phase, reason_of
+from moe_runtime.comm.arguments import check_choice, check_flag, check_kind, check_seconds, describe
+from moe_runtime.comm.errors import MoERuntimeError, PeerAbortedError, PeerTimeoutError, Phase, reason_of
 from moe_runtime.comm.failures import abort_words, encode_abort, find_failure, reason_text, write_abort
 from moe_runtime.comm.heaps.collective import CollectiveHeap, CollectiveTransport
 from moe_runtime.comm.heaps.heap import SymmetricHeap
+from moe_runtime.comm.heaps.shared_heap import SharedHeap
 from moe_runtime.comm.host_link import PrivateLink
 from moe_runtime.comm.host_watch import BEAT_S
 from moe_runtime.comm.membership import Membership
@@ -29,7 +30,8 @@ from moe_runtime.comm.rank_group import MAX_SECONDS, ROLL_CALL_S, RankGroup
 from moe_runtime.comm.signals import ABORT_WORDS, ERROR_WORDS, NUM_COUNTERS, REASON_WORDS, SignalLayout
 from moe_runtime.context.agreement import Agreement
 from moe_runtime.context.host_memory import LinkBuffers, LocalMemory
-from moe_runtime.context.recovery import Recovery
+from moe_runtime.context.newcomer import newcomers_group
+from moe_runtime.context.recovery import RECOVERABLE, Recovery
 from moe_runtime.context.regions import Regions
 from moe_runtime.context.threads import StreamOrder
 from moe_runtime.context.transport import Transport, check_heap, check_survivable, make_transport, resolve_device
@@ -108,7 +110,7 @@ class ExpertParallelContext:
 
     def __init__(
         self,
-        group: dist.ProcessGroup | DeviceMesh | None = None,
+        group: dist.ProcessGroup | DeviceMesh | RankGroup | None = None,
         *,
         device: torch.device | str | None = None,
         heap: SymmetricHeap | None = None,
@@ -135,16 +137,25 @@ class ExpertParallelContext:
             raise ValueError("link: expected None without heap")
         if heap is not None and on_failure == "continue":
             raise ValueError("on_failure: expected 'abort' with heap, whose ranks meet in no store")
+        newcomer = isinstance(group, RankGroup)
         if heap is None:
             alone = isinstance(transport, str) and transport == "private"
-            self.group = RankGroup(group, timeout_s=self.startup_timeout_s, alone=alone)
+            ranks = (
+                group
+                if isinstance(group, RankGroup)
+                else RankGroup(group, timeout_s=self.startup_timeout_s, alone=alone)
+            )
+            self.group = ranks
             try:
                 self.device = resolve_device(device)
                 self.engine = resolve_engine(engine, self.device)
-                made = make_transport(self.group, self.device, transport, self.engine, one_memory)
+                if newcomer:
+                    made = Transport("shared", SharedHeap(ranks))
+                else:
+                    made = make_transport(ranks, self.device, transport, self.engine, one_memory)
                 check_survivable(made, on_failure)
             except BaseException as error:
-                self.group.leave(reason_of(error), error)
+                ranks.leave(reason_of(error), error)
                 raise
         else:
             check_heap(heap, group, device, transport, link)
@@ -167,6 +178,7 @@ class ExpertParallelContext:
         self._regions = Regions(self.signals_layout)
         self.half_bytes = self._regions.half_bytes
         self._agreement = Agreement()
+        self._others_agreed: dict[str, object] | None = None
         self._exchanges = 0
         self._layers = 0
         self._failure: Exception | None = None
@@ -191,6 +203,11 @@ class ExpertParallelContext:
         """`in` or `out`, for each rank by its number at the start."""
         everyone = self.members if self.recovery is None else self.recovery.membership.everyone
         return {rank: "in" if rank in self.members else "out" for rank in everyone}
+
+    @property
+    def steps_done(self) -> int:
+        """Steps of layers that this rank has done with `on_failure="continue"`."""
+        return 0 if self.recovery is None else self.recovery.steps_done
 
     @property
     def steps_repeated(self) -> int:
@@ -253,6 +270,46 @@ class ExpertParallelContext:
         """Bytes of this rank: two halves of each region, the signals, the staging of moving experts, and the link's."""
         return self._regions.num_bytes + (0 if self.link_buffers is None else self.link_buffers.num_bytes)
 
+    @classmethod
+    def rejoin(
+        cls,
+        rank: int | None = None,
+        store: dist.Store | None = None,
+        *,
+        engine: str = "auto",
+        timeout_s: float = 30.0,
+        startup_timeout_s: float = 120.0,
+        lost_experts: str = "wait",
+    ) -> ExpertParallelContext:
+        """The context of a new process that takes the place of a rank that is out (`on_failure="continue"`).
+
+        Make the same layers over it as the others did, with the same placements, and load their weights. `allocate()`
+        then waits until the others call `admit`. From there on this rank is one of them: `steps_done` says after how
+        many steps. torch.distributed needs not be initialised, and `init_from_env` and `warm_up` must not be called.
+
+        Args:
+            rank: whose place, by its number at the start; None is `RANK` of the environment.
+            store: in which the others meet, as they were given it; None is that at `MASTER_ADDR` and `MASTER_PORT`.
+            engine, timeout_s, startup_timeout_s, lost_experts: as for the others.
+
+        Raises:
+            ValueError: a wrong argument, or a store in which no such ranks have met.
+            StoreLostError: there is no store.
+        """
+        limit_s = check_seconds("startup_timeout_s", startup_timeout_s, MAX_SECONDS)
+        group, agreed = newcomers_group(rank, store, limit_s)
+        context = cls(
+            group,
+            device="cpu",
+            engine=engine,
+            timeout_s=timeout_s,
+            startup_timeout_s=startup_timeout_s,
+            on_failure="continue",
+            lost_experts=lost_experts,
+        )
+        context._others_agreed = agreed
+        return context
+
     def allocate(self) -> None:
         """Compare configurations and allocate the heap. Collective; later calls compare what was registered since.
 
@@ -262,17 +319,84 @@ class ExpertParallelContext:
         self._check_usable()
         if self.allocated and self._agreement.complete:
             return
+        if self._others_agreed is not None:
+            self._join(self._others_agreed)
+            return
         self.compare()
         if not self.allocated:
             # The first step may run in inference mode, and a later writer of this memory may not.
             with self._fails_for_good(), torch.inference_mode(False):
                 self._allocate()
+        if self.recovery is not None:
+            with self._fails_for_good():
+                self.recovery.membership.publish(self._agreed)
 
     def compare(self) -> None:
         """Only the comparison of `allocate()`, for what must wait until ranks agree. Collective; raises as it does."""
-        self.check()
+        self._raise_failure()
         with self._fails_for_good():
             self._agreement.compare(self.group, self._regions.sizes)
+
+    @property
+    def _agreed(self) -> dict[str, object]:
+        """What is equal on all ranks, once they have compared it."""
+        return {**self._agreement.values, **{f"bytes of {name}": size for name, size in self._regions.sizes.items()}}
+
+    def _join(self, others: dict[str, object]) -> None:
+        """`allocate()` of a process that takes the place of a rank that is out."""
+        assert self.recovery is not None
+        problems = [
+            f"{key}: here {self._agreed.get(key, 'not given')!r}, the others {others.get(key, 'not given')!r}"
+            for key in dict.fromkeys([*others, *self._agreed])
+            if self._agreed.get(key) != others.get(key)
+        ]
+        if problems:
+            raise ValueError(f"agree: this rank and the others disagree on {'; '.join(problems)}")
+        with self._fails_for_good(), torch.inference_mode(False):
+            self._regions.reserve(self.heap)
+            self.recovery.join(self.startup_timeout_s)
+        self._agreement.take_as_compared()
+        self._others_agreed = None
+
+    def admit(self) -> tuple[int, ...]:
+        """Between two steps: have new processes take the places of ranks that are out (`rejoin`). Collective.
+
+        Every rank calls it at the same point of its steps. Does nothing where none asks.
+
+        Returns:
+            The ranks that have come back, by their numbers at the start.
+
+        Raises as a step.
+        """
+        self.check()
+        if self.recovery is None:
+            return ()
+        return self.recovery.admit(self.startup_timeout_s, self.check_peers)
+
+    def release(self, ranks: Sequence[int]) -> None:
+        """Between two steps: go on without `ranks`, which may end then. Collective, also for those.
+
+        Their experts are taken over as after a death. A new process may take their places later (`rejoin`, `admit`).
+
+        Args:
+            ranks: by their numbers at the start, of `members`, equal on all ranks; one must be left.
+
+        Raises:
+            ValueError: wrong ranks, or a context without `on_failure="continue"`.
+            RankRemovedError: on `ranks`, when the others go on.
+            ExpertsLostError: experts that only these ranks hold cannot be loaded; nothing has changed.
+            MoERuntimeError: as a step.
+        """
+        if self.recovery is None:
+            raise ValueError("on_failure: expected a context of several ranks with on_failure='continue' for release")
+        check_kind("ranks", ranks, (list, tuple))
+        for rank in ranks:
+            if rank not in self.members or isinstance(rank, bool):
+                raise ValueError(f"ranks: expected some of {self.members}, got {describe(rank)}")
+        if not ranks or len(set(ranks)) == len(self.members):
+            raise ValueError(f"ranks: expected one or more, but not all of {self.members}, got {describe(ranks)}")
+        self.check()
+        self.recovery.release(ranks, self.startup_timeout_s, self.check_peers)
 
     @contextmanager
     def _fails_for_good(self) -> Iterator[None]:
@@ -350,6 +474,7 @@ class ExpertParallelContext:
         self._allocate_words()
         self._point_at_peers()
         self._exchanges = 0
+        self.allocated = True
         self._failure, self.failed = None, False
 
     def _end(self, error: Exception) -> None:
@@ -375,8 +500,17 @@ class ExpertParallelContext:
         what the kernels here have seen. Cheap enough for every step.
 
         Raises `RoutingError`, `CapacityError`, `PeerTimeoutError`, `PeerAbortedError`, `StaleHandleError` or
-        `StepMismatchError`, or what `allocate()` raised; `ValueError` if the context is closed.
+        `StepMismatchError`, or what `allocate()` raised; `ValueError` if the context is closed. On a CPU with
+        `on_failure="continue"` it does not raise that a rank is missed in a step: the next step goes on without it.
         """
+        try:
+            self._raise_failure()
+        except PeerTimeoutError as error:
+            if self.recovery is None or self.device.type != "cpu" or not self._is_recoverable(error):
+                raise
+
+    def _raise_failure(self) -> None:
+        """`check()` within a step, or where one may follow that is not run again."""
         if self._failure is None and self.allocated and not self.closed:
             aborted = self._abort_codes is not None and self._abort_codes.any()
             if aborted or self._error_view[0]:
@@ -477,11 +611,16 @@ class ExpertParallelContext:
         if self._failure is None and self.allocated:
             self._find_failure()
         try:
-            if self.recovery is not None and self._failure is None and self.allocated:
+            if self.recovery is not None and self.allocated and self._is_recoverable(self._failure):
                 with self._fails_for_good():
                     self.recovery.part(self.startup_timeout_s, self.check_peers)
         finally:
             self._free()
+
+    @staticmethod
+    def _is_recoverable(failure: Exception | None) -> bool:
+        """Whether survivors go on after it."""
+        return failure is None or (isinstance(failure, PeerTimeoutError) and failure.phase in RECOVERABLE)
 
     def _free(self) -> None:
         self.closed = True

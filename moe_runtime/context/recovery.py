@@ -9,17 +9,18 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
-from moe_runtime.comm.errors import MoERuntimeError, PeerTimeoutError, Phase
+from moe_runtime.comm.errors import MoERuntimeError, PeerTimeoutError, Phase, RankRemovedError
 from moe_runtime.comm.membership import Membership
+from moe_runtime.comm.messages import integer, many_of, row, text
 from moe_runtime.comm.rank_group import RankGroup
 
 _LOG = logging.getLogger(__name__)
 
-CLOSE_POLL_S = 0.01
+POLL_S = 0.01
 RECOVERABLE = (
     Phase.DISPATCH_SEND,
     Phase.DISPATCH_RECV,
@@ -32,8 +33,21 @@ RECOVERABLE = (
 T = TypeVar("T")
 
 
-Change = Callable[[tuple[int, ...]], None]
-"""A method that is called with the members of a new generation, by their numbers at the start."""
+Held = list[list[int]]
+"""The experts of each member, slot by slot."""
+
+
+class Follower(Protocol):
+    """What changes with the members of a context: a layer. Members are named by their numbers at the start."""
+
+    def _check_members(self, members: tuple[int, ...]) -> None:
+        """Raise `ExpertsLostError` if they cannot go on: on all of them alike. Changes nothing."""
+
+    def _held_by(self, members: tuple[int, ...]) -> Held:
+        """What each of these members is to hold, without the experts that are to be loaded."""
+
+    def _follow_members(self, members: tuple[int, ...], held: Held | None) -> None:
+        """Go over to them, when there is memory for them; `held` is that of a member, None to ask `_held_by`."""
 
 
 class Recovery:
@@ -49,7 +63,6 @@ class Recovery:
         membership: as given.
         steps_done: steps of this rank that have ended.
         steps_repeated: steps that this rank has run again, for itself or for others.
-        step_number: of the step that runs, equal on all ranks in it.
         background: runs work of a recovery one after another, on a thread of its own.
     """
 
@@ -63,21 +76,26 @@ class Recovery:
         self.membership = membership
         self.steps_done = 0
         self.steps_repeated = 0
-        self.step_number = 0
         self.background = ThreadPoolExecutor(1, thread_name_prefix="moe_runtime recovery")
         self._renew, self._end = renew, end
         self._window_s = timeout_s / 2
-        self._changes: list[tuple[weakref.WeakMethod[Change], weakref.WeakMethod[Change]]] = []
+        self._references: list[weakref.ref[Follower]] = []
         self._last: Callable[[], object] | None = None
         self._others_lack_last = False
+        self._meetings = 0
 
-    def add(self, check: Change, change: Change) -> None:
-        """Have methods of an object, which is not kept alive, called with the members of each later generation.
+    def add(self, follower: Follower) -> None:
+        """Have `follower`, which is not kept alive, follow the members. All ranks add theirs in the same order."""
+        self._references.append(weakref.ref(follower))
 
-        `check` raises `ExpertsLostError` if they cannot go on, on all of them alike, and changes nothing. `change` goes
-        over to them, when there is memory for them. All ranks add theirs in the same order.
-        """
-        self._changes.append((weakref.WeakMethod(check), weakref.WeakMethod(change)))
+    @property
+    def step_number(self) -> int:
+        """Of the step that runs, from 1 on, equal on all ranks in it."""
+        return self.steps_done + (not self._others_lack_last)
+
+    @property
+    def _followers(self) -> list[Follower]:
+        return [follower for reference in self._references if (follower := reference()) is not None]
 
     def run(self, step: Callable[[], T], again: Callable[[], Callable[[], object]]) -> T:
         """`step()`, again and again until no rank dies in it.
@@ -88,7 +106,6 @@ class Recovery:
 
         def once_more() -> T:
             self.steps_repeated += self.membership.generation > before
-            self.step_number = self.steps_done + 1
             return step()
 
         result = self._until_none_dies(once_more)
@@ -102,14 +119,99 @@ class Recovery:
         `check` raises what has failed. Raises `PeerTimeoutError` naming a member, by its present number, that does not
         come within `limit_s`; and as `recover`.
         """
-        self._until_none_dies(lambda: self._meet_at_end(time.monotonic() + limit_s, limit_s, check))
+        self._until_none_dies(lambda: self._meet("close", limit_s, check))
+
+    def admit(self, limit_s: float, check: Callable[[], None]) -> tuple[int, ...]:
+        """Between two steps: have processes that ask for the places of ranks that are out take them. Collective.
+
+        Returns the ranks that have come back. Arguments, and raises, as `part`.
+        """
+        self._meetings += 1
+        name, membership = f"admit {self._meetings}", self.membership
+        asks: list[tuple[int, str]] = self._until_none_dies(lambda: self._decided(name, limit_s, check))
+        if not asks:
+            return ()
+        came = tuple(rank for rank, _ in asks)
+        record = {rank: self.steps_done for rank in sorted((*membership.members, *came))}
+        if membership.rank == membership.members[0]:
+            held = [follower._held_by(tuple(record)) for follower in self._followers]
+            for rank, word in asks:
+                membership.answer(rank, word, record, held)
+        self._change(record)
+        return tuple(rank for rank in came if rank in membership.members)
+
+    def release(self, ranks: Sequence[int], limit_s: float, check: Callable[[], None]) -> None:
+        """Between two steps: go on without `ranks`, which end in order. Collective, also for those.
+
+        Raises `RankRemovedError` on these; `ValueError` and `ExpertsLostError` where that cannot be, and then nothing
+        changes; else as `part`.
+        """
+        self._meetings += 1
+        self._until_none_dies(lambda: self._meet(f"release {self._meetings}", limit_s, check))
+        stay = tuple(rank for rank in self.membership.members if rank not in ranks)
+        for follower in self._followers:
+            follower._check_members(stay)
+        if self.membership.rank in ranks:
+            self.membership.members = stay
+            error = RankRemovedError(f"rank {self.membership.rank} is out, as was asked for", self.membership.rank)
+            self._end(error)
+            raise error
+        self._change(dict.fromkeys(stay, self.steps_done))
+
+    def join(self, limit_s: float) -> None:
+        """For a process that takes the place of a rank that is out: wait until the members `admit` it, and go over.
+
+        Raises `PeerTimeoutError` if they do not within `limit_s`.
+        """
+        read = many_of(many_of(many_of(integer(0))))
+        record, held = self.membership.ask(limit_s, read)
+        self.steps_done = record[self.membership.rank]
+        if len(held) != len(self._followers):
+            raise MoERuntimeError(f"rejoin: the others have {len(held)} layers, this rank has {len(self._followers)}")
+        self._go_over(held)
+        _LOG.warning("rank %d: is in again, generation %d", self.membership.rank, self.membership.generation)
+
+    def _change(self, record: dict[int, int]) -> None:
+        """Go over to the members of `record`, which all know."""
+        before = self.membership.members
+        try:
+            self.membership.go_over(record)
+            self._go_over(None)
+        except PeerTimeoutError as error:
+            self.recover(error)
+            return
+        after = self.membership.members
+        _LOG.warning(
+            "rank %d: generation %d: rank %s came, rank %s left, %s go on",
+            self.membership.rank,
+            self.membership.generation,
+            _listed(sorted(set(after) - set(before))),
+            _listed(sorted(set(before) - set(after))),
+            _listed(list(after)),
+        )
+
+    def _decided(self, name: str, limit_s: float, check: Callable[[], None]) -> list[tuple[int, str]]:
+        """Who asks to come in, as the first member sees it when all have met."""
+        membership = self.membership
+        self._meet(name, limit_s, check)
+        if membership.rank == membership.members[0]:
+            membership.put(f"{name} asks", [list(ask) for ask in membership.askers()])
+        asks: list[tuple[int, str]] = []
+
+        def known() -> list[int]:
+            found = membership.get(f"{name} asks", many_of(row(integer(0), text)))
+            asks.extend(found or [])
+            return [] if found is not None else [membership.members[0]]
+
+        self._await(name, known, limit_s, check)
+        return asks
 
     def recover(self, error: PeerTimeoutError) -> None:
         """After `error` of a step: go on with those that are left. Collective for all that are alive.
 
         Raises:
             RankRemovedError: the others have gone on without this rank.
-            ExpertsLostError: as `check` of `add` says, on every survivor.
+            ExpertsLostError: as the layers say, on every survivor.
             StoreLostError: the store where ranks meet is gone or silent.
         """
         began, before = time.monotonic(), self.membership.members
@@ -141,19 +243,20 @@ class Recovery:
             if not 0 <= self.steps_done - min(record.values()) <= 1:
                 text = f"rank {membership.rank} has done {self.steps_done} steps, the members {record}"
                 raise MoERuntimeError(f"recovery: steps are further apart than can be: {text}", membership.rank)
-            self._tell([check for check, _ in self._changes])
+            for follower in self._followers:
+                follower._check_members(membership.members)
             try:
-                self._renew(membership.members, membership.group())
-                self._tell([change for _, change in self._changes])
+                self._go_over(None)
                 return record
             except PeerTimeoutError as another:
                 error = another  # Also of this rank, if it was stopped and the others go on already.
 
-    def _tell(self, methods: list[weakref.WeakMethod[Change]]) -> None:
-        for reference in methods:
-            method = reference()
-            if method is not None:
-                method(self.membership.members)
+    def _go_over(self, held: list[Held] | None) -> None:
+        """Go over to memory of the members; `held` is of each follower."""
+        membership, followers = self.membership, self._followers
+        self._renew(membership.members, membership.group())
+        for number, follower in enumerate(followers):
+            follower._follow_members(membership.members, None if held is None else held[number])
 
     def _until_none_dies(self, work: Callable[[], T]) -> T:
         while True:
@@ -161,7 +264,6 @@ class Recovery:
                 if self._others_lack_last:
                     assert self._last is not None
                     self.steps_repeated += 1
-                    self.step_number = self.steps_done
                     self._last()
                     self._others_lack_last = False
                 return work()
@@ -170,18 +272,23 @@ class Recovery:
                     raise
                 self.recover(error)
 
-    def _meet_at_end(self, deadline: float, limit_s: float, check: Callable[[], None]) -> None:
-        membership = self.membership
-        membership.announce("close")
-        while absent := membership.absent("close"):
+    def _meet(self, event: str, limit_s: float, check: Callable[[], None]) -> None:
+        """Wait for all members between two steps."""
+        self.membership.announce(event)
+        self._await(event, lambda: self.membership.absent(event), limit_s, check)
+
+    def _await(self, event: str, absent: Callable[[], list[int]], limit_s: float, check: Callable[[], None]) -> None:
+        """Wait until `absent` names no member any more. Raises `PeerTimeoutError` if one needs a recovery meanwhile."""
+        deadline = time.monotonic() + limit_s
+        while missing := absent():
             check()
-            if membership.leaving():
-                raise PeerTimeoutError("close: a rank is missed in a step", -1, Phase.COMBINE_RECV)
+            if self.membership.leaving():
+                raise PeerTimeoutError(f"{event}: a rank is missed in a step", -1, Phase.RECOVERY)
             if time.monotonic() > deadline:
-                number = membership.members.index(absent[0])
-                message = f"close: rank {number} did not come within {limit_s:g} s"
+                number = self.membership.members.index(missing[0])
+                message = f"{event}: rank {number} did not come within {limit_s:g} s"
                 raise PeerTimeoutError(message, number, Phase.START_UP)
-            time.sleep(CLOSE_POLL_S)
+            time.sleep(POLL_S)
 
 
 def _listed(ranks: list[int]) -> str:

@@ -85,7 +85,7 @@ class TokenDispatcher:
         check_kind("context", context, ExpertParallelContext)
         check_flag("agreed", agreed)
         check_flag("reusable_handles", reusable_handles)
-        context.check()
+        context._raise_failure()
         self.context = context
         self.geometry = geometry = exchange_geometry(
             context,
@@ -547,7 +547,7 @@ class TokenDispatcher:
     def _raise_on_cpu(self) -> None:
         """On CPUs a stage is done when its call returns: raise at once what it recorded."""
         if self.context.device.type == "cpu":
-            self.context.check()
+            self.context._raise_failure()
 
     def _receive_routing(self, handle: DispatchHandle) -> tuple[torch.Tensor, int | None]:
         """Positions and `await_ns` for the combine of a handle that was made `for_rows`."""

@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
@@ -48,6 +49,8 @@ JOBS = [
     Job(4, (Fault(0, "store, end (10)"), Fault(2, "combine_recv, begin (3)"))),
     Job(4, (Fault(3, "combine_send, begin (3)"), Fault(1, "agree, end (1)"))),
     Job(4, (Fault(3, "store, end (10)", stop=True),)),
+    Job(4, (Fault(1, "combine_recv, begin (3)"),), rejoin=True),
+    Job(4, (Fault(2, "dispatch_send, end (3)"),), replicas=1, rejoin=True),
     Job(4, (Fault(1, "combine_send, begin (3)"), Fault(2, "make memory, end (1)", stop=True))),
 ]
 
@@ -230,6 +233,92 @@ def test_new_slots_of_survivors() -> None:
                     slots = placement.rank_experts(rank)
                     assert slots[: len(ids)] == ids and set(slots[len(ids) :]) <= gone
                 assert placement.slots_per_rank <= -(-experts // (world - 1)) + 1
+
+
+Part = list[tuple[tuple[int, ...], torch.Tensor]]
+
+
+def leave_and_come_back(rank: int, world: int, placed: bool) -> tuple[Part, str]:
+    """Rank 1 leaves in order, asks for its place with another layer, which is refused, and with the right one.
+
+    Two steps with all ranks, two without it, two with it. The members and `y` of each, and why it was refused.
+    """
+    start = placements(world)[0] if placed else None
+    limits: dict[str, Any] = {"timeout_s": PATIENCE_S, "startup_timeout_s": PATIENCE_S}
+    results: Part = []
+
+    def steps(context: ExpertParallelContext, layer: MoELayer) -> None:
+        for _ in range(2):
+            mine = rank_input(context.steps_done, rank, TOKENS - rank, HIDDEN, EXPERTS, TOP_K)
+            y = layer(mine.x, topk_idx=mine.topk_idx, topk_weights=mine.topk_weights)
+            results.append((context.members, y))
+
+    def made(context: ExpertParallelContext, **changes: Any) -> MoELayer:
+        layer = MoELayer(config(**changes), context, placement=start)
+        layer.load_random(0)
+        return layer
+
+    context = ExpertParallelContext(transport="shared", on_failure="continue", **limits)
+    layer = made(context)
+    steps(context, layer)
+    for wrong in ([], [world], [0, 1, 2], [True]):
+        with pytest.raises(ValueError, match="ranks: expected"):
+            context.release(wrong)
+    refused = ""
+    if rank == 1:
+        with pytest.raises(RankRemovedError, match="rank 1 is out, as was asked for"):
+            context.release([1])
+        context.close()
+        store = dist.distributed_c10d._get_default_store()
+        with pytest.raises(ValueError, match="rank: expected an integer"):
+            ExpertParallelContext.rejoin(world, store)
+        with pytest.raises(ValueError, match="store: expected one in which ranks") as nobody:
+            ExpertParallelContext.rejoin(1, dist.HashStore())
+        assert nobody
+        other = ExpertParallelContext.rejoin(1, store, **limits)
+        with pytest.raises(ValueError, match="agree: this rank and the others disagree on") as caught:
+            made(other, max_tokens_per_rank=TOKENS + 1).warm_up()
+        other.close()
+        refused = str(caught.value)
+        context = ExpertParallelContext.rejoin(1, store, **limits)
+        layer = made(context)
+        context.allocate()
+        assert context.steps_done == 4
+    else:
+        context.release([1])
+        steps(context, layer)
+        while not (came := context.admit()):
+            time.sleep(0.02)
+        assert came == (1,) and context.members == (0, 1, 2)
+    steps(context, layer)
+    assert layer.placement == start
+    context.close()
+    return results, refused
+
+
+@pytest.mark.parametrize("placed", [True, False])
+def test_a_rank_leaves_in_order_and_comes_back(placed: bool) -> None:
+    start = placements(3)[0] if placed else None
+    held = [range(*pair) for pair in pairwise(expert_starts(EXPERTS, 3))]
+    if start is not None:
+        held = [start.rank_experts(rank) for rank in range(3)]
+    outcomes = run_once(leave_and_come_back, 3, placed)
+    assert all(outcome.error is None for outcome in outcomes), outcomes
+    assert f"max_tokens_per_rank (layer 0): here {TOKENS + 1}, the others {TOKENS}" in outcomes[1].result[1]
+    parts = [
+        ((0, 1, 2), start, range(2)),
+        ((0, 2), refill([held[0], held[2]], EXPERTS), range(2, 4)),
+        ((0, 1, 2), start, range(4, 6)),
+    ]
+    for members, placement, between in parts:
+        with VirtualRanks(config(), len(members), lambda layer: layer.load_random(0), placement=placement) as ranks:
+            for step in between:
+                given = [rank_input(step, rank, TOKENS - rank, HIDDEN, EXPERTS, TOP_K) for rank in members]
+                ys = ranks([i.x for i in given], [(i.topk_idx, i.topk_weights) for i in given])
+                for rank, y in zip(members, ys, strict=True):
+                    found = outcomes[rank].result[0][step - 2 if rank == 1 and step >= 4 else step]
+                    assert found[0] == members
+                    assert_same_bits(found[1], y, f"rank {rank}, step {step}")
 
 
 def ask_for(rank: int, world: int, transport: str, on_failure: list[str]) -> str:

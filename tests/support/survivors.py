@@ -36,6 +36,8 @@ from tests.support.kills import announced, prepare
 LIMIT_S = 3.0
 """`timeout_s` of a step."""
 STEPS = 6
+REJOIN_STEPS = 30
+"""Steps of a job with `rejoin`. From the fault on each waits a little, until a process has come back."""
 FAULT_STEP = 3
 """In which step, from 1 on, most faults are."""
 EXPERTS, TOP_K, TOKENS, HIDDEN = 8, 3, 12, 256
@@ -57,13 +59,29 @@ class Fault:
 
 @dataclass(frozen=True)
 class Job:
+    """What is done to ranks.
+
+    Attributes:
+        rejoin: whether a new process takes the place of the only rank that is killed, as soon as that is dead.
+    """
+
     world: int
     faults: tuple[Fault, ...]
     replicas: int = 3
+    rejoin: bool = False
 
     @property
     def survivors(self) -> tuple[int, ...]:
         return tuple(sorted(set(range(self.world)) - {fault.rank for fault in self.faults}))
+
+    @property
+    def last_group(self) -> tuple[int, ...]:
+        """The ranks of the last steps."""
+        return tuple(range(self.world)) if self.rejoin else self.survivors
+
+    @property
+    def steps(self) -> int:
+        return REJOIN_STEPS if self.rejoin else STEPS
 
 
 @dataclass
@@ -136,7 +154,7 @@ def inputs(step: int, rank: int) -> Any:
 
 
 @functools.lru_cache(maxsize=256)
-def expected(world: int, replicas: int, members: tuple[int, ...]) -> dict[tuple[int, int], bytes]:
+def expected(world: int, replicas: int, members: tuple[int, ...], steps: int = STEPS) -> dict[tuple[int, int], bytes]:
     """The bytes of `y` by step and rank, of virtual ranks that are `members` from the start."""
     from moe_runtime.placement.refill import refill
     from moe_runtime.virtual import VirtualRanks
@@ -148,7 +166,7 @@ def expected(world: int, replicas: int, members: tuple[int, ...]) -> dict[tuple[
         with VirtualRanks(
             layer_config(fmt), len(members), lambda layer: layer.load_random(0), placement=held, engine="torch"
         ) as ranks:
-            for step in range(number, STEPS, len(FORMATS)):
+            for step in range(number, steps, len(FORMATS)):
                 given = [inputs(step, member) for member in members]
                 ys = ranks([i.x for i in given], [(i.topk_idx, i.topk_weights) for i in given])
                 found |= {(step, member): _bytes(y) for member, y in zip(members, ys, strict=True)}
@@ -163,13 +181,17 @@ def run_job(job: Job) -> list[Fate]:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipes: dict[Connection, int] = {}
     processes, fates = [], [Fate() for _ in range(job.world)]
-    for rank in range(job.world):
+
+    def start(rank: int, again: bool = False) -> None:
         pipe, child = context.Pipe(duplex=False)
-        process = context.Process(target=run_rank, args=(job, rank, server.port, child), daemon=True)
+        process = context.Process(target=run_rank, args=(job, rank, server.port, child, again), daemon=True)
         process.start()
         child.close()
         pipes[pipe] = rank
         processes.append(process)
+
+    for rank in range(job.world):
+        start(rank)
     stopped = {fault.rank for fault in job.faults if fault.stop}
     end = time.monotonic() + JOB_S
     while pipes and time.monotonic() < end:
@@ -180,6 +202,8 @@ def run_job(job: Job) -> list[Fate]:
                 kind, *said = pipe.recv()
             except EOFError:
                 del pipes[pipe]
+                if job.rejoin and rank == job.faults[0].rank and not fates[rank].word:
+                    start(rank, True)
                 continue
             if kind == "at":
                 fates[rank].place, fates[rank].at = said
@@ -187,7 +211,7 @@ def run_job(job: Job) -> list[Fate]:
                 fates[rank].results.append(Result(*said))
             else:
                 fates[rank].word = (kind, *said)
-        done = all(len(fates[rank].results) == STEPS or fates[rank].word for rank in job.survivors)
+        done = all(len(fates[rank].results) == job.steps or fates[rank].word for rank in job.survivors)
         for rank in stopped if done else ():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(processes[rank].pid or 0, signal.SIGCONT)
@@ -206,22 +230,24 @@ def faults_of(job: Job, fates: list[Fate]) -> list[str]:
         fate, word = fates[fault.rank], fates[fault.rank].word
         if fault.stop and (not word or word[:2] != ("error", "RankRemovedError")):
             wrong.append(f"rank {fault.rank}, which was stopped, said {word} at {fate.place!r}")
-        if not fault.stop and (word or fate.place != fault.place):
+        if not fault.stop and not job.rejoin and (word or fate.place != fault.place):
             wrong.append(f"rank {fault.rank} was not killed at {fault.place!r}: {fate.place!r}, {word}")
     last = max((fates[fault.rank].at for fault in job.faults), default=0.0)
     for rank in range(job.world):
         fate = fates[rank]
         for result in fate.results:
-            if result.y != expected(job.world, job.replicas, result.members)[result.step, rank]:
+            if result.y != expected(job.world, job.replicas, result.members, job.steps)[result.step, rank]:
                 wrong.append(f"rank {rank}, step {result.step}: other bits than those of ranks {result.members}")
         groups = [result.members for result in fate.results]
-        if any(not set(after) <= set(before) for before, after in itertools.pairwise(groups)):
+        if not job.rejoin and any(not set(after) <= set(before) for before, after in itertools.pairwise(groups)):
             wrong.append(f"rank {rank}: its group grew, {groups}")
+        if job.rejoin and (fate.word != ("clean",) or groups[-1] != job.last_group):
+            wrong.append(f"rank {rank}: did not end with all ranks, {fate.word} {groups[-1:]}")
         if rank not in job.survivors:
             continue
-        if fate.word != ("clean",) or len(fate.results) != STEPS:
+        if fate.word != ("clean",) or len(fate.results) != job.steps:
             wrong.append(f"rank {rank}: {len(fate.results)} steps, {fate.word} at {fate.place!r}")
-        elif job.faults and groups[-1] != job.survivors:
+        elif job.faults and groups[-1] != job.last_group:
             wrong.append(f"rank {rank}: its last group was {groups[-1]}")
         elif job.faults:
             seconds = next(result.at for result in fate.results if result.members == job.survivors) - last
@@ -232,8 +258,8 @@ def faults_of(job: Job, fates: list[Fate]) -> list[str]:
     return wrong
 
 
-def run_rank(job: Job, rank: int, port: int, pipe: Connection) -> None:
-    """A rank of a job, in a process of its own."""
+def run_rank(job: Job, rank: int, port: int, pipe: Connection, again: bool) -> None:
+    """A rank of a job, in a process of its own; `again` if it takes the place of one that is dead."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(job.world), LOCAL_RANK=str(rank), CUDA_VISIBLE_DEVICES="")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
@@ -244,7 +270,7 @@ def run_rank(job: Job, rank: int, port: int, pipe: Connection) -> None:
 
     torch.set_num_threads(1)
     seen: Counter[str] = Counter()
-    due = {fault.place: fault for fault in job.faults if fault.rank == rank}
+    due = {} if again else {fault.place: fault for fault in job.faults if fault.rank == rank}
 
     def tell(place: str) -> None:
         seen[place] += 1
@@ -255,7 +281,7 @@ def run_rank(job: Job, rank: int, port: int, pipe: Connection) -> None:
 
     last_word: tuple[Any, ...] = ("clean",)
     try:
-        work(rank, job, tell, pipe)
+        work(rank, job, tell, pipe, again)
     except Exception as error:
         last_word = ("error", type(error).__name__, getattr(error, "rank", None), traceback.format_exc()[-1500:])
     with contextlib.suppress(OSError):
@@ -264,21 +290,30 @@ def run_rank(job: Job, rank: int, port: int, pipe: Connection) -> None:
     os._exit(0)  # The process group of torch.distributed cannot be ended in order, a peer is gone.
 
 
-def work(rank: int, job: Job, tell: Callable[[str], None], pipe: Connection) -> None:
+def work(rank: int, job: Job, tell: Callable[[str], None], pipe: Connection, again: bool) -> None:
     from moe_runtime.comm.bootstrap import init_from_env
     from moe_runtime.context.expert_parallel import ExpertParallelContext
     from moe_runtime.layer import MoELayer
 
-    init_from_env("cpu", timeout_s=30.0)
-    with ExpertParallelContext(
-        device="cpu", engine="torch", timeout_s=LIMIT_S, startup_timeout_s=30.0, on_failure="continue"
-    ) as context:
+    if again:
+        made = ExpertParallelContext.rejoin(engine="torch", timeout_s=LIMIT_S, startup_timeout_s=30.0)
+    else:
+        init_from_env("cpu", timeout_s=30.0)
+        made = ExpertParallelContext(
+            device="cpu", engine="torch", timeout_s=LIMIT_S, startup_timeout_s=30.0, on_failure="continue"
+        )
+    with made as context:
         layers = [MoELayer(layer_config(fmt), context, placement=placement(job.world, job.replicas)) for fmt in FORMATS]
         for layer in layers:
             layer.load_random(0)
-            layer.warm_up()  # First steps wait longer.
+            if not again:
+                layer.warm_up()  # First steps wait longer.
+        context.allocate()
         announce_places(tell)
-        for step in range(STEPS):
+        for step in range(context.steps_done, job.steps):
+            if len(context.members) < job.world and job.rejoin:
+                time.sleep(0.1)
+                context.admit()
             tell("step")
             given = inputs(step, rank)
             y = layers[step % len(layers)](given.x, topk_idx=given.topk_idx, topk_weights=given.topk_weights)
@@ -324,7 +359,7 @@ def _bytes(y: Any) -> bytes:
 
 
 def random_job(chooser: random.Random) -> Job:
-    """One or two deaths or stalls, anywhere in a step or in the recovery from the first one."""
+    """One or two deaths or stalls, anywhere in a step or in the recovery from the first one; or one and a return."""
     world = chooser.choice((4, 8))
     first, second = chooser.sample(range(world), 2)
     faults = [Fault(first, chooser.choice(places(world)), stop=chooser.random() < 0.2)]
@@ -334,7 +369,9 @@ def random_job(chooser: random.Random) -> Job:
     elif kind == "in the recovery":
         faults.append(Fault(second, chooser.choice(during_recovery()), stop=chooser.random() < 0.2))
     # Without replicas the others load the experts that died. Of two deaths, it would matter which was first.
-    return Job(world, tuple(faults), replicas=chooser.choice((1, 3)) if kind == "one" else 3)
+    replicas = chooser.choice((1, 3)) if kind == "one" else 3
+    rejoin = kind == "one" and not faults[0].stop and chooser.random() < 0.5
+    return Job(world, tuple(faults), replicas, rejoin)
 
 
 def main() -> int:
