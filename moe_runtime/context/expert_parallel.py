@@ -207,7 +207,7 @@ class ExpertParallelContext:
     @property
     def steps_done(self) -> int:
         """Steps of layers that this rank has done with `on_failure="continue"`."""
-        return 0 if self.recovery is None else self.recovery.steps_done
+        return 0 if self.recovery is None else self.recovery.layer_steps
 
     @property
     def steps_repeated(self) -> int:
@@ -361,7 +361,8 @@ class ExpertParallelContext:
     def admit(self) -> tuple[int, ...]:
         """Between two steps: have new processes take the places of ranks that are out (`rejoin`). Collective.
 
-        Every rank calls it at the same point of its steps. Does nothing where none asks.
+        Every rank calls it at the same point of its steps, whatever `members` says there: ranks may learn of a death
+        one step apart. It takes some milliseconds where none asks. A rank that does not come within `timeout_s` is out.
 
         Returns:
             The ranks that have come back, by their numbers at the start.
@@ -371,7 +372,7 @@ class ExpertParallelContext:
         self.check()
         if self.recovery is None:
             return ()
-        return self.recovery.admit(self.startup_timeout_s, self.check_peers)
+        return self.recovery.admit(self.timeout_s, self.check_peers)
 
     def release(self, ranks: Sequence[int]) -> None:
         """Between two steps: go on without `ranks`, which may end then. Collective, also for those.
@@ -396,7 +397,7 @@ class ExpertParallelContext:
         if not ranks or len(set(ranks)) == len(self.members):
             raise ValueError(f"ranks: expected one or more, but not all of {self.members}, got {describe(ranks)}")
         self.check()
-        self.recovery.release(ranks, self.startup_timeout_s, self.check_peers)
+        self.recovery.release(ranks, self.timeout_s, self.check_peers)
 
     @contextmanager
     def _fails_for_good(self) -> Iterator[None]:

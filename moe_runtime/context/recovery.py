@@ -15,12 +15,13 @@ from typing import Protocol, TypeVar
 
 from moe_runtime.comm.errors import MoERuntimeError, PeerTimeoutError, Phase, RankRemovedError
 from moe_runtime.comm.membership import Membership
-from moe_runtime.comm.messages import integer, many_of, row, text
+from moe_runtime.comm.messages import Reader, integer, many_of, optional, row, text
 from moe_runtime.comm.rank_group import RankGroup
 
 _LOG = logging.getLogger(__name__)
 
-POLL_S = 0.01
+POLL_S = (0.0005, 0.01)
+"""First and longest pause between two looks into the store."""
 RECOVERABLE = (
     Phase.DISPATCH_SEND,
     Phase.DISPATCH_RECV,
@@ -31,10 +32,17 @@ RECOVERABLE = (
 """Phases of a step. A rank that dies in another, such as at start-up, ends the group."""
 
 T = TypeVar("T")
+V = TypeVar("V")
+
+Asks = list[tuple[int, str]]
+"""Ranks whose places processes ask for, with the words under which they are answered."""
 
 
 Held = list[list[int]]
 """The experts of each member, slot by slot."""
+
+_HELD = many_of(many_of(integer(0)))
+_ASKS: Reader[Asks] = many_of(row(integer(0), text))
 
 
 class Follower(Protocol):
@@ -61,7 +69,8 @@ class Recovery:
 
     Attributes:
         membership: as given.
-        steps_done: steps of this rank that have ended.
+        layer_steps: steps of layers that this rank has done.
+        steps_done: those, and steps that ranks agree in.
         steps_repeated: steps that this rank has run again, for itself or for others.
         background: runs work of a recovery one after another, on a thread of its own.
     """
@@ -74,7 +83,7 @@ class Recovery:
         timeout_s: float,
     ) -> None:
         self.membership = membership
-        self.steps_done = 0
+        self.steps_done = self.layer_steps = 0
         self.steps_repeated = 0
         self.background = ThreadPoolExecutor(1, thread_name_prefix="moe_runtime recovery")
         self._renew, self._end = renew, end
@@ -82,7 +91,6 @@ class Recovery:
         self._references: list[weakref.ref[Follower]] = []
         self._last: Callable[[], object] | None = None
         self._others_lack_last = False
-        self._meetings = 0
 
     def add(self, follower: Follower) -> None:
         """Have `follower`, which is not kept alive, follow the members. All ranks add theirs in the same order."""
@@ -97,11 +105,59 @@ class Recovery:
     def _followers(self) -> list[Follower]:
         return [follower for reference in self._references if (follower := reference()) is not None]
 
+    def most(self, what: str, number: int, limit_s: float, check: Callable[[], None]) -> int:
+        """The largest `number` of all members, in a step of its own. Collective.
+
+        A member that does not come within `limit_s` is left. `check` raises what has failed. Raises as `recover`.
+        """
+        return self._in_step(what, number, integer(), _largest, lambda found: found, limit_s, check)
+
+    def _in_step(
+        self,
+        what: str,
+        mine: object,
+        read: Reader[V],
+        result_of: Callable[[list[V]], T],
+        known: Callable[[T], object],
+        limit_s: float,
+        check: Callable[[], None],
+    ) -> T:
+        """`result_of` the words of all members, in a step of its own; this rank's word is `mine`.
+
+        A rank that repeats the step for others, since it has the result already, says `known` of the result. With that
+        word among them `result_of` must find the same result.
+        """
+        found: list[T] = []
+
+        def gather(word: object) -> T:
+            # A member may be one such step ahead, so its words take turns.
+            membership, step, event = self.membership, self.step_number, f"{what} {self.step_number % 2}"
+            membership.put(f"{event}/{membership.rank}", [step, word])
+            words: dict[int, V] = {}
+
+            def absent() -> list[int]:
+                for rank in membership.members:
+                    said = membership.get(f"{event}/{rank}", row(integer(0), read))
+                    if said is not None and said[0] == step:
+                        words[rank] = said[1]
+                return [rank for rank in membership.members if rank not in words]
+
+            self._await(what, absent, limit_s, check, Phase.RECOVERY)
+            found[:] = [result_of([words[rank] for rank in membership.members])]
+            return found[0]
+
+        return self._run(lambda: gather(mine), lambda: lambda: gather(known(found[0])))
+
     def run(self, step: Callable[[], T], again: Callable[[], Callable[[], object]]) -> T:
-        """`step()`, again and again until no rank dies in it.
+        """`step()` of a layer, again and again until no rank dies in it.
 
         `again()` is called after it, and makes what repeats it later without the caller's tensors. Raises as `recover`.
         """
+        result = self._run(step, again)
+        self.layer_steps += 1
+        return result
+
+    def _run(self, step: Callable[[], T], again: Callable[[], Callable[[], object]]) -> T:
         before = self.membership.generation
 
         def once_more() -> T:
@@ -119,35 +175,42 @@ class Recovery:
         `check` raises what has failed. Raises `PeerTimeoutError` naming a member, by its present number, that does not
         come within `limit_s`; and as `recover`.
         """
-        self._until_none_dies(lambda: self._meet("close", limit_s, check))
+        self._until_none_dies(lambda: self._meet_at_end(limit_s, check))
 
     def admit(self, limit_s: float, check: Callable[[], None]) -> tuple[int, ...]:
         """Between two steps: have processes that ask for the places of ranks that are out take them. Collective.
 
-        Returns the ranks that have come back. Arguments, and raises, as `part`.
+        Returns the ranks that have come back. Arguments, and raises, as `most`.
         """
-        self._meetings += 1
-        name, membership = f"admit {self._meetings}", self.membership
-        asks: list[tuple[int, str]] = self._until_none_dies(lambda: self._decided(name, limit_s, check))
+        read = row(optional(_ASKS), _ASKS)
+        mine = [None, _plain(self.membership.askers())]
+
+        def decided(words: list[tuple[Asks | None, Asks]]) -> Asks:
+            """What a member that has ended this step found; else whom the first member sees."""
+            return next((known for known, _ in words if known is not None), words[0][1])
+
+        asks = self._in_step("admit", mine, read, decided, lambda found: [_plain(found), []], limit_s, check)
         if not asks:
             return ()
         came = tuple(rank for rank, _ in asks)
-        record = {rank: self.steps_done for rank in sorted((*membership.members, *came))}
-        if membership.rank == membership.members[0]:
+        record = {rank: self.steps_done for rank in sorted((*self.membership.members, *came))}
+        if self.membership.rank == self.membership.members[0]:
             held = [follower._held_by(tuple(record)) for follower in self._followers]
             for rank, word in asks:
-                membership.answer(rank, word, record, held)
+                self.membership.answer(rank, word, record, [self.layer_steps, held])
         self._change(record)
-        return tuple(rank for rank in came if rank in membership.members)
+        return tuple(rank for rank in came if rank in self.membership.members)
 
     def release(self, ranks: Sequence[int], limit_s: float, check: Callable[[], None]) -> None:
         """Between two steps: go on without `ranks`, which end in order. Collective, also for those.
 
-        Raises `RankRemovedError` on these; `ValueError` and `ExpertsLostError` where that cannot be, and then nothing
-        changes; else as `part`.
+        Raises `RankRemovedError` on these; `ValueError` where members disagree, and `ExpertsLostError` where the others
+        cannot go on, and then nothing changes; else as `most`.
         """
-        self._meetings += 1
-        self._until_none_dies(lambda: self._meet(f"release {self._meetings}", limit_s, check))
+        mine = sorted(ranks)
+        words = self._in_step("release", mine, many_of(integer(0)), lambda words: words, lambda _: mine, limit_s, check)
+        if any(word != mine for word in words):
+            raise ValueError(f"ranks: the members disagree, {words}")
         stay = tuple(rank for rank in self.membership.members if rank not in ranks)
         for follower in self._followers:
             follower._check_members(stay)
@@ -163,8 +226,7 @@ class Recovery:
 
         Raises `PeerTimeoutError` if they do not within `limit_s`.
         """
-        read = many_of(many_of(many_of(integer(0))))
-        record, held = self.membership.ask(limit_s, read)
+        record, (self.layer_steps, held) = self.membership.ask(limit_s, row(integer(0), many_of(_HELD)))
         self.steps_done = record[self.membership.rank]
         if len(held) != len(self._followers):
             raise MoERuntimeError(f"rejoin: the others have {len(held)} layers, this rank has {len(self._followers)}")
@@ -189,22 +251,6 @@ class Recovery:
             _listed(sorted(set(before) - set(after))),
             _listed(list(after)),
         )
-
-    def _decided(self, name: str, limit_s: float, check: Callable[[], None]) -> list[tuple[int, str]]:
-        """Who asks to come in, as the first member sees it when all have met."""
-        membership = self.membership
-        self._meet(name, limit_s, check)
-        if membership.rank == membership.members[0]:
-            membership.put(f"{name} asks", [list(ask) for ask in membership.askers()])
-        asks: list[tuple[int, str]] = []
-
-        def known() -> list[int]:
-            found = membership.get(f"{name} asks", many_of(row(integer(0), text)))
-            asks.extend(found or [])
-            return [] if found is not None else [membership.members[0]]
-
-        self._await(name, known, limit_s, check)
-        return asks
 
     def recover(self, error: PeerTimeoutError) -> None:
         """After `error` of a step: go on with those that are left. Collective for all that are alive.
@@ -272,14 +318,24 @@ class Recovery:
                     raise
                 self.recover(error)
 
-    def _meet(self, event: str, limit_s: float, check: Callable[[], None]) -> None:
-        """Wait for all members between two steps."""
-        self.membership.announce(event)
-        self._await(event, lambda: self.membership.absent(event), limit_s, check)
+    def _meet_at_end(self, limit_s: float, check: Callable[[], None]) -> None:
+        self.membership.announce("close")
+        self._await("close", lambda: self.membership.absent("close"), limit_s, check, Phase.START_UP)
 
-    def _await(self, event: str, absent: Callable[[], list[int]], limit_s: float, check: Callable[[], None]) -> None:
-        """Wait until `absent` names no member any more. Raises `PeerTimeoutError` if one needs a recovery meanwhile."""
+    def _await(
+        self,
+        event: str,
+        absent: Callable[[], list[int]],
+        limit_s: float,
+        check: Callable[[], None],
+        phase: Phase,
+    ) -> None:
+        """Wait until `absent` names no member any more. Raises `PeerTimeoutError` if one needs a recovery meanwhile.
+
+        It is of `phase` if a member does not come within `limit_s`.
+        """
         deadline = time.monotonic() + limit_s
+        pause, longest = POLL_S
         while missing := absent():
             check()
             if self.membership.leaving():
@@ -287,8 +343,18 @@ class Recovery:
             if time.monotonic() > deadline:
                 number = self.membership.members.index(missing[0])
                 message = f"{event}: rank {number} did not come within {limit_s:g} s"
-                raise PeerTimeoutError(message, number, Phase.START_UP)
-            time.sleep(POLL_S)
+                raise PeerTimeoutError(message, number, phase)
+            time.sleep(pause)
+            pause = min(2 * pause, longest)
+
+
+def _largest(numbers: list[int]) -> int:
+    return max(numbers)
+
+
+def _plain(asks: Asks) -> list[list[int | str]]:
+    """As JSON carries it."""
+    return [list(ask) for ask in asks]
 
 
 def _listed(ranks: list[int]) -> str:

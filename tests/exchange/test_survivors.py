@@ -38,7 +38,7 @@ from tests.support.survivors import Fate, Fault, Job, Result, faults_of, places,
 
 pytestmark = pytest.mark.cpu_only
 
-PARALLEL = 3
+PARALLEL = 5
 HALF_DONE = 3
 """The job in which ranks 0 and 1 have the result of the step, and rank 3 has not."""
 JOBS = [

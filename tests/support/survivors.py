@@ -36,8 +36,8 @@ from tests.support.kills import announced, prepare
 LIMIT_S = 3.0
 """`timeout_s` of a step."""
 STEPS = 6
-REJOIN_STEPS = 30
-"""Steps of a job with `rejoin`. From the fault on each waits a little, until a process has come back."""
+REJOIN_STEPS = 20
+"""Steps of a job with `rejoin`. From the fault on each waits a little, and admits a process that has come back."""
 FAULT_STEP = 3
 """In which step, from 1 on, most faults are."""
 EXPERTS, TOP_K, TOKENS, HIDDEN = 8, 3, 12, 256
@@ -311,13 +311,13 @@ def work(rank: int, job: Job, tell: Callable[[str], None], pipe: Connection, aga
         context.allocate()
         announce_places(tell)
         for step in range(context.steps_done, job.steps):
-            if len(context.members) < job.world and job.rejoin:
-                time.sleep(0.1)
-                context.admit()
             tell("step")
             given = inputs(step, rank)
             y = layers[step % len(layers)](given.x, topk_idx=given.topk_idx, topk_weights=given.topk_weights)
             pipe.send(("y", step, context.members, time.monotonic(), _bytes(y)))
+            if job.rejoin and step >= FAULT_STEP:
+                time.sleep(0.1)
+                context.admit()
         tell("close")
 
 
