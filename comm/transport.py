@@ -17,13 +17,14 @@ from moe_runtime.comm.rank_group import RankGroup, describe_ranks
 
 TRANSPORTS = ("nvshmem", "shared", "private", "hierarchical", "collective")
 
-SURVIVABLE = ("shared", "private")
+SURVIVABLE = ("nvshmem", "shared", "private")
 """Transports with which ranks can go on after a death."""
 
 AFTER_DEATH = {
     "shared": "the others can go on (on_failure: continue): they make new memory among themselves",
     "private": "there are no others",
-    "nvshmem": "the others end (on_failure: abort); restart all ranks",
+    "nvshmem": "the others can go on (on_failure: continue) with the memory that they have, and kill a rank that is "
+    "out; no process can take its place, and graphs must be captured again",
     "hierarchical": "the others end (on_failure: abort): NCCL and gloo cannot leave a rank out; restart all ranks",
     "collective": "the others end (on_failure: abort): the process group cannot leave a rank out; restart all ranks",
 }

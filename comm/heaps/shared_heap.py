@@ -57,7 +57,7 @@ class SharedHeap(SymmetricHeap):
         self._check_open()
         self._group.barrier("SharedHeap.barrier")
 
-    def _of_survivors(self, ranks: Sequence[int], group: RankGroup) -> SharedHeap:
+    def _of_survivors(self, ranks: Sequence[int], group: RankGroup, generation: int) -> SymmetricHeap:
         """See `SymmetricHeap`. The memory is new: a rank that was only stopped still stores to the old one."""
         heap = SharedHeap(group, directory=self._directory)
         heap._regions, heap._ones, heap.total_bytes = dict(self._regions), dict(self._ones), self.total_bytes

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from moe_runtime.comm.arguments import check_choice, check_flag, check_kind, check_seconds, describe
+from moe_runtime.comm.arguments import check_choice, check_flag, check_integer, check_kind, check_seconds, describe
 from moe_runtime.comm.errors import MoERuntimeError, PeerAbortedError, PeerTimeoutError, Phase, reason_of
 from moe_runtime.comm.failures import abort_words, encode_abort, find_failure, reason_text, write_abort
 from moe_runtime.comm.heaps.collective import CollectiveHeap, CollectiveTransport
@@ -39,6 +39,9 @@ from moe_runtime.kernels.exchange.interface import ExchangeMemory
 from moe_runtime.kernels.runtime import resolve_engine
 
 _LOG = logging.getLogger(__name__)
+
+SPARE_SIGNALS = 2
+"""Regions of spare signals for each rank: for its death, and for a time when it was only missed."""
 
 
 class ExpertParallelContext:
@@ -179,6 +182,7 @@ class ExpertParallelContext:
         self.half_bytes = self._regions.half_bytes
         self._agreement = Agreement()
         self._others_agreed: dict[str, object] | None = None
+        self._past: list[tuple[torch.Tensor, int, torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self._exchanges = 0
         self._layers = 0
         self._failure: Exception | None = None
@@ -188,7 +192,8 @@ class ExpertParallelContext:
         self.recovery: Recovery | None = None
         if on_failure == "continue" and self.group is not None and self.world_size > 1:
             self.recovery = Recovery(Membership(self.group), self._renew, self._end, self.timeout_s)
-            self.register(agree={"on_failure": on_failure, "lost_experts": lost_experts}, about="context")
+            agree = {"on_failure": on_failure, "lost_experts": lost_experts, "transport": self.transport}
+            self.register(agree=agree, about="context")
 
     @property
     def generation(self) -> int:
@@ -390,6 +395,10 @@ class ExpertParallelContext:
         """
         if self.recovery is None:
             raise ValueError("on_failure: expected a context of several ranks with on_failure='continue' for release")
+        if self.heap.kept_by_survivors:
+            raise ValueError(
+                f"ranks: none can leave in order with transport={self.transport!r}, whose memory stays shared"
+            )
         check_kind("ranks", ranks, (list, tuple))
         for rank in ranks:
             if rank not in self.members or isinstance(rank, bool):
@@ -398,6 +407,29 @@ class ExpertParallelContext:
             raise ValueError(f"ranks: expected one or more, but not all of {self.members}, got {describe(ranks)}")
         self.check()
         self.recovery.release(ranks, self.timeout_s, self.check_peers)
+
+    def recover(self, replays: int = 0) -> int:
+        """After `PeerTimeoutError` of a graph's replay: go on with the ranks that are left. Collective for all of them.
+
+        Steps that are not in a graph need no such call. Capture graphs again: replays of older ones give NaN, and
+        `check_peers` raises `ValueError` after them. Repeat the steps that another rank has not done.
+
+        Args:
+            replays: how many replays this rank has done without an error.
+
+        Returns:
+            The fewest `replays` of any rank that is left.
+
+        Raises:
+            ValueError: a context without `on_failure="continue"`, or one in which no rank is missed in a step.
+            MoERuntimeError: as a step.
+        """
+        check_integer("replays", replays, 0, 2**62)
+        failure = self._failure
+        if self.recovery is None or not isinstance(failure, PeerTimeoutError) or not self._is_recoverable(failure):
+            raise ValueError("recover: expected a context with on_failure='continue' that misses a rank in a step")
+        self.recovery.recover(failure)
+        return -self.recovery.most("recover", -replays, self.timeout_s, self._raise_failure)
 
     @contextmanager
     def _fails_for_good(self) -> Iterator[None]:
@@ -416,10 +448,14 @@ class ExpertParallelContext:
             raise
 
     def _allocate(self) -> None:
+        if self.recovery is not None and self.heap.kept_by_survivors:
+            self._regions.spare_signals = SPARE_SIGNALS * self.world_size
         self._regions.reserve(self.heap)
         # The words that this rank's kernels write must exist before a peer can store here.
         self._allocate_words()
         self.heap.allocate()
+        if self.recovery is not None:
+            self.heap._prepare_for_deaths()
         self._point_at_peers()
         if self.link_buffers is not None and self.link is not None:
             self.link_buffers.allocate(self.device)
@@ -468,7 +504,11 @@ class ExpertParallelContext:
         if self._side_stream is not None:
             torch.cuda.synchronize(self.device)  # Ends, since every wait of a kernel does.
         group.timeout_s = self.timeout_s
-        heap = self.heap._of_survivors(members, group)
+        heap = self.heap._of_survivors(members, group, self.generation)
+        if self.allocated:
+            # Graphs of before still read and write these words. A latch that is set ends them at once.
+            self.latch.fill_(1)
+            self._past.append((self.epoch, int(self.epoch), self.error, self.latch, self.counters))
         group.timeout_s = self.startup_timeout_s
         self.heap, self.group, self.rank, self.world_size = heap, group, heap.rank, heap.world_size
         self.signals_layout = SignalLayout(heap.world_size)
@@ -520,7 +560,13 @@ class ExpertParallelContext:
         self._check_usable()
 
     def check_peers(self) -> None:
-        """`check()` including the peers' abort words on a GPU: waits for the work queued on the current stream."""
+        """`check()` including the peers' abort words on a GPU: waits for the work queued on the current stream.
+
+        Raises `ValueError` also if a graph was replayed that was captured before a rank died (`recover`).
+        """
+        for epoch, last, *_ in self._past if self.device.type == "cuda" else ():
+            if int(epoch) != last:
+                raise ValueError("graph: it was captured before a rank died; capture it again")
         if self._failure is None and self.allocated and not self.closed:
             self._find_failure()
         self._check_usable()

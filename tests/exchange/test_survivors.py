@@ -49,6 +49,8 @@ JOBS = [
     Job(4, (Fault(0, "store, end (10)"), Fault(2, "combine_recv, begin (3)"))),
     Job(4, (Fault(3, "combine_send, begin (3)"), Fault(1, "agree, end (1)"))),
     Job(4, (Fault(3, "store, end (10)", stop=True),)),
+    Job(4, (Fault(0, "store, end (10)"), Fault(2, "combine_recv, begin (3)")), same_memory=True),
+    Job(4, (Fault(3, "flag, begin (10)"), Fault(1, "agree, end (1)")), same_memory=True),
     Job(4, (Fault(1, "combine_recv, begin (3)"),), rejoin=True),
     Job(4, (Fault(2, "dispatch_send, end (3)"),), replicas=1, rejoin=True),
     Job(4, (Fault(1, "combine_send, begin (3)"), Fault(2, "make memory, end (1)", stop=True))),
@@ -264,6 +266,9 @@ def leave_and_come_back(rank: int, world: int, placed: bool) -> tuple[Part, str]
     for wrong in ([], [world], [0, 1, 2], [True]):
         with pytest.raises(ValueError, match="ranks: expected"):
             context.release(wrong)
+    for replays in (-1, 0):
+        with pytest.raises(ValueError, match="replays: expected" if replays else "recover: expected a context"):
+            context.recover(replays)
     refused = ""
     if rank == 1:
         with pytest.raises(RankRemovedError, match="rank 1 is out, as was asked for"):
@@ -349,7 +354,12 @@ def test_wrong_arguments_are_refused() -> None:
         ExpertParallelContext(heap=PrivateHeap(), on_failure="continue")
     with ExpertParallelContext(transport="private", on_failure="continue") as context:
         assert context.recovery is None and context.members == (0,)
-        assert context.rank_states == {0: "in"} and context.steps_repeated == 0
+        assert context.rank_states == {0: "in"} and context.steps_repeated == context.steps_done == 0
+        assert context.admit() == ()
+        with pytest.raises(ValueError, match="recover: expected a context with on_failure='continue' that misses"):
+            context.recover()
+        with pytest.raises(ValueError, match="on_failure: expected a context of several ranks"):
+            context.release([0])
 
 
 def memberships(count: int) -> list[Membership]:

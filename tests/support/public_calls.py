@@ -55,6 +55,7 @@ NOT_FOR_CALLERS = {
     # For errors that layers find. `__enter__` and `__exit__` are for `with` statements, which pass nothing wrong.
     "ExpertParallelContext.fail",
     # Need several processes: `tests/exchange/test_survivors.py` calls them, also wrongly.
+    "ExpertParallelContext.recover",
     "ExpertParallelContext.rejoin",
     "ExpertParallelContext.release",
 }

@@ -63,12 +63,14 @@ class Job:
 
     Attributes:
         rejoin: whether a new process takes the place of the only rank that is killed, as soon as that is dead.
+        same_memory: whether survivors keep their memory, as on GPUs. Then none of them may be stopped.
     """
 
     world: int
     faults: tuple[Fault, ...]
     replicas: int = 3
     rejoin: bool = False
+    same_memory: bool = False
 
     @property
     def survivors(self) -> tuple[int, ...]:
@@ -269,6 +271,12 @@ def run_rank(job: Job, rank: int, port: int, pipe: Connection, again: bool) -> N
     import torch
 
     torch.set_num_threads(1)
+    if job.same_memory:
+        from moe_runtime.comm.heaps.shared_heap import SharedHeap
+        from moe_runtime.comm.heaps.survivors import SurvivorHeap
+
+        SharedHeap.kept_by_survivors = True
+        SharedHeap._of_survivors = lambda *of: SurvivorHeap(*of)  # type: ignore[method-assign]
     seen: Counter[str] = Counter()
     due = {} if again else {fault.place: fault for fault in job.faults if fault.rank == rank}
 
@@ -371,7 +379,8 @@ def random_job(chooser: random.Random) -> Job:
     # Without replicas the others load the experts that died. Of two deaths, it would matter which was first.
     replicas = chooser.choice((1, 3)) if kind == "one" else 3
     rejoin = kind == "one" and not faults[0].stop and chooser.random() < 0.5
-    return Job(world, tuple(faults), replicas, rejoin)
+    same_memory = not rejoin and not any(fault.stop or "memory" in fault.place for fault in faults)
+    return Job(world, tuple(faults), replicas, rejoin, same_memory and chooser.random() < 0.5)
 
 
 def main() -> int:
