@@ -66,19 +66,15 @@ class Membership:
             RankRemovedError: the others have decided without this rank.
             StoreLostError: the store is gone or does not answer.
         """
-        key, words = self._keys("members"), [self._keys(f"here/{rank}") for rank in self.members]
+        key = self._keys("members")
         self._ask(lambda store, prefix: store.set(f"{prefix}/{self._keys(f'here/{self.rank}')}", str(progress)))
         deadline = time.monotonic() + window_s
         needed = [rank for rank in self.members if rank not in suspects]
         while not self._ask(lambda store, prefix: store.check([f"{prefix}/{key}"])):
             late = time.monotonic() > deadline
-            here = self._ask(
-                lambda store, prefix: [
-                    rank for rank, word in zip(self.members, words, strict=True) if store.check([f"{prefix}/{word}"])
-                ]
-            )
-            if late or set(needed) <= set(here):
-                self._propose(key, here)
+            absent = self.absent("here")
+            if late or not set(needed) & set(absent):
+                self._propose(key, [rank for rank in self.members if rank not in absent])
                 break
             time.sleep(_POLL_S)
         record = self._read(self._ask(lambda store, prefix: store.get(f"{prefix}/{key}")))
@@ -189,19 +185,16 @@ class Membership:
 
     def _propose(self, key: str, here: list[int]) -> None:
         """Write the record unless another has."""
-
-        def write(store: Any, prefix: str) -> None:
-            words = [(rank, int(store.get(f"{prefix}/{self._keys(f'here/{rank}')}"))) for rank in here]
-            store.compare_set(f"{prefix}/{key}", "", _record(words))
-
-        self._ask(write)
+        words = [(rank, self._got(self._keys(f"here/{rank}"), integer(0))) for rank in here]
+        record = _record([(rank, word) for rank, word in words if word is not None])
+        self._ask(lambda store, prefix: store.compare_set(f"{prefix}/{key}", "", record))
 
     def _read(self, raw: bytes) -> dict[int, int]:
         """The progress of each member of a record."""
         try:
             number = integer(0, self._group.world_size - 1)
             pairs = messages.table(_pairs)(messages.decode(raw))["members"]
-            return {number(rank): progress for rank, progress in pairs}
+            return {number(rank): progress for rank, progress in sorted(pairs)}
         except (KeyError, ValueError) as error:
             message = f"recovery: the record of members is none that this program writes: {error}"
             raise MoERuntimeError(message, phase=Phase.HOST) from None
