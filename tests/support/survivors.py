@@ -262,6 +262,7 @@ def faults_of(job: Job, fates: list[Fate]) -> list[str]:
 
 def run_rank(job: Job, rank: int, port: int, pipe: Connection, again: bool) -> None:
     """A rank of a job, in a process of its own; `again` if it takes the place of one that is dead."""
+    os.setsid()  # Else a shell that ends continues it when it is stopped, as all of an orphaned process group.
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(job.world), LOCAL_RANK=str(rank), CUDA_VISIBLE_DEVICES="")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
