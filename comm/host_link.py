@@ -10,7 +10,7 @@ import contextlib
 import secrets
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -33,8 +33,15 @@ _LEFT: list[Any] = []
 """Exchanges that ranks which have failed posted, with their groups: destroying a group waits for them."""
 
 
+Splits = tuple[Sequence[int], Sequence[int]]
+"""Bytes that an exchange sends to each host, and gets from each."""
+
+
 class Exchange(Protocol):
     """An exchange under way."""
+
+    def ended(self) -> bool:
+        """Whether `wait` returns or raises at once, and on a GPU what follows too."""
 
     def wait(self) -> None:
         """Make what follows see the chunks that came: on a GPU on the current stream, without waiting for the host.
@@ -60,14 +67,23 @@ class HostLink(Protocol):
     graph_safe: bool
     bounded_waits: bool
 
-    def start(self, outgoing: torch.Tensor, incoming: torch.Tensor, phase: Phase, limit_s: float) -> Exchange:
+    def start(
+        self,
+        outgoing: torch.Tensor,
+        incoming: torch.Tensor,
+        phase: Phase,
+        limit_s: float,
+        splits: Splits | None = None,
+    ) -> Exchange:
         """Send `outgoing[h]` to this rail's rank on each host `h`, which becomes its `incoming[host]`.
 
         Args:
-            outgoing, incoming: uint8 `[hosts, bytes]`, contiguous, of equal sizes on all ranks. `outgoing` must not
-                be written before `wait` of what comes back.
+            outgoing, incoming: uint8 `[hosts, bytes]`, contiguous, of equal sizes on all ranks; with `splits` uint8
+                `[bytes]`, the parts of all hosts in a row. `outgoing` must not be written before `wait` of what comes
+                back.
             phase: of the step, for messages.
             limit_s: seconds that the exchange may take, where waits are bounded.
+            splits: bytes to each host and from each; what one rank sends another awaits.
         """
 
     def post(self, outgoing: torch.Tensor, incoming: torch.Tensor, phase: Phase, limit_s: float) -> None:
@@ -86,6 +102,10 @@ class HostLink(Protocol):
         """Free what the link holds. Nothing is under way."""
 
 
+_Parts = torch.Tensor | Sequence[torch.Tensor]
+"""By host."""
+
+
 class PrivateLink:
     """A rail of virtual ranks in one process: all of them start an exchange before any waits for it."""
 
@@ -96,7 +116,7 @@ class PrivateLink:
     def __init__(self, hosts: Hosts, rail: list[PrivateLink]) -> None:
         self.hosts = hosts
         self._rail = rail
-        self._outgoing: dict[Phase, torch.Tensor] = {}
+        self._outgoing: dict[Phase, _Parts] = {}
 
     @classmethod
     def rails(cls, num_hosts: int, ranks_per_host: int) -> list[PrivateLink]:
@@ -110,9 +130,16 @@ class PrivateLink:
                 links.append(rail[-1])
         return links
 
-    def start(self, outgoing: torch.Tensor, incoming: torch.Tensor, phase: Phase, limit_s: float) -> Exchange:
-        self._outgoing[phase] = outgoing
-        return _PrivateExchange(self, incoming, phase)
+    def start(
+        self,
+        outgoing: torch.Tensor,
+        incoming: torch.Tensor,
+        phase: Phase,
+        limit_s: float,
+        splits: Splits | None = None,
+    ) -> Exchange:
+        self._outgoing[phase] = outgoing if splits is None else outgoing.split(list(splits[0]))
+        return _PrivateExchange(self, incoming if splits is None else incoming.split(list(splits[1])), phase)
 
     def post(self, outgoing: torch.Tensor, incoming: torch.Tensor, phase: Phase, limit_s: float) -> None:
         self._outgoing[phase] = outgoing
@@ -131,8 +158,11 @@ class PrivateLink:
 
 
 class _PrivateExchange:
-    def __init__(self, link: PrivateLink, incoming: torch.Tensor, phase: Phase) -> None:
+    def __init__(self, link: PrivateLink, incoming: _Parts, phase: Phase) -> None:
         self._link, self._incoming, self._phase = link, incoming, phase
+
+    def ended(self) -> bool:
+        return True
 
     def wait(self) -> None:
         for host, peer in enumerate(self._link._rail):
@@ -160,17 +190,25 @@ class GlooLink:
         self._gloo: Any = self.rail.connect("GlooLink", f"moe_runtime/{key}")
         self._exchanges = 0
 
-    def start(self, outgoing: torch.Tensor, incoming: torch.Tensor, phase: Phase, limit_s: float) -> Exchange:
+    def start(
+        self,
+        outgoing: torch.Tensor,
+        incoming: torch.Tensor,
+        phase: Phase,
+        limit_s: float,
+        splits: Splits | None = None,
+    ) -> Exchange:
         self._exchanges += 1
         options = dist.AllToAllOptions()
         options.asyncOp = True
+        sent, received = ([], []) if splits is None else map(list, splits)
         options.timeout = timedelta(seconds=max(limit_s, 0.001))
         number = self._exchanges
         begun = time.monotonic()
         try:
             if self._gloo is None:
                 raise RuntimeError("an earlier exchange failed")
-            work = self._gloo.alltoall_base(incoming, outgoing, [], [], options)
+            work = self._gloo.alltoall_base(incoming, outgoing, received, sent, options)
         except RuntimeError as error:
             raise self._failure(error, number, phase, begun, limit_s) from error
         return _GlooExchange(self, work, number, phase, begun, limit_s)
@@ -214,6 +252,9 @@ class _GlooExchange:
         self._link, self._work, self._number, self._phase = link, work, number, phase
         self._begun, self._limit_s = begun, limit_s
 
+    def ended(self) -> bool:
+        return bool(self._work.is_completed())
+
     def wait(self) -> None:
         left = max(self._begun + self._limit_s - time.monotonic(), 0.001)
         try:
@@ -252,11 +293,19 @@ class NcclLink:
                 self.start(word, torch.empty_like(word), Phase.START_UP, rail.timeout_s).wait()
                 torch.cuda.synchronize(device)
 
-    def start(self, outgoing: torch.Tensor, incoming: torch.Tensor, phase: Phase, limit_s: float) -> Exchange:
+    def start(
+        self,
+        outgoing: torch.Tensor,
+        incoming: torch.Tensor,
+        phase: Phase,
+        limit_s: float,
+        splits: Splits | None = None,
+    ) -> Exchange:
         options = dist.AllToAllOptions()
         options.asyncOp = True
+        sent, received = ([], []) if splits is None else map(list, splits)
         try:
-            return _NcclExchange(self._nccl.alltoall_base(incoming, outgoing, [], [], options))
+            return _NcclExchange(self._nccl.alltoall_base(incoming, outgoing, received, sent, options))
         except RuntimeError as error:
             # A connection was lost. Who is gone the watch knows soon.
             found = None if self._watch is None else self._watch.verdict(limit_s)
@@ -303,6 +352,9 @@ class NcclLink:
 class _NcclExchange:
     def __init__(self, work: Any) -> None:
         self._work = work
+
+    def ended(self) -> bool:
+        return bool(self._work.is_completed())
 
     def wait(self) -> None:
         self._work.wait()

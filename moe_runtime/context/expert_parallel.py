@@ -58,7 +58,7 @@ class ExpertParallelContext:
         link: with a heap of the ranks of one virtual host, its way to the others (`PrivateLink.rails`).
         transport: `auto`, `nvshmem`, `shared`, `private`, `hierarchical` or `collective`
             (`comm.transport.choose_transport`).
-        one_memory: not `hierarchical`: for layers whose experts move between ranks, and for padded rows.
+        one_memory: not `hierarchical`: for padded rows.
         engine: `auto`, `cuda`, `triton` or `torch` (`kernels.runtime.resolve_engine`).
         timeout_s: how long a step waits for a peer.
         startup_timeout_s: how long construction, `allocate()`, the first step and `close()` wait for a peer.

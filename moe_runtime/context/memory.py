@@ -85,7 +85,7 @@ def reserved_bytes(
     check_integer("num_hosts", num_hosts, high=world_size)
     if world_size % num_hosts:
         raise ValueError(f"num_hosts: expected a divisor of {world_size} ranks, got {num_hosts}")
-    more = {"staging": staging_bytes(config, world_size)} if placed else {}
+    more = {"staging": staging_bytes(config, world_size // num_hosts)} if placed else {}
     if num_hosts > 1:
         between = HostGeometry(Hosts(num_hosts, world_size // num_hosts, 0, 0), geometry)
         geometry, ranks = between.local, between.hosts.ranks_per_host
@@ -111,12 +111,12 @@ def expert_bytes(config: MoELayerConfig, world_size: int) -> int:
     return ceil_div(config.num_experts, world_size) * total
 
 
-def staging_bytes(config: MoELayerConfig, world_size: int) -> int:
-    """Bytes of region `staging`: its words, and one expert in bf16, of which at most `CHUNK_BYTES`."""
+def staging_bytes(config: MoELayerConfig, num_ranks: int) -> int:
+    """Bytes of region `staging`: words of the `num_ranks` of a host, and at most `CHUNK_BYTES` of an expert in bf16."""
     expert_bytes = align_region(3 * config.hidden_size * config.intermediate_size * 2)
-    return staging_words_bytes(world_size) + min(expert_bytes, CHUNK_BYTES)
+    return staging_words_bytes(num_ranks) + min(expert_bytes, CHUNK_BYTES)
 
 
-def staging_words_bytes(world_size: int) -> int:
+def staging_words_bytes(num_ranks: int) -> int:
     """Bytes of the words at the start of region `staging`, aligned."""
-    return align_region(STAGING_WORDS * world_size * 4)
+    return align_region(STAGING_WORDS * num_ranks * 4)

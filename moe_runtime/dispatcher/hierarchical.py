@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from moe_runtime.comm.errors import ErrorCode, MoERuntimeError, PeerTimeoutError, Phase
+from moe_runtime.comm.errors import MoERuntimeError, Phase
 from moe_runtime.comm.host_link import Exchange
 from moe_runtime.context.expert_parallel import ExpertParallelContext
+from moe_runtime.context.peers import exchange_failed
 from moe_runtime.dispatcher.handle import HostStep
 from moe_runtime.kernels.exchange import hierarchical, hierarchical_cuda
 from moe_runtime.kernels.exchange.geometry import ExchangeGeometry
 from moe_runtime.kernels.exchange.hierarchical import HostGeometry, LinkMemory
 from moe_runtime.kernels.exchange.plan import plan_exchange
-from moe_runtime.kernels.exchange.reference import record_failure
 
 
 class HostExchange:
@@ -120,7 +120,7 @@ class HostExchange:
         try:
             return self._link.start(outgoing, incoming, phase, timeout_ns * 1e-9)
         except MoERuntimeError as error:
-            raise self._failed(error, phase, timeout_ns) from error
+            raise exchange_failed(self.context, error, phase, timeout_ns * 1e-9) from error
 
     def _wait(self, step: HostStep, phase: Phase) -> None:
         exchange, step.exchange = step.exchange, None
@@ -128,21 +128,4 @@ class HostExchange:
         try:
             exchange.wait()
         except MoERuntimeError as error:
-            raise self._failed(error, phase, step.timeout_ns) from error
-
-    def _failed(self, error: MoERuntimeError, phase: Phase, timeout_ns: int) -> Exception:
-        """The error to raise where an exchange between hosts failed. The ranks of this host learn who did not come."""
-        context, hosts = self.context, self.geometry.hosts
-        try:
-            # A rank of this host may know better who is gone.
-            context.check()
-        except MoERuntimeError as known:
-            context.abort(str(known), known)
-            return known
-        # A GPU may still wait for that host: there the host tells the others (`abort`).
-        if context.device.type == "cpu" and isinstance(error, PeerTimeoutError) and error.rank >= 0:
-            epoch, milliseconds = int(context.epoch[0]), min(timeout_ns // 1_000_000, 2**31 - 1)
-            record_failure(context.memory, ErrorCode.TIMEOUT, hosts.recorded(error.rank), phase, epoch, milliseconds)
-            context.fail(error)
-        context.abort(str(error), error)
-        return context.fail(error)
+            raise exchange_failed(self.context, error, phase, step.timeout_ns * 1e-9) from error

@@ -28,6 +28,7 @@ from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
 from moe_runtime.kernels.gemm.weights import ExpertWeights
 from moe_runtime.layer import MoELayer
 from moe_runtime.placement import migration, rebalance
+from moe_runtime.placement.migration_plan import plan_migration
 from moe_runtime.placement.placement import Placement, plan_placement
 from moe_runtime.reference import error_bound, moe_reference, relative_error
 from moe_runtime.virtual import VirtualRanks, replace_experts, virtual_contexts
@@ -470,7 +471,8 @@ def mover_of_rank(world: int) -> migration.ExpertMover:
     layer.load_random(0)
     context.allocate()
     assert layer.experts is not None
-    return migration.ExpertMover(context, layer.experts, needs_spare=False)
+    placement = placements(world)[0]
+    return migration.ExpertMover(context, layer.experts, plan_migration(placement, placement, world))
 
 
 def wait_in_a_row(rank: int, world: int, last_waits: bool) -> int:
