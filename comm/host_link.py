@@ -30,7 +30,7 @@ GRAPHS_SINCE = (2, 30, 4)
 """The NCCL from which on no replay of a graph over several hosts is known to hang."""
 
 _LEFT: list[Any] = []
-"""Exchanges that ranks which have failed posted, with their groups: destroying a group waits for them."""
+"""Exchanges under way of ranks that have failed, with their groups: destroying a group waits for them."""
 
 
 Splits = tuple[Sequence[int], Sequence[int]]
@@ -189,6 +189,7 @@ class GlooLink:
         self._key = key
         self._gloo: Any = self.rail.connect("GlooLink", f"moe_runtime/{key}")
         self._exchanges = 0
+        self._under_way: list[_GlooExchange] = []
 
     def start(
         self,
@@ -211,14 +212,20 @@ class GlooLink:
             work = self._gloo.alltoall_base(incoming, outgoing, received, sent, options)
         except RuntimeError as error:
             raise self._failure(error, number, phase, begun, limit_s) from error
-        return _GlooExchange(self, work, number, phase, begun, limit_s)
+        exchange = _GlooExchange(self, work, number, phase, begun, limit_s)
+        self._under_way = [*(other for other in self._under_way if not other.ended()), exchange]
+        return exchange
 
     def post(self, outgoing: torch.Tensor, incoming: torch.Tensor, phase: Phase, limit_s: float) -> None:
         with contextlib.suppress(MoERuntimeError):
             _LEFT.append((self._gloo, self.start(outgoing, incoming, phase, limit_s), outgoing, incoming))
 
     def leave(self) -> None:
-        # Its connections close with the last reference, which ends at once what peers wait for in vain.
+        # Its connections close with the last reference, which ends at once what peers wait for in vain. That would wait
+        # for an exchange under way.
+        under_way, self._under_way = [exchange for exchange in self._under_way if not exchange.ended()], []
+        if under_way:
+            _LEFT.append((self._gloo, under_way))
         self._gloo = None
 
     def watch(self, on_failure: Callable[[MoERuntimeError], None], limit_s: float, start_s: float) -> None:
@@ -238,6 +245,9 @@ class GlooLink:
         if (left := self._all.who_left(phase.name.lower())) is not None:
             return left
         missing, lost = self.rail.roll_call(f"{self._key}/{number}", min(ROLL_CALL_S, limit_s))
+        if missing and (left := self._all.who_left(phase.name.lower())) is not None:
+            # A rank that waited in vain for one of its own host has said so meanwhile.
+            return left
         if not missing and lost is not None and lost.rank >= 0:
             return PeerTimeoutError(f"rank {self.hosts.rank}, {phase.name.lower()}: {lost}", lost.rank, phase)
         rank = self.hosts.rank_on(missing[0]) if missing else -1
@@ -253,7 +263,7 @@ class _GlooExchange:
         self._begun, self._limit_s = begun, limit_s
 
     def ended(self) -> bool:
-        return bool(self._work.is_completed())
+        return self._work is None or bool(self._work.is_completed())
 
     def wait(self) -> None:
         left = max(self._begun + self._limit_s - time.monotonic(), 0.001)

@@ -440,7 +440,8 @@ class MoELayer(nn.Module):
 
         Every rank calls it with an equal placement, at the same point of its steps and on their stream, with no step
         under way. Weights and the table of slots keep their addresses: a graph captured before goes on with the new
-        placement. Meanwhile a rank holds at most one expert more than its own.
+        placement. Meanwhile a rank holds at most one expert more than its own, and over several hosts two chunks of
+        16 MiB. Between hosts an expert travels once to each host that gets it and has not had it.
 
         Args:
             placement: with as many experts, ranks and slots; `Placement.reordered_like` saves moves.

@@ -96,11 +96,11 @@ def exchange_failed(context: ExpertParallelContext, error: MoERuntimeError, phas
     except MoERuntimeError as known:
         context.abort(str(known), known)
         return known
+    code = {PeerTimeoutError: ErrorCode.TIMEOUT, PeerAbortedError: ErrorCode.ABORTED}.get(type(error))
     # A GPU may still wait for that host: there the host tells the others (`abort`).
-    if context.device.type == "cpu" and isinstance(error, PeerTimeoutError) and error.rank >= 0:
+    if context.device.type == "cpu" and code is not None and error.rank >= 0:
         epoch, milliseconds = int(context.epoch[0]), min(int(limit_s * 1000), 2**31 - 1)
-        about = context.hosts.recorded(error.rank)
-        record_failure(context.memory, ErrorCode.TIMEOUT, about, phase, epoch, milliseconds)
+        record_failure(context.memory, code, context.hosts.recorded(error.rank), phase, epoch, milliseconds)
         context.fail(error)
     context.abort(str(error), error)
     return context.fail(error)

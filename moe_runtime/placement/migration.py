@@ -25,9 +25,9 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
-from moe_runtime.comm.errors import ErrorCode, MoERuntimeError, PeerTimeoutError, Phase
+from moe_runtime.comm.errors import ErrorCode, MoERuntimeError, PeerTimeoutError, Phase, reason_of
 from moe_runtime.comm.host_link import Exchange
-from moe_runtime.comm.rank_group import ROLL_CALL_S
+from moe_runtime.comm.rank_group import LOOK_S, ROLL_CALL_S
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.context.memory import STAGING_WORDS, staging_words_bytes
 from moe_runtime.context.peers import exchange_failed
@@ -59,7 +59,8 @@ class ExpertMover:
     Args:
         context: allocated.
         experts: of this rank. All their tensors change in place and keep their addresses.
-        plan: what moves. Memory for one more expert is allocated where it needs the spare place of this rank.
+        plan: what moves. Memory for one more expert is allocated where it needs the spare place of this rank, and two
+            chunks where this rank sends or receives experts over the network.
     """
 
     def __init__(self, context: ExpertParallelContext, experts: Experts, plan: MigrationPlan) -> None:
@@ -80,6 +81,7 @@ class ExpertMover:
         self._spare = torch.empty(needed, dtype=torch.uint8, device=context.device)
         self.rail = None if context.link is None else Rail(context, plan, min(self.chunk_bytes, self.num_bytes))
         self._granted = 0
+        self._next_look = 0.0
 
     @property
     def chunk_bytes(self) -> int:
@@ -134,7 +136,7 @@ class ExpertMover:
             self._store(move.target_slot, 0, came)
 
     def announce_done(self) -> None:
-        """Signal to all ranks that this one has all its experts."""
+        """Signal to all ranks, of this host where there are several, that this one has all its experts."""
         if self.context.host_transport is not None:
             return
         number = int(self._words(self.rank).done[self._local(self.rank)]) + 1
@@ -166,7 +168,7 @@ class ExpertMover:
         deadline = time.monotonic() + limit_s
         while not exchange.ended() and time.monotonic() < deadline:
             context.check()
-            self._answer()
+            self._look()
             time.sleep(2e-4)
         try:
             if not exchange.ended() and context.link is not None and not context.link.bounded_waits:
@@ -240,7 +242,7 @@ class ExpertMover:
         spins = 0
         while int(words[self._local(peer)]) < number:
             context.check_peers()
-            self._answer()
+            self._look()
             if time.monotonic() > begun + limit_s:
                 about = self._missing(peer)
                 if about is None and self.rail is not None and limit_s < 2 * self.rail.limit_s:
@@ -252,6 +254,15 @@ class ExpertMover:
                 context.check_peers()
             spins += 1
             time.sleep(0 if spins < SPINS_BEFORE_SLEEP else 2e-4)
+
+    def _look(self) -> None:
+        """What a rank does while it waits: answer those that ask for it, and raise what ranks of other hosts report."""
+        self._answer()
+        context = self.context
+        if self.rail is not None and context.group is not None and time.monotonic() > self._next_look:
+            self._next_look = time.monotonic() + LOOK_S
+            if (left := context.group.who_left("replacement")) is not None:
+                raise exchange_failed(context, left, Phase.REPLACEMENT, self.rail.limit_s)
 
     def _answer(self) -> None:
         """Answer the ranks that ask whether this one is alive."""
@@ -270,7 +281,7 @@ class ExpertMover:
         absent = [peer]
         while absent and time.monotonic() <= deadline:
             self.context.check_peers()
-            self._answer()
+            self._look()
             here = zip(self._local_ranks, self._words(self.rank).here.tolist(), strict=True)
             absent = [rank for rank, answered in here if answered < number]
             time.sleep(2e-4)
@@ -288,6 +299,20 @@ def move_experts(movers: Sequence[ExpertMover], plan: MigrationPlan) -> None:
     words = [context.say_failed for context in contexts]
     for context in contexts:
         context.say_failed = None
+    try:
+        _make(movers, plan)
+    except PeerTimeoutError as error:
+        for context in contexts:
+            if context.link is not None and context.group is not None and error.rank != context.rank:
+                # Before this rank leaves the link: ranks of other hosts then look in the store who is gone.
+                context.group.leave(reason_of(error), error)
+        raise
+    for context, say_failed in zip(contexts, words, strict=True):
+        context.say_failed = say_failed
+
+
+def _make(movers: Sequence[ExpertMover], plan: MigrationPlan) -> None:
+    """All moves of `plan`, and the wait for those of others."""
     for one in plan.rounds:
         for start in range(0, movers[0].num_bytes, movers[0].chunk_bytes) if one.crossings else ():
             _cross(movers, plan, one.crossings, start)
@@ -299,8 +324,6 @@ def move_experts(movers: Sequence[ExpertMover], plan: MigrationPlan) -> None:
         mover.wait_done()
     # All ranks of this host are done, and so are those of others that come to this exchange.
     _exchange([mover for mover in movers if mover.rail is not None], (), 0)
-    for context, say_failed in zip(contexts, words, strict=True):
-        context.say_failed = say_failed
 
 
 def _move(movers: Sequence[ExpertMover], move: Move) -> None:

@@ -281,9 +281,15 @@ def test_a_step_that_began_before_a_replacement_is_refused(device: torch.device,
 
 
 def propose(rank: int, world: int, kind: str, seed: int) -> tuple[str, str, list[torch.Tensor]]:
+    return propose_over(ExpertParallelContext(timeout_s=30), rank, world, kind, seed)
+
+
+def propose_over(
+    context: ExpertParallelContext, rank: int, world: int, kind: str, seed: int
+) -> tuple[str, str, list[torch.Tensor]]:
     """A re-placement that cannot be agreed on, and the steps before and after it."""
     plans = placements(world)
-    with ExpertParallelContext(timeout_s=30) as context:
+    with context:
         layers = [MoELayer(config(), context, placement=plans[0]) for _ in range(2)]
         for layer in layers:
             layer.load_random(seed)
