@@ -272,6 +272,8 @@ class _GlooExchange:
         except RuntimeError as error:
             self._work = None
             raise self._link._failure(error, self._number, self._phase, self._begun, self._limit_s) from error
+        # It holds the chunks.
+        self._work = None
 
 
 class NcclLink:
