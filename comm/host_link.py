@@ -1,7 +1,7 @@
 """The way between hosts: each rank exchanges equal chunks with the ranks of its rail, one on every other host.
 
 Inside a host kernels store to their peers (`comm/heaps/`). Between hosts an engine that people already run carries the
-bytes: NCCL on GPUs, gloo on CPUs. A link has one exchange of each kind under way at most.
+bytes: NCCL on GPUs, gloo on CPUs. A chunk may travel in parts, each an exchange of its own.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import contextlib
 import secrets
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -31,6 +31,9 @@ GRAPHS_SINCE = (2, 30, 4)
 
 _LEFT: list[Any] = []
 """Exchanges that ranks which have failed posted, with their groups: destroying a group waits for them."""
+
+
+Chunks = Sequence[torch.Tensor]
 
 
 class Exchange(Protocol):
@@ -60,17 +63,18 @@ class HostLink(Protocol):
     graph_safe: bool
     bounded_waits: bool
 
-    def start(self, outgoing: torch.Tensor, incoming: torch.Tensor, phase: Phase, limit_s: float) -> Exchange:
-        """Send `outgoing[h]` to this rail's rank on each host `h`, which becomes its `incoming[host]`.
+    def start(self, outgoing: Chunks, incoming: Chunks, phase: Phase, part: int, limit_s: float) -> Exchange:
+        """Send `outgoing[h]` to this rail's rank on each other host `h`, which becomes its `incoming[host]`.
 
         Args:
-            outgoing, incoming: uint8 `[hosts, bytes]`, contiguous, of equal sizes on all ranks. `outgoing` must not
-                be written before `wait` of what comes back.
-            phase: of the step, for messages.
+            outgoing, incoming: for each host contiguous uint8 `[bytes]`, of equal sizes on all ranks; those of this
+                host are left alone. `outgoing` must not be written before `wait` of what comes back.
+            phase: of the step.
+            part: of the chunks of this phase.
             limit_s: seconds that the exchange may take, where waits are bounded.
         """
 
-    def post(self, outgoing: torch.Tensor, incoming: torch.Tensor, phase: Phase, limit_s: float) -> None:
+    def post(self, outgoing: Chunks, incoming: Chunks, phase: Phase, part: int, limit_s: float) -> None:
         """`start` of a rank that has failed and waits for nobody; `leave` follows."""
 
     def leave(self) -> None:
@@ -96,7 +100,7 @@ class PrivateLink:
     def __init__(self, hosts: Hosts, rail: list[PrivateLink]) -> None:
         self.hosts = hosts
         self._rail = rail
-        self._outgoing: dict[Phase, torch.Tensor] = {}
+        self._outgoing: dict[tuple[Phase, int], Chunks] = {}
 
     @classmethod
     def rails(cls, num_hosts: int, ranks_per_host: int) -> list[PrivateLink]:
@@ -110,12 +114,12 @@ class PrivateLink:
                 links.append(rail[-1])
         return links
 
-    def start(self, outgoing: torch.Tensor, incoming: torch.Tensor, phase: Phase, limit_s: float) -> Exchange:
-        self._outgoing[phase] = outgoing
-        return _PrivateExchange(self, incoming, phase)
+    def start(self, outgoing: Chunks, incoming: Chunks, phase: Phase, part: int, limit_s: float) -> Exchange:
+        self._outgoing[phase, part] = outgoing
+        return _PrivateExchange(self, incoming, (phase, part))
 
-    def post(self, outgoing: torch.Tensor, incoming: torch.Tensor, phase: Phase, limit_s: float) -> None:
-        self._outgoing[phase] = outgoing
+    def post(self, outgoing: Chunks, incoming: Chunks, phase: Phase, part: int, limit_s: float) -> None:
+        self._outgoing[phase, part] = outgoing
 
     def leave(self) -> None:
         """Nobody waits."""
@@ -131,12 +135,13 @@ class PrivateLink:
 
 
 class _PrivateExchange:
-    def __init__(self, link: PrivateLink, incoming: torch.Tensor, phase: Phase) -> None:
-        self._link, self._incoming, self._phase = link, incoming, phase
+    def __init__(self, link: PrivateLink, incoming: Chunks, key: tuple[Phase, int]) -> None:
+        self._link, self._incoming, self._key = link, incoming, key
 
     def wait(self) -> None:
         for host, peer in enumerate(self._link._rail):
-            self._incoming[host].copy_(peer._outgoing[self._phase][self._link.hosts.host])
+            if peer is not self._link:
+                self._incoming[host].copy_(peer._outgoing[self._key][self._link.hosts.host])
 
 
 class GlooLink:
@@ -155,13 +160,17 @@ class GlooLink:
         self.hosts = hosts
         self._all = group
         self.rail = group.of_ranks(hosts.rail, f"rail {hosts.local_rank}")
+        self._others = [host for host in range(hosts.num_hosts) if host != hosts.host]
         key = self.rail.gather("GlooLink", secrets.token_hex(_KEY_BYTES), hexadecimal(_KEY_BYTES))[0].hex()
         self._key = key
         self._gloo: Any = self.rail.connect("GlooLink", f"moe_runtime/{key}")
         self._exchanges = 0
 
-    def start(self, outgoing: torch.Tensor, incoming: torch.Tensor, phase: Phase, limit_s: float) -> Exchange:
+    def start(self, outgoing: Chunks, incoming: Chunks, phase: Phase, part: int, limit_s: float) -> Exchange:
         self._exchanges += 1
+        out = torch.cat([outgoing[host] for host in self._others])
+        came = torch.empty_like(out)
+        sizes = [0 if host == self.hosts.host else outgoing[host].numel() for host in range(self.hosts.num_hosts)]
         options = dist.AllToAllOptions()
         options.asyncOp = True
         options.timeout = timedelta(seconds=max(limit_s, 0.001))
@@ -170,14 +179,15 @@ class GlooLink:
         try:
             if self._gloo is None:
                 raise RuntimeError("an earlier exchange failed")
-            work = self._gloo.alltoall_base(incoming, outgoing, [], [], options)
+            work = self._gloo.alltoall_base(came, out, sizes, sizes, options)
         except RuntimeError as error:
             raise self._failure(error, number, phase, begun, limit_s) from error
-        return _GlooExchange(self, work, number, phase, begun, limit_s)
+        into = [incoming[host] for host in self._others]
+        return _GlooExchange(self, work, (out, came, into), number, phase, begun, limit_s)
 
-    def post(self, outgoing: torch.Tensor, incoming: torch.Tensor, phase: Phase, limit_s: float) -> None:
+    def post(self, outgoing: Chunks, incoming: Chunks, phase: Phase, part: int, limit_s: float) -> None:
         with contextlib.suppress(MoERuntimeError):
-            _LEFT.append((self._gloo, self.start(outgoing, incoming, phase, limit_s), outgoing, incoming))
+            _LEFT.append((self._gloo, self.start(outgoing, incoming, phase, part, limit_s)))
 
     def leave(self) -> None:
         # Its connections close with the last reference, which ends at once what peers wait for in vain.
@@ -199,7 +209,8 @@ class GlooLink:
         waited = time.monotonic() - begun
         if (left := self._all.who_left(phase.name.lower())) is not None:
             return left
-        missing, lost = self.rail.roll_call(f"{self._key}/{number}", min(ROLL_CALL_S, limit_s))
+        # The ranks of this host wait for this one meanwhile.
+        missing, lost = self.rail.roll_call(f"{self._key}/{number}", min(ROLL_CALL_S, limit_s / 4))
         if not missing and lost is not None and lost.rank >= 0:
             return PeerTimeoutError(f"rank {self.hosts.rank}, {phase.name.lower()}: {lost}", lost.rank, phase)
         rank = self.hosts.rank_on(missing[0]) if missing else -1
@@ -210,8 +221,17 @@ class GlooLink:
 
 
 class _GlooExchange:
-    def __init__(self, link: GlooLink, work: Any, number: int, phase: Phase, begun: float, limit_s: float) -> None:
-        self._link, self._work, self._number, self._phase = link, work, number, phase
+    def __init__(
+        self,
+        link: GlooLink,
+        work: Any,
+        data: tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]],
+        number: int,
+        phase: Phase,
+        begun: float,
+        limit_s: float,
+    ) -> None:
+        self._link, self._work, self._data, self._number, self._phase = link, work, data, number, phase
         self._begun, self._limit_s = begun, limit_s
 
     def wait(self) -> None:
@@ -221,6 +241,9 @@ class _GlooExchange:
         except RuntimeError as error:
             self._work = None
             raise self._link._failure(error, self._number, self._phase, self._begun, self._limit_s) from error
+        _, came, into = self._data
+        for chunk, place in zip(came.chunk(len(into)), into, strict=True):
+            place.copy_(chunk)
 
 
 class NcclLink:
@@ -245,28 +268,37 @@ class NcclLink:
         self._watch: HostWatch | None = None
         key = rail.gather("NcclLink", secrets.token_hex(_KEY_BYTES), hexadecimal(_KEY_BYTES))[0].hex()
         with torch.cuda.device(device):
+            self._stream = torch.cuda.Stream()
             self._nccl: Any = rail.connect_nccl("NcclLink", f"moe_runtime/{key}")
             # Connects now: that fails inside of a capture.
-            word = torch.zeros(hosts.num_hosts, dtype=torch.int32, device=device)
+            words = torch.zeros(2, hosts.num_hosts, 16, dtype=torch.uint8, device=device)
             with rail.connecting("NcclLink", f"{key}/connect"):
-                self.start(word, torch.empty_like(word), Phase.START_UP, rail.timeout_s).wait()
+                self.start(list(words[0]), list(words[1]), Phase.START_UP, 0, rail.timeout_s).wait()
                 torch.cuda.synchronize(device)
 
-    def start(self, outgoing: torch.Tensor, incoming: torch.Tensor, phase: Phase, limit_s: float) -> Exchange:
+    def start(self, outgoing: Chunks, incoming: Chunks, phase: Phase, part: int, limit_s: float) -> Exchange:
         options = dist.AllToAllOptions()
-        options.asyncOp = True
+        options.asyncOp = False  # on the stream that is current
+        # Nothing is sent for an empty tensor.
+        out, came = (
+            [chunk[:0] if host == self.hosts.host else chunk for host, chunk in enumerate(chunks)]
+            for chunks in (outgoing, incoming)
+        )
+        self._stream.wait_stream(torch.cuda.current_stream())
         try:
-            return _NcclExchange(self._nccl.alltoall_base(incoming, outgoing, [], [], options))
+            with torch.cuda.stream(self._stream):
+                self._nccl.alltoall(came, out, options)
+                return _NcclExchange(self._stream.record_event())
         except RuntimeError as error:
             # A connection was lost. Who is gone the watch knows soon.
             found = None if self._watch is None else self._watch.verdict(limit_s)
             text = f"rank {self.hosts.rank}, {phase.name.lower()}: a host did not take part: {error}"
             raise (found or PeerTimeoutError(text, -1, phase)) from error
 
-    def post(self, outgoing: torch.Tensor, incoming: torch.Tensor, phase: Phase, limit_s: float) -> None:
+    def post(self, outgoing: Chunks, incoming: Chunks, phase: Phase, part: int, limit_s: float) -> None:
         with contextlib.suppress(MoERuntimeError):
             # So that `settle` waits for it.
-            self.start(outgoing, incoming, phase, limit_s).wait()
+            self.start(outgoing, incoming, phase, part, limit_s).wait()
 
     def leave(self) -> None:
         """Peers hear of it by the store (`HostWatch`)."""
@@ -296,16 +328,15 @@ class NcclLink:
     def _abort(self) -> None:
         nccl = self._nccl
         if nccl is not None:
-            # As a whole: of a group that is aborted so, torch's watchdog takes no error for one that ends the process.
             nccl.abort()
 
 
 class _NcclExchange:
-    def __init__(self, work: Any) -> None:
-        self._work = work
+    def __init__(self, done: torch.cuda.Event) -> None:
+        self._done = done
 
     def wait(self) -> None:
-        self._work.wait()
+        torch.cuda.current_stream().wait_event(self._done)
 
 
 def graph_caution() -> str | None:

@@ -338,7 +338,8 @@ class TokenDispatcher:
             scale = self._gsf if gsf is None else gsf
             tokens = x, topk_idx.contiguous(), topk_weights.contiguous(), scale
             if self._hosts is not None:
-                handle._start_between_hosts(self._hosts.dispatch_send(*tokens, handle.num_parts, handle.timeout_ns))
+                receives = handle.epoch, handle.num_parts, handle.timeout_ns
+                handle._start_between_hosts(self._hosts.dispatch_send(*tokens, *receives))
                 return handle
             self._backend.dispatch_send(
                 context, geometry, self._starts, *tokens, handle.epoch, handle.num_parts, handle.timeout_ns

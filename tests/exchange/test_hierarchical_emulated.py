@@ -11,7 +11,7 @@ from moe_runtime.comm.errors import RoutingError, StepMismatchError
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.dispatcher.handle import DispatchedTokens, DispatchHandle
 from moe_runtime.dispatcher.token_dispatcher import TokenDispatcher
-from moe_runtime.kernels.exchange import cuda, hierarchical_cuda
+from moe_runtime.kernels.exchange import cuda, hierarchical, hierarchical_cuda
 from moe_runtime.virtual import virtual_contexts
 from tests.emulator import needs_emulator
 from tests.support.comparison import assert_same_bits
@@ -81,13 +81,22 @@ ARRIVED = ("group_offsets", "group_scale_offsets", "row_scale")
 @pytest.mark.parametrize(
     ("fmt", "combine"), [("nvfp4", "bf16"), ("bf16", "bf16"), ("fp8_block", "fp8_block"), ("mxfp8", "mxfp8")]
 )
-@pytest.mark.parametrize(("num_hosts", "per_host"), [(2, 1), (2, 2), (3, 2)])
+@pytest.mark.parametrize(("num_hosts", "per_host", "parts"), [(2, 1, 1), (2, 2, 3), (3, 2, 2)])
 def test_kernels_equal_their_references(
-    num_hosts: int, per_host: int, fmt: str, combine: str, mode: Any, seed: int
+    num_hosts: int,
+    per_host: int,
+    parts: int,
+    fmt: str,
+    combine: str,
+    mode: Any,
+    seed: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(hierarchical, "PART_TOKENS", 7 // parts)
     world = num_hosts * per_host
     settings = {"token_format": fmt, "combine_format": combine, "mode": mode}
     both = [VirtualHosts(num_hosts, per_host, kernels, **settings) for kernels in (False, True)]
+    assert all(len(d._hosts.geometry.parts) == parts for ranks in both for d in ranks.layers[0])  # type: ignore[union-attr]
     for step in range(4):
         inputs = inputs_of(seed, step, world)
         shared = [i.x for i in inputs] if step % 2 else None
@@ -110,8 +119,12 @@ def test_kernels_equal_their_references(
             assert_same_bits(y[rank], wanted_y[rank], f"y {what}")
 
 
+@pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("kernels", [False, True])
-def test_a_wrong_id_is_told_on_all_ranks_of_all_hosts(kernels: bool, seed: int) -> None:
+def test_a_wrong_id_is_told_on_all_ranks_of_all_hosts(
+    kernels: bool, parts: int, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hierarchical, "PART_TOKENS", 7 // parts)
     ranks = VirtualHosts(2, 2, kernels, token_format="nvfp4")
     inputs = inputs_of(seed, 0, 4)
     wrong = inputs[2].topk_idx.clone()
