@@ -3,7 +3,7 @@
 //
 // Macros: those of signalling.cuh, HOSTS (at most 32), HOST (this one), ERROR_WORDS and COUNT (of a header, which a chunk of records
 // begins with), SUM_HEADER_AT (of a chunk of sums), FLAGS_AT and RECORDS_AT (of one of records), K, RECORD_BYTES, IDS_AT, SOURCE_AT, WEIGHTS_AT, WARPS (of a block of
-// `forward_send`), SLOTS (of a host), READY, COMBINE_FLAG, DISPATCH_FLAG, TOKEN_COUNT, ROUTING and MISMATCH (ErrorCode),
+// `forward_send`), SLOTS (of a host), READY, COMBINE_FLAG, DISPATCH_FLAG, TOKEN_COUNT, ROUTING, CAPACITY and MISMATCH (ErrorCode),
 // DISPATCH_SEND (Phase), HIDDEN and SUM_BYTES (of a sum).
 
 #include "signalling.cuh"
@@ -31,9 +31,10 @@ __device__ __forceinline__ bool adopt_headers(const Exchange& x, const u64* chun
 __device__ __forceinline__ int named(int number) { return number < WORLD ? WORLD + HOST * WORLD + number : number; }
 
 // Writes into the header of each chunk whether this rank has failed. With `packed`, what `dispatch_send` recorded in it becomes
-// a failure of this rank. One warp.
+// a failure of this rank, and with `counts` that there are more tokens for a host than slots. One warp.
 extern "C" __global__ void __launch_bounds__(32)
-    host_headers(const u64* chunks, int header_at, const int* packed, const int* pack_latch, int num_tokens, int count_tag, const int* pack_epoch,
+    host_headers(const u64* chunks, int header_at, const int* packed, const int* pack_latch, const int* counts, int num_tokens,
+                 int count_tag, const int* pack_epoch,
                  const u64* signals, int* error, int* latch, int rank, long long timeout_ns) {
   const Exchange x{signals, error, latch, rank, timeout_ns};
   const int lane = threadIdx.x & 31;
@@ -41,6 +42,11 @@ extern "C" __global__ void __launch_bounds__(32)
   asm volatile("griddepcontrol.launch_dependents;");
   if (packed != nullptr && lane == 0 && *pack_latch != 0) record_failure(x, ROUTING, rank, DISPATCH_SEND, packed[3], packed[4], packed[6]);
   __syncwarp();
+  if (counts != nullptr) {
+    const int most = __reduce_max_sync(ALL, lane < HOSTS ? counts[lane] : 0);
+    if (lane == 0 && most >= SLOTS) record_failure(x, CAPACITY, rank, DISPATCH_SEND, *pack_epoch, most, SLOTS - 1);
+    __syncwarp();
+  }
   adopt_aborts(x);
   const bool failed = __any_sync(ALL, x.failed()) != 0;
   if (failed) await_abort_sent(x);
@@ -116,7 +122,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     const int slot = host * SLOTS + token;
     const u64 chunk = chunks[host];
     const u8* from = reinterpret_cast<const u8*>(chunk + RECORDS_AT) + static_cast<long long>(token) * RECORD_BYTES;
-    const bool came = token < num_tokens && reinterpret_cast<const int*>(chunk + FLAGS_AT)[token] == epoch;
+    const bool came = token < SLOTS - 1 && reinterpret_cast<const int*>(chunk + FLAGS_AT)[token] == epoch;
     int expert = -1;
     if (came && lane < K) {
       const int id = static_cast<int>(reinterpret_cast<const u16*>(from + IDS_AT)[lane]) - first_expert;
@@ -163,10 +169,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
 
 constexpr int EIGHTS = HIDDEN / 8;
 
-// Adds the sums of all hosts, ascending, to `shared`, for tokens `first` to `end`. The launch of the last ones reads what headers
+// Adds the sums of all hosts, ascending, to `shared`, for tokens `first` to `end`. Where slots of chunks are not tokens, `slots` has
+// the one of each token on each host, -1 for none. The launch of the last ones reads what headers
 // tell, and after a failure writes NaN for all tokens. A block takes a token.
 extern "C" __global__ void __launch_bounds__(256)
-    host_total(const u64* chunks, const u16* shared, long long shared_stride, u16* y, int first, int end, int last,
+    host_total(const u64* chunks, const u16* shared, long long shared_stride, const int* slots, int max_tokens, u16* y, int first, int end, int last,
                const u64* signals, int* error, int* latch, int rank, long long timeout_ns) {
   const Exchange x{signals, error, latch, rank, timeout_ns};
   __shared__ int any_failed;
@@ -179,11 +186,15 @@ extern "C" __global__ void __launch_bounds__(256)
   __syncthreads();
   const bool failed = any_failed;
   for (int token = (failed ? 0 : first) + blockIdx.x; token < end; token += gridDim.x) {
+    int slot[HOSTS];
+#pragma unroll
+    for (int host = 0; host < HOSTS; ++host) slot[host] = slots == nullptr ? token : slots[host * max_tokens + token];
     for (int unit = threadIdx.x; unit < EIGHTS; unit += 256) {
       uint4 rows[HOSTS];
 #pragma unroll
       for (int host = 0; host < HOSTS; ++host)
-        rows[host] = reinterpret_cast<const uint4*>(chunks[host] + static_cast<long long>(token) * SUM_BYTES)[unit];
+        rows[host] = slot[host] < 0 ? make_uint4(0, 0, 0, 0)
+                                    : reinterpret_cast<const uint4*>(chunks[host] + static_cast<long long>(slot[host]) * SUM_BYTES)[unit];
       float total[8];
       uint4 added = make_uint4(0, 0, 0, 0);
       if (shared != nullptr) added = reinterpret_cast<const uint4*>(shared + token * shared_stride)[unit];

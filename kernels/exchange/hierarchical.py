@@ -18,6 +18,9 @@ its rail within a host; the last of each host stands for none, and carries the h
 
 A header says whether its rank has failed, in the first part of the records and in the last of the sums. So all ranks of
 a rail learn of it in the same step.
+
+With a `capacity` below `T` a chunk has that many slots, and `T` stands for it where slots are meant: `pack` builds
+records in slots of tokens, then copies those for a host into the first slots of its chunk. Token order stays.
 """
 
 from __future__ import annotations
@@ -61,6 +64,7 @@ class HostGeometry:
         hosts: the ranks of each host.
         flat: as all ranks would exchange on one host.
         part_tokens: fewest tokens of a part.
+        capacity: most tokens of a rank for one host; None for all.
         local: of the ranks of this host, whose tokens are those of their rails. Partial results are bf16 there: the
             format of combine is for the network.
     """
@@ -68,6 +72,7 @@ class HostGeometry:
     hosts: Hosts
     flat: ExchangeGeometry
     part_tokens: int = PART_TOKENS
+    capacity: int | None = None
 
     @cached_property
     def host_starts(self) -> tuple[int, ...]:
@@ -93,9 +98,24 @@ class HostGeometry:
         )
 
     @cached_property
+    def tokens(self) -> int:
+        """Most tokens of a chunk."""
+        return min(self.flat.max_tokens, self.capacity or self.flat.max_tokens)
+
+    @property
+    def compacts(self) -> bool:
+        """Whether a chunk has fewer slots than a rank has tokens."""
+        return self.tokens < self.flat.max_tokens
+
+    @cached_property
+    def of_tokens(self) -> HostGeometry:
+        """With a slot for each token, as `pack` builds records."""
+        return replace(self, capacity=None)
+
+    @cached_property
     def slots(self) -> int:
         """Of each host in `local`: its tokens and one more."""
-        return self.flat.max_tokens + 1
+        return self.tokens + 1
 
     @cached_property
     def others(self) -> tuple[int, ...]:
@@ -105,7 +125,7 @@ class HostGeometry:
     @cached_property
     def parts(self) -> tuple[range, ...]:
         """Slots of a host in each part of a chunk."""
-        tokens = self.flat.max_tokens
+        tokens = self.tokens
         count = min(MOST_PARTS, tokens // self.part_tokens, MOST_LAUNCHES // max(1, len(self.others)))
         ends = [tokens * (part + 1) // max(1, count) for part in range(max(1, count))]
         return tuple(range(first, end) for first, end in zip([0, *ends], [*ends[:-1], self.slots], strict=False))
@@ -118,17 +138,27 @@ class HostGeometry:
     @cached_property
     def records_offset(self) -> int:
         """Bytes from the start of a chunk of records to its first record."""
-        return align(self.flags_offset + 4 * self.flat.max_tokens, HEADER_SPACE)
+        return align(self.flags_offset + 4 * self.tokens, HEADER_SPACE)
 
     @cached_property
     def dispatch_chunk(self) -> int:
         """Bytes of a chunk of records."""
-        return self.records_offset + self.flat.max_tokens * self.flat.record.record_bytes
+        return self.records_offset + self.tokens * self.flat.record.record_bytes
+
+    @property
+    def staging_chunk(self) -> int:
+        """Bytes of a chunk of records before they are compacted; 0 where they are not."""
+        return self.of_tokens.dispatch_chunk if self.compacts else 0
+
+    @property
+    def chunk_bytes(self) -> dict[str, int]:
+        """Bytes for each host, by kind of buffer."""
+        return {"dispatch": self.dispatch_chunk, "combine": self.combine_chunk, "staging": self.staging_chunk}
 
     def dispatch_part(self, part: int) -> slice:
         """Bytes of a chunk of records that travel in `part`."""
         slots, record = self.parts[part], self.flat.record.record_bytes
-        end = self.records_offset + min(slots.stop, self.flat.max_tokens) * record
+        end = self.records_offset + min(slots.stop, self.tokens) * record
         return slice(self.records_offset + slots.start * record if part else 0, end)
 
     def combine_part(self, part: int) -> slice:
@@ -146,7 +176,7 @@ class HostGeometry:
     @cached_property
     def sum_header_offset(self) -> int:
         """Bytes from the start of a chunk of partial sums to its header: the slot that stands for no token."""
-        return self.flat.max_tokens * self.sum_bytes
+        return self.tokens * self.sum_bytes
 
     @cached_property
     def combine_chunk(self) -> int:
@@ -159,11 +189,11 @@ class HostGeometry:
 
     def records(self, chunk: torch.Tensor) -> torch.Tensor:
         """uint8 `[T, record_bytes]` of a chunk."""
-        return chunk[self.records_offset : self.dispatch_chunk].view(self.flat.max_tokens, -1)
+        return chunk[self.records_offset : self.dispatch_chunk].view(self.tokens, -1)
 
     def flags(self, chunk: torch.Tensor) -> torch.Tensor:
         """int32 `[T]` of a chunk of records: the epoch of what lies in each slot."""
-        return chunk[self.flags_offset : self.flags_offset + 4 * self.flat.max_tokens].view(torch.int32)
+        return chunk[self.flags_offset : self.flags_offset + 4 * self.tokens].view(torch.int32)
 
     def dispatch_header(self, chunk: torch.Tensor) -> torch.Tensor:
         """int32 `[ERROR_WORDS]`."""
@@ -184,6 +214,7 @@ class LinkMemory:
         host_starts: int32 `[H + 1]`, first expert id of each host.
         records_out, records_in: uint8 `[H, dispatch_chunk]`. What is for this host stays in `records_out`.
         sums_out, sums_in: uint8 `[H, combine_chunk]`, likewise.
+        staging: uint8 `[H, staging_chunk]`, where `pack` builds records that it then compacts.
         pointers: what `hierarchical_cuda` makes of it.
         words: int32, zeros at first, in which `pack` on GPUs counts epochs and keeps what it finds.
     """
@@ -194,6 +225,7 @@ class LinkMemory:
     records_in: torch.Tensor
     sums_out: torch.Tensor
     sums_in: torch.Tensor
+    staging: torch.Tensor
     words: torch.Tensor
     pointers: object = None
 
@@ -215,12 +247,14 @@ def pack(
     topk_weights_TK: torch.Tensor,
     gsf: torch.Tensor | None,
     num_hosts_T: torch.Tensor,
-) -> None:
+) -> torch.Tensor | None:
     """Build the records of this rank's tokens in `records_out`, in the chunk of each host that holds their experts.
 
     Args:
         x_TH, topk_idx_TK, topk_weights_TK, gsf: as for `ExchangeBackend.dispatch_send`.
         num_hosts_T: int32 `[T]`, receives the number of hosts that each token goes to.
+
+    Returns int32 `[H, T]`, the slot of each token in the chunk of each host, -1 for none; None where that is the token.
     """
     flat, epoch = geometry.flat, reference.next_epoch(int(memory.epoch[0]))
     ids, bad = reference.checked_ids(topk_idx_TK, flat.num_experts)
@@ -231,12 +265,46 @@ def pack(
     if x_TH.shape[0]:
         rows = reference.quantized(flat.token_format, x_TH, gsf)
         records = reference.build_records(flat, rows, ids, topk_weights_TK)
-        for host, chunk in enumerate(link.records_out):
+        built = geometry.of_tokens
+        for host, chunk in enumerate(link.staging if geometry.compacts else link.records_out):
             tokens = goes_to[:, host].nonzero().flatten()
-            geometry.records(chunk)[tokens] = records[tokens]
-            geometry.flags(chunk)[tokens] = epoch
+            built.records(chunk)[tokens] = records[tokens]
+            built.flags(chunk)[tokens] = epoch
+    slots_HT = None
+    if geometry.compacts:
+        slots_HT, counts_H = compact(geometry, link, torch.tensor([epoch], dtype=torch.int32, device=x_TH.device))
+        most = int(counts_H.max())
+        if most > geometry.tokens:
+            rank = geometry.local.rank
+            reference.record_failure(
+                memory, ErrorCode.CAPACITY, rank, Phase.DISPATCH_SEND, epoch, most, geometry.tokens
+            )
     count = x_TH.shape[0] + tag_of(flat.count_tag, epoch)
     _write_headers(memory, geometry, [geometry.dispatch_header(chunk) for chunk in link.records_out], count)
+    return slots_HT
+
+
+def compact(geometry: HostGeometry, link: LinkMemory, epoch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Copy the records in `staging` to the first slots of `records_out`, token order kept, as many as there are slots.
+
+    Args:
+        epoch: int32 `[1]`, that of this dispatch.
+
+    Returns int32 `[H, T]`, the slot of each token, -1 for none, and int32 `[H]`, the tokens for each host.
+    """
+    built, num_tokens, num_slots = geometry.of_tokens, geometry.flat.max_tokens, geometry.tokens
+    chosen = torch.stack([built.flags(chunk) for chunk in link.staging]) == epoch
+    place = chosen.cumsum(dim=1) - 1
+    place = torch.where(chosen & (place < num_slots), place, num_slots)
+    token = torch.arange(num_tokens, device=place.device).expand_as(place)
+    # One slot more for all that have none.
+    token_of_slot = token.new_full((len(place), num_slots + 1), num_tokens).scatter_(1, place, token)[:, :num_slots]
+    for tokens, chunk, out in zip(token_of_slot, link.staging, link.records_out, strict=True):
+        filled = tokens < num_tokens
+        torch.index_select(built.records(chunk), 0, tokens.clamp(max=num_tokens - 1), out=geometry.records(out))
+        geometry.flags(out).copy_(torch.where(filled, epoch, ~epoch))
+    slots = torch.where(place < num_slots, place, -1).to(torch.int32)
+    return slots, chosen.sum(dim=1, dtype=torch.int32)
 
 
 def say_failed(memory: ExchangeMemory, geometry: HostGeometry, link: LinkMemory, kind: str) -> None:
@@ -403,6 +471,7 @@ def total(
     link: LinkMemory,
     shared_TH: torch.Tensor | None,
     y_TH: torch.Tensor,
+    slots_HT: torch.Tensor | None,
     part: int,
 ) -> None:
     """Sum the partial sums of all hosts, ascending, into the rows of `part` in `y_TH`; NaN in all rows after a failure.
@@ -410,6 +479,7 @@ def total(
     Args:
         shared_TH: bf16 `[T, H]`, last dimension contiguous, added first; None where there is no shared expert.
         y_TH: bf16 `[T, H]`, contiguous, written.
+        slots_HT: what `pack` returned.
         part: of the slots. Parts come in their order, and the last knows of failures.
     """
     if part == len(geometry.parts) - 1:
@@ -418,18 +488,24 @@ def total(
             y_TH.fill_(float("nan"))
             return
     rows = tokens_of(geometry, part, len(y_TH))
-    sums = sum_over_hosts(geometry, link, shared_TH, rows)
+    sums = sum_over_hosts(geometry, link, shared_TH, rows, slots_HT)
     y_TH[rows].view(torch.int16).copy_(f32_to_bf16_bits(sums).view(torch.int16))
 
 
 def tokens_of(geometry: HostGeometry, part: int, num_tokens: int) -> slice:
-    """The tokens of `part` where a rank has `num_tokens`."""
+    """The tokens of `part` where a rank has `num_tokens`: all in the last part where slots are not tokens."""
     slots = geometry.parts[part]
+    if geometry.compacts:
+        return slice(0, num_tokens if part == len(geometry.parts) - 1 else 0)
     return slice(min(slots.start, num_tokens), min(slots.stop, num_tokens))
 
 
 def sum_over_hosts(
-    geometry: HostGeometry, link: LinkMemory, shared_TH: torch.Tensor | None, tokens: slice
+    geometry: HostGeometry,
+    link: LinkMemory,
+    shared_TH: torch.Tensor | None,
+    tokens: slice,
+    slots_HT: torch.Tensor | None,
 ) -> torch.Tensor:
     """fp32, a row for each of `tokens`: the sum of `shared_TH` and the partial sums of all hosts, ascending."""
     wire, hidden, at = geometry.flat.combine_format, geometry.flat.output_hidden, geometry.flat.partial_scales_offset
@@ -438,9 +514,13 @@ def sum_over_hosts(
     if shared_TH is not None:
         sums = shared_TH[tokens].to(torch.float32)
     for host in range(geometry.hosts.num_hosts):
-        rows = geometry.sum_rows(link.sums(host, geometry.hosts.host))[tokens]
+        rows = geometry.sum_rows(link.sums(host, geometry.hosts.host))
+        rows = rows[tokens] if slots_HT is None else rows[slots_HT[host, tokens].clamp(min=0)]
         quants, scales = rows[:, : wire.quant_bytes(hidden)].contiguous().view(wire.quant_dtype), None
         if wire.scale_dtype is not None:
             scales = rows[:, at : at + wire.scale_bytes(hidden)].contiguous().view(wire.scale_dtype)
-        sums = sums + dequantize_rows(QuantizedRows(wire, quants, scales))
+        partial = dequantize_rows(QuantizedRows(wire, quants, scales))
+        if slots_HT is not None:
+            partial = torch.where(slots_HT[host, tokens, None] >= 0, partial, 0.0)
+        sums = sums + partial
     return sums

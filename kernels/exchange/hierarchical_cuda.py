@@ -20,6 +20,7 @@ from moe_runtime.kernels.exchange.hierarchical import (
     COUNT,
     HostGeometry,
     LinkMemory,
+    compact,
     put_sums,
     relayed,
     sum_over_hosts,
@@ -63,6 +64,7 @@ def host_macros(geometry: HostGeometry) -> Defines:
             "READY": signals.ready,
             "COMBINE_FLAG": signals.combine_flag,
             "ROUTING": int(ErrorCode.ROUTING),
+            "CAPACITY": int(ErrorCode.CAPACITY),
             "MISMATCH": int(ErrorCode.MISMATCH),
             "DISPATCH_SEND": int(Phase.DISPATCH_SEND),
         }
@@ -98,9 +100,10 @@ class _Pointers:
         self.records = chunks([link.records(host, own) for host in hosts])
         self.sums = chunks([link.sums(host, own) for host in hosts])
         # `dispatch_send` begins at the slots of its own rank.
-        starts = [chunk.data_ptr() for chunk in link.records_out]
-        self.landing = table([start + geometry.records_offset - before * record for start in starts])
-        self.token_flags = table([start + geometry.flags_offset - before * 4 for start in starts])
+        built = geometry.of_tokens
+        starts = [chunk.data_ptr() for chunk in (link.staging if geometry.compacts else link.records_out)]
+        self.landing = table([start + built.records_offset - before * record for start in starts])
+        self.token_flags = table([start + built.flags_offset - before * 4 for start in starts])
         # Its signals go nowhere: headers say what other hosts must know.
         self._unread = torch.zeros(2, words, dtype=torch.int32, device=device)
         self.signals = table([self._unread[int(host == own)].data_ptr() for host in hosts])
@@ -122,7 +125,7 @@ def pack(
     topk_weights_TK: torch.Tensor,
     gsf: torch.Tensor | None,
     num_hosts_T: torch.Tensor,
-) -> None:
+) -> torch.Tensor | None:
     """See `hierarchical.pack`."""
     table, words = _pointers(geometry, link), link.words
     cuda.send_records(
@@ -134,7 +137,11 @@ def pack(
         await_ready=False,
         timeout_ns=0,
     )
-    _write_headers(memory, geometry, table.records_out, 0, words, x_TH.shape[0])
+    slots_HT = counts_H = None
+    if geometry.compacts:
+        slots_HT, counts_H = compact(geometry, link, words[EPOCH : EPOCH + 1])
+    _write_headers(memory, geometry, table.records_out, 0, words, x_TH.shape[0], counts_H)
+    return slots_HT
 
 
 def _write_headers(
@@ -144,6 +151,7 @@ def _write_headers(
     header_at: int,
     packed: torch.Tensor | None,
     num_tokens: int,
+    counts_H: torch.Tensor | None = None,
 ) -> None:
     cuda.launch(
         FILE,
@@ -156,6 +164,7 @@ def _write_headers(
             header_at,
             None if packed is None else packed[FOUND:],
             None if packed is None else packed[LATCH:],
+            counts_H,
             num_tokens,
             geometry.flat.count_tag,
             None if packed is None else packed[EPOCH:],
@@ -257,6 +266,7 @@ def total(
     link: LinkMemory,
     shared_TH: torch.Tensor | None,
     y_TH: torch.Tensor,
+    slots_HT: torch.Tensor | None,
     part: int,
 ) -> None:
     """See `hierarchical.total`."""
@@ -277,6 +287,8 @@ def total(
                 sums,
                 shared_TH,
                 int64(0 if shared_TH is None else shared_TH.stride(0)),
+                slots_HT,
+                geometry.flat.max_tokens,
                 y_TH,
                 rows.start,
                 rows.stop,
@@ -286,7 +298,7 @@ def total(
             device=memory.device,
         )
         return
-    y_TH[rows] = sum_over_hosts(geometry, link, shared_TH, rows).to(torch.bfloat16)
+    y_TH[rows] = sum_over_hosts(geometry, link, shared_TH, rows, slots_HT).to(torch.bfloat16)
     if last:
         cuda.launch(
             FILE,

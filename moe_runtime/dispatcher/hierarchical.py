@@ -21,21 +21,22 @@ class HostExchange:
     Args:
         context: with a link.
         flat: of the layer, as all ranks would exchange on one host.
+        capacity: most tokens of a rank for one host; None for all.
 
     Raises:
         ValueError: on GPUs, sizes that the kernels do not take.
     """
 
-    def __init__(self, context: ExpertParallelContext, flat: ExchangeGeometry) -> None:
+    def __init__(self, context: ExpertParallelContext, flat: ExchangeGeometry, capacity: int | None = None) -> None:
         assert context.hosts is not None and context.link_buffers is not None and context.link is not None
         self.context, self._link, self._buffers = context, context.link, context.link_buffers
-        self.geometry = geometry = HostGeometry(context.hosts, flat, hierarchical.PART_TOKENS)
+        self.geometry = geometry = HostGeometry(context.hosts, flat, hierarchical.PART_TOKENS, capacity)
         if context.engine == "cuda" and plan_exchange(geometry.local) is None:
             raise ValueError(
                 "transport: hierarchical has no kernels for these sizes (hidden_size, top_k, ranks of a host); "
                 "ask for collective"
             )
-        self._buffers.grow(dispatch=geometry.dispatch_chunk, combine=geometry.combine_chunk)
+        self._buffers.grow(**geometry.chunk_bytes)
         self._parts = hierarchical_cuda if context.engine == "cuda" else hierarchical
         self._memory: LinkMemory | None = None
 
@@ -48,6 +49,7 @@ class HostExchange:
                 torch.tensor(geometry.host_starts, dtype=torch.int32, device=device),
                 *self._buffers.chunks("dispatch", geometry.dispatch_chunk),
                 *self._buffers.chunks("combine", geometry.combine_chunk),
+                self._buffers.chunks("staging", geometry.staging_chunk)[0],
                 self._buffers.words,
             )
         return self._memory
@@ -69,9 +71,9 @@ class HostExchange:
         self._take("dispatch", "dispatch_forward or dispatch_recv")
         link = self._link_memory
         tokens = x, topk_idx, topk_weights, gsf, num_hosts
-        self._parts.pack(self.context.memory, self.geometry, link, *tokens)
+        slots = self._parts.pack(self.context.memory, self.geometry, link, *tokens)
         num_parts = torch.empty(self.geometry.local.max_tokens, dtype=torch.int32, device=x.device)
-        step = HostStep(num_parts, timeout_ns)
+        step = HostStep(num_parts, slots, timeout_ns)
         for part in range(len(self.geometry.parts)):
             step.exchanges.append(self._start("dispatch", part, timeout_ns))
         self.expect("combine", timeout_ns)
@@ -107,7 +109,7 @@ class HostExchange:
         """Await the sums of all hosts and sum them into `y`, part by part."""
         for part in range(len(self.geometry.parts)):
             self._wait(step, Phase.COMBINE_RECV)
-            self._parts.total(self.context.memory, self.geometry, self._link_memory, shared, y, part)
+            self._parts.total(self.context.memory, self.geometry, self._link_memory, shared, y, step.slots, part)
         self._buffers.under_way.discard("combine")
 
     def expect(self, kind: str, limit_ns: int) -> None:

@@ -136,7 +136,7 @@ def test_the_layer_is_within_its_bound_of_float64(fmt: str, combine: str, seed: 
     assert error <= error_bound(fmt, combine_format=combine, several_hosts=True)
 
 
-FAILURES = ("id", "argument", "capacity", "sizes")
+FAILURES = ("id", "argument", "capacity", "host capacity", "sizes")
 
 
 def one_rank_fails(rank: int, world: int, per_host: int, how: str, parts: int) -> str:
@@ -144,14 +144,15 @@ def one_rank_fails(rank: int, world: int, per_host: int, how: str, parts: int) -
     in_parts(parts)
     with pytest.raises(MoERuntimeError if rank < world - 1 or how != "argument" else ValueError) as caught:
         with make_context(rank, per_host, timeout_s=WITHOUT_ONE_S) as context:
-            c = config("bf16", expert_row_capacity=40 if how == "capacity" else None)
+            capacities = {"capacity": {"expert_row_capacity": 40}, "host capacity": {"host_capacity": 4}}
+            c = config("bf16", **capacities.get(how, {}))
             layers = [MoELayer(c, context), MoELayer(c, context)]
             for layer in layers:
                 layer.load_random(0)
             for step in range(6):
-                mine = rank_input(step, rank, 5, HIDDEN, EXPERTS, TOP_K)
+                mine = rank_input(step, rank, 4 if step != 1 and how == "host capacity" else 5, HIDDEN, EXPERTS, TOP_K)
                 ids = mine.topk_idx
-                if step == 1 and how == "capacity":
+                if step == 1 and "capacity" in how:
                     ids = torch.arange(TOP_K).expand(5, TOP_K).contiguous()
                 elif step == 1 and rank == world - 1 and how == "id":
                     ids = ids.clone()
@@ -173,6 +174,7 @@ def test_a_mistake_of_one_rank_is_told_on_every_host(how: str, parts: int, get_p
         "id": (RoutingError, "expert id"),
         "argument": (PeerAbortedError, "rank 3 gave up: topk_idx: expected shape"),
         "capacity": (CapacityError, "more than its expert_row_capacity of 40"),
+        "host capacity": (CapacityError, "go to one host, more than its host_capacity of 4"),
         "sizes": (StepMismatchError, "the same layers in the same order"),
     }[how]
     for rank, said in enumerate(texts):
