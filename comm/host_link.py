@@ -6,6 +6,7 @@ bytes: NCCL on GPUs, gloo on CPUs. A chunk may travel in parts, each an exchange
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import secrets
 import time
@@ -86,8 +87,8 @@ class HostLink(Protocol):
     def settle(self, limit_s: float) -> None:
         """Wait at most `limit_s` seconds for what is under way, then end it, where waits have no limit."""
 
-    def close(self) -> None:
-        """Free what the link holds. Nothing is under way."""
+    def close(self, *, failed: bool) -> None:
+        """Free what the link holds. Nothing is under way, unless this rank has `failed`."""
 
 
 class PrivateLink:
@@ -130,7 +131,7 @@ class PrivateLink:
     def settle(self, limit_s: float) -> None:
         """Waits have limits."""
 
-    def close(self) -> None:
+    def close(self, *, failed: bool) -> None:
         self._outgoing.clear()
 
 
@@ -199,7 +200,7 @@ class GlooLink:
     def settle(self, limit_s: float) -> None:
         """Waits have limits."""
 
-    def close(self) -> None:
+    def close(self, *, failed: bool) -> None:
         self._gloo = None
 
     def _failure(self, error: RuntimeError, number: int, phase: Phase, begun: float, limit_s: float) -> MoERuntimeError:
@@ -292,6 +293,8 @@ class NcclLink:
         except RuntimeError as error:
             # A connection was lost. Who is gone the watch knows soon.
             found = None if self._watch is None else self._watch.verdict(limit_s)
+            # Else a call that waits for the GPU and keeps the interpreter's lock would wait for ever.
+            self._abort()
             text = f"rank {self.hosts.rank}, {phase.name.lower()}: a host did not take part: {error}"
             raise (found or PeerTimeoutError(text, -1, phase)) from error
 
@@ -306,6 +309,8 @@ class NcclLink:
     def watch(self, on_failure: Callable[[MoERuntimeError], None], limit_s: float, start_s: float) -> None:
         """Watch the ranks of this rail from now on; see `HostWatch`."""
         self._watch = HostWatch(self.hosts, self._all, self.rail, limit_s, start_s, on_failure, self._abort)
+        # A process that ends without `close` would wait for a host that is gone.
+        atexit.register(self._watch.free_at_exit)
 
     def settle(self, limit_s: float) -> None:
         """Wait at most `limit_s` until the current stream is idle, then end what waits for other hosts."""
@@ -318,12 +323,14 @@ class NcclLink:
                 return
             time.sleep(1e-4)
 
-    def close(self) -> None:
+    def close(self, *, failed: bool) -> None:
         if self._watch is not None:
+            atexit.unregister(self._watch.free_at_exit)
             self._watch.stop(in_order=True)
         nccl, self._nccl = self._nccl, None
         if nccl is not None:
-            nccl.shutdown()
+            # A shutdown waits for the other hosts.
+            (nccl.abort if failed else nccl.shutdown)()
 
     def _abort(self) -> None:
         nccl = self._nccl

@@ -412,7 +412,7 @@ class ExpertParallelContext:
         if self._failure is not None and self.group is not None:
             self.group.leave(reason_of(self._failure), self._failure)
         if self.link is not None:
-            self.link.close()
+            self.link.close(failed=self.failed)
         self.heap.close(failed=self.failed)
 
     def __enter__(self) -> ExpertParallelContext:

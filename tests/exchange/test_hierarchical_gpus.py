@@ -91,7 +91,9 @@ def run_layers(rank: int, world: int, num_hosts: int, seed: int) -> dict[str, fl
                 graph.replay()
                 wrong += (y.view(torch.int16) != expected[d].view(torch.int16)).any(dim=1).sum()
             torch.cuda.synchronize()
-            spent[f"{config.token_format} {config.max_tokens_per_rank} {config.host_capacity}"] = time.monotonic() - start
+            spent[f"{config.token_format} {config.max_tokens_per_rank} {config.host_capacity}"] = (
+                time.monotonic() - start
+            )
             assert int(wrong) == 0, f"layer {number}: {int(wrong)} wrong rows in replays"
             del graph
         context.check_peers()
