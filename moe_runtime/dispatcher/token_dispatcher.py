@@ -321,9 +321,12 @@ class TokenDispatcher:
         they call this or the combine of the last dispatch first: otherwise each waits for the other until its timeout.
 
         `gsf`, fp32 `[1]` on the device, is the encode scale of `nvfp4` tokens in place of `1 / input_scale`.
+
+        Raises as `dispatch`, and `ValueError` in a capture where the transport cannot be captured.
         """
         scales_in_record = _scales_in_record(scales_in_record, leave_scales)
         context, geometry = self.context, self.geometry
+        context.check_no_capture()
         timeout_ns = context.timeout_ns if self._stepped else context.startup_timeout_ns
         if self._hosts is not None:
             self._hosts.expect("dispatch", timeout_ns)
