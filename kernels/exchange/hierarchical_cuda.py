@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cache
 
@@ -16,7 +16,16 @@ from moe_runtime.comm.hosts import Hosts
 from moe_runtime.comm.signals import ERROR_WORDS, SignalLayout
 from moe_runtime.kernels.exchange import cuda
 from moe_runtime.kernels.exchange.geometry import ExchangeGeometry, sample_geometry
-from moe_runtime.kernels.exchange.hierarchical import COUNT, HostGeometry, LinkMemory, put_sums, sum_over_hosts
+from moe_runtime.kernels.exchange.hierarchical import (
+    COUNT,
+    HostGeometry,
+    LinkMemory,
+    compact,
+    put_sums,
+    relayed,
+    sum_over_hosts,
+    tokens_of,
+)
 from moe_runtime.kernels.exchange.interface import ExchangeMemory
 from moe_runtime.kernels.exchange.macros import BULK_STORE, shared_macros, token_macros
 from moe_runtime.kernels.exchange.plan import MAX_SHARED_BYTES
@@ -48,13 +57,14 @@ def host_macros(geometry: HostGeometry) -> Defines:
             "ERROR_WORDS": ERROR_WORDS,
             "COUNT": COUNT,
             "FLAGS_AT": geometry.flags_offset,
-            "HEADER_AT": geometry.header_offset,
+            "RECORDS_AT": geometry.records_offset,
             "SUM_HEADER_AT": geometry.sum_header_offset,
             "SUM_BYTES": geometry.sum_bytes,
             "HIDDEN": flat.output_hidden,
             "READY": signals.ready,
             "COMBINE_FLAG": signals.combine_flag,
             "ROUTING": int(ErrorCode.ROUTING),
+            "CAPACITY": int(ErrorCode.CAPACITY),
             "MISMATCH": int(ErrorCode.MISMATCH),
             "DISPATCH_SEND": int(Phase.DISPATCH_SEND),
         }
@@ -82,19 +92,21 @@ class _Pointers:
         def table(addresses: list[int]) -> torch.Tensor:
             return torch.tensor(addresses, dtype=torch.int64, device=device)
 
-        def chunks(of: torch.Tensor) -> torch.Tensor:
+        def chunks(of: Iterable[torch.Tensor]) -> torch.Tensor:
             return table([chunk.data_ptr() for chunk in of])
 
-        self.records_out, self.records_in = chunks(link.records_out), chunks(link.records_in)
-        self.sums_out, self.sums_in = chunks(link.sums_out), chunks(link.sums_in)
+        own, hosts = geometry.hosts.host, range(geometry.hosts.num_hosts)
+        self.records_out, self.sums_out = chunks(link.records_out), chunks(link.sums_out)
+        self.records = chunks([link.records(host, own) for host in hosts])
+        self.sums = chunks([link.sums(host, own) for host in hosts])
         # `dispatch_send` begins at the slots of its own rank.
-        starts = [chunk.data_ptr() for chunk in link.records_out]
-        self.landing = table([start - before * record for start in starts])
-        self.token_flags = table([start + geometry.flags_offset - before * 4 for start in starts])
+        built = geometry.of_tokens
+        starts = [chunk.data_ptr() for chunk in (link.staging if geometry.compacts else link.records_out)]
+        self.landing = table([start + built.records_offset - before * record for start in starts])
+        self.token_flags = table([start + built.flags_offset - before * 4 for start in starts])
         # Its signals go nowhere: headers say what other hosts must know.
         self._unread = torch.zeros(2, words, dtype=torch.int32, device=device)
-        others, own = self._unread[0].data_ptr(), self._unread[1].data_ptr()
-        self.signals = table([own if host == geometry.hosts.host else others for host in range(len(starts))])
+        self.signals = table([self._unread[int(host == own)].data_ptr() for host in hosts])
 
 
 def _pointers(geometry: HostGeometry, link: LinkMemory) -> _Pointers:
@@ -113,7 +125,7 @@ def pack(
     topk_weights_TK: torch.Tensor,
     gsf: torch.Tensor | None,
     num_hosts_T: torch.Tensor,
-) -> None:
+) -> torch.Tensor | None:
     """See `hierarchical.pack`."""
     table, words = _pointers(geometry, link), link.words
     cuda.send_records(
@@ -125,7 +137,11 @@ def pack(
         await_ready=False,
         timeout_ns=0,
     )
-    _write_headers(memory, geometry, table.records_out, geometry.header_offset, words, x_TH.shape[0])
+    slots_HT = counts_H = None
+    if geometry.compacts:
+        slots_HT, counts_H = compact(geometry, link, words[EPOCH : EPOCH + 1])
+    _write_headers(memory, geometry, table.records_out, 0, words, x_TH.shape[0], counts_H)
+    return slots_HT
 
 
 def _write_headers(
@@ -135,6 +151,7 @@ def _write_headers(
     header_at: int,
     packed: torch.Tensor | None,
     num_tokens: int,
+    counts_H: torch.Tensor | None = None,
 ) -> None:
     cuda.launch(
         FILE,
@@ -147,6 +164,7 @@ def _write_headers(
             header_at,
             None if packed is None else packed[FOUND:],
             None if packed is None else packed[LATCH:],
+            counts_H,
             num_tokens,
             geometry.flat.count_tag,
             None if packed is None else packed[EPOCH:],
@@ -164,7 +182,7 @@ def say_failed(memory: ExchangeMemory, geometry: HostGeometry, link: LinkMemory,
     """See `hierarchical.say_failed`."""
     table = _pointers(geometry, link)
     if kind == "dispatch":
-        _write_headers(memory, geometry, table.records_out, geometry.header_offset, None, 0)
+        _write_headers(memory, geometry, table.records_out, 0, None, 0)
     else:
         _write_headers(memory, geometry, table.sums_out, geometry.sum_header_offset, None, 0)
 
@@ -176,10 +194,13 @@ def forward(
     handle_epoch: torch.Tensor,
     num_parts_V: torch.Tensor,
     timeout_ns: int,
+    part: int | None,
 ) -> None:
     """See `hierarchical.forward`."""
-    local, warps = geometry.local, _warps(geometry)
-    blocks = min(ceil_div(local.max_tokens, warps), 2 * cuda.most_sms(memory.device))
+    local, warps, own = geometry.local, _warps(geometry), part is None
+    slots = range(geometry.slots) if part is None else geometry.parts[part]
+    num_slots = len(slots) * (1 if own else len(geometry.others))
+    blocks = min(ceil_div(num_slots, warps), 2 * cuda.most_sms(memory.device))
     cuda.launch(
         FILE,
         "forward_send",
@@ -188,7 +209,10 @@ def forward(
         block=32 * warps,
         shared_bytes=warps * geometry.flat.record.record_bytes,
         arguments=[
-            _pointers(geometry, link).records_in,
+            _pointers(geometry, link).records,
+            int(own),
+            slots.start,
+            slots.stop,
             geometry.flat.max_tokens,
             geometry.flat.count_tag,
             link.starts,
@@ -219,15 +243,21 @@ def relay(
     handle_epoch: torch.Tensor,
     num_parts_V: torch.Tensor,
     timeout_ns: int,
+    part: int | None,
 ) -> None:
     """See `hierarchical.relay`."""
-    local, wire, out = geometry.local, geometry.flat.combine_format, link.sums_out
-    shape, in_place = (local.max_tokens, geometry.flat.output_hidden), wire is BF16
-    sums = out.view(torch.bfloat16).view(shape) if in_place else out.new_empty(shape, dtype=torch.bfloat16)
-    cuda.combine_recv(memory, local, handle_epoch, num_parts_V, None, sums, timeout_ns)
-    if not in_place:
-        put_sums(geometry, quantize_rows(sums, wire), out)
-    _write_headers(memory, geometry, _pointers(geometry, link).sums_out, geometry.sum_header_offset, None, 0)
+    wire, hidden = geometry.flat.combine_format, geometry.flat.output_hidden
+    for host, slots in relayed(geometry, part):
+        rows = geometry.sum_rows(link.sums_out[host])[slots.start : slots.stop]
+        quantized = wire is not BF16
+        sums = (rows.new_empty((len(slots), 2 * hidden)) if quantized else rows).view(torch.bfloat16)
+        first = host * geometry.slots + slots.start
+        counts = num_parts_V[first : first + len(slots)]
+        cuda.combine_recv(memory, geometry.local, handle_epoch, counts, None, sums, timeout_ns, first_token=first)
+        if quantized:
+            put_sums(geometry, quantize_rows(sums, wire), rows)
+    if part == len(geometry.parts) - 1:
+        _write_headers(memory, geometry, _pointers(geometry, link).sums_out, geometry.sum_header_offset, None, 0)
 
 
 def total(
@@ -236,9 +266,14 @@ def total(
     link: LinkMemory,
     shared_TH: torch.Tensor | None,
     y_TH: torch.Tensor,
+    slots_HT: torch.Tensor | None,
+    part: int,
 ) -> None:
     """See `hierarchical.total`."""
-    num_tokens, sums = y_TH.shape[0], _pointers(geometry, link).sums_in
+    rows, last = tokens_of(geometry, part, y_TH.shape[0]), part == len(geometry.parts) - 1
+    num_tokens, sums = rows.stop - rows.start, _pointers(geometry, link).sums
+    if num_tokens == 0 and not last:
+        return
     failure = [memory.signal_pointers, memory.error, memory.latch, geometry.local.rank, int64(0)]
     if geometry.flat.combine_format is BF16:
         shared_TH = None if shared_TH is None else cuda.aligned(shared_TH)
@@ -252,24 +287,29 @@ def total(
                 sums,
                 shared_TH,
                 int64(0 if shared_TH is None else shared_TH.stride(0)),
+                slots_HT,
+                geometry.flat.max_tokens,
                 y_TH,
-                num_tokens,
+                rows.start,
+                rows.stop,
+                int(last),
                 *failure,
             ],
             device=memory.device,
         )
         return
-    cuda.launch(
-        FILE,
-        "host_failures",
-        host_macros(geometry),
-        grid=(1, 1, 1),
-        block=32,
-        arguments=[sums, *failure],
-        device=memory.device,
-    )
-    exact = sum_over_hosts(geometry, link.sums_in, shared_TH, num_tokens).to(torch.bfloat16)
-    y_TH.copy_(torch.where(memory.latch[0] != 0, float("nan"), exact))
+    y_TH[rows] = sum_over_hosts(geometry, link, shared_TH, rows, slots_HT).to(torch.bfloat16)
+    if last:
+        cuda.launch(
+            FILE,
+            "host_failures",
+            host_macros(geometry),
+            grid=(1, 1, 1),
+            block=32,
+            arguments=[sums, *failure],
+            device=memory.device,
+        )
+        y_TH.masked_fill_(memory.latch[0] != 0, float("nan"))
 
 
 KERNELS = ("host_headers", "forward_send", "host_total", "host_failures")

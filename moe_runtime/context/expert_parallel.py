@@ -313,6 +313,15 @@ class ExpertParallelContext:
                     self._find_failure()
         self._check_usable()
 
+    def check_no_capture(self) -> None:
+        """Raise `ValueError` where the current stream is being captured and a step cannot be."""
+        if not self.graph_safe and self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            others = "; ".join(f"{name}: {reason}" for name, reason in self.transport_reasons.items())
+            raise ValueError(
+                f"transport: {self.transport} waits for the host in every step, which a CUDA graph cannot capture"
+                + (f" ({others})" if others else "")
+            )
+
     def check_peers(self) -> None:
         """`check()` including the peers' abort words on a GPU: waits for the work queued on the current stream."""
         if self._failure is None and self.allocated and not self.closed:
@@ -412,7 +421,7 @@ class ExpertParallelContext:
         if self._failure is not None and self.group is not None:
             self.group.leave(reason_of(self._failure), self._failure)
         if self.link is not None:
-            self.link.close()
+            self.link.close(failed=self.failed)
         self.heap.close(failed=self.failed)
 
     def __enter__(self) -> ExpertParallelContext:

@@ -38,6 +38,9 @@ from moe_runtime.placement.rail import Rail
 
 SPINS_BEFORE_SLEEP = 200
 
+_LEFT: list[Rail] = []
+"""Of moves that have failed: the network may still write to their chunks."""
+
 OUTGOING, INCOMING = -2, -3
 """Slots of a move that are a rank's chunks to and from other hosts."""
 
@@ -301,11 +304,13 @@ def move_experts(movers: Sequence[ExpertMover], plan: MigrationPlan) -> None:
         context.say_failed = None
     try:
         _make(movers, plan)
-    except PeerTimeoutError as error:
-        for context in contexts:
-            if context.link is not None and context.group is not None and error.rank != context.rank:
-                # Before this rank leaves the link: ranks of other hosts then look in the store who is gone.
-                context.group.leave(reason_of(error), error)
+    except BaseException as error:
+        _LEFT.extend(mover.rail for mover in movers if mover.rail is not None)
+        if isinstance(error, PeerTimeoutError):
+            for context in contexts:
+                if context.link is not None and context.group is not None and error.rank != context.rank:
+                    # Before this rank leaves the link: ranks of other hosts then look in the store who is gone.
+                    context.group.leave(reason_of(error), error)
         raise
     for context, say_failed in zip(contexts, words, strict=True):
         context.say_failed = say_failed

@@ -37,11 +37,11 @@ class Rail:
         assert context.hosts is not None and context.link is not None
         self._rank, self._hosts, self._link, self._plan = context.rank, context.hosts, context.link, plan
         self.limit_s = 2 * context.timeout_s
-        before = PAD * self._hosts.num_hosts
         used = any(self._rank in (plan.sender(crossing), plan.receiver(crossing)) for crossing in plan.crossings)
-        size = 2 * before + (chunk_bytes if used else 0)
-        self._buffers = torch.zeros(2, size, dtype=torch.uint8, device=context.device)
-        self.outgoing, self.incoming = self._buffers[:, before : size - before]
+        size = chunk_bytes if used else 0
+        self._buffers = torch.zeros(2, size + PAD, dtype=torch.uint8, device=context.device)
+        self._pads = torch.zeros(2, self._hosts.num_hosts, PAD, dtype=torch.uint8, device=context.device)
+        self.outgoing, self.incoming = self._buffers[:, :size]
 
     def start(self, crossings: Sequence[Crossing], num_bytes: int) -> Exchange:
         """Send the chunk of `num_bytes` bytes in `outgoing`, and await one in `incoming`, as `crossings` say.
@@ -51,13 +51,8 @@ class Rail:
         plan, per_host = self._plan, self._hosts.ranks_per_host
         targets = [c.move.target_rank // per_host for c in crossings if plan.sender(c) == self._rank]
         sources = [c.move.source_rank // per_host for c in crossings if plan.receiver(c) == self._rank]
-        outgoing, sent = self._parts(self._buffers[0], targets, num_bytes)
-        incoming, received = self._parts(self._buffers[1], sources, num_bytes)
-        return self._link.start(outgoing, incoming, Phase.REPLACEMENT, self.limit_s, (sent, received))
-
-    def _parts(self, buffer: torch.Tensor, hosts: list[int], num_bytes: int) -> tuple[torch.Tensor, list[int]]:
-        """The part of `buffer` in which the chunk is the first of the bytes of its host, in `hosts`; sizes by host."""
-        count = self._hosts.num_hosts
-        sizes = [PAD + num_bytes * (host in hosts) for host in range(count)]
-        first = PAD * (count - sum(hosts))
-        return buffer[first : first + sum(sizes)], sizes
+        outgoing, incoming = (
+            [buffer[: num_bytes + PAD] if host in hosts else pad for host, pad in enumerate(pads)]
+            for buffer, pads, hosts in zip(self._buffers, self._pads, (targets, sources), strict=True)
+        )
+        return self._link.start(outgoing, incoming, Phase.REPLACEMENT, 0, self.limit_s)

@@ -36,7 +36,7 @@ def watch_others(rank: int, world: int, how: str) -> tuple[str, float, bool]:
 
     def free() -> None:
         freed.set()
-        if how == "stuck":
+        if "stuck" in how:
             never.wait()
 
     rail = group.of_ranks(hosts.rail, "rail")
@@ -50,9 +50,12 @@ def watch_others(rank: int, world: int, how: str) -> tuple[str, float, bool]:
         elif how == "gives up":
             watch.stop(in_order=True)
             group.leave("x: too many tokens")
-        else:
+        elif not how.startswith("exits"):
             os.kill(os.getpid(), signal.SIGKILL)
         return "", 0.0, False
+    if how.startswith("exits"):
+        watch.free_at_exit()
+        return "", time.monotonic() - start, freed.is_set()
     if how == "parts":
         assert not told.wait(3 * LIMIT_S)
         watch.stop(in_order=True)
@@ -96,5 +99,12 @@ def test_a_rank_that_parts_in_order_is_not_missed() -> None:
     assert outcome.result == ("", 0.0, False)
 
 
-def test_a_process_ends_where_a_wait_does_not() -> None:
-    assert outcome_of("stuck").exitcode == EXIT_CODE
+@pytest.mark.parametrize("how", ["stuck", "exits while stuck"])
+def test_a_process_ends_where_a_wait_does_not(how: str) -> None:
+    assert outcome_of(how).exitcode == EXIT_CODE
+
+
+def test_a_process_that_exits_frees_what_waits() -> None:
+    outcome = outcome_of("exits")
+    assert outcome.error is None, outcome.trace
+    assert outcome.result[2] and outcome.result[1] < LIMIT_S

@@ -63,14 +63,13 @@ def run_over_hosts(rank: int, world: int, per_host: int, seed: int, delays: bool
     dice, sent, start = random.Random(seed * 100 + rank), [0], host_link.GlooLink.start
 
     def counted(
-        self: host_link.GlooLink, outgoing: Any, incoming: Any, phase: Phase, limit_s: float, splits: Any = None
+        self: host_link.GlooLink, outgoing: Any, incoming: Any, phase: Phase, part: int, limit_s: float
     ) -> host_link.Exchange:
         if delays:
             time.sleep(dice.choice((0.0, 0.0, 0.02)))
         if phase is Phase.REPLACEMENT:
-            assert outgoing.numel() == sum(splits[0])
-            sent[0] += sum(size for host, size in enumerate(splits[0]) if host != self.hosts.host)
-        return start(self, outgoing, incoming, phase, limit_s, splits)
+            sent[0] += sum(chunk.numel() for host, chunk in enumerate(outgoing) if host != self.hosts.host)
+        return start(self, outgoing, incoming, phase, part, limit_s)
 
     small_chunks()
     host_link.GlooLink.start = counted  # type: ignore[method-assign]
