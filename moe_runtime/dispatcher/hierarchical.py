@@ -159,6 +159,8 @@ class HostExchange:
     def _failed(self, error: MoERuntimeError, phase: Phase, timeout_ns: int) -> Exception:
         """The error to raise where an exchange between hosts failed. The ranks of this host learn who did not come."""
         context, hosts = self.context, self.geometry.hosts
+        if isinstance(error, PeerTimeoutError):
+            error = context.traced(error)
         try:
             # A rank of this host may know better who is gone.
             context.check()
