@@ -23,6 +23,7 @@ from moe_runtime.comm.host_watch import HostWatch
 from moe_runtime.comm.hosts import Hosts
 from moe_runtime.comm.messages import hexadecimal
 from moe_runtime.comm.rank_group import ROLL_CALL_S, RankGroup
+from moe_runtime.comm.suspects import Suspects
 
 _KEY_BYTES = 8
 """Of the random key under which the ranks of a rail connect."""
@@ -60,12 +61,16 @@ class HostLink(Protocol):
         graph_safe: whether a step can be captured in a CUDA graph.
         bounded_waits: whether a wait for a host that is gone ends by itself. Where it does not, a watch ends the
             process (`HostWatch`).
+        suspects: what ranks say about whom they missed; None where all are in one process.
     """
 
     hosts: Hosts
     name: str
     graph_safe: bool
     bounded_waits: bool
+
+    @property
+    def suspects(self) -> Suspects | None: ...
 
     def start(self, outgoing: Chunks, incoming: Chunks, phase: Phase, part: int, limit_s: float) -> Exchange:
         """Send `outgoing[h]` to this rail's rank on each other host `h`, which becomes its `incoming[host]`.
@@ -101,6 +106,7 @@ class PrivateLink:
     name = "private"
     graph_safe = True
     bounded_waits = True
+    suspects: Suspects | None = None
 
     def __init__(self, hosts: Hosts, rail: list[PrivateLink]) -> None:
         self.hosts = hosts
@@ -168,6 +174,7 @@ class GlooLink:
         self.hosts = hosts
         self._all = group
         self.rail = group.of_ranks(hosts.rail, f"rail {hosts.local_rank}")
+        self.suspects = Suspects(group)
         self._others = [host for host in range(hosts.num_hosts) if host != hosts.host]
         key = self.rail.gather("GlooLink", secrets.token_hex(_KEY_BYTES), hexadecimal(_KEY_BYTES))[0].hex()
         self._key = key
@@ -235,6 +242,8 @@ class GlooLink:
         if not missing and lost is not None and lost.rank >= 0:
             return PeerTimeoutError(f"rank {self.hosts.rank}, {phase.name.lower()}: {lost}", lost.rank, phase)
         rank = self.hosts.rank_on(missing[0]) if missing else -1
+        if rank >= 0:
+            self.suspects.accuse(rank, gone=waited < limit_s)
         names = " and ".join(f"rank {self.hosts.rank_on(host)} (host {host})" for host in missing) or "a host"
         ended = f"the exchange between hosts ended after {waited:.1f} s, its limit is {limit_s:g} s"
         text = f"rank {self.hosts.rank}, {phase.name.lower()}: {names} did not take part; {ended}"
@@ -290,6 +299,7 @@ class NcclLink:
     def __init__(self, hosts: Hosts, group: RankGroup, device: torch.device) -> None:
         self.hosts = hosts
         self._all = group
+        self.suspects = Suspects(group)
         self.rail = rail = group.of_ranks(hosts.rail, f"rail {hosts.local_rank}")
         self._watch: HostWatch | None = None
         key = rail.gather("NcclLink", secrets.token_hex(_KEY_BYTES), hexadecimal(_KEY_BYTES))[0].hex()
@@ -333,7 +343,8 @@ class NcclLink:
 
     def watch(self, on_failure: Callable[[MoERuntimeError], None], limit_s: float, start_s: float) -> None:
         """Watch the ranks of this rail from now on; see `HostWatch`."""
-        self._watch = HostWatch(self.hosts, self._all, self.rail, limit_s, start_s, on_failure, self._abort)
+        rails = self._all, self.rail, self.suspects
+        self._watch = HostWatch(self.hosts, *rails, limit_s, start_s, on_failure, self._abort)
         # A process that ends without `close` would wait for a host that is gone.
         atexit.register(self._watch.free_at_exit)
 

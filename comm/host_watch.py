@@ -17,6 +17,7 @@ from collections.abc import Callable
 from moe_runtime.comm.errors import MoERuntimeError, PeerTimeoutError, Phase
 from moe_runtime.comm.hosts import Hosts
 from moe_runtime.comm.rank_group import RankGroup
+from moe_runtime.comm.suspects import Suspects
 
 _LOG = logging.getLogger(__name__)
 
@@ -36,6 +37,7 @@ class HostWatch:
         hosts: the ranks of each host.
         group: of all ranks.
         rail: of this rail.
+        suspects: is told of ranks that give no sign of life.
         limit_s: seconds without a sign of life after which a rank counts as dead.
         start_s: seconds after which a rank counts as dead that has given none yet.
         on_failure: called once with what is known, on the thread of the watch.
@@ -50,13 +52,14 @@ class HostWatch:
         hosts: Hosts,
         group: RankGroup,
         rail: RankGroup,
+        suspects: Suspects,
         limit_s: float,
         start_s: float,
         on_failure: Callable[[MoERuntimeError], None],
         free: Callable[[], None],
     ) -> None:
         self._hosts, self._group, self._limit_s, self._start_s = hosts, group, limit_s, start_s
-        self._on_failure, self._free = on_failure, free
+        self._on_failure, self._free, self._suspects = on_failure, free, suspects
         self._beats = rail.number_board("beat")
         self._ended, self._found_it, self._done = threading.Event(), threading.Event(), threading.Event()
         self._free_at_end = False
@@ -119,6 +122,7 @@ class HostWatch:
 
     def _silent(self, host: int) -> MoERuntimeError:
         rank = self._hosts.rank_on(host)
+        self._suspects.accuse(rank, gone=True)
         text = f"rank {rank} (host {host}) has given no sign of life for {self._limit_s:g} s"
         return PeerTimeoutError(f"rank {self._hosts.rank}: {text}", rank, Phase.HOST)
 

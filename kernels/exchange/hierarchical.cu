@@ -4,10 +4,10 @@
 // Macros: those of signalling.cuh, HOSTS (at most 32), HOST (this one), ERROR_WORDS and COUNT (of a header, which a chunk of records
 // begins with), SUM_HEADER_AT (of a chunk of sums), FLAGS_AT and RECORDS_AT (of one of records), K, RECORD_BYTES, IDS_AT, SOURCE_AT, WEIGHTS_AT, WARPS (of a block of
 // `forward_send`), SLOTS (of a host), READY, COMBINE_FLAG, DISPATCH_FLAG, TOKEN_COUNT, ROUTING, CAPACITY and MISMATCH (ErrorCode),
-// DISPATCH_SEND (Phase), HIDDEN and SUM_BYTES (of a sum).
+// DISPATCH_SEND (Phase), HIDDEN and SUM_BYTES (of a sum), WIRE and PARTIAL_SCALES_AT (of partial.cuh).
 
 #include "signalling.cuh"
-#include "quantize.cuh"
+#include "partial.cuh"
 
 __device__ __noinline__ void adopt_header(const Exchange x, const int* header) {
   record_failure_of(x, header[0], header[1], header[2], header[3], header[4], header[6], header[5]);
@@ -190,11 +190,13 @@ extern "C" __global__ void __launch_bounds__(256)
 #pragma unroll
     for (int host = 0; host < HOSTS; ++host) slot[host] = slots == nullptr ? token : slots[host * max_tokens + token];
     for (int unit = threadIdx.x; unit < EIGHTS; unit += 256) {
-      uint4 rows[HOSTS];
+      Partial partials[HOSTS];
 #pragma unroll
-      for (int host = 0; host < HOSTS; ++host)
-        rows[host] = slot[host] < 0 ? make_uint4(0, 0, 0, 0)
-                                    : reinterpret_cast<const uint4*>(chunks[host] + static_cast<long long>(slot[host]) * SUM_BYTES)[unit];
+      for (int host = 0; host < HOSTS; ++host) {
+        partials[host] = Partial{};
+        if (slot[host] >= 0)
+          partials[host].load(reinterpret_cast<const u8*>(chunks[host]) + static_cast<long long>(slot[host]) * SUM_BYTES, unit);
+      }
       float total[8];
       uint4 added = make_uint4(0, 0, 0, 0);
       if (shared != nullptr) added = reinterpret_cast<const uint4*>(shared + token * shared_stride)[unit];
@@ -202,11 +204,7 @@ extern "C" __global__ void __launch_bounds__(256)
 #pragma unroll
       for (int n = 0; n < 8; ++n) total[n] = bf16_value(words[n / 2] >> 16 * (n % 2) & 0xFFFF);
 #pragma unroll
-      for (int host = 0; host < HOSTS; ++host) {
-        const u32 row[4] = {rows[host].x, rows[host].y, rows[host].z, rows[host].w};
-#pragma unroll
-        for (int n = 0; n < 8; ++n) total[n] += bf16_value(row[n / 2] >> 16 * (n % 2) & 0xFFFF);
-      }
+      for (int host = 0; host < HOSTS; ++host) partials[host].add_to(total);
       uint4 sums = bf16_words(total);
       if (failed) sums = make_uint4(0x7FC07FC0u, 0x7FC07FC0u, 0x7FC07FC0u, 0x7FC07FC0u);
       reinterpret_cast<uint4*>(y)[static_cast<long long>(token) * EIGHTS + unit] = sums;
@@ -214,10 +212,24 @@ extern "C" __global__ void __launch_bounds__(256)
   }
 }
 
-// Where sums are quantized, torch adds them up: this only records what headers tell of. One warp.
-extern "C" __global__ void __launch_bounds__(32)
-    host_failures(const u64* chunks, const u64* signals, int* error, int* latch, int rank, long long timeout_ns) {
-  const Exchange x{signals, error, latch, rank, timeout_ns};
+#if !WIRE_BF16
+// Quantizes sums, bf16 `[num_rows][HIDDEN]`, into rows of a chunk. A block takes a row.
+extern "C" __global__ void __launch_bounds__(256) host_quantize(const u16* sums, u8* rows, int num_rows) {
+  constexpr int UNITS = HIDDEN / 16;
   asm volatile("griddepcontrol.wait;" ::: "memory");
-  adopt_headers(x, chunks, SUM_HEADER_AT, OTHER_HOSTS);
+  asm volatile("griddepcontrol.launch_dependents;");
+  for (int row = blockIdx.x; row < num_rows; row += gridDim.x) {
+    u8* quants = rows + static_cast<long long>(row) * SUM_BYTES;
+    for (int first = 0; first < UNITS; first += 256) {
+      const int unit = first + threadIdx.x;
+      const uint4* from = reinterpret_cast<const uint4*>(sums + static_cast<long long>(row) * HIDDEN) + 2 * min(unit, UNITS - 1);
+      const uint4 low = from[0], high = from[1];
+      const u32 pairs[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+      float x[16];
+#pragma unroll
+      for (int n = 0; n < 16; ++n) x[n] = bf16_value(pairs[n / 2] >> 16 * (n % 2) & 0xFFFF);
+      quantize_unit<WIRE>(x, 1.0f, quants, quants + PARTIAL_SCALES_AT, unit, unit < UNITS);
+    }
+  }
 }
+#endif

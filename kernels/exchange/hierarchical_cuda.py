@@ -21,16 +21,13 @@ from moe_runtime.kernels.exchange.hierarchical import (
     HostGeometry,
     LinkMemory,
     compact,
-    put_sums,
     relayed,
-    sum_over_hosts,
     tokens_of,
 )
 from moe_runtime.kernels.exchange.interface import ExchangeMemory
 from moe_runtime.kernels.exchange.macros import BULK_STORE, shared_macros, token_macros
 from moe_runtime.kernels.exchange.plan import MAX_SHARED_BYTES
 from moe_runtime.kernels.formats.number_formats import BF16, FORMATS, ceil_div
-from moe_runtime.kernels.formats.quantize import quantize_rows
 from moe_runtime.kernels.nvrtc import Defines, int64
 from moe_runtime.kernels.runtime import CudaCase
 
@@ -60,6 +57,8 @@ def host_macros(geometry: HostGeometry) -> Defines:
             "RECORDS_AT": geometry.records_offset,
             "SUM_HEADER_AT": geometry.sum_header_offset,
             "SUM_BYTES": geometry.sum_bytes,
+            "WIRE": int(flat.combine_format.code),
+            "PARTIAL_SCALES_AT": flat.partial_scales_offset,
             "HIDDEN": flat.output_hidden,
             "READY": signals.ready,
             "COMBINE_FLAG": signals.combine_flag,
@@ -255,7 +254,15 @@ def relay(
         counts = num_parts_V[first : first + len(slots)]
         cuda.combine_recv(memory, geometry.local, handle_epoch, counts, None, sums, timeout_ns, first_token=first)
         if quantized:
-            put_sums(geometry, quantize_rows(sums, wire), rows)
+            cuda.launch(
+                FILE,
+                "host_quantize",
+                host_macros(geometry),
+                grid=(geometry.flat.programs(min(len(slots), 4 * cuda.most_sms(memory.device))), 1, 1),
+                block=256,
+                arguments=[sums, rows, len(slots)],
+                device=memory.device,
+            )
     if part == len(geometry.parts) - 1:
         _write_headers(memory, geometry, _pointers(geometry, link).sums_out, geometry.sum_header_offset, None, 0)
 
@@ -274,52 +281,45 @@ def total(
     num_tokens, sums = rows.stop - rows.start, _pointers(geometry, link).sums
     if num_tokens == 0 and not last:
         return
-    failure = [memory.signal_pointers, memory.error, memory.latch, geometry.local.rank, int64(0)]
-    if geometry.flat.combine_format is BF16:
-        shared_TH = None if shared_TH is None else cuda.aligned(shared_TH)
-        cuda.launch(
-            FILE,
-            "host_total",
-            host_macros(geometry),
-            grid=(geometry.flat.programs(min(num_tokens, 4 * cuda.most_sms(memory.device))), 1, 1),
-            block=256,
-            arguments=[
-                sums,
-                shared_TH,
-                int64(0 if shared_TH is None else shared_TH.stride(0)),
-                slots_HT,
-                geometry.flat.max_tokens,
-                y_TH,
-                rows.start,
-                rows.stop,
-                int(last),
-                *failure,
-            ],
-            device=memory.device,
-        )
-        return
-    y_TH[rows] = sum_over_hosts(geometry, link, shared_TH, rows, slots_HT).to(torch.bfloat16)
-    if last:
-        cuda.launch(
-            FILE,
-            "host_failures",
-            host_macros(geometry),
-            grid=(1, 1, 1),
-            block=32,
-            arguments=[sums, *failure],
-            device=memory.device,
-        )
-        y_TH.masked_fill_(memory.latch[0] != 0, float("nan"))
+    shared_TH = None if shared_TH is None else cuda.aligned(shared_TH)
+    cuda.launch(
+        FILE,
+        "host_total",
+        host_macros(geometry),
+        grid=(geometry.flat.programs(min(num_tokens, 4 * cuda.most_sms(memory.device))), 1, 1),
+        block=256,
+        arguments=[
+            sums,
+            shared_TH,
+            int64(0 if shared_TH is None else shared_TH.stride(0)),
+            slots_HT,
+            geometry.flat.max_tokens,
+            y_TH,
+            rows.start,
+            rows.stop,
+            int(last),
+            memory.signal_pointers,
+            memory.error,
+            memory.latch,
+            geometry.local.rank,
+            int64(0),
+        ],
+        device=memory.device,
+    )
 
 
-KERNELS = ("host_headers", "forward_send", "host_total", "host_failures")
+KERNELS = ("host_headers", "forward_send", "host_quantize", "host_total")
 
 
 def _aot_cases(fmt: str) -> Iterator[CudaCase]:
-    """Host 1 of 4 with 8 ranks each, few tokens and many."""
+    """Host 1 of 4 with 8 ranks each, few tokens and many; sums in FP8 where tokens are."""
+    combine_format = fmt if fmt in ("fp8_block", "mxfp8") else "bf16"
     for max_tokens in (128, 1024):
-        geometry = HostGeometry(Hosts(4, 8, 1, 3), replace(sample_geometry(fmt, max_tokens=max_tokens), world_size=32))
+        flat = replace(sample_geometry(fmt, combine_format=combine_format, max_tokens=max_tokens), world_size=32)
+        geometry = HostGeometry(Hosts(4, 8, 1, 3), flat)
         for kernel in KERNELS:
+            if kernel == "host_quantize" and combine_format == "bf16":
+                continue
             copies = BULK_STORE if kernel == "forward_send" else {}
             yield CudaCase(kernel, fmt, FILE, kernel, host_macros(geometry), instruction=copies)
 

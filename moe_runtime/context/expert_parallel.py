@@ -18,7 +18,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from moe_runtime.comm.arguments import check_flag, check_kind, check_seconds
-from moe_runtime.comm.errors import MoERuntimeError, PeerAbortedError, Phase, reason_of
+from moe_runtime.comm.errors import (
+    ErrorCode,
+    MoERuntimeError,
+    PeerAbortedError,
+    PeerTimeoutError,
+    Phase,
+    reason_of,
+)
 from moe_runtime.comm.failures import abort_words, encode_abort, find_failure, reason_text, write_abort
 from moe_runtime.comm.heaps.collective import CollectiveHeap, CollectiveTransport
 from moe_runtime.comm.heaps.heap import SymmetricHeap
@@ -454,9 +461,24 @@ class ExpertParallelContext:
             return reason_text(self.signals, layout, number) if number < layout.world_size else self._reason_elsewhere()
 
         named = (lambda number: number) if self.hosts is None else self.hosts.of_recorded
-        failure = find_failure(self.error.tolist(), aborts, reason, named)
+        record = self.error.tolist()
+        failure = find_failure(record, aborts, reason, named)
+        if isinstance(failure, PeerTimeoutError) and self.link is not None and self.link.suspects is not None:
+            code, about, origin = record[0], record[1], record[5]
+            if code == ErrorCode.TIMEOUT and origin == self.heap.rank:
+                self.link.suspects.accuse(named(about), gone=False)
+            failure = self.traced(failure)
         if failure is not None:
             self.fail(failure)
+
+    def traced(self, error: PeerTimeoutError) -> PeerTimeoutError:
+        """`error`, or one that names the rank which that of `error` waits for. For a rank that has given up waiting."""
+        if self.link is None or self.link.suspects is None or error.rank < 0:
+            return error
+        found = self.link.suspects.culprit(error.rank, self.timeout_s / 2)
+        if found == error.rank:
+            return error
+        return PeerTimeoutError(f"{error}, since it waits for rank {found}", found, error.phase)
 
     def _reason_elsewhere(self) -> str:
         """Why a rank of another host gave up, as it left it in the store."""

@@ -90,6 +90,8 @@ def exchange_failed(context: ExpertParallelContext, error: MoERuntimeError, phas
         phase, limit_s: of the exchange.
     """
     assert context.hosts is not None
+    if isinstance(error, PeerTimeoutError):
+        error = context.traced(error)
     try:
         # A rank of this host may know better who is gone.
         context.check()

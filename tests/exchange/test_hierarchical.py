@@ -208,7 +208,7 @@ def one_rank_dies(rank: int, world: int, per_host: int, place: str, call: int, h
         if calls[0] == call and rank == world - 1:
             if how == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(3 * PATIENCE_S)
+            time.sleep(3 * WITHOUT_ONE_S)
         return work(*arguments)
 
     setattr(hierarchical, place, fatal)
@@ -223,6 +223,18 @@ def one_rank_dies(rank: int, world: int, per_host: int, place: str, call: int, h
         context.close()
         return f"{type(error).__name__} {error.rank}: {error}"
     return "nothing"
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize(("place", "call"), [("pack", 2), ("total", 2)])
+def test_a_rank_that_stalls_is_named_on_every_host(place: str, call: int) -> None:
+    """And learns when it goes on that the others have given up, if it stalls before they are done."""
+    outcomes = run_once(one_rank_dies, 4, 2, place, call, "stalled", timeout=4 * PATIENCE_S)
+    for rank, outcome in enumerate(outcomes):
+        assert outcome.error is None, outcome.trace
+        assert outcome.result != "nothing", rank
+        if rank < 3:
+            assert outcome.result.startswith("PeerTimeoutError 3") or "rank 3" in outcome.result, (rank, outcome.result)
 
 
 @pytest.mark.cpu_only

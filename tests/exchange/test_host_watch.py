@@ -15,6 +15,7 @@ from moe_runtime.comm.errors import MoERuntimeError
 from moe_runtime.comm.host_watch import EXIT_CODE, HostWatch
 from moe_runtime.comm.hosts import Hosts
 from moe_runtime.comm.rank_group import RankGroup
+from moe_runtime.comm.suspects import Suspects
 from tests.support.pool import PATIENCE_S, Outcome, run_once
 
 pytestmark = pytest.mark.cpu_only
@@ -40,7 +41,7 @@ def watch_others(rank: int, world: int, how: str) -> tuple[str, float, bool]:
             never.wait()
 
     rail = group.of_ranks(hosts.rail, "rail")
-    watch = HostWatch(hosts, group, rail, LIMIT_S, 20.0, on_failure, free)
+    watch = HostWatch(hosts, group, rail, Suspects(group), LIMIT_S, 20.0, on_failure, free)
     dist.barrier()
     time.sleep(0.5)
     start = time.monotonic()
