@@ -89,9 +89,14 @@ def exchange_failed(context: ExpertParallelContext, error: MoERuntimeError, phas
         error: of the link.
         phase, limit_s: of the exchange.
     """
+    return failed_elsewhere(
+        context, context.traced(error) if isinstance(error, PeerTimeoutError) else error, phase, limit_s
+    )
+
+
+def failed_elsewhere(context: ExpertParallelContext, error: MoERuntimeError, phase: Phase, limit_s: float) -> Exception:
+    """`exchange_failed` for an `error` that a rank of another host has reported, which has traced it."""
     assert context.hosts is not None
-    if isinstance(error, PeerTimeoutError):
-        error = context.traced(error)
     try:
         # A rank of this host may know better who is gone.
         context.check()

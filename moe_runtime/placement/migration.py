@@ -30,7 +30,7 @@ from moe_runtime.comm.host_link import Exchange
 from moe_runtime.comm.rank_group import LOOK_S, ROLL_CALL_S
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.context.memory import STAGING_WORDS, staging_words_bytes
-from moe_runtime.context.peers import exchange_failed
+from moe_runtime.context.peers import exchange_failed, failed_elsewhere
 from moe_runtime.experts import Experts
 from moe_runtime.kernels.exchange.reference import record_failure
 from moe_runtime.placement.migration_plan import SPARE, Crossing, MigrationPlan, Move
@@ -265,7 +265,7 @@ class ExpertMover:
         if self.rail is not None and context.group is not None and time.monotonic() > self._next_look:
             self._next_look = time.monotonic() + LOOK_S
             if (left := context.group.who_left("replacement")) is not None:
-                raise exchange_failed(context, left, Phase.REPLACEMENT, self.rail.limit_s)
+                raise failed_elsewhere(context, left, Phase.REPLACEMENT, self.rail.limit_s)
 
     def _answer(self) -> None:
         """Answer the ranks that ask whether this one is alive."""
