@@ -89,9 +89,9 @@ def exchange_failed(context: ExpertParallelContext, error: MoERuntimeError, phas
         error: of the link.
         phase, limit_s: of the exchange.
     """
-    return failed_elsewhere(
-        context, context.traced(error) if isinstance(error, PeerTimeoutError) else error, phase, limit_s
-    )
+    if isinstance(error, PeerTimeoutError):
+        error = context.traced(error)
+    return failed_elsewhere(context, error, phase, limit_s)
 
 
 def failed_elsewhere(context: ExpertParallelContext, error: MoERuntimeError, phase: Phase, limit_s: float) -> Exception:
