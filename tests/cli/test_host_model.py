@@ -227,3 +227,13 @@ def test_the_program_fills_a_page(
     ):
         assert host_tables.main(["--read", str(file), *wrong]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_the_page_has_what_the_committed_file_says() -> None:
+    """And what is computed now is what it says; the routing that was drawn is not drawn again."""
+    report = json.loads((RESULTS / "host_model.json").read_text())
+    page = (ROOT / "docs" / "hosts.md").read_text()
+    assert host_tables.filled("hosts.md", page, report) == page
+    machine = Machine(**report["machine"])
+    assert json.loads(json.dumps(host_tables.model_results(machine))) == report["results"]
+    assert host_tables.one_host_results(machine) == report["one_host"]
