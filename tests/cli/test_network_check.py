@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from moe_runtime.launch.reporting.pages import between_marks
 from moe_runtime.launch.research import namespaces, network_check
+from tests.support.programs import ROOT
 
 pytestmark = pytest.mark.cpu_only
 
@@ -81,3 +83,15 @@ def test_without_namespaces_the_program_says_so(
 def test_mistakes_are_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert network_check.main(arguments) == 2
     assert message in capsys.readouterr().err
+
+
+def test_the_page_has_what_the_committed_file_says() -> None:
+    """And where a chunk is large, a receive that is posted first takes the time that the model says."""
+    report = json.loads((ROOT / "launch" / "results" / "host_network_check.json").read_text())
+    page = (ROOT / "docs" / "hosts.md").read_text()
+    assert between_marks("hosts.md", page, network_check.MARK, network_check.check_table(report)) == page
+    large = [result for result in report["results"] if result["network_bytes"] > 500_000]
+    assert len(large) > 10
+    for result in large:
+        assert result["pair_us"] == pytest.approx(result["model_us"], rel=0.07)
+        assert result["link_us"] < 2.05 * result["model_us"]
