@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import doctest
 import json
+import statistics
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from moe_runtime.comm.hosts import Hosts
 from moe_runtime.config import load_config
 from moe_runtime.launch import bench
-from moe_runtime.launch.benchmarks import checks, layer_report, network
+from moe_runtime.launch.benchmarks import checks, layer_bench, layer_report, network
 from moe_runtime.launch.common import cases
 from moe_runtime.virtual import VirtualRanks
 from tests.cli.test_launch import program
@@ -28,6 +29,23 @@ def config(tmp_path: Path) -> Path:
     sizes = f"hidden_size: {HIDDEN}, intermediate_size: 128, num_experts: {EXPERTS}, top_k: {TOP_K}"
     file.write_text(f"layer: {{{sizes}, max_tokens_per_rank: {TOKENS}, token_format: nvfp4}}\nseed: 3\n")
     return file
+
+
+def most_sent_inside(num_bytes: int) -> float:
+    """Bytes that the busiest rank of 2x2 sends to the other one of its host, or gets from it; mean over the inputs.
+
+    Token of rank `r` of any host: rank `r` of each host sends it to rank `1 - r` there if that has an expert of it.
+    """
+    per_rank, found = EXPERTS // 4, []
+    for turn in range(layer_bench.TURNS):
+        sent = [0] * 4
+        for source in range(4):
+            ids_TK, _ = cases.routing("uniform", 3, source, turn, TOKENS, EXPERTS, TOP_K)
+            for owners in (ids_TK // per_rank).tolist():
+                for host in range(2):
+                    sent[2 * host + source % 2] += 2 * host + 1 - source % 2 in owners
+        found.append(max(sent) * num_bytes)
+    return statistics.mean(found)
 
 
 @pytest.mark.cpu_only
@@ -57,6 +75,8 @@ def test_two_hosts_of_two_ranks_are_checked_and_their_bytes_told(config: Path, t
             floor, rate = ours[name]["network_floor_us"], ours[name]["network_gb_per_s"]
             assert floor == pytest.approx(sent[name] / rate * 1e-3) and floor > 0
             assert ours[name]["floor_us"] == (None if name == "layer" else floor)
+        moved = {"dispatch": most_sent_inside(record), "combine": most_sent_inside(2 * HIDDEN)}
+        assert {name: ours[name]["moved_bytes"] for name in moved} == moved
         parts = ours["dispatch"]["network_floor_us"] + ours["combine"]["network_floor_us"]
         assert ours["layer"]["network_floor_us"] == pytest.approx(parts)
     for peer in (r for r in report["results"] if r["implementation"] == "torch all_to_all_single"):
