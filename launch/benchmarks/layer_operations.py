@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from moe_runtime.experts import Experts
-from moe_runtime.kernels.exchange.hierarchical import HostGeometry
 from moe_runtime.kernels.gemm.grouped_gemm import gemm_bytes, gemm_flops, grouped_gemm, grouped_gemm_swiglu
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
@@ -64,7 +63,7 @@ def exchange(bench: Bench) -> None:
     ours = traffic
     if hosts is not None:
         here = [network.within_hosts(tokens, hosts) for tokens in sent]
-        ours = _traffic(here, geometry.record.record_bytes, HostGeometry(hosts, geometry).local.partial_bytes)
+        ours = _traffic(here, geometry.record.record_bytes, network.geometry_of(bench.layer).local.partial_bytes)
     work = {name: Work(statistics.mean(map(bounds.busiest_bytes, ours[name]))) for name in ours}
 
     def step(number: int, lap: Lap) -> None:

@@ -130,25 +130,38 @@ def of_layer(layer: MoELayer, gb_per_s: float | None, iterations: int) -> Networ
     context = layer.context
     if context.link is None:
         return None
-    geometry = HostGeometry(context.link.hosts, layer.dispatcher.geometry)
-    chunks = {"dispatch": geometry.dispatch_chunk, "combine": geometry.combine_chunk}
-    others = context.link.hosts.num_hosts - 1
-    sent = {name: others * num_bytes for name, num_bytes in chunks.items()}
+    geometry = geometry_of(layer)
+    others = len(geometry.others)
+    sent = {"dispatch": others * geometry.dispatch_chunk, "combine": others * geometry.combine_chunk}
     rates = {}
-    for name, num_bytes in chunks.items():
-        rates[name] = gb_per_s or sent[name] / link_us(context, num_bytes, PHASES[name], iterations) * 1e-3
+    for name in PHASES:
+        rates[name] = gb_per_s or sent[name] / link_us(context, geometry, name, iterations) * 1e-3
     return Network(context.link.hosts, context.link.name, sent, rates, given=gb_per_s is not None)
 
 
-def link_us(context: ExpertParallelContext, chunk_bytes: int, phase: Phase, iterations: int) -> float:
-    """Microseconds of an exchange of so many bytes for each host over the link alone, the median. Collective."""
+def geometry_of(layer: MoELayer) -> HostGeometry:
+    """What a layer exchanges between hosts; its context has a link."""
+    assert layer.context.hosts is not None
+    return HostGeometry(layer.context.hosts, layer.dispatcher.geometry, capacity=layer.config.host_capacity)
+
+
+def link_us(context: ExpertParallelContext, geometry: HostGeometry, exchange: str, iterations: int) -> float:
+    """Microseconds of an exchange of `PHASES` over the link alone, in its parts; the median. Collective."""
     link = context.link
     assert link is not None
-    outgoing = torch.zeros(link.hosts.num_hosts, chunk_bytes, dtype=torch.uint8, device=context.device)
+    chunk = geometry.dispatch_chunk if exchange == "dispatch" else geometry.combine_chunk
+    part_of = geometry.dispatch_part if exchange == "dispatch" else geometry.combine_part
+    outgoing = torch.zeros(link.hosts.num_hosts, chunk, dtype=torch.uint8, device=context.device)
     incoming = torch.empty_like(outgoing)
+    parts = [part_of(part) for part in range(len(geometry.parts))]
 
     def step(number: int, lap: Lap) -> None:
-        link.start(outgoing, incoming, phase, context.timeout_s).wait()
+        under_way = [
+            link.start([c[at] for c in outgoing], [c[at] for c in incoming], PHASES[exchange], part, context.timeout_s)
+            for part, at in enumerate(parts)
+        ]
+        for one in under_way:
+            one.wait()
 
     timed = measure(context, step, iterations=iterations, capturable=context.graph_safe, sustained=False)
     return timed[TOTAL].median_us

@@ -145,17 +145,13 @@ class Deployment:
     @cached_property
     def geometry(self) -> HostGeometry:
         """The exchange of rank 0, which has all sizes."""
-        return HostGeometry(Hosts(self.hosts, self.ranks_per_host, 0, 0), layer_geometry(self.config, self.ranks))
+        hosts = Hosts(self.hosts, self.ranks_per_host, 0, 0)
+        return HostGeometry(hosts, layer_geometry(self.config, self.ranks), capacity=self.config.host_capacity)
 
-    def network_bytes(self, slots: int | None = None) -> dict[str, int]:
-        """What a rank sends to other hosts in a step: chunks of fixed size, however full.
-
-        `slots` are those for each host, as if there were not one for each token; None for `T`.
-        """
+    @property
+    def network_bytes(self) -> dict[str, int]:
+        """What a rank sends to other hosts in a step: chunks of fixed size, however full."""
         geometry, others = self.geometry, self.hosts - 1
-        if slots is not None:
-            config = self.config.replace(max_tokens_per_rank=slots)
-            geometry = HostGeometry(geometry.hosts, layer_geometry(config, self.ranks))
         return {"dispatch": others * geometry.dispatch_chunk, "combine": others * geometry.combine_chunk}
 
     @cached_property
@@ -216,12 +212,14 @@ def step(where: Deployment, machine: Machine, reach: Reach | None = None, expert
     """
     if where.hosts < 2:
         raise ValueError("where: expected several hosts, got 1")
-    reach, geometry, sent = reach or where.uniform, where.geometry, where.network_bytes()
+    reach, geometry, sent = reach or where.uniform, where.geometry, where.network_bytes
     tokens, hosts, others = where.tokens, where.hosts, where.ranks_per_host - 1
     rail, record = hosts * tokens, geometry.flat.record.record_bytes
     result, partial = BF16.quant_bytes(where.config.hidden_size), geometry.local.partial_bytes
+    # With fewer slots than tokens records are built first, and then copied together.
+    copies = 3 if geometry.compacts else 1
     return {
-        "pack": machine.kernel(tokens * result + rail * reach.host * record),
+        "pack": machine.kernel(tokens * result + copies * rail * reach.host * record),
         "network dispatch": machine.network_us(sent["dispatch"]),
         "forward": machine.kernel(rail * reach.host * record, rail * others * reach.rank * record),
         "dispatch_recv": recv_us(where, machine),
@@ -229,7 +227,7 @@ def step(where: Deployment, machine: Machine, reach: Reach | None = None, expert
         "combine_send": machine.kernel(where.rows * result, rail * others * reach.rank * partial),
         "relay": machine.kernel(rail * (where.ranks_per_host * reach.rank * partial + reach.host * geometry.sum_bytes)),
         "network combine": machine.network_us(sent["combine"]),
-        "total": machine.kernel(rail * geometry.sum_bytes + tokens * result),
+        "total": machine.kernel(rail * reach.host * geometry.sum_bytes + tokens * result),
     }
 
 
@@ -258,34 +256,48 @@ def serial_us(parts: Parts, shared: float = 0.0) -> float:
     return sum(parts.values()) + shared
 
 
-def overlapped_us(parts: Parts, shared: float) -> float:
-    """A step whose shared expert is computed while tokens cross the network, as `MoELayer` does."""
-    return sum(parts.values()) + max(0.0, shared - parts["network dispatch"])
+def overlapped_us(
+    where: Deployment, machine: Machine, parts: Parts, shared: float = 0.0, num_parts: int | None = None
+) -> float:
+    """A step as it is built: kernels of a rank follow each other, and its exchanges between hosts run beside them.
 
+    While tokens cross the network, a rank forwards its own and computes the shared expert. Then each part that has come
+    is forwarded. On the way back each part is relayed before it crosses, own tokens are summed while the others cross,
+    and `total` sums each part that has come. Every part has the fixed times of its exchange and of its kernels. That
+    an exchange slows down the kernels beside it is not counted, nor that `relay` launches a kernel for each host.
 
-def chunked_us(parts: Parts, machine: Machine, chunks: int, shared: float = 0.0) -> float:
-    """A step whose exchanges between hosts are in chunks: one crosses the network while the one before is sent on.
-
-    On the way back one is summed while the one before crosses. Each chunk has the fixed times of an exchange and of a
-    kernel. The shared expert is computed beside the exchange and the forwarding. That kernels share the GPU is not
-    counted.
+    Args:
+        parts: of `step`.
+        shared: microseconds of a shared expert.
+        num_parts: that an exchange has; None for as many as `HostGeometry` gives it.
 
     Raises:
-        ValueError: fewer than one chunk.
+        ValueError: fewer than one part.
     """
-    if chunks < 1:
-        raise ValueError(f"chunks: expected at least 1, got {chunks}")
+    count = len(where.geometry.parts) if num_parts is None else num_parts
+    if count < 1:
+        raise ValueError(f"num_parts: expected at least 1, got {num_parts}")
+    own, kernel, latency = 1 / where.hosts, machine.kernel_us, machine.network_latency_us
 
-    def both(network: str, kernel: str) -> float:
-        a, b = (
-            fixed + (parts[name] - fixed) / chunks
-            for name, fixed in ((network, machine.network_latency_us), (kernel, machine.kernel_us))
-        )
-        return a + (chunks - 1) * max(a, b) + b
+    def share(name: str, fixed: float, part: float) -> float:
+        return fixed + (parts[name] - fixed) * part
 
-    rest = sum(us for name, us in parts.items() if name not in OVERLAPPED)
-    return rest + max(both("network dispatch", "forward"), shared) + both("network combine", "relay")
+    clock = share("forward", kernel, own) + shared
+    for part in range(1, count + 1):
+        came = part * share("network dispatch", latency, 1 / count)
+        clock = max(clock, came) + share("forward", kernel, (1 - own) / count)
+    dispatched, clock, came, arrivals = clock, 0.0, 0.0, []
+    for _ in range(count):
+        clock += share("relay", kernel, (1 - own) / count)
+        came = max(came, clock) + share("network combine", latency, 1 / count)
+        arrivals.append(came)
+    clock += share("relay", kernel, own)
+    # Where slots are not tokens, all sums are awaited first.
+    arrivals = arrivals[-1:] if where.geometry.compacts else arrivals
+    for came in arrivals:
+        clock = max(clock, came) + share("total", kernel, 1 / len(arrivals))
+    return sum(us for name, us in parts.items() if name not in OVERLAPPED) + dispatched + clock
 
 
-OVERLAPPED = ("network dispatch", "forward", "relay", "network combine")
-"""Parts that `chunked_us` runs side by side."""
+OVERLAPPED = ("network dispatch", "forward", "relay", "network combine", "total")
+"""Parts that `overlapped_us` puts side by side."""

@@ -35,7 +35,6 @@ SIZES = {"hidden_size": 7168, "intermediate_size": 2048, "num_experts": 256, "to
 SHARED_INTERMEDIATE = 2048
 """DeepSeek-V3's layer and its shared expert."""
 
-CHUNKS = 4
 DRAWN_TOKENS, SEED = 1 << 18, 0
 """Of the routing that is drawn."""
 
@@ -122,15 +121,15 @@ def model_results(machine: Machine) -> list[Result]:
                         "combine_format": formats[1],
                         "hosts": hosts,
                         "ranks_per_host": RANKS_PER_HOST,
-                        "network_bytes": where.network_bytes(),
+                        "network_bytes": where.network_bytes,
                         "parts_us": parts,
                         "dispatch_us": sum(parts[name] for name in host_model.DISPATCH),
                         "combine_us": sum(parts[name] for name in host_model.COMBINE),
                         "shared_us": shared,
                         "serial_us": host_model.serial_us(parts, shared),
-                        "overlapped_us": host_model.overlapped_us(parts, shared),
-                        "chunked_us": host_model.chunked_us(parts, machine, CHUNKS, shared),
-                        "chunks": CHUNKS,
+                        "one_part_us": host_model.overlapped_us(where, machine, parts, shared, 1),
+                        "built_us": host_model.overlapped_us(where, machine, parts, shared),
+                        "built_parts": len(where.geometry.parts),
                     }
                 )
     return found
@@ -147,10 +146,12 @@ def fill_results(machine: Machine) -> list[Result]:
         for (hosts, tokens), fill in fills.items():
             if hosts not in HOSTS:
                 continue
-            where = Deployment(layer(tokens, "nvfp4", "bf16"), hosts, RANKS_PER_HOST)
-            on_rank = 1 - fills[where.ranks, tokens].waste
-            fixed, fewer = where.network_bytes(), where.network_bytes(fill.capacity)
-            parts = host_model.step(where, machine, Reach(1 - fill.waste, on_rank))
+            config = layer(tokens, "nvfp4", "bf16")
+            reach = Reach(1 - fill.waste, 1 - fills[hosts * RANKS_PER_HOST, tokens].waste)
+            all_slots, fewer = (
+                _with_slots(Deployment(config.replace(host_capacity=slots), hosts, RANKS_PER_HOST), machine, reach)
+                for slots in (None, fill.capacity)
+            )
             found.append(
                 {
                     "routing": routing,
@@ -159,12 +160,21 @@ def fill_results(machine: Machine) -> list[Result]:
                     "waste": fill.waste,
                     "capacity": fill.capacity,
                     "waste_of_capacity": fill.waste_of_capacity,
-                    "step_us": host_model.serial_us(parts),
-                    "network_us": {name: machine.network_us(size) for name, size in fixed.items()},
-                    "network_us_of_capacity": {name: machine.network_us(size) for name, size in fewer.items()},
+                    **all_slots,
+                    "with_capacity": fewer,
                 }
             )
     return found
+
+
+def _with_slots(where: Deployment, machine: Machine, reach: Reach) -> dict[str, float]:
+    """Microseconds of the network, and of a step as it is built, without a shared expert."""
+    parts = host_model.step(where, machine, reach)
+    return {
+        "dispatch_us": parts["network dispatch"],
+        "combine_us": parts["network combine"],
+        "step_us": host_model.overlapped_us(where, machine, parts),
+    }
 
 
 def one_host_results(machine: Machine) -> list[Result]:
@@ -206,10 +216,11 @@ def model_table(report: Report) -> str:
                 str(result["hosts"]),
                 f"{sent['dispatch'] / 1e6:.3g} + {sent['combine'] / 1e6:.3g}",
                 *(f"{parts[name]:.0f}" for name in host_model.PARTS),
-                *(f"{result[name]:.0f}" for name in ("serial_us", "overlapped_us", "chunked_us")),
+                *(f"{result[name]:.0f}" for name in ("serial_us", "one_part_us")),
+                f"{result['built_us']:.0f} ({result['built_parts']})",
             ]
         )
-    heads = ["tokens, formats", "hosts", "MB", *host_model.PARTS, "one by one", "shared beside", f"{CHUNKS} chunks"]
+    heads = ["tokens, formats", "hosts", "MB", *host_model.PARTS, "one by one", "in one part", "as built"]
     return markdown_table(heads, rows)
 
 
@@ -237,7 +248,7 @@ def fill_table(report: Report) -> str:
     """Slots that stay empty, and the slots that are needed; a line for each routing, number of tokens and of hosts."""
     rows = []
     for fill in report["fills"]:
-        network, fewer = fill["network_us"], fill["network_us_of_capacity"]
+        fewer = fill["with_capacity"]
         rows.append(
             [
                 f"{fill['routing']}, {fill['tokens']}",
@@ -249,12 +260,12 @@ def fill_table(report: Report) -> str:
                 str(fill["most"]),
                 str(fill["capacity"]),
                 f"{fill['waste_of_capacity']:.1%}",
-                f"{network['dispatch']:.0f} + {network['combine']:.0f}",
-                f"{fewer['dispatch']:.0f} + {fewer['combine']:.0f}",
+                *(f"{of['dispatch_us']:.0f} + {of['combine_us']:.0f}" for of in (fill, fewer)),
+                *(f"{of['step_us']:.0f}" for of in (fill, fewer)),
             ]
         )
     heads = ["routing, tokens", "hosts", "empty", "tokens to a host", "mean", "sigma", "most", "slots needed"]
-    return markdown_table([*heads, "then empty", "network us", "then"], rows)
+    return markdown_table([*heads, "then empty", "network us", "then", "step us", "then"], rows)
 
 
 def one_host_table(report: Report) -> str:

@@ -28,10 +28,10 @@ from rich.console import Console
 
 from moe_runtime.comm.bootstrap import init_from_env
 from moe_runtime.comm.errors import Phase
-from moe_runtime.comm.host_link import Exchange, HostLink
+from moe_runtime.comm.host_link import Chunks, Exchange, HostLink
 from moe_runtime.config import CombineFormatName, FormatName, MoELayerConfig
 from moe_runtime.context.expert_parallel import ExpertParallelContext
-from moe_runtime.kernels.exchange.hierarchical import HostGeometry
+from moe_runtime.kernels.exchange.hierarchical import PART_TOKENS
 from moe_runtime.launch.benchmarks import network
 from moe_runtime.launch.benchmarks.timing import TOTAL, Lap, measure
 from moe_runtime.launch.common import cases, environment
@@ -70,9 +70,9 @@ class TimedLink:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._link, name)
 
-    def start(self, outgoing: torch.Tensor, incoming: torch.Tensor, phase: Phase, limit_s: float) -> TimedExchange:
+    def start(self, outgoing: Chunks, incoming: Chunks, phase: Phase, part: int, limit_s: float) -> TimedExchange:
         dist.barrier()
-        return TimedExchange(self, time.perf_counter(), self._link.start(outgoing, incoming, phase, limit_s))
+        return TimedExchange(self, time.perf_counter(), self._link.start(outgoing, incoming, phase, part, limit_s))
 
 
 class TimedExchange:
@@ -88,7 +88,7 @@ class TimedExchange:
 
 def measured(context: ExpertParallelContext, formats: tuple[str, str], tokens: int, steps: int) -> list[Result]:
     """What dispatch and combine of a layer take between two hosts of a rank each. Collective."""
-    assert context.link is not None and context.hosts is not None
+    assert context.link is not None
     link = TimedLink(context.link)
     context.link = link
     given = {"token_format": formats[0], "weight_format": formats[0], "combine_format": formats[1]}
@@ -99,7 +99,7 @@ def measured(context: ExpertParallelContext, formats: tuple[str, str], tokens: i
         layer(x_TH, topk_idx=idx_TK, topk_weights=weights_TK)
     # Exchanges take turns; the first step of all connects.
     in_steps = environment.gather(context, "exchanges", link.us[2:], list[float])
-    geometry = HostGeometry(context.hosts, layer.dispatcher.geometry)
+    geometry = network.geometry_of(layer)
     found = []
     for place, (name, num_bytes) in enumerate(
         (("dispatch", geometry.dispatch_chunk), ("combine", geometry.combine_chunk))
@@ -112,7 +112,7 @@ def measured(context: ExpertParallelContext, formats: tuple[str, str], tokens: i
                 "tokens_per_rank": tokens,
                 "network_bytes": num_bytes,
                 "pair_us": pair_us(context, num_bytes, steps),
-                "link_us": network.link_us(context, num_bytes, network.PHASES[name], steps),
+                "link_us": network.link_us(context, geometry, name, steps),
                 "step_us": statistics.median(slowest),
             }
         )
@@ -234,6 +234,10 @@ def work(options: argparse.Namespace) -> int:
     """Run or read, compare, print and write."""
     environment.check_at_least(1, steps=options.steps)
     environment.check_at_least(2, tokens=min(options.tokens))
+    if max(options.tokens) >= 2 * PART_TOKENS:
+        raise ValueError(
+            f"--tokens: expected fewer than {2 * PART_TOKENS}, from which on an exchange has several parts"
+        )
     if len(options.formats) != len(options.combine_format):
         raise ValueError(
             f"--combine-format: expected one for each of {len(options.formats)} formats, got "
@@ -273,7 +277,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m moe_runtime.launch.research.network_check", description=__doc__)
     rates = "of the link, each in turn (default: 200 400 800)"
     parser.add_argument("--megabits", type=float, nargs="+", default=[200, 400, 800], metavar="N", help=rates)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[256, 512, 1024], metavar="N", help="of a rank")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[256, 512, 1000], metavar="N", help="of a rank")
     formats: dict[str, Any] = {"nargs": "+", "choices": get_args(FormatName), "default": ["bf16", "nvfp4"]}
     parser.add_argument("--formats", **formats, help="of tokens (default: bf16 nvfp4)")
     formats |= {"choices": get_args(CombineFormatName), "default": ["bf16", "fp8_block"]}

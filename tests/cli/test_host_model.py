@@ -80,8 +80,6 @@ def test_deployments_that_do_not_fit_are_refused() -> None:
         parts(1)
     with pytest.raises(ValueError, match="where: expected one host, got 2"):
         host_model.one_host_step(Deployment(layer(), 2, 8), MACHINE)
-    with pytest.raises(ValueError, match="chunks: expected at least 1, got 0"):
-        host_model.chunked_us(parts(2), MACHINE, 0)
 
 
 @pytest.mark.parametrize("hosts", host_tables.HOSTS)
@@ -89,8 +87,7 @@ def test_bytes_are_those_of_the_exchange(hosts: int) -> None:
     """NVFP4 records of 4224 bytes and bf16 sums of 14336, as `docs/exchange.md` has them."""
     where = Deployment(layer(), hosts, 8)
     dispatch, combine = 128 * (4224 + 4) + 128, 129 * 14336
-    assert where.network_bytes() == {"dispatch": (hosts - 1) * dispatch, "combine": (hosts - 1) * combine}
-    assert where.network_bytes(64)["combine"] == (hosts - 1) * 65 * 14336
+    assert where.network_bytes == {"dispatch": (hosts - 1) * dispatch, "combine": (hosts - 1) * combine}
     found = parts(hosts)
     expected = MACHINE.network_latency_us + (hosts - 1) * combine / MACHINE.network_gb_per_s * 1e-3
     assert found["network combine"] == pytest.approx(expected)
@@ -121,19 +118,50 @@ def test_parts_answer_to_what_they_cross() -> None:
 
 
 def test_overlap_hides_the_smaller_part() -> None:
-    found = parts(2)
-    network = found["network dispatch"]
+    """In one part: own tokens, the shared expert and own sums disappear behind the network, and no more."""
+    where = Deployment(layer(), 2, 8)
+    found = host_model.step(where, MACHINE)
+    network, kernel = found["network dispatch"], MACHINE.kernel_us
     whole = sum(found.values())
     assert host_model.serial_us(found, 10.0) == pytest.approx(whole + 10.0)
-    assert host_model.overlapped_us(found, network / 2) == pytest.approx(whole)
-    assert host_model.overlapped_us(found, network + 5.0) == pytest.approx(whole + 5.0)
-    assert host_model.chunked_us(found, MACHINE, 1) == pytest.approx(whole)
-    # Few bytes pay for each chunk; with many the shorter of both disappears behind the longer.
-    assert host_model.chunked_us(found, MACHINE, 4) > whole
-    long = parts(2, tokens=4096)
-    hidden = min(long["network dispatch"], long["forward"]) + min(long["network combine"], long["relay"])
-    gain = sum(long.values()) - host_model.chunked_us(long, MACHINE, 4)
-    assert 0.5 * hidden < gain < hidden
+    # Half of the tokens are own ones; both halves have the fixed time of a kernel.
+    own = (found["forward"] - kernel) / 2
+    hidden = own + (found["relay"] - kernel) / 2
+    assert host_model.overlapped_us(where, MACHINE, found) == pytest.approx(whole - hidden)
+    spare = network - kernel - own
+    assert spare > 5
+    assert host_model.overlapped_us(where, MACHINE, found, spare) == pytest.approx(whole - hidden)
+    assert host_model.overlapped_us(where, MACHINE, found, spare + 5.0) == pytest.approx(whole - hidden + 5.0)
+    with pytest.raises(ValueError, match="num_parts: expected at least 1, got 0"):
+        host_model.overlapped_us(where, MACHINE, found, num_parts=0)
+
+
+def test_parts_pay_for_themselves_where_bytes_are_many() -> None:
+    few, many = (Deployment(layer(tokens), 2, 8) for tokens in (128, 4096))
+
+    def us(where: Deployment, num_parts: int | None = None) -> float:
+        return host_model.overlapped_us(where, MACHINE, host_model.step(where, MACHINE), num_parts=num_parts)
+
+    assert us(few, 4) > us(few, 1) == us(few)
+    assert us(many, 1) > us(many, 2) > us(many, 4) == us(many)
+    # Kernels that wait for the network, or for which it waits, are hidden but for a part of them; each part of an
+    # exchange has its latency.
+    found = host_model.step(many, MACHINE)
+    hidden = (found["forward"] + found["relay"]) / 2 + found["total"]
+    gain = us(many, 1) - us(many, 4)
+    assert 0.7 * hidden < gain + 6 * MACHINE.network_latency_us < hidden
+
+
+def test_fewer_slots_are_fewer_bytes_and_another_copy() -> None:
+    full, fewer = (Deployment(layer(4096).replace(host_capacity=slots), 16, 8) for slots in (None, 1900))
+    for name, num_bytes in fewer.network_bytes.items():
+        assert num_bytes == pytest.approx(full.network_bytes[name] * 1900 / 4096, rel=1e-3)
+    before, after = (host_model.step(where, MACHINE) for where in (full, fewer))
+    assert after["pack"] > before["pack"] and after["network combine"] < 0.5 * before["network combine"]
+    # Sums are awaited all together, as slots are not tokens.
+    given = Deployment(layer(4096).replace(host_capacity=4000), 2, 8)
+    steps = [host_model.overlapped_us(where, MACHINE, before) for where in (given, Deployment(layer(4096), 2, 8))]
+    assert steps[0] > steps[1]
 
 
 def test_one_host_is_near_what_was_measured_there() -> None:

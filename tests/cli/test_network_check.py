@@ -74,6 +74,7 @@ def test_without_namespaces_the_program_says_so(
     ("arguments", "message"),
     [
         (["--megabits", "0"], "--megabits: expected 1 to 100000, got 0"),
+        (["--tokens", "1024"], "--tokens: expected fewer than 1024, from which on an exchange has several parts"),
         (["--tokens", "1"], "--tokens: expected at least 2, got 1"),
         (["--steps", "0"], "--steps: expected at least 1, got 0"),
         (["--formats", "bf16"], "--combine-format: expected one for each of 1 formats, got 2"),
