@@ -28,7 +28,7 @@ from rich.console import Console
 
 from moe_runtime.comm.bootstrap import init_from_env
 from moe_runtime.comm.errors import Phase
-from moe_runtime.comm.host_link import Chunks, Exchange, HostLink
+from moe_runtime.comm.host_link import Chunks, HostLink
 from moe_runtime.config import CombineFormatName, FormatName, MoELayerConfig
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.kernels.exchange.hierarchical import PART_TOKENS
@@ -54,13 +54,13 @@ MARK = "network_check"
 
 
 class TimedLink:
-    """A link that times its exchanges. Both ranks begin each together, so that no time has the other's work in it.
+    """A link that awaits and times each exchange as it starts, both ranks together: no time has other work in it.
 
     Args:
         link: what carries the bytes.
 
     Attributes:
-        us: microseconds from the start of each exchange until it was awaited.
+        us: microseconds of each exchange.
     """
 
     def __init__(self, link: HostLink) -> None:
@@ -70,20 +70,19 @@ class TimedLink:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._link, name)
 
-    def start(self, outgoing: Chunks, incoming: Chunks, phase: Phase, part: int, limit_s: float) -> TimedExchange:
+    def start(self, outgoing: Chunks, incoming: Chunks, phase: Phase, part: int, limit_s: float) -> Awaited:
         dist.barrier()
-        return TimedExchange(self, time.perf_counter(), self._link.start(outgoing, incoming, phase, part, limit_s))
+        begun = time.perf_counter()
+        self._link.start(outgoing, incoming, phase, part, limit_s).wait()
+        self.us.append((time.perf_counter() - begun) * 1e6)
+        return Awaited()
 
 
-class TimedExchange:
-    """An exchange of a `TimedLink`."""
-
-    def __init__(self, link: TimedLink, begun: float, exchange: Exchange) -> None:
-        self._link, self._begun, self._exchange = link, begun, exchange
+class Awaited:
+    """An exchange that has come."""
 
     def wait(self) -> None:
-        self._exchange.wait()
-        self._link.us.append((time.perf_counter() - self._begun) * 1e6)
+        """Nothing is under way."""
 
 
 def measured(context: ExpertParallelContext, formats: tuple[str, str], tokens: int, steps: int) -> list[Result]:
