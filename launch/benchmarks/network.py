@@ -18,7 +18,7 @@ from moe_runtime.comm.errors import Phase
 from moe_runtime.comm.hosts import Hosts
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.kernels.exchange.hierarchical import HostGeometry
-from moe_runtime.launch.benchmarks.timing import TOTAL, Lap, measure
+from moe_runtime.launch.benchmarks.timing import TOTAL, Lap, Timing, measure
 from moe_runtime.layer import MoELayer
 
 PHASES = {"dispatch": Phase.DISPATCH_SEND, "combine": Phase.COMBINE_SEND}
@@ -135,7 +135,7 @@ def of_layer(layer: MoELayer, gb_per_s: float | None, iterations: int) -> Networ
     sent = {"dispatch": others * geometry.dispatch_chunk, "combine": others * geometry.combine_chunk}
     rates = {}
     for name in PHASES:
-        rates[name] = gb_per_s or sent[name] / link_us(context, geometry, name, iterations) * 1e-3
+        rates[name] = gb_per_s or sent[name] / time_link(context, geometry, name, iterations).median_us * 1e-3
     return Network(context.link.hosts, context.link.name, sent, rates, given=gb_per_s is not None)
 
 
@@ -145,8 +145,8 @@ def geometry_of(layer: MoELayer) -> HostGeometry:
     return HostGeometry(layer.context.hosts, layer.dispatcher.geometry, capacity=layer.config.host_capacity)
 
 
-def link_us(context: ExpertParallelContext, geometry: HostGeometry, exchange: str, iterations: int) -> float:
-    """Microseconds of an exchange of `PHASES` over the link alone, in its parts; the median. Collective."""
+def time_link(context: ExpertParallelContext, geometry: HostGeometry, exchange: str, iterations: int) -> Timing:
+    """An exchange of `PHASES` over the link alone, in its parts. Collective."""
     link = context.link
     assert link is not None
     chunk = geometry.dispatch_chunk if exchange == "dispatch" else geometry.combine_chunk
@@ -163,8 +163,7 @@ def link_us(context: ExpertParallelContext, geometry: HostGeometry, exchange: st
         for one in under_way:
             one.wait()
 
-    timed = measure(context, step, iterations=iterations, capturable=context.graph_safe, sustained=False)
-    return timed[TOTAL].median_us
+    return measure(context, step, iterations=iterations, capturable=context.graph_safe, sustained=False)[TOTAL]
 
 
 def within_hosts(traffic: torch.Tensor, hosts: Hosts) -> torch.Tensor:
