@@ -35,6 +35,7 @@ from moe_runtime.kernels.exchange.hierarchical import PART_TOKENS
 from moe_runtime.launch.benchmarks import network
 from moe_runtime.launch.benchmarks.timing import TOTAL, Lap, Timing, measure
 from moe_runtime.launch.common import cases, environment
+from moe_runtime.launch.reporting import runs
 from moe_runtime.launch.reporting.pages import between_marks, markdown_table
 from moe_runtime.launch.reporting.runs import Report, Result
 from moe_runtime.launch.research import namespaces
@@ -216,11 +217,16 @@ def compared(megabits: float, found: list[Result]) -> list[Result]:
 
 
 def check_table(report: Report) -> str:
-    """A line for each exchange and rate: milliseconds, and multiples of the model's."""
+    """A line for each exchange and rate: milliseconds from the smallest to the median, and multiples of the model's."""
     rows = []
     for result in report["results"]:
-        model = result["model_us"]
-        times = [f"{result[name] / 1e3:.1f} ({result[name] / model:.2f})" for name in ("pair_us", "link_us", "step_us")]
+        model, times = result["model_us"], []
+        for name in ("pair", "link", "step"):
+            found = result[f"{name}_us"], result[f"{name}_median_us"]
+            ms, ratios = (
+                " to ".join(f"{us / unit:{digits}}" for us in found) for unit, digits in ((1e3, ".1f"), (model, ".2f"))
+            )
+            times.append(f"{ms} ({ratios})")
         rows.append(
             [
                 f"{result['exchange']}, {result['format']}, {result['tokens_per_rank']}",
@@ -234,8 +240,8 @@ def check_table(report: Report) -> str:
     return markdown_table(heads, rows)
 
 
-def work(options: argparse.Namespace) -> int:
-    """Run or read, compare, print and write."""
+def run(options: argparse.Namespace) -> Report:
+    """Check the options, run and compare."""
     environment.check_at_least(1, steps=options.steps)
     environment.check_at_least(2, tokens=min(options.tokens))
     if max(options.tokens) >= 2 * PART_TOKENS:
@@ -247,7 +253,6 @@ def work(options: argparse.Namespace) -> int:
             f"--combine-format: expected one for each of {len(options.formats)} formats, got "
             f"{len(options.combine_format)}"
         )
-    environment.check_folder("--json", options.json)
     for rate in options.megabits:
         if not 1 <= rate <= 100_000:
             raise ValueError(f"--megabits: expected 1 to 100000, got {rate:g}")
@@ -255,7 +260,7 @@ def work(options: argparse.Namespace) -> int:
     for rate in options.megabits:
         with tempfile.TemporaryDirectory() as folder:
             results += compared(rate, run_ranks(rate, options, Path(folder)))
-    report: Report = {
+    return {
         "kind": KIND,
         "environment": environment.machine_record(),
         "sizes": SIZES,
@@ -263,6 +268,14 @@ def work(options: argparse.Namespace) -> int:
         "steps": options.steps,
         "results": results,
     }
+
+
+def work(options: argparse.Namespace) -> int:
+    """Run or read, print and write."""
+    environment.check_folder("--json", options.json)
+    if options.read is not None and options.json is not None:
+        raise ValueError("--read: measures nothing, expected no --json")
+    report = run(options) if options.read is None else runs.read(options.read, KIND)
     if options.json is not None:
         environment.write_json(options.json, report)
     if options.page is not None:
@@ -287,6 +300,7 @@ def main(arguments: list[str] | None = None) -> int:
     formats |= {"choices": get_args(CombineFormatName), "default": ["bf16", "fp8_block"]}
     parser.add_argument("--combine-format", **formats, help="of sums, with each of these (default: bf16 fp8_block)")
     parser.add_argument("--steps", type=int, default=9, metavar="N", help="timed iterations (default: 9)")
+    parser.add_argument("--read", type=Path, metavar="FILE", help="an earlier JSON, instead of measuring")
     parser.add_argument("--page", type=Path, metavar="FILE", help="put the table between the marks of this page")
     environment.add_json_option(parser)
     environment.add_debug_option(parser)
