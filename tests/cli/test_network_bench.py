@@ -7,12 +7,18 @@ import doctest
 import json
 import statistics
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from moe_runtime.comm.errors import Phase
+from moe_runtime.comm.host_link import PrivateLink
 from moe_runtime.comm.hosts import Hosts
 from moe_runtime.config import load_config
+from moe_runtime.context.expert_parallel import ExpertParallelContext
+from moe_runtime.context.memory import layer_geometry
+from moe_runtime.kernels.exchange.hierarchical import HostGeometry
 from moe_runtime.launch import bench
 from moe_runtime.launch.benchmarks import checks, layer_bench, layer_report, network
 from moe_runtime.launch.common import cases
@@ -113,6 +119,37 @@ def test_checks_know_the_order_of_rows_on_several_hosts(fmt: str, num_hosts: int
             y_TH = d.combine_recv(handle)
             assert checks.check_combine(y_TH, inputs, d.geometry, hosts[rank]).passed
             assert not checks.check_combine(y_TH.roll(1, 0), inputs, d.geometry, hosts[rank]).passed
+
+
+def test_the_link_is_timed_in_the_parts_of_a_step() -> None:
+    """All parts of an exchange are under way before the first is awaited, and together they are its chunk."""
+    seen: list[Any] = []
+    hosts = Hosts(3, 1, 1, 0)
+
+    class Recorder(PrivateLink):
+        def start(self, outgoing: Any, incoming: Any, phase: Phase, part: int, limit_s: float) -> Any:
+            seen.append((phase, part, [[len(chunk) for chunk in chunks] for chunks in (outgoing, incoming)]))
+            return self
+
+        def wait(self) -> None:
+            seen.append("wait")
+
+    config = load_config("tiny_cpu").layer.replace(max_tokens_per_rank=2000, host_capacity=1100, num_experts=12)
+    geometry = HostGeometry(hosts, layer_geometry(config, 3), capacity=config.host_capacity)
+    assert len(geometry.parts) == 2
+    with ExpertParallelContext(engine="torch", device="cpu") as context, pytest.MonkeyPatch.context() as patched:
+        patched.setattr(context, "link", Recorder(hosts, []))
+        for name, chunk in (("dispatch", geometry.dispatch_chunk), ("combine", geometry.combine_chunk)):
+            seen.clear()
+            timing = network.time_link(context, geometry, name, 1)
+            assert len(timing.iterations_us) == 1
+            first, second, *waits = seen[-4:]
+            assert waits == ["wait"] * 2 and [first[:2], second[:2]] == [
+                (network.PHASES[name], part) for part in (0, 1)
+            ]
+            for part in (first, second):
+                assert part[2][0] == part[2][1] == [part[2][0][0]] * 3
+            assert first[2][0][0] + second[2][0][0] == chunk
 
 
 def test_worked_examples() -> None:
