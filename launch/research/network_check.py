@@ -82,6 +82,9 @@ class TimedLink:
 class Awaited:
     """An exchange that has come."""
 
+    def ended(self) -> bool:
+        return True
+
     def wait(self) -> None:
         """Nothing is under way."""
 
