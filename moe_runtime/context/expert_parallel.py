@@ -320,7 +320,7 @@ class ExpertParallelContext:
                     self._find_failure()
         self._check_usable()
 
-    def check_no_capture(self) -> None:
+    def _check_no_capture(self) -> None:
         """Raise `ValueError` where the current stream is being captured and a step cannot be."""
         if not self.graph_safe and self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             others = "; ".join(f"{name}: {reason}" for name, reason in self.transport_reasons.items())
@@ -467,11 +467,11 @@ class ExpertParallelContext:
             code, about, origin = record[0], record[1], record[5]
             if code == ErrorCode.TIMEOUT and origin == self.heap.rank:
                 self.link.suspects.accuse(named(about), gone=False)
-            failure = self.traced(failure)
+            failure = self._traced(failure)
         if failure is not None:
             self.fail(failure)
 
-    def traced(self, error: PeerTimeoutError) -> PeerTimeoutError:
+    def _traced(self, error: PeerTimeoutError) -> PeerTimeoutError:
         """`error`, or one that names the rank which that of `error` waits for. For a rank that has given up waiting."""
         if self.link is None or self.link.suspects is None or error.rank < 0:
             return error

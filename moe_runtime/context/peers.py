@@ -90,7 +90,7 @@ def exchange_failed(context: ExpertParallelContext, error: MoERuntimeError, phas
         phase, limit_s: of the exchange.
     """
     if isinstance(error, PeerTimeoutError):
-        error = context.traced(error)
+        error = context._traced(error)
     return failed_elsewhere(context, error, phase, limit_s)
 
 

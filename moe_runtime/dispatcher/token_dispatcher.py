@@ -326,7 +326,7 @@ class TokenDispatcher:
         """
         scales_in_record = _scales_in_record(scales_in_record, leave_scales)
         context, geometry = self.context, self.geometry
-        context.check_no_capture()
+        context._check_no_capture()
         timeout_ns = context.timeout_ns if self._stepped else context.startup_timeout_ns
         if self._hosts is not None:
             self._hosts.expect("dispatch", timeout_ns)

@@ -368,9 +368,9 @@ def test_a_capture_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -
         graph_safe=False, device=torch.device("cuda"), transport="collective", transport_reasons={"nvshmem": "no P2P"}
     )
     with pytest.raises(ValueError, match=r"transport: collective waits for the host .* \(nvshmem: no P2P\)"):
-        ExpertParallelContext.check_no_capture(context)  # type: ignore[arg-type]
+        ExpertParallelContext._check_no_capture(context)  # type: ignore[arg-type]
     context.graph_safe = True
-    ExpertParallelContext.check_no_capture(context)  # type: ignore[arg-type]
+    ExpertParallelContext._check_no_capture(context)  # type: ignore[arg-type]
 
 
 def capture_a_step(rank: int, world: int) -> None:
