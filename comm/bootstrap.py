@@ -74,7 +74,7 @@ def _join_started_ranks(place: torch.device, limit: timedelta) -> None:
     """`init_process_group` of the ranks that a launcher started, which names those that do not come."""
     world_size = _number_of_environment("WORLD_SIZE", 1)
     rank = _number_of_environment("RANK", 0, world_size - 1)
-    store = _store_of_environment(rank, limit)
+    store = store_of_environment(rank, limit)
     start = RankGroup._at_start(store, rank, world_size, limit.total_seconds())
     group: dict[str, Any] = {"store": dist.PrefixStore("default_pg", store), "rank": rank, "world_size": world_size}
     try:
@@ -98,7 +98,7 @@ def _join_started_ranks(place: torch.device, limit: timedelta) -> None:
         raise
 
 
-def _store_of_environment(rank: int, limit: timedelta) -> dist.Store:
+def store_of_environment(rank: int, limit: timedelta) -> dist.Store:
     """The store at `MASTER_ADDR` and `MASTER_PORT`, which rank 0 hosts unless torchrun's agent does."""
     address, port = os.environ.get("MASTER_ADDR", ""), _number_of_environment("MASTER_PORT", 0, 65535)
     if not address:

@@ -28,6 +28,8 @@ class Phase(IntEnum):
     HOST = 5
     REPLACEMENT = 6
     """Experts move from rank to rank."""
+    RECOVERY = 7
+    """Survivors of a death load the experts that died."""
 
 
 REFUSED_ID = 1 << 30
@@ -70,6 +72,14 @@ class StoreLostError(MoERuntimeError):
     the store from `MASTER_ADDR` and `MASTER_PORT`. It is -1 where that rank is not in the group, where torchrun's agent
     hosts the store, and where the program chose a store itself.
     """
+
+
+class RankRemovedError(MoERuntimeError):
+    """The other ranks have gone on without rank `rank`, this one: it did not come within their limit."""
+
+
+class ExpertsLostError(MoERuntimeError):
+    """Experts have died with their ranks, and nothing is there to replace them; the message names experts and layer."""
 
 
 class StepMismatchError(MoERuntimeError):

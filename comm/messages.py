@@ -158,6 +158,17 @@ def many(reader: Reader[T], count: int) -> Reader[list[T]]:
     return read
 
 
+def many_of(reader: Reader[T]) -> Reader[list[T]]:
+    """Reads a list of any number of entries."""
+
+    def read(value: Any) -> list[T]:
+        if not isinstance(value, list):
+            raise ValueError(f"expected a list, got {describe(value)}")
+        return [reader(entry) for entry in value]
+
+    return read
+
+
 def table(reader: Reader[T]) -> Reader[dict[str, T]]:
     """Reads a dict with any texts as keys."""
 

@@ -9,6 +9,7 @@ import contextlib
 import copy
 import hashlib
 import os
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +30,7 @@ from moe_runtime.comm.errors import (
     StoreLostError,
     reason_of,
 )
-from moe_runtime.comm.messages import MAX_BYTES, Reader, integer, row, text
+from moe_runtime.comm.messages import MAX_BYTES, Reader, hexadecimal, integer, row, text
 from moe_runtime.comm.store_calls import StoreSilentError, calls_of
 
 MAX_SECONDS = 1e9
@@ -62,6 +63,9 @@ NO_WATCHDOG = {
 Where the watchdog finds an error, it sleeps for a minute, and the default group ends the process minutes later. It does
 not get the work of a group whose waits block.
 """
+
+_NAME_BYTES = 8
+"""Of a random name of a group."""
 
 _POLL_S = (0.001, 0.02)
 """First and longest pause between two polls for the answers of peers."""
@@ -125,6 +129,28 @@ class RankGroup:
         group._meet(store, list(range(world_size)), "moe_runtime/start")
         return group
 
+    def for_newcomers(self) -> RankGroup:
+        """The same ranks under a new name, in the store as processes see it that know no torch.distributed. Collective.
+
+        Raises as `gather`.
+        """
+        name = self.gather("RankGroup.for_newcomers", secrets.token_hex(_NAME_BYTES), hexadecimal(_NAME_BYTES))[0].hex()
+        group = self.of_survivors(list(range(self.world_size)), name)
+        group._store, group._prefix = unwrapped(self._store), f"moe_runtime/{name}"
+        return group
+
+    @classmethod
+    def _of_newcomer(cls, store: dist.Store, prefix: str, rank: int, world_size: int, timeout_s: float) -> RankGroup:
+        """A group that others have made, for a process that takes the place of `rank`; `prefix` is that of their keys.
+
+        It takes part in no call of this group, only in those of later generations (`of_survivors`).
+        """
+        group = cls(timeout_s=timeout_s, alone=True)
+        group.rank, group.world_size = rank, world_size
+        group._store, group._prefix = store, prefix
+        group._host = _host_of(store, list(range(world_size)))
+        return group
+
     def of_ranks(self, ranks: list[int], name: str) -> RankGroup:
         """The group of some `ranks` of this one, which has no group of torch.distributed.
 
@@ -139,6 +165,29 @@ class RankGroup:
         hosted = self._host.rank
         part._host = _StoreHost(ranks.index(hosted) if hosted in ranks else -1, self._host.name)
         return part
+
+    def of_survivors(self, ranks: list[int], name: str) -> RankGroup:
+        """The group of the `ranks` of this one that go on without the others, numbered anew from 0.
+
+        Its members make it under the same `name`. Its errors name ranks by their new numbers, and what a rank leaves in
+        this group is not seen there. It has no group of torch.distributed.
+        """
+        rest = copy.copy(self)
+        rest.group, rest._calls, rest._parent, rest._gave_up = None, 0, None, False
+        rest.rank, rest.world_size = ranks.index(self.rank), len(ranks)
+        rest._names = range(2**31)
+        rest._prefix = f"{self._prefix}/{name}"
+        hosted = self._host.rank
+        place = ranks.index(hosted) if hosted in ranks else -1
+        rest._host = _StoreHost(place, f"rank {place}, which hosts it," if place >= 0 else self._host.name)
+        return rest
+
+    def in_store(self, what: str, work: Callable[[Any, str], T]) -> T:
+        """`work(store, prefix)`: short calls of the store, under keys that begin with `prefix`.
+
+        Raises `StoreLostError` if the store is gone or does not answer. Without a store `work` must not be given.
+        """
+        return self._ask(what, lambda: work(self._store, self._prefix))
 
     @property
     def _whole(self) -> RankGroup:
@@ -613,6 +662,13 @@ def _check_started_alone() -> None:
         )
 
 
+def unwrapped(store: Any) -> Any:
+    """The store below the prefixes that torch.distributed and launchers put before their keys."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store
+
+
 def read_answers(what: str, answers: list[Any], read: Reader[T]) -> list[T]:
     """What `read` returns for the answer of each rank. Raises `MoERuntimeError` naming the rank whose it refuses."""
     values = []
@@ -627,8 +683,7 @@ def read_answers(what: str, answers: list[Any], read: Reader[T]) -> list[T]:
 
 def _host_of(store: Any, ranks: list[int]) -> _StoreHost:
     """Whose process hosts the default store, for a group of these ranks of the default group."""
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
+    store = unwrapped(store)
     if not isinstance(store, dist.TCPStore):
         return _StoreHost()
     # torch does not say who hosts a store. It makes the one of these variables itself.

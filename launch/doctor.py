@@ -35,7 +35,7 @@ from moe_runtime.comm.heaps.shared_memory import room_for_heaps
 from moe_runtime.comm.host_link import graph_caution
 from moe_runtime.comm.host_memory import memory_bytes
 from moe_runtime.comm.rank_group import RankGroup
-from moe_runtime.comm.transport import choose_transport
+from moe_runtime.comm.transport import AFTER_DEATH, choose_transport
 from moe_runtime.config import MoELayerConfig, ParallelConfig, complaints, load_config
 from moe_runtime.context.memory import REGIONS, expert_bytes, layer_geometry, reserved_bytes
 from moe_runtime.deep_ep.sizes import FP8_BLOCK_SIZE, MOST_TOP_K, memory_of
@@ -310,13 +310,21 @@ def _transport(parallel: ParallelConfig, group: RankGroup, device: torch.device)
     try:
         choice = choose_transport(group, device, parallel.transport, resolve_engine(parallel.engine, device))
     except ValueError as error:
-        return {"name": None, "why_not": {}, "problem": str(error), "hosts": 1, "between_hosts": None}
+        nothing = {"between_hosts": None, "after_death": None}
+        return {"name": None, "why_not": {}, "problem": str(error), "hosts": 1, **nothing}
     hosts, between = 1, None
     if choice.name == "hierarchical" and choice.hosts is not None:
         hosts = choice.hosts.num_hosts
         between = f"{hosts} hosts of {choice.hosts.ranks_per_host} ranks: {choice.local} inside, "
         between += f"NCCL between ({graph_caution() or 'also in graphs'})" if device.type == "cuda" else "gloo between"
-    return {"name": choice.name, "why_not": choice.reasons, "problem": None, "hosts": hosts, "between_hosts": between}
+    return {
+        "name": choice.name,
+        "why_not": choice.reasons,
+        "problem": None,
+        "hosts": hosts,
+        "between_hosts": between,
+        "after_death": AFTER_DEATH[choice.name],
+    }
 
 
 def _print_report(report: dict[str, Any], console: Console) -> None:
@@ -352,6 +360,8 @@ def _print_report(report: dict[str, Any], console: Console) -> None:
     choice.add_row("transport", escape(transport["problem"] or transport["name"]))
     if transport["between_hosts"] is not None:
         choice.add_row("between hosts", escape(transport["between_hosts"]))
+    if transport["after_death"] is not None:
+        choice.add_row("after a death", escape(transport["after_death"]))
     for name, reason in transport["why_not"].items():
         choice.add_row(f"not {name}", escape(reason))
     console.print(choice)

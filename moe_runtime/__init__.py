@@ -11,7 +11,7 @@ Layers, from the top. A module imports from its own layer or from those below it
     launch.common
     virtual, integrations
     layer, ops, checkpoints.conversion
-    build, placement.rebalance, checkpoints.converted_experts, checkpoints.calibration
+    build, lost_experts, placement.rebalance, checkpoints.converted_experts, checkpoints.calibration
     experts, placement.migration
     placement.rail
     step, warming
@@ -40,9 +40,11 @@ if TYPE_CHECKING:
     from moe_runtime.comm.bootstrap import init_from_env
     from moe_runtime.comm.errors import (
         CapacityError,
+        ExpertsLostError,
         MoERuntimeError,
         PeerAbortedError,
         PeerTimeoutError,
+        RankRemovedError,
         RoutingError,
         StaleHandleError,
         StepMismatchError,
@@ -81,6 +83,7 @@ __all__ = [
     "ExpertParallelContext",
     "ExpertWeights",
     "Experts",
+    "ExpertsLostError",
     "GateUpOrder",
     "GroupedRows",
     "LayerCounters",
@@ -95,6 +98,7 @@ __all__ = [
     "Placement",
     "PrepackedWeights",
     "QuantizedRows",
+    "RankRemovedError",
     "RecordLayout",
     "Router",
     "RouterConfig",
@@ -127,6 +131,7 @@ _MODULE_OF = {
     "ExpertParallelContext": "context.expert_parallel",
     "ExpertWeights": "kernels.gemm.weights",
     "Experts": "experts",
+    "ExpertsLostError": "comm.errors",
     "FORMATS": "kernels.formats.number_formats",
     "GateUpOrder": "kernels.gemm.weights",
     "GroupedRows": "kernels.gemm.grouped_rows",
@@ -142,6 +147,7 @@ _MODULE_OF = {
     "Placement": "placement.placement",
     "PrepackedWeights": "kernels.gemm.prepacked",
     "QuantizedRows": "kernels.formats.number_formats",
+    "RankRemovedError": "comm.errors",
     "RecordLayout": "kernels.exchange.record",
     "Router": "router",
     "RouterConfig": "config",

@@ -44,6 +44,8 @@ def context_from_config(
         engine=parallel.engine,
         timeout_s=parallel.timeout_s,
         startup_timeout_s=parallel.startup_timeout_s,
+        on_failure=parallel.on_failure,
+        lost_experts=parallel.lost_experts,
     )
 
 

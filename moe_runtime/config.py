@@ -346,6 +346,15 @@ class ParallelConfig(_Model):
     )
     timeout_s: _Seconds = Field(default=30.0, description="seconds a step waits for a silent peer")
     startup_timeout_s: _Seconds = Field(default=120.0, description="the same limit while ranks start up")
+    on_failure: Literal["abort", "continue"] = Field(
+        default="abort",
+        description="a rank that dies in a step: abort ends the group, continue has the others go on without it",
+    )
+    lost_experts: Literal["wait", "drop"] = Field(
+        default="wait",
+        description="experts that died without a replica, with continue: steps wait until they are loaded again, or "
+        "drop them from the choices of tokens meanwhile",
+    )
 
 
 class CheckpointConfig(_Model):

@@ -115,6 +115,10 @@ class LayerCounters:
         self._under_way = False
         self._latest = self._counts(self._copy)
 
+    def _follow(self, geometry: ExchangeGeometry) -> None:
+        """Count steps of `geometry` from now on: after the death of a rank. Counts stay."""
+        self._geometry = geometry
+
     @torch.inference_mode()
     def add(
         self, topk_idx: torch.Tensor, slots: torch.Tensor, num_parts: torch.Tensor, group_offsets: torch.Tensor

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from types import TracebackType
 
 import torch
 
 from moe_runtime.comm.arguments import check_flag, check_integer, check_kind, describe
+from moe_runtime.comm.rank_group import RankGroup
 
 REGION_ALIGNMENT = 256
 MAX_REGION_BYTES = 1 << 47
@@ -32,11 +34,13 @@ class SymmetricHeap(ABC):
         directly_mapped: whether kernels can store to peers through `peer_pointers`. If not, pointers lead to local
             staging that a transport must carry over.
         graph_safe: whether a step through this heap can be captured in a CUDA graph.
+        kept_by_survivors: whether ranks that go on after a death have no other memory: spare signals are then reserved.
     """
 
     name = "abstract"
     directly_mapped = True
     graph_safe = True
+    kept_by_survivors = False
 
     def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
         self.rank = rank
@@ -91,6 +95,24 @@ class SymmetricHeap(ABC):
         offset, _ = self.region(region)
         pointers = [self._peer_base(rank).data_ptr() + offset for rank in range(self.world_size)]
         return torch.tensor(pointers, dtype=torch.int64, device=self.device)
+
+    def _prepare_for_deaths(self) -> None:
+        """Learn what survivors will have to know, after `allocate()`. Collective. Most need to know nothing."""
+        return
+
+    def _of_survivors(self, ranks: Sequence[int], group: RankGroup, generation: int) -> SymmetricHeap:
+        """A heap with the same regions of some ranks, as after `allocate()`; this one must not be used any more.
+
+        Collective for these ranks. No other is waited for.
+
+        Args:
+            ranks: numbers in the first heap, before any death.
+            group: of these ranks alone. Limits every wait.
+            generation: how many changes there have been, this one included.
+
+        Raises `PeerTimeoutError` if one of them is missing; then this heap may try again with others.
+        """
+        raise ValueError(f"heap: ranks of {self.name!r} cannot go on after a death")
 
     def close(self, *, failed: bool = False) -> None:
         """Free the memory; collective unless `failed` (then no peer is waited for). Safe to call twice."""

@@ -8,14 +8,20 @@ fixed at `NVSHMEM_SYMMETRIC_SIZE`, which then has to be large enough.
 from __future__ import annotations
 
 import errno
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from moe_runtime.comm.heaps.heap import REGION_ALIGNMENT, SymmetricHeap
 from moe_runtime.comm.heaps.nvshmem_world import join, load_nvshmem
+from moe_runtime.comm.heaps.survivors import SurvivorHeap
 from moe_runtime.comm.messages import integer, optional, row, text
+from moe_runtime.comm.processes import ProcessName
 from moe_runtime.comm.rank_group import RankGroup
+
+GONE_S = 10.0
+"""How long the process of a rank that is out may take to end, with its part of the GPU's work."""
 
 
 class NvshmemHeap(SymmetricHeap):
@@ -30,6 +36,7 @@ class NvshmemHeap(SymmetricHeap):
     """
 
     name = "nvshmem"
+    kept_by_survivors = True
 
     def __init__(self, group: RankGroup, device: torch.device) -> None:
         if device.type != "cuda" or device.index is None:
@@ -38,10 +45,27 @@ class NvshmemHeap(SymmetricHeap):
         self._group = group
         self._own: torch.Tensor | None = None
         self._bases: list[torch.Tensor] = []
+        self._processes: list[ProcessName] = []
 
     def barrier(self) -> None:
         self._check_open()
         self._group.barrier("NvshmemHeap.barrier")
+
+    def _prepare_for_deaths(self) -> None:
+        mine = ProcessName.own()
+        read = row(integer(1), integer(0), text)
+        answers = self._group.gather("NvshmemHeap: processes", [mine.pid, mine.started, mine.namespace], read)
+        self._processes = [ProcessName(*answer) for answer in answers]
+
+    def _of_survivors(self, ranks: Sequence[int], group: RankGroup, generation: int) -> SymmetricHeap:
+        """See `SymmetricHeap`. No memory can be made without all ranks, so these go on with what they have.
+
+        Processes that are out are killed, since they could still store there. Raises `OSError` if one cannot be.
+        """
+        for rank, process in enumerate(self._processes):
+            if rank not in ranks:
+                process.end(GONE_S)
+        return SurvivorHeap(self, ranks, group, generation)
 
     def _allocate(self, num_bytes: int) -> None:
         room = num_bytes + REGION_ALIGNMENT

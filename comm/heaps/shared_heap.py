@@ -12,6 +12,7 @@ import errno
 import logging
 import mmap
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -55,6 +56,15 @@ class SharedHeap(SymmetricHeap):
     def barrier(self) -> None:
         self._check_open()
         self._group.barrier("SharedHeap.barrier")
+
+    def _of_survivors(self, ranks: Sequence[int], group: RankGroup, generation: int) -> SymmetricHeap:
+        """See `SymmetricHeap`. The memory is new: a rank that was only stopped still stores to the old one."""
+        heap = SharedHeap(group, directory=self._directory)
+        heap._regions, heap._ones, heap.total_bytes = dict(self._regions), dict(self._ones), self.total_bytes
+        heap.allocate()
+        self.closed = True
+        self._drop()
+        return heap
 
     def _allocate(self, num_bytes: int) -> None:
         try:

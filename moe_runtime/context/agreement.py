@@ -40,9 +40,18 @@ class Agreement:
         self._values.append(plain)
 
     @property
+    def values(self) -> dict[str, Value]:
+        """All registered values."""
+        return {key: value for values in self._values for key, value in values.items()}
+
+    @property
     def complete(self) -> bool:
         """Whether every registered value has been compared."""
         return self._compared == len(self._values)
+
+    def take_as_compared(self) -> None:
+        """Note that all values are known to be equal on all ranks."""
+        self._compared = len(self._values)
 
     def compare(self, group: RankGroup | None, sizes: Mapping[str, int]) -> None:
         """Compare what was added since the last call, and `sizes` (bytes by region). Collective.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import NoReturn
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from moe_runtime.comm.arguments import check_flag, check_kind, check_seconds
+from moe_runtime.comm.arguments import check_choice, check_flag, check_integer, check_kind, check_seconds, describe
 from moe_runtime.comm.errors import (
     ErrorCode,
     MoERuntimeError,
@@ -29,19 +29,26 @@ from moe_runtime.comm.errors import (
 from moe_runtime.comm.failures import abort_words, encode_abort, find_failure, reason_text, write_abort
 from moe_runtime.comm.heaps.collective import CollectiveHeap, CollectiveTransport
 from moe_runtime.comm.heaps.heap import SymmetricHeap
+from moe_runtime.comm.heaps.shared_heap import SharedHeap
 from moe_runtime.comm.host_link import PrivateLink
 from moe_runtime.comm.host_watch import BEAT_S
+from moe_runtime.comm.membership import Membership
 from moe_runtime.comm.rank_group import MAX_SECONDS, ROLL_CALL_S, RankGroup
 from moe_runtime.comm.signals import ABORT_WORDS, ERROR_WORDS, NUM_COUNTERS, REASON_WORDS, SignalLayout
 from moe_runtime.context.agreement import Agreement
 from moe_runtime.context.host_memory import LinkBuffers, LocalMemory
+from moe_runtime.context.newcomer import newcomers_group
+from moe_runtime.context.recovery import RECOVERABLE, Recovery
 from moe_runtime.context.regions import Regions
 from moe_runtime.context.threads import StreamOrder
-from moe_runtime.context.transport import Transport, check_heap, make_transport, resolve_device
+from moe_runtime.context.transport import Transport, check_heap, check_survivable, make_transport, resolve_device
 from moe_runtime.kernels.exchange.interface import ExchangeMemory
 from moe_runtime.kernels.runtime import resolve_engine
 
 _LOG = logging.getLogger(__name__)
+
+SPARE_SIGNALS = 2
+"""Regions of spare signals for each rank: for its death, and for a time when it was only missed."""
 
 
 class ExpertParallelContext:
@@ -69,9 +76,17 @@ class ExpertParallelContext:
         engine: `auto`, `cuda`, `triton` or `torch` (`kernels.runtime.resolve_engine`).
         timeout_s: how long a step waits for a peer.
         startup_timeout_s: how long construction, `allocate()`, the first step and `close()` wait for a peer.
+        on_failure: `abort`: a rank that dies in a step ends the group. `continue`: the others go on without it, where
+            each expert has a replica on one of them (docs/failures.md). Equal on all ranks; needs a transport whose
+            memory survives a rank (`shared`).
+        lost_experts: with `continue`, experts that died without a replica and that survivors load again: `wait` has
+            steps wait until they are there, `drop` has tokens do without them, with renormalised weights and counted.
 
     Attributes:
-        rank, world_size, device: as they are.
+        rank, world_size, device: as they are; after a death, of the ranks that are left, numbered anew.
+        generation: how often the ranks have changed.
+        members: the numbers that the ranks of now had at the start.
+        recovery: what goes on after a death; None with `abort`, and on a single rank.
         heap: the memory of all ranks, with `link` that of the ranks of this host.
         link: the way between hosts; None where the heap has all ranks.
         hosts: the ranks of each host; None without a link.
@@ -105,7 +120,7 @@ class ExpertParallelContext:
 
     def __init__(
         self,
-        group: dist.ProcessGroup | DeviceMesh | None = None,
+        group: dist.ProcessGroup | DeviceMesh | RankGroup | None = None,
         *,
         device: torch.device | str | None = None,
         heap: SymmetricHeap | None = None,
@@ -115,8 +130,13 @@ class ExpertParallelContext:
         engine: str = "auto",
         timeout_s: float = 30.0,
         startup_timeout_s: float = 120.0,
+        on_failure: str = "abort",
+        lost_experts: str = "wait",
     ) -> None:
         check_flag("one_memory", one_memory)
+        check_choice("on_failure", on_failure, ("abort", "continue"))
+        check_choice("lost_experts", lost_experts, ("wait", "drop"))
+        self.lost_experts = lost_experts
         self.timeout_s = check_seconds("timeout_s", timeout_s, MAX_SECONDS)
         self.startup_timeout_s = check_seconds("startup_timeout_s", startup_timeout_s, MAX_SECONDS)
         self.timeout_ns = int(self.timeout_s * 1e9)
@@ -125,15 +145,27 @@ class ExpertParallelContext:
         self.transport_reasons: dict[str, str] = {}
         if link is not None and heap is None:
             raise ValueError("link: expected None without heap")
+        if heap is not None and on_failure == "continue":
+            raise ValueError("on_failure: expected 'abort' with heap, whose ranks meet in no store")
+        newcomer = isinstance(group, RankGroup)
         if heap is None:
             alone = isinstance(transport, str) and transport == "private"
-            self.group = RankGroup(group, timeout_s=self.startup_timeout_s, alone=alone)
+            ranks = (
+                group
+                if isinstance(group, RankGroup)
+                else RankGroup(group, timeout_s=self.startup_timeout_s, alone=alone)
+            )
+            self.group = ranks
             try:
                 self.device = resolve_device(device)
                 self.engine = resolve_engine(engine, self.device)
-                made = make_transport(self.group, self.device, transport, self.engine, one_memory)
+                if newcomer:
+                    made = Transport("shared", SharedHeap(ranks))
+                else:
+                    made = make_transport(ranks, self.device, transport, self.engine, one_memory)
+                check_survivable(made, on_failure)
             except BaseException as error:
-                self.group.leave(reason_of(error), error)
+                ranks.leave(reason_of(error), error)
                 raise
         else:
             check_heap(heap, group, device, transport, link)
@@ -156,12 +188,43 @@ class ExpertParallelContext:
         self._regions = Regions(self.signals_layout)
         self.half_bytes = self._regions.half_bytes
         self._agreement = Agreement()
+        self._others_agreed: dict[str, object] | None = None
+        self._past: list[tuple[torch.Tensor, int, torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self._exchanges = 0
         self._layers = 0
         self._failure: Exception | None = None
         self._abort_codes: np.ndarray | None = None
         self._side_stream: torch.cuda.Stream | None = None
         self._streams = StreamOrder(self.device)
+        self.recovery: Recovery | None = None
+        if on_failure == "continue" and self.group is not None and self.world_size > 1:
+            self.recovery = Recovery(Membership(self.group), self._renew, self._end, self.timeout_s)
+            agree = {"on_failure": on_failure, "lost_experts": lost_experts, "transport": self.transport}
+            self.register(agree=agree, about="context")
+
+    @property
+    def generation(self) -> int:
+        return 0 if self.recovery is None else self.recovery.membership.generation
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        return tuple(range(self.world_size)) if self.recovery is None else self.recovery.membership.members
+
+    @property
+    def rank_states(self) -> dict[int, str]:
+        """`in` or `out`, for each rank by its number at the start."""
+        everyone = self.members if self.recovery is None else self.recovery.membership.everyone
+        return {rank: "in" if rank in self.members else "out" for rank in everyone}
+
+    @property
+    def steps_done(self) -> int:
+        """Steps of layers that this rank has done with `on_failure="continue"`."""
+        return 0 if self.recovery is None else self.recovery.layer_steps
+
+    @property
+    def steps_repeated(self) -> int:
+        """How many steps of layers this rank has run again since a rank died in them, for itself or for others."""
+        return 0 if self.recovery is None else self.recovery.steps_repeated
 
     @property
     def memory(self) -> ExchangeMemory:
@@ -219,6 +282,46 @@ class ExpertParallelContext:
         """Bytes of this rank: two halves of each region, the signals, the staging of moving experts, and the link's."""
         return self._regions.num_bytes + (0 if self.link_buffers is None else self.link_buffers.num_bytes)
 
+    @classmethod
+    def rejoin(
+        cls,
+        rank: int | None = None,
+        store: dist.Store | None = None,
+        *,
+        engine: str = "auto",
+        timeout_s: float = 30.0,
+        startup_timeout_s: float = 120.0,
+        lost_experts: str = "wait",
+    ) -> ExpertParallelContext:
+        """The context of a new process that takes the place of a rank that is out (`on_failure="continue"`).
+
+        Make the same layers over it as the others did, with the same placements, and load their weights. `allocate()`
+        then waits until the others call `admit`. From there on this rank is one of them: `steps_done` says after how
+        many steps. torch.distributed needs not be initialised, and `init_from_env` and `warm_up` must not be called.
+
+        Args:
+            rank: whose place, by its number at the start; None is `RANK` of the environment.
+            store: in which the others meet, as they were given it; None is that at `MASTER_ADDR` and `MASTER_PORT`.
+            engine, timeout_s, startup_timeout_s, lost_experts: as for the others.
+
+        Raises:
+            ValueError: a wrong argument, or a store in which no such ranks have met.
+            StoreLostError: there is no store.
+        """
+        limit_s = check_seconds("startup_timeout_s", startup_timeout_s, MAX_SECONDS)
+        group, agreed = newcomers_group(rank, store, limit_s)
+        context = cls(
+            group,
+            device="cpu",
+            engine=engine,
+            timeout_s=timeout_s,
+            startup_timeout_s=startup_timeout_s,
+            on_failure="continue",
+            lost_experts=lost_experts,
+        )
+        context._others_agreed = agreed
+        return context
+
     def allocate(self) -> None:
         """Compare configurations and allocate the heap. Collective; later calls compare what was registered since.
 
@@ -228,17 +331,112 @@ class ExpertParallelContext:
         self._check_usable()
         if self.allocated and self._agreement.complete:
             return
+        if self._others_agreed is not None:
+            self._join(self._others_agreed)
+            return
         self.compare()
         if not self.allocated:
             # The first step may run in inference mode, and a later writer of this memory may not.
             with self._fails_for_good(), torch.inference_mode(False):
                 self._allocate()
+        if self.recovery is not None:
+            with self._fails_for_good():
+                self.recovery.membership.publish(self._agreed)
 
     def compare(self) -> None:
         """Only the comparison of `allocate()`, for what must wait until ranks agree. Collective; raises as it does."""
-        self.check()
+        self._raise_failure()
         with self._fails_for_good():
             self._agreement.compare(self.group, self._regions.sizes)
+
+    @property
+    def _agreed(self) -> dict[str, object]:
+        """What is equal on all ranks, once they have compared it."""
+        return {**self._agreement.values, **{f"bytes of {name}": size for name, size in self._regions.sizes.items()}}
+
+    def _join(self, others: dict[str, object]) -> None:
+        """`allocate()` of a process that takes the place of a rank that is out."""
+        assert self.recovery is not None
+        problems = [
+            f"{key}: here {self._agreed.get(key, 'not given')!r}, the others {others.get(key, 'not given')!r}"
+            for key in dict.fromkeys([*others, *self._agreed])
+            if self._agreed.get(key) != others.get(key)
+        ]
+        if problems:
+            raise ValueError(f"agree: this rank and the others disagree on {'; '.join(problems)}")
+        with self._fails_for_good(), torch.inference_mode(False):
+            self._regions.reserve(self.heap)
+            self.recovery.join(self.startup_timeout_s)
+        self._agreement.take_as_compared()
+        self._others_agreed = None
+
+    def admit(self) -> tuple[int, ...]:
+        """Between two steps: have new processes take the places of ranks that are out (`rejoin`). Collective.
+
+        Every rank calls it at the same point of its steps, whatever `members` says there: ranks may learn of a death
+        one step apart. It takes some milliseconds where none asks. A rank that does not come within `timeout_s` is out.
+
+        Returns:
+            The ranks that have come back, by their numbers at the start.
+
+        Raises as a step.
+        """
+        self.check()
+        if self.recovery is None:
+            return ()
+        return self.recovery.admit(self.timeout_s, self.check_peers)
+
+    def release(self, ranks: Sequence[int]) -> None:
+        """Between two steps: go on without `ranks`, which may end then. Collective, also for those.
+
+        Their experts are taken over as after a death. A new process may take their places later (`rejoin`, `admit`).
+
+        Args:
+            ranks: by their numbers at the start, of `members`, equal on all ranks; one must be left.
+
+        Raises:
+            ValueError: wrong ranks, or a context without `on_failure="continue"`.
+            RankRemovedError: on `ranks`, when the others go on.
+            ExpertsLostError: experts that only these ranks hold cannot be loaded; nothing has changed.
+            MoERuntimeError: as a step.
+        """
+        if self.recovery is None:
+            raise ValueError("on_failure: expected a context of several ranks with on_failure='continue' for release")
+        if self.heap.kept_by_survivors:
+            raise ValueError(
+                f"ranks: none can leave in order with transport={self.transport!r}, whose memory stays shared"
+            )
+        check_kind("ranks", ranks, (list, tuple))
+        for rank in ranks:
+            if rank not in self.members or isinstance(rank, bool):
+                raise ValueError(f"ranks: expected some of {self.members}, got {describe(rank)}")
+        if not ranks or len(set(ranks)) == len(self.members):
+            raise ValueError(f"ranks: expected one or more, but not all of {self.members}, got {describe(ranks)}")
+        self.check()
+        self.recovery.release(ranks, self.timeout_s, self.check_peers)
+
+    def recover(self, replays: int = 0) -> int:
+        """After `PeerTimeoutError` of a graph's replay: go on with the ranks that are left. Collective for all of them.
+
+        Steps that are not in a graph need no such call. Capture graphs again: replays of older ones give NaN, and
+        `check_peers` raises `ValueError` after them. Repeat the steps that another rank has not done.
+
+        Args:
+            replays: how many replays this rank has done without an error.
+
+        Returns:
+            The fewest `replays` of any rank that is left.
+
+        Raises:
+            ValueError: a context without `on_failure="continue"`, or one in which no rank is missed in a step.
+            MoERuntimeError: as a step.
+        """
+        check_integer("replays", replays, 0, 2**62)
+        failure = self._failure
+        if self.recovery is None or not isinstance(failure, PeerTimeoutError) or not self._is_recoverable(failure):
+            raise ValueError("recover: expected a context with on_failure='continue' that misses a rank in a step")
+        self.recovery.recover(failure)
+        return -self.recovery.most("recover", -replays, self.timeout_s, self._raise_failure)
 
     @contextmanager
     def _fails_for_good(self) -> Iterator[None]:
@@ -257,14 +455,15 @@ class ExpertParallelContext:
             raise
 
     def _allocate(self) -> None:
+        if self.recovery is not None and self.heap.kept_by_survivors:
+            self._regions.spare_signals = SPARE_SIGNALS * self.world_size
         self._regions.reserve(self.heap)
         # The words that this rank's kernels write must exist before a peer can store here.
         self._allocate_words()
         self.heap.allocate()
-        self.signals = self.heap.tensor("signals").view(torch.int32)
-        self.signal_pointers, self.token_flags_pointers, self.landing_pointers, self.combine_pointers = (
-            self.heap.peer_pointers(region) for region in ("signals", "token_flags", "landing", "combine")
-        )
+        if self.recovery is not None:
+            self.heap._prepare_for_deaths()
+        self._point_at_peers()
         if self.link_buffers is not None and self.link is not None:
             self.link_buffers.allocate(self.device)
             limit_s = max(self.timeout_s, 3 * BEAT_S)
@@ -285,12 +484,50 @@ class ExpertParallelContext:
                 self.latch,
                 self.counters,
             )
-        if self.device.type == "cpu":
-            self._abort_codes = abort_words(self.signals, self.signals_layout)[:, 0].numpy()
         self.allocated = True
         if self.rank == 0:
             sizes = self.world_size, self.transport, self.engine, self.reserved_bytes
             _LOG.info("%d rank(s): transport %s, engine %s, %d bytes reserved on each", *sizes)
+
+    def _point_at_peers(self) -> None:
+        """Views of and pointers to the memory of the heap, which is allocated."""
+        self.signals = self.heap.tensor("signals").view(torch.int32)
+        self.signal_pointers, self.token_flags_pointers, self.landing_pointers, self.combine_pointers = (
+            self.heap.peer_pointers(region) for region in ("signals", "token_flags", "landing", "combine")
+        )
+        if self.device.type == "cpu":
+            self._abort_codes = abort_words(self.signals, self.signals_layout)[:, 0].numpy()
+
+    @torch.inference_mode(False)
+    def _renew(self, members: tuple[int, ...], group: RankGroup) -> None:
+        """Go over to memory of `members` alone, after a death. Collective for them; what `recovery` calls.
+
+        Nothing of the old memory is used again: what a rank that was stopped still stores there is not seen.
+
+        Args:
+            members: their numbers at the start.
+            group: of them alone.
+        """
+        if self._side_stream is not None:
+            torch.cuda.synchronize(self.device)  # Ends, since every wait of a kernel does.
+        group.timeout_s = self.timeout_s
+        heap = self.heap._of_survivors(members, group, self.generation)
+        if self.allocated:
+            # Graphs of before still read and write these words. A latch that is set ends them at once.
+            self.latch.fill_(1)
+            self._past.append((self.epoch, int(self.epoch), self.error, self.latch, self.counters))
+        group.timeout_s = self.startup_timeout_s
+        self.heap, self.group, self.rank, self.world_size = heap, group, heap.rank, heap.world_size
+        self.signals_layout = SignalLayout(heap.world_size)
+        self._allocate_words()
+        self._point_at_peers()
+        self._exchanges = 0
+        self.allocated = True
+        self._failure, self.failed = None, False
+
+    def _end(self, error: Exception) -> None:
+        """Have all later calls raise `error`: the recovery from a failure has failed."""
+        self._failure, self.failed = error, True
 
     def _allocate_words(self) -> None:
         on_gpu = self.device.type == "cuda"
@@ -311,8 +548,17 @@ class ExpertParallelContext:
         what the kernels here have seen. Cheap enough for every step.
 
         Raises `RoutingError`, `CapacityError`, `PeerTimeoutError`, `PeerAbortedError`, `StaleHandleError` or
-        `StepMismatchError`, or what `allocate()` raised; `ValueError` if the context is closed.
+        `StepMismatchError`, or what `allocate()` raised; `ValueError` if the context is closed. On a CPU with
+        `on_failure="continue"` it does not raise that a rank is missed in a step: the next step goes on without it.
         """
+        try:
+            self._raise_failure()
+        except PeerTimeoutError as error:
+            if self.recovery is None or self.device.type != "cpu" or not self._is_recoverable(error):
+                raise
+
+    def _raise_failure(self) -> None:
+        """`check()` within a step, or where one may follow that is not run again."""
         if self._failure is None and self.allocated and not self.closed:
             aborted = self._abort_codes is not None and self._abort_codes.any()
             if aborted or self._error_view[0]:
@@ -330,7 +576,13 @@ class ExpertParallelContext:
             )
 
     def check_peers(self) -> None:
-        """`check()` including the peers' abort words on a GPU: waits for the work queued on the current stream."""
+        """`check()` including the peers' abort words on a GPU: waits for the work queued on the current stream.
+
+        Raises `ValueError` also if a graph was replayed that was captured before a rank died (`recover`).
+        """
+        for epoch, last, *_ in self._past if self.device.type == "cuda" else ():
+            if int(epoch) != last:
+                raise ValueError("graph: it was captured before a rank died; capture it again")
         if self._failure is None and self.allocated and not self.closed:
             self._find_failure()
         self._check_usable()
@@ -421,7 +673,22 @@ class ExpertParallelContext:
             torch.cuda.synchronize(self.device)
         if self._failure is None and self.allocated:
             self._find_failure()
+        try:
+            if self.recovery is not None and self.allocated and self._is_recoverable(self._failure):
+                with self._fails_for_good():
+                    self.recovery.part(self.startup_timeout_s, self.check_peers)
+        finally:
+            self._free()
+
+    @staticmethod
+    def _is_recoverable(failure: Exception | None) -> bool:
+        """Whether survivors go on after it."""
+        return failure is None or (isinstance(failure, PeerTimeoutError) and failure.phase in RECOVERABLE)
+
+    def _free(self) -> None:
         self.closed = True
+        if self.recovery is not None:
+            self.recovery.background.shutdown(wait=False, cancel_futures=True)
         if self.allocated:
             del self.signals
         self._abort_codes = None

@@ -47,7 +47,7 @@ def collective_step(context: ExpertParallelContext) -> Iterator[None]:
     # Not `abort_peers_on_error`: one more context manager in each part of a step costs host time.
     try:
         context.allocate()
-        context.check()
+        context._raise_failure()
         context.follow_stream()
         yield
     except BaseException as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from moe_runtime.comm.arguments import check_integer
 from moe_runtime.comm.heaps.heap import MAX_REGION_BYTES, REGION_ALIGNMENT, SymmetricHeap, align_region
+from moe_runtime.comm.heaps.survivors import spare_region
 from moe_runtime.comm.signals import SignalLayout
 
 HALVED_REGIONS = ("token_flags", "landing", "combine")
@@ -16,10 +17,12 @@ class Regions:
     Attributes:
         half_bytes: bytes from one half of a region to the other, by region of `HALVED_REGIONS`.
         staging_bytes: bytes of region `staging`; 0 where no layer asks for it.
+        spare_signals: how many more regions for signals there are (`comm.heaps.survivors`).
     """
 
     def __init__(self, layout: SignalLayout) -> None:
         self._signal_bytes = layout.num_bytes
+        self.spare_signals = 0
         self.half_bytes = dict.fromkeys(HALVED_REGIONS, REGION_ALIGNMENT)
         self.staging_bytes = 0
 
@@ -48,7 +51,8 @@ class Regions:
     @property
     def num_bytes(self) -> int:
         """Bytes of the whole heap of a rank."""
-        return 2 * sum(self.half_bytes.values()) + align_region(self._signal_bytes) + self.staging_bytes
+        signals = (1 + self.spare_signals) * align_region(self._signal_bytes)
+        return 2 * sum(self.half_bytes.values()) + signals + self.staging_bytes
 
     def reserve(self, heap: SymmetricHeap) -> None:
         """Reserve every region in a heap that is not allocated yet."""
@@ -57,5 +61,7 @@ class Regions:
             # The first half is for even epochs. Its flags start odd, so that no token is taken for written when the
             # epoch is 0 again after 2^32 dispatches.
             heap.reserve(region, 2 * num_bytes, ones=num_bytes if region == "token_flags" else 0)
+        for generation in range(1, 1 + self.spare_signals):
+            heap.reserve(spare_region(generation), self._signal_bytes)
         if self.staging_bytes:
             heap.reserve("staging", self.staging_bytes)

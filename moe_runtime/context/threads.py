@@ -70,6 +70,11 @@ class StreamOrder:
             stream.wait_stream(last)
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Whether the current stream of a GPU is being captured in a graph; never on a CPU."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def _is_captured(stream: torch.cuda.Stream) -> bool:
     with torch.cuda.stream(stream):
         return torch.cuda.is_current_stream_capturing()

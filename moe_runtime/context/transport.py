@@ -14,7 +14,7 @@ from moe_runtime.comm.heaps.private_heap import PrivateHeap
 from moe_runtime.comm.heaps.shared_heap import SharedHeap
 from moe_runtime.comm.host_link import GlooLink, HostLink, NcclLink, PrivateLink
 from moe_runtime.comm.rank_group import RankGroup
-from moe_runtime.comm.transport import choose_transport
+from moe_runtime.comm.transport import AFTER_DEATH, SURVIVABLE, choose_transport
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,14 @@ def _heap(name: str, group: RankGroup, device: torch.device) -> SymmetricHeap:
     if name == "shared":
         return SharedHeap(group)
     return NvshmemHeap(group, device) if name == "nvshmem" else CollectiveHeap(group, device)
+
+
+def check_survivable(made: Transport, on_failure: str) -> None:
+    """Raise `ValueError` where ranks are to go on after a death, and their memory cannot."""
+    if on_failure == "continue" and made.name not in SURVIVABLE:
+        raise ValueError(
+            f"on_failure: expected 'abort' with transport={made.name!r}: after a death {AFTER_DEATH[made.name]}"
+        )
 
 
 def check_heap(

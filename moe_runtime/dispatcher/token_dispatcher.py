@@ -88,7 +88,7 @@ class TokenDispatcher:
         check_kind("context", context, ExpertParallelContext)
         check_flag("agreed", agreed)
         check_flag("reusable_handles", reusable_handles)
-        context.check()
+        context._raise_failure()
         self.context = context
         self.geometry = geometry = exchange_geometry(
             context,
@@ -110,6 +110,7 @@ class TokenDispatcher:
         self._hosts = None if context.hosts is None else HostExchange(context, geometry, host_capacity)
         self._local = geometry if self._hosts is None else self._hosts.geometry.local
         self._backend = choose_backend(context, self._local)
+        self._generation = context.generation
         self._stepped = False
         device = context.device
         self._starts = torch.tensor(self._local.starts, dtype=torch.int32, device=device)
@@ -331,6 +332,7 @@ class TokenDispatcher:
         if self._hosts is not None:
             self._hosts.expect("dispatch", timeout_ns)
         with collective_step(context):
+            self._check_generation()
             check_tokens(geometry, context.device, x, topk_idx, topk_weights)
             if scales_in_record and not self.can_keep_scales_in_record:
                 raise ValueError("scales_in_record: expected False, this dispatcher copies scales as they arrive")
@@ -557,7 +559,7 @@ class TokenDispatcher:
     def _raise_on_cpu(self) -> None:
         """On CPUs a stage is done when its call returns: raise at once what it recorded."""
         if self.context.device.type == "cpu":
-            self.context.check()
+            self.context._raise_failure()
 
     def _receive_routing(self, handle: DispatchHandle) -> tuple[torch.Tensor, int | None]:
         """Positions and `await_ns` for the combine of a handle that was made `for_rows`."""
@@ -578,7 +580,19 @@ class TokenDispatcher:
             raise ValueError("handle: expected one of a dispatcher with reusable_handles=True")
         return handle.topk_idx, handle.topk_weights
 
+    def _took_steps_as(self, other: TokenDispatcher) -> None:
+        """Wait for peers as long as `other`, which this one replaces after the death of a rank."""
+        self._stepped = other._stepped
+
+    def _check_generation(self) -> None:
+        if self._generation != self.context.generation:
+            raise ValueError(
+                f"context: its ranks have changed since this dispatcher was made (generation {self._generation}, now "
+                f"{self.context.generation}); make a new one, and capture graphs anew"
+            )
+
     def _check_handle(self, handle: DispatchHandle) -> None:
+        self._check_generation()
         if not isinstance(handle, DispatchHandle):
             raise ValueError(f"handle: expected a DispatchHandle, got {type(handle).__name__}")
         if handle.geometry is not self.geometry:

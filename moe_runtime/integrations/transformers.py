@@ -168,7 +168,7 @@ class ExpertParallel:
         self.decoder_layers: list[int] = []
         self._joined = False
         self._tokens: NumberExchange | None = None
-        if context.group is not None:
+        if context.group is not None and context.recovery is None:
             self._tokens = NumberExchange("call of the model", context.group, integer(DONE, MOST_TOKENS))
         self._most_tokens: int | None = None
         self._counted_from: list[LayerCounts] | None = None
@@ -253,7 +253,8 @@ class ExpertParallel:
         Before each call of the model the ranks exchange their numbers of tokens. A rank that is done takes part in the
         calls of the others, without tokens, until all are done, and leaves with them. Each call costs an exchange
         between hosts (`NumberExchange`), which cannot be captured in a CUDA graph, and waits at most
-        `startup_timeout_s` for the slowest rank. The first one connects the ranks.
+        `startup_timeout_s` for the slowest rank. The first one connects the ranks. With `on_failure="continue"` it goes
+        through the store, waits at most `timeout_s`, and goes on without a rank that does not come.
 
         Raises `PeerAbortedError` if another rank leaves with an error, `PeerTimeoutError` if one does not come.
         """
@@ -321,6 +322,11 @@ class ExpertParallel:
 
     def _agree(self, num_tokens: int) -> int:
         """Most tokens of any rank in this call of the model; `DONE` if all are done."""
+        context = self.context
+        if context.recovery is not None:
+            context.allocate()
+            limit_s = context.timeout_s
+            return context.recovery.most("call of the model", num_tokens, limit_s, context._raise_failure)
         return num_tokens if self._tokens is None else max(self._tokens.gather(num_tokens))
 
     def _steps(self, most_tokens: int) -> tuple[int, int]:

@@ -36,7 +36,7 @@ def agree_on_replacement(
     Raises as `MoELayer.replace_experts` where ranks do not agree; nothing has changed then.
     """
     context.allocate()
-    context.check()
+    context._raise_failure()
     replacement: Replacement | None = None
     proposal: dict[str, Scalar] = {}
     problem: BaseException | None = None

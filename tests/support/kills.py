@@ -255,7 +255,7 @@ def announce_places(tell: Callable[[str], None]) -> None:
     from moe_runtime.comm.heaps.shared_heap import SharedHeap
     from moe_runtime.comm.rank_group import RankGroup
 
-    announced(bootstrap, "_store_of_environment", "join: store", tell)
+    announced(bootstrap, "store_of_environment", "join: store", tell)
     announced(dist, "init_process_group", "join: connect", tell)
     announced(SharedHeap, "_create", "memory: make", tell)
     announced(SharedHeap, "_map", "memory: map", tell)

@@ -412,6 +412,8 @@ ARGUMENTS: dict[str, Callable[[World, Any], dict[str, Any]]] = {
             "transport": "private",
             "timeout_s": 30.0,
             "startup_timeout_s": 120.0,
+            "on_failure": "continue",
+            "lost_experts": "drop",
         }
         if w.draw.random() < 0.7
         else {"heap": PrivateHeap(), "transport": "auto"}

@@ -1,0 +1,361 @@
+"""What survivors of a death do: agree on who is left, make memory for the smaller group, and run the step again.
+
+Ranks may be one step apart when a rank dies: one has its result already, while another still waits for the dead rank.
+Then the first takes part in that step once more, for the others, with a copy of what it brought.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol, TypeVar
+
+from moe_runtime.comm.errors import MoERuntimeError, PeerTimeoutError, Phase, RankRemovedError
+from moe_runtime.comm.membership import Membership
+from moe_runtime.comm.messages import Reader, integer, many_of, optional, row, text
+from moe_runtime.comm.rank_group import RankGroup
+
+_LOG = logging.getLogger(__name__)
+
+POLL_S = (0.0005, 0.01)
+"""First and longest pause between two looks into the store."""
+RECOVERABLE = (
+    Phase.DISPATCH_SEND,
+    Phase.DISPATCH_RECV,
+    Phase.COMBINE_SEND,
+    Phase.COMBINE_RECV,
+    Phase.RECOVERY,
+)
+"""Phases of a step. A rank that dies in another, such as at start-up, ends the group."""
+
+T = TypeVar("T")
+V = TypeVar("V")
+
+Asks = list[tuple[int, str]]
+"""Ranks whose places processes ask for, with the words under which they are answered."""
+
+
+Held = list[list[int]]
+"""The experts of each member, slot by slot."""
+
+_HELD = many_of(many_of(integer(0)))
+_ASKS: Reader[Asks] = many_of(row(integer(0), text))
+
+
+class Follower(Protocol):
+    """What changes with the members of a context: a layer. Members are named by their numbers at the start."""
+
+    def _check_members(self, members: tuple[int, ...]) -> None:
+        """Raise `ExpertsLostError` if they cannot go on: on all of them alike. Changes nothing."""
+
+    def _held_by(self, members: tuple[int, ...]) -> Held:
+        """What each of these members is to hold, without the experts that are to be loaded."""
+
+    def _follow_members(self, members: tuple[int, ...], held: Held | None) -> None:
+        """Go over to them, when there is memory for them; `held` is that of a member, None to ask `_held_by`."""
+
+
+class Recovery:
+    """The survivors of a context's ranks, named by their numbers at the start.
+
+    Args:
+        membership: who is left.
+        renew: makes memory for the members, whose group it gets; raises `PeerTimeoutError` if one is missing.
+        end: called with the error with which a recovery has failed, which later calls are to raise.
+        timeout_s: limit of a step; half of it is how long survivors wait for each other.
+
+    Attributes:
+        membership: as given.
+        layer_steps: steps of layers that this rank has done.
+        steps_done: those, and steps that ranks agree in.
+        steps_repeated: steps that this rank has run again, for itself or for others.
+        background: runs work of a recovery one after another, on a thread of its own.
+    """
+
+    def __init__(
+        self,
+        membership: Membership,
+        renew: Callable[[tuple[int, ...], RankGroup], None],
+        end: Callable[[Exception], None],
+        timeout_s: float,
+    ) -> None:
+        self.membership = membership
+        self.steps_done = self.layer_steps = 0
+        self.steps_repeated = 0
+        self.background = ThreadPoolExecutor(1, thread_name_prefix="moe_runtime recovery")
+        self._renew, self._end = renew, end
+        self._window_s = timeout_s / 2
+        self._references: list[weakref.ref[Follower]] = []
+        self._last: Callable[[], object] | None = None
+        self._others_lack_last = False
+
+    def add(self, follower: Follower) -> None:
+        """Have `follower`, which is not kept alive, follow the members. All ranks add theirs in the same order."""
+        self._references.append(weakref.ref(follower))
+
+    @property
+    def step_number(self) -> int:
+        """Of the step that runs, from 1 on, equal on all ranks in it."""
+        return self.steps_done + (not self._others_lack_last)
+
+    @property
+    def _followers(self) -> list[Follower]:
+        return [follower for reference in self._references if (follower := reference()) is not None]
+
+    def most(self, what: str, number: int, limit_s: float, check: Callable[[], None]) -> int:
+        """The largest `number` of all members, in a step of its own. Collective.
+
+        A member that does not come within `limit_s` is left. `check` raises what has failed. Raises as `recover`.
+        """
+        return self._in_step(what, number, integer(), _largest, lambda found: found, limit_s, check)
+
+    def _in_step(
+        self,
+        what: str,
+        mine: object,
+        read: Reader[V],
+        result_of: Callable[[list[V]], T],
+        known: Callable[[T], object],
+        limit_s: float,
+        check: Callable[[], None],
+    ) -> T:
+        """`result_of` the words of all members, in a step of its own; this rank's word is `mine`.
+
+        A rank that repeats the step for others, since it has the result already, says `known` of the result. With that
+        word among them `result_of` must find the same result.
+        """
+        found: list[T] = []
+
+        def gather(word: object) -> T:
+            # A member may be one such step ahead, so its words take turns.
+            membership, step, event = self.membership, self.step_number, f"{what} {self.step_number % 2}"
+            membership.put(f"{event}/{membership.rank}", [step, word])
+            words: dict[int, V] = {}
+
+            def absent() -> list[int]:
+                for rank in membership.members:
+                    said = membership.get(f"{event}/{rank}", row(integer(0), read))
+                    if said is not None and said[0] == step:
+                        words[rank] = said[1]
+                return [rank for rank in membership.members if rank not in words]
+
+            self._await(what, absent, limit_s, check, Phase.RECOVERY)
+            found[:] = [result_of([words[rank] for rank in membership.members])]
+            return found[0]
+
+        return self._run(lambda: gather(mine), lambda: lambda: gather(known(found[0])))
+
+    def run(self, step: Callable[[], T], again: Callable[[], Callable[[], object]]) -> T:
+        """`step()` of a layer, again and again until no rank dies in it.
+
+        `again()` is called after it, and makes what repeats it later without the caller's tensors. Raises as `recover`.
+        """
+        result = self._run(step, again)
+        self.layer_steps += 1
+        return result
+
+    def _run(self, step: Callable[[], T], again: Callable[[], Callable[[], object]]) -> T:
+        before = self.membership.generation
+
+        def once_more() -> T:
+            self.steps_repeated += self.membership.generation > before
+            return step()
+
+        result = self._until_none_dies(once_more)
+        self.steps_done += 1
+        self._last = again()
+        return result
+
+    def part(self, limit_s: float, check: Callable[[], None]) -> None:
+        """Before the memory is freed: wait until all members are here too, and help those that still need this rank.
+
+        `check` raises what has failed. Raises `PeerTimeoutError` naming a member, by its present number, that does not
+        come within `limit_s`; and as `recover`.
+        """
+        self._until_none_dies(lambda: self._meet_at_end(limit_s, check))
+
+    def admit(self, limit_s: float, check: Callable[[], None]) -> tuple[int, ...]:
+        """Between two steps: have processes that ask for the places of ranks that are out take them. Collective.
+
+        Returns the ranks that have come back. Arguments, and raises, as `most`.
+        """
+        read = row(optional(_ASKS), _ASKS)
+        mine = [None, _plain(self.membership.askers())]
+
+        def decided(words: list[tuple[Asks | None, Asks]]) -> Asks:
+            """What a member that has ended this step found; else whom the first member sees."""
+            return next((known for known, _ in words if known is not None), words[0][1])
+
+        asks = self._in_step("admit", mine, read, decided, lambda found: [_plain(found), []], limit_s, check)
+        if not asks:
+            return ()
+        came = tuple(rank for rank, _ in asks)
+        record = {rank: self.steps_done for rank in sorted((*self.membership.members, *came))}
+        if self.membership.rank == self.membership.members[0]:
+            held = [follower._held_by(tuple(record)) for follower in self._followers]
+            for rank, word in asks:
+                self.membership.answer(rank, word, record, [self.layer_steps, held])
+        self._change(record)
+        return tuple(rank for rank in came if rank in self.membership.members)
+
+    def release(self, ranks: Sequence[int], limit_s: float, check: Callable[[], None]) -> None:
+        """Between two steps: go on without `ranks`, which end in order. Collective, also for those.
+
+        Raises `RankRemovedError` on these; `ValueError` where members disagree, and `ExpertsLostError` where the others
+        cannot go on, and then nothing changes; else as `most`.
+        """
+        mine = sorted(ranks)
+        words = self._in_step("release", mine, many_of(integer(0)), lambda words: words, lambda _: mine, limit_s, check)
+        if any(word != mine for word in words):
+            raise ValueError(f"ranks: the members disagree, {words}")
+        stay = tuple(rank for rank in self.membership.members if rank not in ranks)
+        for follower in self._followers:
+            follower._check_members(stay)
+        if self.membership.rank in ranks:
+            self.membership.members = stay
+            error = RankRemovedError(f"rank {self.membership.rank} is out, as was asked for", self.membership.rank)
+            self._end(error)
+            raise error
+        self._change(dict.fromkeys(stay, self.steps_done))
+
+    def join(self, limit_s: float) -> None:
+        """For a process that takes the place of a rank that is out: wait until the members `admit` it, and go over.
+
+        Raises `PeerTimeoutError` if they do not within `limit_s`.
+        """
+        record, (self.layer_steps, held) = self.membership.ask(limit_s, row(integer(0), many_of(_HELD)))
+        self.steps_done = record[self.membership.rank]
+        if len(held) != len(self._followers):
+            raise MoERuntimeError(f"rejoin: the others have {len(held)} layers, this rank has {len(self._followers)}")
+        self._go_over(held)
+        _LOG.warning("rank %d: is in again, generation %d", self.membership.rank, self.membership.generation)
+
+    def _change(self, record: dict[int, int]) -> None:
+        """Go over to the members of `record`, which all know."""
+        before = self.membership.members
+        try:
+            self.membership.go_over(record)
+            self._go_over(None)
+        except PeerTimeoutError as error:
+            self.recover(error)
+            return
+        after = self.membership.members
+        _LOG.warning(
+            "rank %d: generation %d: rank %s came, rank %s left, %s go on",
+            self.membership.rank,
+            self.membership.generation,
+            _listed(sorted(set(after) - set(before))),
+            _listed(sorted(set(before) - set(after))),
+            _listed(list(after)),
+        )
+
+    def recover(self, error: PeerTimeoutError) -> None:
+        """After `error` of a step: go on with those that are left. Collective for all that are alive.
+
+        Raises:
+            RankRemovedError: the others have gone on without this rank.
+            ExpertsLostError: as the layers say, on every survivor.
+            StoreLostError: the store where ranks meet is gone or silent.
+        """
+        began, before = time.monotonic(), self.membership.members
+        try:
+            record = self._agree(error)
+        except Exception as failure:
+            self._end(failure)
+            raise
+        fewest = min(record.values())
+        self._others_lack_last = fewest < self.steps_done
+        _LOG.warning(
+            "rank %d: generation %d: rank %s left after %d steps, %s go on after %.2f s (%s)",
+            self.membership.rank,
+            self.membership.generation,
+            _listed(sorted(set(before) - set(record))),
+            fewest,
+            _listed(list(record)),
+            time.monotonic() - began,
+            error,
+        )
+
+    def _agree(self, error: PeerTimeoutError) -> dict[int, int]:
+        """Agree with the other survivors, and go over to their memory. Returns the steps that each has done."""
+        membership = self.membership
+        while True:
+            before = membership.members
+            suspects = {before[error.rank]} if 0 <= error.rank < len(before) else set()
+            record = membership.agree(self.steps_done, suspects - {membership.rank}, self._window_s)
+            if not 0 <= self.steps_done - min(record.values()) <= 1:
+                text = f"rank {membership.rank} has done {self.steps_done} steps, the members {record}"
+                raise MoERuntimeError(f"recovery: steps are further apart than can be: {text}", membership.rank)
+            for follower in self._followers:
+                follower._check_members(membership.members)
+            try:
+                self._go_over(None)
+                return record
+            except PeerTimeoutError as another:
+                error = another  # Also of this rank, if it was stopped and the others go on already.
+
+    def _go_over(self, held: list[Held] | None) -> None:
+        """Go over to memory of the members; `held` is of each follower."""
+        membership, followers = self.membership, self._followers
+        self._renew(membership.members, membership.group())
+        for number, follower in enumerate(followers):
+            follower._follow_members(membership.members, None if held is None else held[number])
+
+    def _until_none_dies(self, work: Callable[[], T]) -> T:
+        while True:
+            try:
+                if self._others_lack_last:
+                    assert self._last is not None
+                    self.steps_repeated += 1
+                    self._last()
+                    self._others_lack_last = False
+                return work()
+            except PeerTimeoutError as error:
+                if error.phase not in RECOVERABLE:
+                    raise
+                self.recover(error)
+
+    def _meet_at_end(self, limit_s: float, check: Callable[[], None]) -> None:
+        self.membership.announce("close")
+        self._await("close", lambda: self.membership.absent("close"), limit_s, check, Phase.START_UP)
+
+    def _await(
+        self,
+        event: str,
+        absent: Callable[[], list[int]],
+        limit_s: float,
+        check: Callable[[], None],
+        phase: Phase,
+    ) -> None:
+        """Wait until `absent` names no member any more. Raises `PeerTimeoutError` if one needs a recovery meanwhile.
+
+        It is of `phase` if a member does not come within `limit_s`.
+        """
+        deadline = time.monotonic() + limit_s
+        pause, longest = POLL_S
+        while missing := absent():
+            check()
+            if self.membership.leaving():
+                raise PeerTimeoutError(f"{event}: a rank is missed in a step", -1, Phase.RECOVERY)
+            if time.monotonic() > deadline:
+                number = self.membership.members.index(missing[0])
+                message = f"{event}: rank {number} did not come within {limit_s:g} s"
+                raise PeerTimeoutError(message, number, phase)
+            time.sleep(pause)
+            pause = min(2 * pause, longest)
+
+
+def _largest(numbers: list[int]) -> int:
+    return max(numbers)
+
+
+def _plain(asks: Asks) -> list[list[int | str]]:
+    """As JSON carries it."""
+    return [list(ask) for ask in asks]
+
+
+def _listed(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks)) or "none"
