@@ -53,7 +53,8 @@ class RoutingError(MoERuntimeError):
 
 
 class CapacityError(MoERuntimeError):
-    """More rows arrived on rank `rank` than its configured `expert_row_capacity`."""
+    """More rows arrived on rank `rank` than its `expert_row_capacity`, or it has more tokens for one host than its
+    `host_capacity`."""
 
 
 class PeerTimeoutError(MoERuntimeError):

@@ -34,7 +34,8 @@ def describe_failure(
     """The exception for one failure that rank `origin` recorded about rank `about`.
 
     `details` are, by code: ROUTING (expert id, `REFUSED_ID` more if a placement refused it; token), CAPACITY (rows
-    arrived, capacity), TIMEOUT (limit in ms, -), MISMATCH (number of its exchange, and of that of rank `origin`).
+    arrived or, of dispatch_send, tokens for one host; capacity), TIMEOUT (limit in ms, -), MISMATCH (number of its
+    exchange, and of that of rank `origin`).
     """
     step = Phase(phase) if phase in list(Phase) else Phase.HOST
     where = f"rank {origin}, {step.name.lower()} of epoch {epoch}"
@@ -44,6 +45,8 @@ def describe_failure(
         return RoutingError(f"{where}: {text}", about, step)
     if code == ErrorCode.CAPACITY:
         text = f"{details[0]} rows arrived at rank {about}, more than its expert_row_capacity of {details[1]}"
+        if step is Phase.DISPATCH_SEND:
+            text = f"{details[0]} tokens of rank {about} go to one host, more than its host_capacity of {details[1]}"
         return CapacityError(f"{where}: {text}", about, step)
     if code == ErrorCode.TIMEOUT:
         return PeerTimeoutError(f"{where}: rank {about} did not answer within {details[0] / 1000:g} s", about, step)

@@ -1,16 +1,17 @@
 """The way between hosts: each rank exchanges equal chunks with the ranks of its rail, one on every other host.
 
 Inside a host kernels store to their peers (`comm/heaps/`). Between hosts an engine that people already run carries the
-bytes: NCCL on GPUs, gloo on CPUs. A link has one exchange of each kind under way at most.
+bytes: NCCL on GPUs, gloo on CPUs. A chunk may travel in parts, each an exchange of its own.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import secrets
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -22,6 +23,7 @@ from moe_runtime.comm.host_watch import HostWatch
 from moe_runtime.comm.hosts import Hosts
 from moe_runtime.comm.messages import hexadecimal
 from moe_runtime.comm.rank_group import ROLL_CALL_S, RankGroup
+from moe_runtime.comm.suspects import Suspects
 
 _KEY_BYTES = 8
 """Of the random key under which the ranks of a rail connect."""
@@ -30,11 +32,17 @@ GRAPHS_SINCE = (2, 30, 4)
 """The NCCL from which on no replay of a graph over several hosts is known to hang."""
 
 _LEFT: list[Any] = []
-"""Exchanges that ranks which have failed posted, with their groups: destroying a group waits for them."""
+"""Exchanges under way of ranks that have failed, with their groups: destroying a group waits for them."""
+
+
+Chunks = Sequence[torch.Tensor]
 
 
 class Exchange(Protocol):
     """An exchange under way."""
+
+    def ended(self) -> bool:
+        """Whether `wait` returns or raises at once, and on a GPU what follows too."""
 
     def wait(self) -> None:
         """Make what follows see the chunks that came: on a GPU on the current stream, without waiting for the host.
@@ -53,6 +61,7 @@ class HostLink(Protocol):
         graph_safe: whether a step can be captured in a CUDA graph.
         bounded_waits: whether a wait for a host that is gone ends by itself. Where it does not, a watch ends the
             process (`HostWatch`).
+        suspects: what ranks say about whom they missed; None where all are in one process.
     """
 
     hosts: Hosts
@@ -60,17 +69,22 @@ class HostLink(Protocol):
     graph_safe: bool
     bounded_waits: bool
 
-    def start(self, outgoing: torch.Tensor, incoming: torch.Tensor, phase: Phase, limit_s: float) -> Exchange:
-        """Send `outgoing[h]` to this rail's rank on each host `h`, which becomes its `incoming[host]`.
+    @property
+    def suspects(self) -> Suspects | None: ...
+
+    def start(self, outgoing: Chunks, incoming: Chunks, phase: Phase, part: int, limit_s: float) -> Exchange:
+        """Send `outgoing[h]` to this rail's rank on each other host `h`, which becomes its `incoming[host]`.
 
         Args:
-            outgoing, incoming: uint8 `[hosts, bytes]`, contiguous, of equal sizes on all ranks. `outgoing` must not
-                be written before `wait` of what comes back.
-            phase: of the step, for messages.
+            outgoing, incoming: for each host contiguous uint8 `[bytes]`, what one rank sends as large as what the other
+                awaits; those of this host are left alone. `outgoing` must not be written before `wait` of what comes
+                back.
+            phase: of the step.
+            part: of the chunks of this phase.
             limit_s: seconds that the exchange may take, where waits are bounded.
         """
 
-    def post(self, outgoing: torch.Tensor, incoming: torch.Tensor, phase: Phase, limit_s: float) -> None:
+    def post(self, outgoing: Chunks, incoming: Chunks, phase: Phase, part: int, limit_s: float) -> None:
         """`start` of a rank that has failed and waits for nobody; `leave` follows."""
 
     def leave(self) -> None:
@@ -82,8 +96,8 @@ class HostLink(Protocol):
     def settle(self, limit_s: float) -> None:
         """Wait at most `limit_s` seconds for what is under way, then end it, where waits have no limit."""
 
-    def close(self) -> None:
-        """Free what the link holds. Nothing is under way."""
+    def close(self, *, failed: bool) -> None:
+        """Free what the link holds. Nothing is under way, unless this rank has `failed`."""
 
 
 class PrivateLink:
@@ -92,11 +106,12 @@ class PrivateLink:
     name = "private"
     graph_safe = True
     bounded_waits = True
+    suspects: Suspects | None = None
 
     def __init__(self, hosts: Hosts, rail: list[PrivateLink]) -> None:
         self.hosts = hosts
         self._rail = rail
-        self._outgoing: dict[Phase, torch.Tensor] = {}
+        self._outgoing: dict[tuple[Phase, int], Chunks] = {}
 
     @classmethod
     def rails(cls, num_hosts: int, ranks_per_host: int) -> list[PrivateLink]:
@@ -110,12 +125,12 @@ class PrivateLink:
                 links.append(rail[-1])
         return links
 
-    def start(self, outgoing: torch.Tensor, incoming: torch.Tensor, phase: Phase, limit_s: float) -> Exchange:
-        self._outgoing[phase] = outgoing
-        return _PrivateExchange(self, incoming, phase)
+    def start(self, outgoing: Chunks, incoming: Chunks, phase: Phase, part: int, limit_s: float) -> Exchange:
+        self._outgoing[phase, part] = outgoing
+        return _PrivateExchange(self, incoming, (phase, part))
 
-    def post(self, outgoing: torch.Tensor, incoming: torch.Tensor, phase: Phase, limit_s: float) -> None:
-        self._outgoing[phase] = outgoing
+    def post(self, outgoing: Chunks, incoming: Chunks, phase: Phase, part: int, limit_s: float) -> None:
+        self._outgoing[phase, part] = outgoing
 
     def leave(self) -> None:
         """Nobody waits."""
@@ -126,17 +141,21 @@ class PrivateLink:
     def settle(self, limit_s: float) -> None:
         """Waits have limits."""
 
-    def close(self) -> None:
+    def close(self, *, failed: bool) -> None:
         self._outgoing.clear()
 
 
 class _PrivateExchange:
-    def __init__(self, link: PrivateLink, incoming: torch.Tensor, phase: Phase) -> None:
-        self._link, self._incoming, self._phase = link, incoming, phase
+    def __init__(self, link: PrivateLink, incoming: Chunks, key: tuple[Phase, int]) -> None:
+        self._link, self._incoming, self._key = link, incoming, key
+
+    def ended(self) -> bool:
+        return True
 
     def wait(self) -> None:
         for host, peer in enumerate(self._link._rail):
-            self._incoming[host].copy_(peer._outgoing[self._phase][self._link.hosts.host])
+            if peer is not self._link:
+                self._incoming[host].copy_(peer._outgoing[self._key][self._link.hosts.host])
 
 
 class GlooLink:
@@ -155,13 +174,23 @@ class GlooLink:
         self.hosts = hosts
         self._all = group
         self.rail = group.of_ranks(hosts.rail, f"rail {hosts.local_rank}")
+        self.suspects = Suspects(group)
+        self._others = [host for host in range(hosts.num_hosts) if host != hosts.host]
         key = self.rail.gather("GlooLink", secrets.token_hex(_KEY_BYTES), hexadecimal(_KEY_BYTES))[0].hex()
         self._key = key
         self._gloo: Any = self.rail.connect("GlooLink", f"moe_runtime/{key}")
         self._exchanges = 0
+        self._under_way: list[_GlooExchange] = []
 
-    def start(self, outgoing: torch.Tensor, incoming: torch.Tensor, phase: Phase, limit_s: float) -> Exchange:
+    def start(self, outgoing: Chunks, incoming: Chunks, phase: Phase, part: int, limit_s: float) -> Exchange:
         self._exchanges += 1
+        out = torch.cat([outgoing[host] for host in self._others])
+        into = [incoming[host] for host in self._others]
+        came = out.new_empty(sum(place.numel() for place in into))
+        sent, received = (
+            [0 if host == self.hosts.host else chunk.numel() for host, chunk in enumerate(chunks)]
+            for chunks in (outgoing, incoming)
+        )
         options = dist.AllToAllOptions()
         options.asyncOp = True
         options.timeout = timedelta(seconds=max(limit_s, 0.001))
@@ -170,17 +199,23 @@ class GlooLink:
         try:
             if self._gloo is None:
                 raise RuntimeError("an earlier exchange failed")
-            work = self._gloo.alltoall_base(incoming, outgoing, [], [], options)
+            work = self._gloo.alltoall_base(came, out, received, sent, options)
         except RuntimeError as error:
             raise self._failure(error, number, phase, begun, limit_s) from error
-        return _GlooExchange(self, work, number, phase, begun, limit_s)
+        exchange = _GlooExchange(self, work, (out, came, into), number, phase, begun, limit_s)
+        self._under_way = [*(other for other in self._under_way if not other.ended()), exchange]
+        return exchange
 
-    def post(self, outgoing: torch.Tensor, incoming: torch.Tensor, phase: Phase, limit_s: float) -> None:
+    def post(self, outgoing: Chunks, incoming: Chunks, phase: Phase, part: int, limit_s: float) -> None:
         with contextlib.suppress(MoERuntimeError):
-            _LEFT.append((self._gloo, self.start(outgoing, incoming, phase, limit_s), outgoing, incoming))
+            _LEFT.append((self._gloo, self.start(outgoing, incoming, phase, part, limit_s)))
 
     def leave(self) -> None:
-        # Its connections close with the last reference, which ends at once what peers wait for in vain.
+        # Its connections close with the last reference, which ends at once what peers wait for in vain. That would wait
+        # for an exchange under way.
+        under_way, self._under_way = [exchange for exchange in self._under_way if not exchange.ended()], []
+        if under_way:
+            _LEFT.append((self._gloo, under_way))
         self._gloo = None
 
     def watch(self, on_failure: Callable[[MoERuntimeError], None], limit_s: float, start_s: float) -> None:
@@ -189,7 +224,7 @@ class GlooLink:
     def settle(self, limit_s: float) -> None:
         """Waits have limits."""
 
-    def close(self) -> None:
+    def close(self, *, failed: bool) -> None:
         self._gloo = None
 
     def _failure(self, error: RuntimeError, number: int, phase: Phase, begun: float, limit_s: float) -> MoERuntimeError:
@@ -199,10 +234,16 @@ class GlooLink:
         waited = time.monotonic() - begun
         if (left := self._all.who_left(phase.name.lower())) is not None:
             return left
-        missing, lost = self.rail.roll_call(f"{self._key}/{number}", min(ROLL_CALL_S, limit_s))
+        # The ranks of this host wait for this one meanwhile.
+        missing, lost = self.rail.roll_call(f"{self._key}/{number}", min(ROLL_CALL_S, limit_s / 4))
+        if missing and (left := self._all.who_left(phase.name.lower())) is not None:
+            # A rank that waited in vain for one of its own host has said so meanwhile.
+            return left
         if not missing and lost is not None and lost.rank >= 0:
             return PeerTimeoutError(f"rank {self.hosts.rank}, {phase.name.lower()}: {lost}", lost.rank, phase)
         rank = self.hosts.rank_on(missing[0]) if missing else -1
+        if rank >= 0:
+            self.suspects.accuse(rank, gone=waited < limit_s)
         names = " and ".join(f"rank {self.hosts.rank_on(host)} (host {host})" for host in missing) or "a host"
         ended = f"the exchange between hosts ended after {waited:.1f} s, its limit is {limit_s:g} s"
         text = f"rank {self.hosts.rank}, {phase.name.lower()}: {names} did not take part; {ended}"
@@ -210,9 +251,21 @@ class GlooLink:
 
 
 class _GlooExchange:
-    def __init__(self, link: GlooLink, work: Any, number: int, phase: Phase, begun: float, limit_s: float) -> None:
-        self._link, self._work, self._number, self._phase = link, work, number, phase
+    def __init__(
+        self,
+        link: GlooLink,
+        work: Any,
+        data: tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]],
+        number: int,
+        phase: Phase,
+        begun: float,
+        limit_s: float,
+    ) -> None:
+        self._link, self._work, self._data, self._number, self._phase = link, work, data, number, phase
         self._begun, self._limit_s = begun, limit_s
+
+    def ended(self) -> bool:
+        return self._work is None or bool(self._work.is_completed())
 
     def wait(self) -> None:
         left = max(self._begun + self._limit_s - time.monotonic(), 0.001)
@@ -221,6 +274,11 @@ class _GlooExchange:
         except RuntimeError as error:
             self._work = None
             raise self._link._failure(error, self._number, self._phase, self._begun, self._limit_s) from error
+        # It holds the chunks.
+        self._work = None
+        _, came, into = self._data
+        for chunk, place in zip(came.split([place.numel() for place in into]), into, strict=True):
+            place.copy_(chunk)
 
 
 class NcclLink:
@@ -241,39 +299,54 @@ class NcclLink:
     def __init__(self, hosts: Hosts, group: RankGroup, device: torch.device) -> None:
         self.hosts = hosts
         self._all = group
+        self.suspects = Suspects(group)
         self.rail = rail = group.of_ranks(hosts.rail, f"rail {hosts.local_rank}")
         self._watch: HostWatch | None = None
         key = rail.gather("NcclLink", secrets.token_hex(_KEY_BYTES), hexadecimal(_KEY_BYTES))[0].hex()
         with torch.cuda.device(device):
+            self._stream = torch.cuda.Stream()
             self._nccl: Any = rail.connect_nccl("NcclLink", f"moe_runtime/{key}")
             # Connects now: that fails inside of a capture.
-            word = torch.zeros(hosts.num_hosts, dtype=torch.int32, device=device)
+            words = torch.zeros(2, hosts.num_hosts, 16, dtype=torch.uint8, device=device)
             with rail.connecting("NcclLink", f"{key}/connect"):
-                self.start(word, torch.empty_like(word), Phase.START_UP, rail.timeout_s).wait()
+                self.start(list(words[0]), list(words[1]), Phase.START_UP, 0, rail.timeout_s).wait()
                 torch.cuda.synchronize(device)
 
-    def start(self, outgoing: torch.Tensor, incoming: torch.Tensor, phase: Phase, limit_s: float) -> Exchange:
+    def start(self, outgoing: Chunks, incoming: Chunks, phase: Phase, part: int, limit_s: float) -> Exchange:
         options = dist.AllToAllOptions()
-        options.asyncOp = True
+        options.asyncOp = False  # on the stream that is current
+        # Nothing is sent for an empty tensor.
+        out, came = (
+            [chunk[:0] if host == self.hosts.host else chunk for host, chunk in enumerate(chunks)]
+            for chunks in (outgoing, incoming)
+        )
+        self._stream.wait_stream(torch.cuda.current_stream())
         try:
-            return _NcclExchange(self._nccl.alltoall_base(incoming, outgoing, [], [], options))
+            with torch.cuda.stream(self._stream):
+                self._nccl.alltoall(came, out, options)
+                return _NcclExchange(self._stream.record_event())
         except RuntimeError as error:
             # A connection was lost. Who is gone the watch knows soon.
             found = None if self._watch is None else self._watch.verdict(limit_s)
+            # Else a call that waits for the GPU and keeps the interpreter's lock would wait for ever.
+            self._abort()
             text = f"rank {self.hosts.rank}, {phase.name.lower()}: a host did not take part: {error}"
             raise (found or PeerTimeoutError(text, -1, phase)) from error
 
-    def post(self, outgoing: torch.Tensor, incoming: torch.Tensor, phase: Phase, limit_s: float) -> None:
+    def post(self, outgoing: Chunks, incoming: Chunks, phase: Phase, part: int, limit_s: float) -> None:
         with contextlib.suppress(MoERuntimeError):
             # So that `settle` waits for it.
-            self.start(outgoing, incoming, phase, limit_s).wait()
+            self.start(outgoing, incoming, phase, part, limit_s).wait()
 
     def leave(self) -> None:
         """Peers hear of it by the store (`HostWatch`)."""
 
     def watch(self, on_failure: Callable[[MoERuntimeError], None], limit_s: float, start_s: float) -> None:
         """Watch the ranks of this rail from now on; see `HostWatch`."""
-        self._watch = HostWatch(self.hosts, self._all, self.rail, limit_s, start_s, on_failure, self._abort)
+        rails = self._all, self.rail, self.suspects
+        self._watch = HostWatch(self.hosts, *rails, limit_s, start_s, on_failure, self._abort)
+        # A process that ends without `close` would wait for a host that is gone.
+        atexit.register(self._watch.free_at_exit)
 
     def settle(self, limit_s: float) -> None:
         """Wait at most `limit_s` until the current stream is idle, then end what waits for other hosts."""
@@ -286,26 +359,30 @@ class NcclLink:
                 return
             time.sleep(1e-4)
 
-    def close(self) -> None:
+    def close(self, *, failed: bool) -> None:
         if self._watch is not None:
+            atexit.unregister(self._watch.free_at_exit)
             self._watch.stop(in_order=True)
         nccl, self._nccl = self._nccl, None
         if nccl is not None:
-            nccl.shutdown()
+            # A shutdown waits for the other hosts.
+            (nccl.abort if failed else nccl.shutdown)()
 
     def _abort(self) -> None:
         nccl = self._nccl
         if nccl is not None:
-            # As a whole: of a group that is aborted so, torch's watchdog takes no error for one that ends the process.
             nccl.abort()
 
 
 class _NcclExchange:
-    def __init__(self, work: Any) -> None:
-        self._work = work
+    def __init__(self, done: torch.cuda.Event) -> None:
+        self._done = done
+
+    def ended(self) -> bool:
+        return self._done.query()
 
     def wait(self) -> None:
-        self._work.wait()
+        torch.cuda.current_stream().wait_event(self._done)
 
 
 def graph_caution() -> str | None:

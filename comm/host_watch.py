@@ -17,6 +17,7 @@ from collections.abc import Callable
 from moe_runtime.comm.errors import MoERuntimeError, PeerTimeoutError, Phase
 from moe_runtime.comm.hosts import Hosts
 from moe_runtime.comm.rank_group import RankGroup
+from moe_runtime.comm.suspects import Suspects
 
 _LOG = logging.getLogger(__name__)
 
@@ -36,6 +37,7 @@ class HostWatch:
         hosts: the ranks of each host.
         group: of all ranks.
         rail: of this rail.
+        suspects: is told of ranks that give no sign of life.
         limit_s: seconds without a sign of life after which a rank counts as dead.
         start_s: seconds after which a rank counts as dead that has given none yet.
         on_failure: called once with what is known, on the thread of the watch.
@@ -50,18 +52,20 @@ class HostWatch:
         hosts: Hosts,
         group: RankGroup,
         rail: RankGroup,
+        suspects: Suspects,
         limit_s: float,
         start_s: float,
         on_failure: Callable[[MoERuntimeError], None],
         free: Callable[[], None],
     ) -> None:
         self._hosts, self._group, self._limit_s, self._start_s = hosts, group, limit_s, start_s
-        self._on_failure, self._free = on_failure, free
+        self._on_failure, self._free, self._suspects = on_failure, free, suspects
         self._beats = rail.number_board("beat")
-        self._ended, self._found_it = threading.Event(), threading.Event()
+        self._ended, self._found_it, self._done = threading.Event(), threading.Event(), threading.Event()
+        self._free_at_end = False
         self.found: MoERuntimeError | None = None
         # A daemon, since a process must be able to end while the store does not answer.
-        self._thread = threading.Thread(target=self._watch, name="moe_runtime host watch", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="moe_runtime host watch", daemon=True)
         self._thread.start()
 
     def verdict(self, limit_s: float) -> MoERuntimeError | None:
@@ -75,6 +79,22 @@ class HostWatch:
         if in_order:
             with contextlib.suppress(RuntimeError):
                 self._beats.put(PARTED)
+
+    def free_at_exit(self) -> None:
+        """End what waits for other hosts, so that this process can end; where that does not end either, end it at once.
+
+        On the thread of the watch: a process that exits may start no thread.
+        """
+        self._free_at_end = True
+        self._ended.set()
+        if not self._done.wait(FREE_S):
+            _end_process("what waits for other hosts does not end")
+
+    def _run(self) -> None:
+        self._watch()
+        if self._free_at_end:
+            self._free()
+        self._done.set()
 
     def _watch(self) -> None:
         """Beat and look. If the store goes, nothing can be known any more: its host is a rank too, and is missed."""
@@ -102,6 +122,7 @@ class HostWatch:
 
     def _silent(self, host: int) -> MoERuntimeError:
         rank = self._hosts.rank_on(host)
+        self._suspects.accuse(rank, gone=True)
         text = f"rank {rank} (host {host}) has given no sign of life for {self._limit_s:g} s"
         return PeerTimeoutError(f"rank {self._hosts.rank}: {text}", rank, Phase.HOST)
 
@@ -117,6 +138,10 @@ class HostWatch:
         freeing.start()
         freeing.join(FREE_S)
         if freeing.is_alive() and not self._ended.is_set():
-            _LOG.critical("%s; what waits for it does not end (a graph over NCCL), so this process does", error)
-            logging.shutdown()
-            os._exit(EXIT_CODE)
+            _end_process(f"{error}; what waits for it does not end (a graph over NCCL)")
+
+
+def _end_process(why: str) -> None:
+    _LOG.critical("%s, so this process does", why)
+    logging.shutdown()
+    os._exit(EXIT_CODE)

@@ -51,8 +51,18 @@ CONNECTED_S = 0.5
 PARTING_S = 5.0
 """How long rank 0, whose process may host the store, waits for peers that still read from it at the end."""
 
-WATCHDOG = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_ENABLE_MONITORING")
-"""What torch's watchdog does about errors of NCCL: it ends the process, and writes a dump for a minute before."""
+NO_WATCHDOG = {
+    "TORCH_NCCL_BLOCKING_WAIT": "1",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+}
+"""Environment of a group of NCCL whose work torch's watchdog does not look at.
+
+Where the watchdog finds an error, it sleeps for a minute, and the default group ends the process minutes later. It does
+not get the work of a group whose waits block.
+"""
 
 _NAME_BYTES = 8
 """Of a random name of a group."""
@@ -394,12 +404,12 @@ class RankGroup:
     def connect_nccl(self, what: str, key: str) -> Any:
         """An NCCL group over the same ranks for the caller alone. It connects at its first use, `connecting`.
 
-        torch's watchdog only logs the errors of this group and does not end the process for them: the caller looks to
-        its waits (`HostWatch`). The rest is as for `connect`.
+        torch's watchdog does not know of its work: the caller looks to its waits (`HostWatch`). `wait` of its work
+        would wait on the host, so the caller orders streams itself. The rest is as for `connect`.
         """
         store = self._ask(what, lambda: self._store.clone(), self.timeout_s)
-        before = {name: os.environ.get(name) for name in WATCHDOG}
-        os.environ.update(dict.fromkeys(WATCHDOG, "0"))  # read by the constructor
+        before = {name: os.environ.get(name) for name in NO_WATCHDOG}
+        os.environ.update(NO_WATCHDOG)  # read by the constructor
         try:
             return dist.ProcessGroupNCCL(
                 dist.PrefixStore(key, store), self.rank, self.world_size, dist.ProcessGroupNCCL.Options()

@@ -56,7 +56,7 @@ def choose_transport(
     """The first of `TRANSPORTS` that can be used, or the `requested` one. Collective.
 
     `engine` is that of this rank's context, resolved: not every one has kernels for `hierarchical`. With `one_memory` a
-    heap must have all ranks, as moving experts and padded rows need it.
+    heap must have all ranks, as padded rows need it.
 
     Raises `ValueError` with the reason if the requested one cannot be used, and on every rank if ranks ask for
     different transports or kinds of device.
@@ -84,7 +84,7 @@ def choose_transport(
     found = find_hosts(identities, group.rank)
     local, problem = _local_transport(group, device, found, [answer[3] for answer in answers])
     if problem is None and one_memory:
-        problem = "experts that move between ranks, and padded rows, need memory of all ranks"
+        problem = "padded rows (one_memory) need memory of all ranks"
     if problem is not None:
         unusable["hierarchical"] = problem
     chosen_hosts = found if isinstance(found, Hosts) else None

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from moe_runtime.build import context_from_config
 from moe_runtime.config import CombineFormatName, FormatName, MoELayerConfig, RunConfig
-from moe_runtime.launch.benchmarks import gemm_bench, layer_operations, link_rate, models_bench, ops_bench
+from moe_runtime.launch.benchmarks import gemm_bench, layer_operations, link_rate, models_bench, network, ops_bench
 from moe_runtime.launch.benchmarks.layer_bench import Baselines, Bench, Settings
 from moe_runtime.launch.benchmarks.layer_report import make_report
 from moe_runtime.launch.benchmarks.trace import TraceFile
@@ -33,7 +33,7 @@ IF_NAMED = ("low_latency", "normal")
 """Operations over a config that run only where they are named."""
 WITH_CONFIG = (
     *("tokens", "formats", "combine_format", "routing", "check_tokens", "link_gb_per_s", "links", "trace"),
-    *("transport", "num_sms"),
+    *("transport", "num_sms", "hosts", "network_gb_per_s"),
 )
 """Options of operations over a config."""
 ALONE = ("cases", "small", "picture")
@@ -65,7 +65,8 @@ def bench_layers(options: argparse.Namespace) -> int:
         environment.check_folder(f"--{name}", getattr(options, name))
     if None not in (options.json, options.trace) and options.json.resolve() == options.trace.resolve():
         raise ValueError(f"--trace: expected another file than --json, got {options.trace} for both")
-    link = link_rate.chosen(options)
+    link, network_rate = link_rate.chosen(options), network.given_rate(options)
+    network.take_for_hosts(options.hosts)
     device = environment.start(run)
     link = link or link_rate.default(device)
     settings = Settings(
@@ -73,6 +74,7 @@ def bench_layers(options: argparse.Namespace) -> int:
         iterations=options.steps,
         check_tokens=options.check_tokens,
         link_gb_per_s=None if link is None else link.gb_per_s,
+        network_gb_per_s=network_rate,
         trace=None if options.trace is None else TraceFile(options.trace),
     )
     baselines, results = Baselines(run), list[dict[str, Any]]()
@@ -169,6 +171,7 @@ def main(arguments: list[str] | None = None) -> int:
     checked = "tokens of each rank that the check of the layer compares"
     parser.add_argument("--check-tokens", type=int, metavar="N", help=checked)
     link_rate.add_options(parser)
+    network.add_options(parser)
     environment.add_json_option(parser)
     parser.add_argument("--trace", type=Path, metavar="FILE", help="record the layer there, time nothing")
     options = parser.parse_args(arguments)

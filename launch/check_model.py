@@ -154,7 +154,7 @@ def check_layer(
         **{name: getattr(config, name) for name in FORMATS},
         tokens=len(x_TH),
         error=relative_error(y_TH, reference_TH)[0],
-        bound=cases.layer_bound(config, exact_weights=exact),
+        bound=cases.layer_bound(config, exact_weights=exact, several_hosts=layer.context.hosts is not None),
     )
 
 

@@ -111,7 +111,7 @@ def report(
     console: Console,
 ) -> None:
     """Print the results of all ranks."""
-    config, bound = run.layer, cases.layer_bound(run.layer)
+    config, bound = run.layer, cases.layer_bound(run.layer, several_hosts=context.hosts is not None)
     console.print(
         f"hidden {config.hidden_size}, intermediate {config.intermediate_size}, {config.num_experts} experts, "
         f"top {config.top_k}; tokens {config.token_format}, weights {config.weight_format}, "
@@ -216,7 +216,7 @@ def work(options: argparse.Namespace) -> int:
         )
         results = environment.gather(context, "results", mine, RankResult)
         report(results, run, context, layer.placement, environment.console_of(context))
-    bound = cases.layer_bound(run.layer)
+        bound = cases.layer_bound(run.layer, several_hosts=context.hosts is not None)
     return 0 if all(inside(result, bound) for result in results) else 1
 
 

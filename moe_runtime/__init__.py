@@ -13,6 +13,7 @@ Layers, from the top. A module imports from its own layer or from those below it
     layer, ops, checkpoints.conversion
     build, lost_experts, placement.rebalance, checkpoints.converted_experts, checkpoints.calibration
     experts, placement.migration
+    placement.rail
     step, warming
     deep_ep
     dispatcher

@@ -33,8 +33,6 @@ def context_from_config(
     parallel: ParallelConfig,
     group: dist.ProcessGroup | DeviceMesh | None = None,
     device: torch.device | str | None = None,
-    *,
-    one_memory: bool = False,
 ) -> ExpertParallelContext:
     """The context that a `parallel` section describes; the rest as for `ExpertParallelContext`."""
     if not isinstance(parallel, ParallelConfig):
@@ -43,7 +41,6 @@ def context_from_config(
         group,
         device=device,
         transport=parallel.transport,
-        one_memory=one_memory,
         engine=parallel.engine,
         timeout_s=parallel.timeout_s,
         startup_timeout_s=parallel.startup_timeout_s,
@@ -54,16 +51,16 @@ def context_from_config(
 
 @contextmanager
 def built_over(
-    context: ExpertParallelContext | None, parallel: ParallelConfig | None = None, *, one_memory: bool = False
+    context: ExpertParallelContext | None, parallel: ParallelConfig | None = None
 ) -> Iterator[ExpertParallelContext]:
-    """Around the construction of a layer: yields `context`, or a new one as `parallel` and `one_memory` describe it.
+    """Around the construction of a layer: yields `context`, or a new one as `parallel` describes it.
 
     After an error inside, the peers get `PeerAbortedError` and a new context is closed.
     """
     check_context(context)
     used = context
     if used is None:
-        used = context_from_config(parallel or ParallelConfig(), one_memory=one_memory)
+        used = context_from_config(parallel or ParallelConfig())
     try:
         with abort_peers_on_error(used):
             yield used

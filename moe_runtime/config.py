@@ -237,6 +237,10 @@ class MoELayerConfig(_Model):
     expert_row_capacity: _Positive | None = Field(
         default=None, description="most (token, expert) rows a rank receives in one step; the worst case when not given"
     )
+    host_capacity: _Positive | None = Field(
+        default=None,
+        description="several hosts: most tokens of a rank that go to one host in a step; all of them when not given",
+    )
     num_sms: _Positive | None = Field(
         default=None, description="most SMs of a GPU that dispatch and combine use at a time; all when not given"
     )

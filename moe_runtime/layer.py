@@ -117,13 +117,8 @@ class MoELayer(nn.Module):
             self._check_placement(placement)
             self.slots = SlotTable(placement, device)
             agree["placement"] = placement.fingerprint
-            if self.context.link is not None:
-                raise ValueError(
-                    "placement: experts cannot move between hosts with transport='hierarchical'; make the context with "
-                    "one_memory=True"
-                )
             if self.context.host_transport is None:
-                self.context.register(staging_bytes=staging_bytes(config, self.context.world_size))
+                self.context.register(staging_bytes=staging_bytes(config, self.context.heap.world_size))
         self.router: Router | None = None
         if router:
             sizes = (config.hidden_size, config.num_experts, config.top_k)
@@ -361,7 +356,7 @@ class MoELayer(nn.Module):
         """
         if not isinstance(run, RunConfig):
             raise ValueError(f"run: expected a RunConfig, got {type(run).__name__}")
-        with built_over(context, run.parallel, one_memory=run.placement is not None) as used:
+        with built_over(context, run.parallel) as used:
             placement = None
             if run.placement is not None:
                 placement = placement_from_config(run.placement, run.layer.num_experts, used.world_size)
@@ -399,7 +394,7 @@ class MoELayer(nn.Module):
         Raises:
             ValueError: naming the file and the tensor that is missing or wrong; the peers get `PeerAbortedError`.
         """
-        with built_over(context, one_memory=placement is not None) as used:
+        with built_over(context) as used:
             made = cls._of_checkpoint(path, layer, used, placement, overrides)
         made._owns_context = context is None
         return made
@@ -514,7 +509,8 @@ class MoELayer(nn.Module):
 
         Every rank calls it with an equal placement, at the same point of its steps and on their stream, with no step
         under way. Weights and the table of slots keep their addresses: a graph captured before goes on with the new
-        placement. Meanwhile a rank holds at most one expert more than its own.
+        placement. Meanwhile a rank holds at most one expert more than its own, and over several hosts two chunks of
+        16 MiB. Between hosts an expert travels once to each host that gets it and has not had it.
 
         Args:
             placement: with as many experts, ranks and slots; `Placement.reordered_like` saves moves.
@@ -526,7 +522,7 @@ class MoELayer(nn.Module):
         """
         replacement = self._agree_on_replacement(placement)
         with self._replacing(placement):
-            move_experts([replacement.mover], replacement.moves)
+            move_experts([replacement.mover], replacement.plan)
 
     def _agree_on_replacement(self, placement: Placement) -> Replacement:
         if self._lost is not None:

@@ -59,7 +59,7 @@ def replace_experts(layers: Sequence[MoELayer], placement: Placement) -> None:
     with ExitStack() as replacing:
         for layer in layers:
             replacing.enter_context(layer._replacing(placement))
-        move_experts([replacement.mover for replacement in replacements], replacements[0].moves)
+        move_experts([replacement.mover for replacement in replacements], replacements[0].plan)
 
 
 class VirtualRanks:

@@ -342,9 +342,17 @@ def combine_recv(
     shared_TH: torch.Tensor | None,
     y_TH: torch.Tensor,
     timeout_ns: int,
+    first_token: int | None = None,
 ) -> None:
-    """See `interface.ExchangeBackend`."""
+    """See `interface.ExchangeBackend`.
+
+    With `first_token` the tokens are those from it on, as many as `y_TH` has rows, and the kernel waits for all partial
+    results before the first.
+    """
     plan, num_tokens, has_shared = required_plan(geometry), y_TH.shape[0], shared_TH is not None
+    combine_pointers, early_parts = context.combine_pointers, plan.num_parts
+    if first_token is not None:
+        combine_pointers, early_parts = combine_pointers + first_token * geometry.parts * geometry.partial_bytes, 0
     shared_TH = None if shared_TH is None else aligned(shared_TH)
     launch(
         "combine.cu",
@@ -359,18 +367,18 @@ def combine_recv(
             int64(shared_TH.stride(0) if shared_TH is not None else 0),
             num_parts_T,
             num_tokens,
-            context.combine_pointers,
+            combine_pointers,
             context.signal_pointers,
             context.epoch,
             handle_epoch,
             context.error,
             context.latch,
             geometry.rank,
-            plan.num_parts,
+            early_parts,
             plan.part_tokens,
             int64(context.half_bytes["combine"]),
             int64(timeout_ns),
         ],
         device=context.device,
-        early=_flags_come_last(context) and plan.overlaps,
+        early=first_token is None and _flags_come_last(context) and plan.overlaps,
     )

@@ -1,23 +1,26 @@
 // The exchange between hosts: what happens before and after that of one host. `hierarchical.py` says what each part does and
 // has the layout of chunks; `dispatch_send.cu` packs records into them, with hosts for ranks.
 //
-// Macros: those of signalling.cuh, HOSTS (at most 32), HOST (this one), ERROR_WORDS and COUNT (of a header), HEADER_AT (of a chunk
-// of records) and SUM_HEADER_AT (of one of sums), FLAGS_AT, K, RECORD_BYTES, IDS_AT, SOURCE_AT, WEIGHTS_AT, WARPS (of a block of
-// `forward_send`), SLOTS (of a host), READY, COMBINE_FLAG, DISPATCH_FLAG, TOKEN_COUNT, ROUTING and MISMATCH (ErrorCode),
-// DISPATCH_SEND (Phase), HIDDEN and SUM_BYTES (of a sum).
+// Macros: those of signalling.cuh, HOSTS (at most 32), HOST (this one), ERROR_WORDS and COUNT (of a header, which a chunk of records
+// begins with), SUM_HEADER_AT (of a chunk of sums), FLAGS_AT and RECORDS_AT (of one of records), K, RECORD_BYTES, IDS_AT, SOURCE_AT, WEIGHTS_AT, WARPS (of a block of
+// `forward_send`), SLOTS (of a host), READY, COMBINE_FLAG, DISPATCH_FLAG, TOKEN_COUNT, ROUTING, CAPACITY and MISMATCH (ErrorCode),
+// DISPATCH_SEND (Phase), HIDDEN and SUM_BYTES (of a sum), WIRE and PARTIAL_SCALES_AT (of partial.cuh).
 
 #include "signalling.cuh"
-#include "quantize.cuh"
+#include "partial.cuh"
 
 __device__ __noinline__ void adopt_header(const Exchange x, const int* header) {
   record_failure_of(x, header[0], header[1], header[2], header[3], header[4], header[6], header[5]);
 }
 
-// Records the failure that a header tells of, if one does; returns whether this rank has failed. For a whole warp.
-__device__ __forceinline__ bool adopt_headers(const Exchange& x, const u64* chunks, int header_at) {
+constexpr u32 OTHER_HOSTS = (HOSTS < 32 ? (1u << HOSTS % 32) - 1 : ALL) & ~(1u << HOST);
+
+// Records the failure that the header of a host in `hosts`, a mask, tells of, if one does; returns whether this rank has failed.
+// For a whole warp.
+__device__ __forceinline__ bool adopt_headers(const Exchange& x, const u64* chunks, int header_at, u32 hosts) {
   const int lane = threadIdx.x & 31;
   const int* header = reinterpret_cast<const int*>(chunks[min(lane, HOSTS - 1)] + header_at);
-  const u32 told = __ballot_sync(ALL, lane < HOSTS && header[0] != 0);
+  const u32 told = __ballot_sync(ALL, (hosts >> lane & 1) && header[0] != 0);
   const bool failed = x.failed();
   if (told && lane == __ffs(told) - 1) adopt_header(x, header);
   __syncwarp();
@@ -28,9 +31,10 @@ __device__ __forceinline__ bool adopt_headers(const Exchange& x, const u64* chun
 __device__ __forceinline__ int named(int number) { return number < WORLD ? WORLD + HOST * WORLD + number : number; }
 
 // Writes into the header of each chunk whether this rank has failed. With `packed`, what `dispatch_send` recorded in it becomes
-// a failure of this rank. One warp.
+// a failure of this rank, and with `counts` that there are more tokens for a host than slots. One warp.
 extern "C" __global__ void __launch_bounds__(32)
-    host_headers(const u64* chunks, int header_at, const int* packed, const int* pack_latch, int num_tokens, int count_tag, const int* pack_epoch,
+    host_headers(const u64* chunks, int header_at, const int* packed, const int* pack_latch, const int* counts, int num_tokens,
+                 int count_tag, const int* pack_epoch,
                  const u64* signals, int* error, int* latch, int rank, long long timeout_ns) {
   const Exchange x{signals, error, latch, rank, timeout_ns};
   const int lane = threadIdx.x & 31;
@@ -38,6 +42,11 @@ extern "C" __global__ void __launch_bounds__(32)
   asm volatile("griddepcontrol.launch_dependents;");
   if (packed != nullptr && lane == 0 && *pack_latch != 0) record_failure(x, ROUTING, rank, DISPATCH_SEND, packed[3], packed[4], packed[6]);
   __syncwarp();
+  if (counts != nullptr) {
+    const int most = __reduce_max_sync(ALL, lane < HOSTS ? counts[lane] : 0);
+    if (lane == 0 && most >= SLOTS) record_failure(x, CAPACITY, rank, DISPATCH_SEND, *pack_epoch, most, SLOTS - 1);
+    __syncwarp();
+  }
   adopt_aborts(x);
   const bool failed = __any_sync(ALL, x.failed()) != 0;
   if (failed) await_abort_sent(x);
@@ -56,9 +65,10 @@ __device__ __noinline__ void record_mismatch(const Exchange x, int host, int epo
                     exchange_of(tag), x.rank);
 }
 
-// Copies the record of each token that came to the ranks of this host that hold its experts. A warp takes a token.
+// Copies the record of each token in slots `first` to `end` of its chunk to the ranks of this host that hold its experts: of this
+// rank's own tokens, which come first, or of those of all other hosts. The last slots raise flags. A warp takes a token.
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
-    forward_send(const u64* chunks, int num_tokens, int count_tag, const int* starts, int first_expert, int num_experts,
+    forward_send(const u64* chunks, int own_tokens, int first, int end, int num_tokens, int count_tag, const int* starts, int first_expert, int num_experts,
                  const u64* landing, const u64* token_flags, const u64* signals, int* epoch_ptr, int* handle_epoch, int* num_parts,
                  int* error, int* latch, int* counter, int rank, long long landing_half, long long token_flags_half,
                  long long timeout_ns) {
@@ -78,35 +88,41 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
         store_relaxed(handle_epoch, epoch);
         __threadfence();
       }
-      if (lane < WORLD) store_release(words_of_lane + READY + rank, epoch);
+      if (own_tokens && lane < WORLD) store_release(words_of_lane + READY + rank, epoch);
       __syncwarp();
     }
     asm volatile("griddepcontrol.launch_dependents;");
   }
-  bool failed = adopt_headers(x, chunks, HEADER_AT);
+  const u32 hosts = own_tokens ? 1u << HOST : OTHER_HOSTS;
+  bool failed = adopt_headers(x, chunks, 0, hosts);
   const int tag = tag_of(count_tag, epoch);
-  const int count = reinterpret_cast<const int*>(chunks[min(lane, HOSTS - 1)] + HEADER_AT)[COUNT];
+  const int count = reinterpret_cast<const int*>(chunks[min(lane, HOSTS - 1)])[COUNT];
   const int tokens = without_sign(count) - tag;
-  const u32 others = __ballot_sync(ALL, lane < HOSTS && (tokens < 0 || tokens > num_tokens));
-  if (!failed && others) {
-    if (lane == __ffs(others) - 1) record_mismatch(x, lane, epoch, count, tag);
+  const u32 wrong = __ballot_sync(ALL, (hosts >> lane & 1) && (tokens < 0 || tokens > num_tokens));
+  if (!failed && wrong) {
+    if (lane == __ffs(wrong) - 1) record_mismatch(x, lane, epoch, count, tag);
     __syncwarp();
     failed = true;
   }
-  failed |= await(x, own, lane < WORLD, own + READY + peer, epoch, own + COMBINE_FLAG + half * WORLD + peer, epoch - 2,
-                  DISPATCH_SEND, epoch);
-  failed = __any_sync(ALL, failed) != 0;
+  if (own_tokens) {
+    failed |= await(x, own, lane < WORLD, own + READY + peer, epoch, own + COMBINE_FLAG + half * WORLD + peer, epoch - 2,
+                    DISPATCH_SEND, epoch);
+    failed = __any_sync(ALL, failed) != 0;
+  }
   // Flags raised without data must come after the abort messages.
   if (failed) await_abort_sent(x);
-  if (!failed && blockIdx.x == 0 && warp == 0 && lane < WORLD)
+  const bool last = !own_tokens && end == SLOTS;
+  if (!failed && last && blockIdx.x == 0 && warp == 0 && lane < WORLD)
     store_relaxed(words_of_lane + half * WORLD + rank + TOKEN_COUNT, HOSTS * SLOTS + tag);
 
   u8* record = records + warp * RECORD_BYTES;
-  for (int slot = blockIdx.x * WARPS + warp; slot < HOSTS * SLOTS; slot += gridDim.x * WARPS) {
-    const int host = slot / SLOTS, token = slot % SLOTS;
+  const int length = end - first, turns = own_tokens ? length : (HOSTS - 1) * length;
+  for (int turn = blockIdx.x * WARPS + warp; turn < turns; turn += gridDim.x * WARPS) {
+    const int other = turn / length, host = own_tokens ? HOST : other + (other >= HOST), token = first + turn % length;
+    const int slot = host * SLOTS + token;
     const u64 chunk = chunks[host];
-    const u8* from = reinterpret_cast<const u8*>(chunk) + static_cast<long long>(token) * RECORD_BYTES;
-    const bool came = token < num_tokens && reinterpret_cast<const int*>(chunk + FLAGS_AT)[token] == epoch;
+    const u8* from = reinterpret_cast<const u8*>(chunk + RECORDS_AT) + static_cast<long long>(token) * RECORD_BYTES;
+    const bool came = token < SLOTS - 1 && reinterpret_cast<const int*>(chunk + FLAGS_AT)[token] == epoch;
     int expert = -1;
     if (came && lane < K) {
       const int id = static_cast<int>(reinterpret_cast<const u16*>(from + IDS_AT)[lane]) - first_expert;
@@ -139,12 +155,12 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
   __syncwarp();
   fence_system();
   __syncthreads();
-  if (warp == 0) {
-    bool last = false;
-    if (lane == 0) last = last_to_arrive(counter);
-    last = __any_sync(ALL, last);
+  if (last && warp == 0) {
+    bool final_block = false;
+    if (lane == 0) final_block = last_to_arrive(counter);
+    final_block = __any_sync(ALL, final_block);
     __syncwarp();
-    if (last) {
+    if (final_block) {
       if (lane == 0) *epoch_ptr = epoch;
       if (lane < WORLD) store_release(words_of_lane + half * WORLD + rank + DISPATCH_FLAG, epoch);
     }
@@ -153,38 +169,42 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
 
 constexpr int EIGHTS = HIDDEN / 8;
 
-// Adds the sums of all hosts, ascending, to `shared`. A block takes a token.
+// Adds the sums of all hosts, ascending, to `shared`, for tokens `first` to `end`. Where slots of chunks are not tokens, `slots` has
+// the one of each token on each host, -1 for none. The launch of the last ones reads what headers
+// tell, and after a failure writes NaN for all tokens. A block takes a token.
 extern "C" __global__ void __launch_bounds__(256)
-    host_total(const u64* chunks, const u16* shared, long long shared_stride, u16* y, int num_tokens, const u64* signals, int* error,
-               int* latch, int rank, long long timeout_ns) {
+    host_total(const u64* chunks, const u16* shared, long long shared_stride, const int* slots, int max_tokens, u16* y, int first, int end, int last,
+               const u64* signals, int* error, int* latch, int rank, long long timeout_ns) {
   const Exchange x{signals, error, latch, rank, timeout_ns};
   __shared__ int any_failed;
   asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;");
   if (threadIdx.x < 32) {
-    const bool failed = adopt_headers(x, chunks, SUM_HEADER_AT);
+    const bool failed = last && adopt_headers(x, chunks, SUM_HEADER_AT, OTHER_HOSTS);
     if (threadIdx.x == 0) any_failed = failed;
   }
   __syncthreads();
   const bool failed = any_failed;
-  for (int token = blockIdx.x; token < num_tokens; token += gridDim.x) {
-    for (int unit = threadIdx.x; unit < EIGHTS; unit += 256) {
-      uint4 rows[HOSTS];
+  for (int token = (failed ? 0 : first) + blockIdx.x; token < end; token += gridDim.x) {
+    int slot[HOSTS];
 #pragma unroll
-      for (int host = 0; host < HOSTS; ++host)
-        rows[host] = reinterpret_cast<const uint4*>(chunks[host] + static_cast<long long>(token) * SUM_BYTES)[unit];
+    for (int host = 0; host < HOSTS; ++host) slot[host] = slots == nullptr ? token : slots[host * max_tokens + token];
+    for (int unit = threadIdx.x; unit < EIGHTS; unit += 256) {
+      Partial partials[HOSTS];
+#pragma unroll
+      for (int host = 0; host < HOSTS; ++host) {
+        partials[host] = Partial{};
+        if (slot[host] >= 0)
+          partials[host].load(reinterpret_cast<const u8*>(chunks[host]) + static_cast<long long>(slot[host]) * SUM_BYTES, unit);
+      }
       float total[8];
-      uint4 first = make_uint4(0, 0, 0, 0);
-      if (shared != nullptr) first = reinterpret_cast<const uint4*>(shared + token * shared_stride)[unit];
-      const u32 words[4] = {first.x, first.y, first.z, first.w};
+      uint4 added = make_uint4(0, 0, 0, 0);
+      if (shared != nullptr) added = reinterpret_cast<const uint4*>(shared + token * shared_stride)[unit];
+      const u32 words[4] = {added.x, added.y, added.z, added.w};
 #pragma unroll
       for (int n = 0; n < 8; ++n) total[n] = bf16_value(words[n / 2] >> 16 * (n % 2) & 0xFFFF);
 #pragma unroll
-      for (int host = 0; host < HOSTS; ++host) {
-        const u32 row[4] = {rows[host].x, rows[host].y, rows[host].z, rows[host].w};
-#pragma unroll
-        for (int n = 0; n < 8; ++n) total[n] += bf16_value(row[n / 2] >> 16 * (n % 2) & 0xFFFF);
-      }
+      for (int host = 0; host < HOSTS; ++host) partials[host].add_to(total);
       uint4 sums = bf16_words(total);
       if (failed) sums = make_uint4(0x7FC07FC0u, 0x7FC07FC0u, 0x7FC07FC0u, 0x7FC07FC0u);
       reinterpret_cast<uint4*>(y)[static_cast<long long>(token) * EIGHTS + unit] = sums;
@@ -192,10 +212,24 @@ extern "C" __global__ void __launch_bounds__(256)
   }
 }
 
-// Where sums are quantized, torch adds them up: this only records what headers tell of. One warp.
-extern "C" __global__ void __launch_bounds__(32)
-    host_failures(const u64* chunks, const u64* signals, int* error, int* latch, int rank, long long timeout_ns) {
-  const Exchange x{signals, error, latch, rank, timeout_ns};
+#if !WIRE_BF16
+// Quantizes sums, bf16 `[num_rows][HIDDEN]`, into rows of a chunk. A block takes a row.
+extern "C" __global__ void __launch_bounds__(256) host_quantize(const u16* sums, u8* rows, int num_rows) {
+  constexpr int UNITS = HIDDEN / 16;
   asm volatile("griddepcontrol.wait;" ::: "memory");
-  adopt_headers(x, chunks, SUM_HEADER_AT);
+  asm volatile("griddepcontrol.launch_dependents;");
+  for (int row = blockIdx.x; row < num_rows; row += gridDim.x) {
+    u8* quants = rows + static_cast<long long>(row) * SUM_BYTES;
+    for (int first = 0; first < UNITS; first += 256) {
+      const int unit = first + threadIdx.x;
+      const uint4* from = reinterpret_cast<const uint4*>(sums + static_cast<long long>(row) * HIDDEN) + 2 * min(unit, UNITS - 1);
+      const uint4 low = from[0], high = from[1];
+      const u32 pairs[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+      float x[16];
+#pragma unroll
+      for (int n = 0; n < 16; ++n) x[n] = bf16_value(pairs[n / 2] >> 16 * (n % 2) & 0xFFFF);
+      quantize_unit<WIRE>(x, 1.0f, quants, quants + PARTIAL_SCALES_AT, unit, unit < UNITS);
+    }
+  }
 }
+#endif

@@ -4,15 +4,23 @@ A step has two parts more than on one host:
 
 1. `pack` quantizes this rank's tokens and builds their records, one chunk for each host. The link brings the chunks to
    the ranks of this rail.
-2. `forward` copies each record that came to the ranks of this host that hold its experts, as if this rank's tokens were
-   those of its whole rail. From there on the kernels of one host do the rest.
+2. `forward` copies each record to the ranks of this host that hold its experts, as if this rank's tokens were those of
+   its whole rail: first those of its own tokens, then those that came. From there on the kernels of one host do the
+   rest.
 3. `relay` sums what the ranks of this host computed for each token, and the link brings the sums home.
 4. `total` sums over hosts.
+
+The link carries a chunk in parts where a step has many tokens, so that `forward`, `relay` and `total` of one part run
+while another crosses the network. What a rank has for its own host stays where `pack` and `relay` write it.
 
 Letters: `H` hosts, `L` ranks of a host, `T` most tokens of a rank. Token `t` of host `h` is token `h (T + 1) + t` of
 its rail within a host; the last of each host stands for none, and carries the header of `relay`.
 
-A header says whether its rank has failed, in every exchange. So all ranks of a rail learn of it in the same step.
+A header says whether its rank has failed, in the first part of the records and in the last of the sums. So all ranks of
+a rail learn of it in the same step.
+
+With a `capacity` below `T` a chunk has that many slots, and `T` stands for it where slots are meant: `pack` builds
+records in slots of tokens, then copies those for a host into the first slots of its chunk. Token order stays.
 """
 
 from __future__ import annotations
@@ -34,7 +42,15 @@ from moe_runtime.kernels.formats.reference_quantize import dequantize_rows, f32_
 
 HEADER_BYTES = 4 * ERROR_WORDS
 """A header is the error record of its rank, with the ranks that `Hosts.recorded` names, and the token count last."""
+HEADER_SPACE = 128
+"""Bytes that a header has in a chunk of records."""
 COUNT = ERROR_WORDS - 1
+
+PART_TOKENS = 512
+"""Fewest tokens of a part. In NVFP4 that is 2 MB for DeepSeek's hidden size, 48 us at 45 GB/s."""
+MOST_PARTS = 4
+MOST_LAUNCHES = 16
+"""Most parts times other hosts: `relay` launches a kernel for each."""
 
 PACK_WORDS = 64
 """Of `LinkMemory.words`: the epoch, the code of a failure and the word after it, and from 8 on the error record."""
@@ -47,12 +63,16 @@ class HostGeometry:
     Attributes:
         hosts: the ranks of each host.
         flat: as all ranks would exchange on one host.
+        part_tokens: fewest tokens of a part.
+        capacity: most tokens of a rank for one host; None for all.
         local: of the ranks of this host, whose tokens are those of their rails. Partial results are bf16 there: the
             format of combine is for the network.
     """
 
     hosts: Hosts
     flat: ExchangeGeometry
+    part_tokens: int = PART_TOKENS
+    capacity: int | None = None
 
     @cached_property
     def host_starts(self) -> tuple[int, ...]:
@@ -78,24 +98,73 @@ class HostGeometry:
         )
 
     @cached_property
+    def tokens(self) -> int:
+        """Most tokens of a chunk."""
+        return min(self.flat.max_tokens, self.capacity or self.flat.max_tokens)
+
+    @property
+    def compacts(self) -> bool:
+        """Whether a chunk has fewer slots than a rank has tokens."""
+        return self.tokens < self.flat.max_tokens
+
+    @cached_property
+    def of_tokens(self) -> HostGeometry:
+        """With a slot for each token, as `pack` builds records."""
+        return replace(self, capacity=None)
+
+    @cached_property
     def slots(self) -> int:
         """Of each host in `local`: its tokens and one more."""
-        return self.flat.max_tokens + 1
+        return self.tokens + 1
 
     @cached_property
+    def others(self) -> tuple[int, ...]:
+        """The other hosts, ascending."""
+        return tuple(host for host in range(self.hosts.num_hosts) if host != self.hosts.host)
+
+    @cached_property
+    def parts(self) -> tuple[range, ...]:
+        """Slots of a host in each part of a chunk."""
+        tokens = self.tokens
+        count = min(MOST_PARTS, tokens // self.part_tokens, MOST_LAUNCHES // max(1, len(self.others)))
+        ends = [tokens * (part + 1) // max(1, count) for part in range(max(1, count))]
+        return tuple(range(first, end) for first, end in zip([0, *ends], [*ends[:-1], self.slots], strict=False))
+
+    @property
     def flags_offset(self) -> int:
-        """Bytes from the start of a chunk of records to its token flags."""
-        return self.flat.max_tokens * self.flat.record.record_bytes
+        """Bytes from the start of a chunk of records to its token flags; its header comes first."""
+        return HEADER_SPACE
 
     @cached_property
-    def header_offset(self) -> int:
-        """Bytes from the start of a chunk of records to its header."""
-        return align(self.flags_offset + 4 * self.flat.max_tokens, 128)
+    def records_offset(self) -> int:
+        """Bytes from the start of a chunk of records to its first record."""
+        return align(self.flags_offset + 4 * self.tokens, HEADER_SPACE)
 
     @cached_property
     def dispatch_chunk(self) -> int:
         """Bytes of a chunk of records."""
-        return self.header_offset + 128
+        return self.records_offset + self.tokens * self.flat.record.record_bytes
+
+    @property
+    def staging_chunk(self) -> int:
+        """Bytes of a chunk of records before they are compacted; 0 where they are not."""
+        return self.of_tokens.dispatch_chunk if self.compacts else 0
+
+    @property
+    def chunk_bytes(self) -> dict[str, int]:
+        """Bytes for each host, by kind of buffer."""
+        return {"dispatch": self.dispatch_chunk, "combine": self.combine_chunk, "staging": self.staging_chunk}
+
+    def dispatch_part(self, part: int) -> slice:
+        """Bytes of a chunk of records that travel in `part`."""
+        slots, record = self.parts[part], self.flat.record.record_bytes
+        end = self.records_offset + min(slots.stop, self.tokens) * record
+        return slice(self.records_offset + slots.start * record if part else 0, end)
+
+    def combine_part(self, part: int) -> slice:
+        """Bytes of a chunk of partial sums that travel in `part`."""
+        slots = self.parts[part]
+        return slice(slots.start * self.sum_bytes, slots.stop * self.sum_bytes)
 
     @cached_property
     def sum_bytes(self) -> int:
@@ -107,24 +176,28 @@ class HostGeometry:
     @cached_property
     def sum_header_offset(self) -> int:
         """Bytes from the start of a chunk of partial sums to its header: the slot that stands for no token."""
-        return self.flat.max_tokens * self.sum_bytes
+        return self.tokens * self.sum_bytes
 
     @cached_property
     def combine_chunk(self) -> int:
         """Bytes of a chunk of partial sums."""
         return self.slots * self.sum_bytes
 
+    def sum_rows(self, chunk: torch.Tensor) -> torch.Tensor:
+        """uint8 `[T + 1, sum_bytes]` of a chunk."""
+        return chunk.view(self.slots, self.sum_bytes)
+
     def records(self, chunk: torch.Tensor) -> torch.Tensor:
         """uint8 `[T, record_bytes]` of a chunk."""
-        return chunk[: self.flags_offset].view(self.flat.max_tokens, -1)
+        return chunk[self.records_offset : self.dispatch_chunk].view(self.tokens, -1)
 
     def flags(self, chunk: torch.Tensor) -> torch.Tensor:
         """int32 `[T]` of a chunk of records: the epoch of what lies in each slot."""
-        return chunk[self.flags_offset : self.flags_offset + 4 * self.flat.max_tokens].view(torch.int32)
+        return chunk[self.flags_offset : self.flags_offset + 4 * self.tokens].view(torch.int32)
 
     def dispatch_header(self, chunk: torch.Tensor) -> torch.Tensor:
         """int32 `[ERROR_WORDS]`."""
-        return chunk[self.header_offset : self.header_offset + HEADER_BYTES].view(torch.int32)
+        return chunk[:HEADER_BYTES].view(torch.int32)
 
     def combine_header(self, chunk: torch.Tensor) -> torch.Tensor:
         """int32 `[ERROR_WORDS]`."""
@@ -139,8 +212,9 @@ class LinkMemory:
     Attributes:
         starts: int32 `[L + 1]`, first expert of each rank of this host, from 0.
         host_starts: int32 `[H + 1]`, first expert id of each host.
-        records_out, records_in: uint8 `[H, dispatch_chunk]`.
-        sums_out, sums_in: uint8 `[H, combine_chunk]`.
+        records_out, records_in: uint8 `[H, dispatch_chunk]`. What is for this host stays in `records_out`.
+        sums_out, sums_in: uint8 `[H, combine_chunk]`, likewise.
+        staging: uint8 `[H, staging_chunk]`, where `pack` builds records that it then compacts.
         pointers: what `hierarchical_cuda` makes of it.
         words: int32, zeros at first, in which `pack` on GPUs counts epochs and keeps what it finds.
     """
@@ -151,8 +225,17 @@ class LinkMemory:
     records_in: torch.Tensor
     sums_out: torch.Tensor
     sums_in: torch.Tensor
+    staging: torch.Tensor
     words: torch.Tensor
     pointers: object = None
+
+    def records(self, host: int, own: int) -> torch.Tensor:
+        """The chunk of records of this rail's rank on `host`, where `own` is this host."""
+        return (self.records_out if host == own else self.records_in)[host]
+
+    def sums(self, host: int, own: int) -> torch.Tensor:
+        """The chunk of partial sums that `host` has for this rank."""
+        return (self.sums_out if host == own else self.sums_in)[host]
 
 
 def pack(
@@ -164,12 +247,14 @@ def pack(
     topk_weights_TK: torch.Tensor,
     gsf: torch.Tensor | None,
     num_hosts_T: torch.Tensor,
-) -> None:
+) -> torch.Tensor | None:
     """Build the records of this rank's tokens in `records_out`, in the chunk of each host that holds their experts.
 
     Args:
         x_TH, topk_idx_TK, topk_weights_TK, gsf: as for `ExchangeBackend.dispatch_send`.
         num_hosts_T: int32 `[T]`, receives the number of hosts that each token goes to.
+
+    Returns int32 `[H, T]`, the slot of each token in the chunk of each host, -1 for none; None where that is the token.
     """
     flat, epoch = geometry.flat, reference.next_epoch(int(memory.epoch[0]))
     ids, bad = reference.checked_ids(topk_idx_TK, flat.num_experts)
@@ -180,12 +265,46 @@ def pack(
     if x_TH.shape[0]:
         rows = reference.quantized(flat.token_format, x_TH, gsf)
         records = reference.build_records(flat, rows, ids, topk_weights_TK)
-        for host, chunk in enumerate(link.records_out):
+        built = geometry.of_tokens
+        for host, chunk in enumerate(link.staging if geometry.compacts else link.records_out):
             tokens = goes_to[:, host].nonzero().flatten()
-            geometry.records(chunk)[tokens] = records[tokens]
-            geometry.flags(chunk)[tokens] = epoch
+            built.records(chunk)[tokens] = records[tokens]
+            built.flags(chunk)[tokens] = epoch
+    slots_HT = None
+    if geometry.compacts:
+        slots_HT, counts_H = compact(geometry, link, torch.tensor([epoch], dtype=torch.int32, device=x_TH.device))
+        most = int(counts_H.max())
+        if most > geometry.tokens:
+            rank = geometry.local.rank
+            reference.record_failure(
+                memory, ErrorCode.CAPACITY, rank, Phase.DISPATCH_SEND, epoch, most, geometry.tokens
+            )
     count = x_TH.shape[0] + tag_of(flat.count_tag, epoch)
     _write_headers(memory, geometry, [geometry.dispatch_header(chunk) for chunk in link.records_out], count)
+    return slots_HT
+
+
+def compact(geometry: HostGeometry, link: LinkMemory, epoch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Copy the records in `staging` to the first slots of `records_out`, token order kept, as many as there are slots.
+
+    Args:
+        epoch: int32 `[1]`, that of this dispatch.
+
+    Returns int32 `[H, T]`, the slot of each token, -1 for none, and int32 `[H]`, the tokens for each host.
+    """
+    built, num_tokens, num_slots = geometry.of_tokens, geometry.flat.max_tokens, geometry.tokens
+    chosen = torch.stack([built.flags(chunk) for chunk in link.staging]) == epoch
+    place = chosen.cumsum(dim=1) - 1
+    place = torch.where(chosen & (place < num_slots), place, num_slots)
+    token = torch.arange(num_tokens, device=place.device).expand_as(place)
+    # One slot more for all that have none.
+    token_of_slot = token.new_full((len(place), num_slots + 1), num_tokens).scatter_(1, place, token)[:, :num_slots]
+    for tokens, chunk, out in zip(token_of_slot, link.staging, link.records_out, strict=True):
+        filled = tokens < num_tokens
+        torch.index_select(built.records(chunk), 0, tokens.clamp(max=num_tokens - 1), out=geometry.records(out))
+        geometry.flags(out).copy_(torch.where(filled, epoch, ~epoch))
+    slots = torch.where(place < num_slots, place, -1).to(torch.int32)
+    return slots, chosen.sum(dim=1, dtype=torch.int32)
 
 
 def say_failed(memory: ExchangeMemory, geometry: HostGeometry, link: LinkMemory, kind: str) -> None:
@@ -223,51 +342,80 @@ def forward(
     handle_epoch: torch.Tensor,
     num_parts_V: torch.Tensor,
     timeout_ns: int,
+    part: int | None,
 ) -> None:
-    """Send `records_in` to the ranks of this host that hold their experts, and raise this rank's flags there.
+    """Send records to the ranks of this host that hold their experts; with the last part raise this rank's flags there.
 
     Args:
         handle_epoch: int32 `[1]`, receives the epoch of this dispatch.
         num_parts_V: int32 `[H (T + 1)]`, receives the number of ranks that each token goes to.
         timeout_ns: how long to wait for a rank of this host.
+        part: of `records_in`; None, which comes first, for this rank's own tokens.
     """
-    local, record = geometry.local, geometry.flat.record
+    local, own = geometry.local, geometry.hosts.host
     epoch = reference.next_epoch(int(memory.epoch[0]))
-    reference.enter(memory, local, epoch)
-    headers = [geometry.dispatch_header(chunk) for chunk in link.records_in]
-    _adopt_headers(memory, headers)
+    hosts, tokens = ((own,), range(geometry.slots)) if part is None else (geometry.others, geometry.parts[part])
+    if part is None:
+        reference.enter(memory, local, epoch)
+        reference.await_ready(memory, local, epoch, timeout_ns)
+    if not part:
+        headers = {host: geometry.dispatch_header(link.records(host, own)) for host in hosts}
+        _check_headers(memory, geometry, headers, epoch)
+    for source in hosts:
+        first = source * geometry.slots
+        num_parts_V[first + tokens.start : first + tokens.stop] = 0
+        if int(memory.latch[0]) == 0:
+            _forward_chunk(memory, geometry, link, source, tokens, num_parts_V, epoch)
+    if part == len(geometry.parts) - 1:
+        reference.raise_flags(memory, local, epoch, local.max_tokens)
+    handle_epoch[0] = epoch
+
+
+def _check_headers(
+    memory: ExchangeMemory, geometry: HostGeometry, headers: dict[int, torch.Tensor], epoch: int
+) -> None:
+    """Record the failure of a rank of another host, or that it is in another exchange. `headers` are by host."""
+    _adopt_headers(memory, list(headers.values()))
     tag = tag_of(geometry.flat.count_tag, epoch)
-    for host, header in enumerate(headers):
+    for host, header in headers.items():
         word = int(header[COUNT])
         if int(memory.latch[0]) == 0 and not 0 <= (word & WITHOUT_SIGN) - tag <= geometry.flat.max_tokens:
             about = geometry.hosts.recorded(geometry.hosts.rank_on(host))
             numbers = exchange_of(word), exchange_of(tag)
             reference.record_failure(memory, ErrorCode.MISMATCH, about, Phase.DISPATCH_SEND, epoch, *numbers)
-    reference.await_ready(memory, local, epoch, timeout_ns)
-    num_parts_V.zero_()
-    if int(memory.latch[0]) == 0:
-        for host, chunk in enumerate(link.records_in):
-            tokens = (geometry.flags(chunk) == epoch).nonzero().flatten()
-            records = geometry.records(chunk)[tokens]
-            slots = tokens + host * geometry.slots
 
-            def put(offset: int, values: torch.Tensor, records: torch.Tensor = records) -> None:
-                data = values.contiguous().view(torch.uint8)
-                records[:, offset : offset + data.shape[1]] = data
 
-            field = records[:, record.ids_offset : record.ids_offset + 2 * record.top_k].contiguous()
-            ids = (field.view(torch.int16).to(torch.int64) & NO_EXPERT) - geometry.first_expert
-            ids = torch.where((ids >= 0) & (ids < local.num_experts), ids, -1)
-            put(record.ids_offset, ids.to(torch.int16))
-            put(record.source_offset, slots.to(torch.int32)[:, None])
-            owners = reference.owners_of(ids, link.starts)
-            for peer in range(local.world_size):
-                mine = (owners == peer).any(dim=1)
-                num_parts_V[slots] += mine.to(torch.int32)
-                chosen = mine.nonzero().flatten()
-                reference.store_records(memory, local, peer, epoch & 1, slots[chosen], records[chosen], epoch)
-    reference.raise_flags(memory, local, epoch, local.max_tokens)
-    handle_epoch[0] = epoch
+def _forward_chunk(
+    memory: ExchangeMemory,
+    geometry: HostGeometry,
+    link: LinkMemory,
+    host: int,
+    slots: range,
+    num_parts_V: torch.Tensor,
+    epoch: int,
+) -> None:
+    """Store the records of `host` in `slots` of its chunk at the ranks of this host that hold their experts."""
+    local, record = geometry.local, geometry.flat.record
+    chunk = link.records(host, geometry.hosts.host)
+    tokens = (geometry.flags(chunk)[slots.start : slots.stop] == epoch).nonzero().flatten() + slots.start
+    records = geometry.records(chunk)[tokens]
+    places = tokens + host * geometry.slots
+
+    def put(offset: int, values: torch.Tensor) -> None:
+        data = values.contiguous().view(torch.uint8)
+        records[:, offset : offset + data.shape[1]] = data
+
+    field = records[:, record.ids_offset : record.ids_offset + 2 * record.top_k].contiguous()
+    ids = (field.view(torch.int16).to(torch.int64) & NO_EXPERT) - geometry.first_expert
+    ids = torch.where((ids >= 0) & (ids < local.num_experts), ids, -1)
+    put(record.ids_offset, ids.to(torch.int16))
+    put(record.source_offset, places.to(torch.int32)[:, None])
+    owners = reference.owners_of(ids, link.starts)
+    for peer in range(local.world_size):
+        mine = (owners == peer).any(dim=1)
+        num_parts_V[places] += mine.to(torch.int32)
+        chosen = mine.nonzero().flatten()
+        reference.store_records(memory, local, peer, epoch & 1, places[chosen], records[chosen], epoch)
 
 
 def relay(
@@ -277,28 +425,40 @@ def relay(
     handle_epoch: torch.Tensor,
     num_parts_V: torch.Tensor,
     timeout_ns: int,
+    part: int | None,
 ) -> None:
-    """Sum what the ranks of this host have computed for each token of this rail into `sums_out`, in its format.
+    """Sum what the ranks of this host have computed for tokens of this rail into `sums_out`, in its format.
 
     Args:
         handle_epoch: int32 `[1]`, the epoch of the dispatch.
         num_parts_V: int32 `[H (T + 1)]` from `forward`.
         timeout_ns: how long to wait for a rank of this host.
+        part: of the tokens of other hosts; None, which comes last, for this rank's own tokens.
     """
-    wire, shape = geometry.flat.combine_format, (geometry.local.max_tokens, geometry.flat.output_hidden)
-    in_place = wire is BF16
-    out = link.sums_out
-    sums = out.view(torch.bfloat16).view(shape) if in_place else out.new_empty(shape, dtype=torch.bfloat16)
-    reference.combine_recv(memory, geometry.local, handle_epoch, num_parts_V, None, sums, timeout_ns)
-    if not in_place:
-        put_sums(geometry, quantize_rows(sums, wire), out)
-    _write_headers(memory, geometry, [geometry.combine_header(chunk) for chunk in out], 0)
+    wire, hidden = geometry.flat.combine_format, geometry.flat.output_hidden
+    for host, slots in relayed(geometry, part):
+        rows = geometry.sum_rows(link.sums_out[host])[slots.start : slots.stop]
+        quantized = wire is not BF16
+        sums = (rows.new_empty((len(slots), 2 * hidden)) if quantized else rows).view(torch.bfloat16)
+        first = host * geometry.slots + slots.start
+        counts = num_parts_V[first : first + len(slots)]
+        reference.combine_recv(memory, geometry.local, handle_epoch, counts, None, sums, timeout_ns, first_token=first)
+        if quantized:
+            put_sums(geometry, quantize_rows(sums, wire), rows)
+    if part == len(geometry.parts) - 1:
+        _write_headers(memory, geometry, [geometry.combine_header(chunk) for chunk in link.sums_out], 0)
 
 
-def put_sums(geometry: HostGeometry, sums: QuantizedRows, outgoing: torch.Tensor) -> None:
-    """Write quantized sums and their scales into the rows of all chunks."""
+def relayed(geometry: HostGeometry, part: int | None) -> list[tuple[int, range]]:
+    """The hosts of the tokens that `relay` of `part` sums, and their slots there."""
+    if part is None:
+        return [(geometry.hosts.host, range(geometry.slots))]
+    return [(host, geometry.parts[part]) for host in geometry.others]
+
+
+def put_sums(geometry: HostGeometry, sums: QuantizedRows, rows: torch.Tensor) -> None:
+    """Write quantized sums and their scales into uint8 `[R, sum_bytes]` of a chunk."""
     assert sums.scales_RV is not None
-    rows = outgoing.view(geometry.local.max_tokens, geometry.sum_bytes)
     quants, scales = sums.quants_RK.view(torch.uint8), sums.scales_RV.contiguous().view(torch.uint8)
     rows[:, : quants.shape[1]] = quants
     at = geometry.flat.partial_scales_offset
@@ -311,33 +471,56 @@ def total(
     link: LinkMemory,
     shared_TH: torch.Tensor | None,
     y_TH: torch.Tensor,
+    slots_HT: torch.Tensor | None,
+    part: int,
 ) -> None:
-    """Sum the partial sums of all hosts in `sums_in`, ascending, into `y_TH`; NaN after any failure.
+    """Sum the partial sums of all hosts, ascending, into the rows of `part` in `y_TH`; NaN in all rows after a failure.
 
     Args:
         shared_TH: bf16 `[T, H]`, last dimension contiguous, added first; None where there is no shared expert.
         y_TH: bf16 `[T, H]`, contiguous, written.
+        slots_HT: what `pack` returned.
+        part: of the slots. Parts come in their order, and the last knows of failures.
     """
-    _adopt_headers(memory, [geometry.combine_header(chunk) for chunk in link.sums_in])
-    if int(memory.latch[0]) != 0:
-        y_TH.fill_(float("nan"))
-        return
-    sums = sum_over_hosts(geometry, link.sums_in, shared_TH, len(y_TH))
-    y_TH.view(torch.int16).copy_(f32_to_bf16_bits(sums).view(torch.int16))
+    if part == len(geometry.parts) - 1:
+        _adopt_headers(memory, [geometry.combine_header(link.sums_in[host]) for host in geometry.others])
+        if int(memory.latch[0]) != 0:
+            y_TH.fill_(float("nan"))
+            return
+    rows = tokens_of(geometry, part, len(y_TH))
+    sums = sum_over_hosts(geometry, link, shared_TH, rows, slots_HT)
+    y_TH[rows].view(torch.int16).copy_(f32_to_bf16_bits(sums).view(torch.int16))
+
+
+def tokens_of(geometry: HostGeometry, part: int, num_tokens: int) -> slice:
+    """The tokens of `part` where a rank has `num_tokens`: all in the last part where slots are not tokens."""
+    slots = geometry.parts[part]
+    if geometry.compacts:
+        return slice(0, num_tokens if part == len(geometry.parts) - 1 else 0)
+    return slice(min(slots.start, num_tokens), min(slots.stop, num_tokens))
 
 
 def sum_over_hosts(
-    geometry: HostGeometry, incoming: torch.Tensor, shared_TH: torch.Tensor | None, num_tokens: int
+    geometry: HostGeometry,
+    link: LinkMemory,
+    shared_TH: torch.Tensor | None,
+    tokens: slice,
+    slots_HT: torch.Tensor | None,
 ) -> torch.Tensor:
-    """fp32 `[T, H]`: the sum of `shared_TH` and the partial sums of all hosts, ascending."""
+    """fp32, a row for each of `tokens`: the sum of `shared_TH` and the partial sums of all hosts, ascending."""
     wire, hidden, at = geometry.flat.combine_format, geometry.flat.output_hidden, geometry.flat.partial_scales_offset
-    sums = torch.zeros(num_tokens, hidden, dtype=torch.float32, device=incoming.device)
+    shape = tokens.stop - tokens.start, hidden
+    sums = torch.zeros(shape, dtype=torch.float32, device=link.words.device)
     if shared_TH is not None:
-        sums = shared_TH.to(torch.float32)
-    for chunk in incoming:
-        rows = chunk.view(geometry.slots, geometry.sum_bytes)[:num_tokens]
+        sums = shared_TH[tokens].to(torch.float32)
+    for host in range(geometry.hosts.num_hosts):
+        rows = geometry.sum_rows(link.sums(host, geometry.hosts.host))
+        rows = rows[tokens] if slots_HT is None else rows[slots_HT[host, tokens].clamp(min=0)]
         quants, scales = rows[:, : wire.quant_bytes(hidden)].contiguous().view(wire.quant_dtype), None
         if wire.scale_dtype is not None:
             scales = rows[:, at : at + wire.scale_bytes(hidden)].contiguous().view(wire.scale_dtype)
-        sums = sums + dequantize_rows(QuantizedRows(wire, quants, scales))
+        partial = dequantize_rows(QuantizedRows(wire, quants, scales))
+        if slots_HT is not None:
+            partial = torch.where(slots_HT[host, tokens, None] >= 0, partial, 0.0)
+        sums = sums + partial
     return sums

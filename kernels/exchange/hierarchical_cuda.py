@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cache
 
@@ -16,12 +16,18 @@ from moe_runtime.comm.hosts import Hosts
 from moe_runtime.comm.signals import ERROR_WORDS, SignalLayout
 from moe_runtime.kernels.exchange import cuda
 from moe_runtime.kernels.exchange.geometry import ExchangeGeometry, sample_geometry
-from moe_runtime.kernels.exchange.hierarchical import COUNT, HostGeometry, LinkMemory, put_sums, sum_over_hosts
+from moe_runtime.kernels.exchange.hierarchical import (
+    COUNT,
+    HostGeometry,
+    LinkMemory,
+    compact,
+    relayed,
+    tokens_of,
+)
 from moe_runtime.kernels.exchange.interface import ExchangeMemory
 from moe_runtime.kernels.exchange.macros import BULK_STORE, shared_macros, token_macros
 from moe_runtime.kernels.exchange.plan import MAX_SHARED_BYTES
 from moe_runtime.kernels.formats.number_formats import BF16, FORMATS, ceil_div
-from moe_runtime.kernels.formats.quantize import quantize_rows
 from moe_runtime.kernels.nvrtc import Defines, int64
 from moe_runtime.kernels.runtime import CudaCase
 
@@ -48,13 +54,16 @@ def host_macros(geometry: HostGeometry) -> Defines:
             "ERROR_WORDS": ERROR_WORDS,
             "COUNT": COUNT,
             "FLAGS_AT": geometry.flags_offset,
-            "HEADER_AT": geometry.header_offset,
+            "RECORDS_AT": geometry.records_offset,
             "SUM_HEADER_AT": geometry.sum_header_offset,
             "SUM_BYTES": geometry.sum_bytes,
+            "WIRE": int(flat.combine_format.code),
+            "PARTIAL_SCALES_AT": flat.partial_scales_offset,
             "HIDDEN": flat.output_hidden,
             "READY": signals.ready,
             "COMBINE_FLAG": signals.combine_flag,
             "ROUTING": int(ErrorCode.ROUTING),
+            "CAPACITY": int(ErrorCode.CAPACITY),
             "MISMATCH": int(ErrorCode.MISMATCH),
             "DISPATCH_SEND": int(Phase.DISPATCH_SEND),
         }
@@ -82,19 +91,21 @@ class _Pointers:
         def table(addresses: list[int]) -> torch.Tensor:
             return torch.tensor(addresses, dtype=torch.int64, device=device)
 
-        def chunks(of: torch.Tensor) -> torch.Tensor:
+        def chunks(of: Iterable[torch.Tensor]) -> torch.Tensor:
             return table([chunk.data_ptr() for chunk in of])
 
-        self.records_out, self.records_in = chunks(link.records_out), chunks(link.records_in)
-        self.sums_out, self.sums_in = chunks(link.sums_out), chunks(link.sums_in)
+        own, hosts = geometry.hosts.host, range(geometry.hosts.num_hosts)
+        self.records_out, self.sums_out = chunks(link.records_out), chunks(link.sums_out)
+        self.records = chunks([link.records(host, own) for host in hosts])
+        self.sums = chunks([link.sums(host, own) for host in hosts])
         # `dispatch_send` begins at the slots of its own rank.
-        starts = [chunk.data_ptr() for chunk in link.records_out]
-        self.landing = table([start - before * record for start in starts])
-        self.token_flags = table([start + geometry.flags_offset - before * 4 for start in starts])
+        built = geometry.of_tokens
+        starts = [chunk.data_ptr() for chunk in (link.staging if geometry.compacts else link.records_out)]
+        self.landing = table([start + built.records_offset - before * record for start in starts])
+        self.token_flags = table([start + built.flags_offset - before * 4 for start in starts])
         # Its signals go nowhere: headers say what other hosts must know.
         self._unread = torch.zeros(2, words, dtype=torch.int32, device=device)
-        others, own = self._unread[0].data_ptr(), self._unread[1].data_ptr()
-        self.signals = table([own if host == geometry.hosts.host else others for host in range(len(starts))])
+        self.signals = table([self._unread[int(host == own)].data_ptr() for host in hosts])
 
 
 def _pointers(geometry: HostGeometry, link: LinkMemory) -> _Pointers:
@@ -113,7 +124,7 @@ def pack(
     topk_weights_TK: torch.Tensor,
     gsf: torch.Tensor | None,
     num_hosts_T: torch.Tensor,
-) -> None:
+) -> torch.Tensor | None:
     """See `hierarchical.pack`."""
     table, words = _pointers(geometry, link), link.words
     cuda.send_records(
@@ -125,7 +136,11 @@ def pack(
         await_ready=False,
         timeout_ns=0,
     )
-    _write_headers(memory, geometry, table.records_out, geometry.header_offset, words, x_TH.shape[0])
+    slots_HT = counts_H = None
+    if geometry.compacts:
+        slots_HT, counts_H = compact(geometry, link, words[EPOCH : EPOCH + 1])
+    _write_headers(memory, geometry, table.records_out, 0, words, x_TH.shape[0], counts_H)
+    return slots_HT
 
 
 def _write_headers(
@@ -135,6 +150,7 @@ def _write_headers(
     header_at: int,
     packed: torch.Tensor | None,
     num_tokens: int,
+    counts_H: torch.Tensor | None = None,
 ) -> None:
     cuda.launch(
         FILE,
@@ -147,6 +163,7 @@ def _write_headers(
             header_at,
             None if packed is None else packed[FOUND:],
             None if packed is None else packed[LATCH:],
+            counts_H,
             num_tokens,
             geometry.flat.count_tag,
             None if packed is None else packed[EPOCH:],
@@ -164,7 +181,7 @@ def say_failed(memory: ExchangeMemory, geometry: HostGeometry, link: LinkMemory,
     """See `hierarchical.say_failed`."""
     table = _pointers(geometry, link)
     if kind == "dispatch":
-        _write_headers(memory, geometry, table.records_out, geometry.header_offset, None, 0)
+        _write_headers(memory, geometry, table.records_out, 0, None, 0)
     else:
         _write_headers(memory, geometry, table.sums_out, geometry.sum_header_offset, None, 0)
 
@@ -176,10 +193,13 @@ def forward(
     handle_epoch: torch.Tensor,
     num_parts_V: torch.Tensor,
     timeout_ns: int,
+    part: int | None,
 ) -> None:
     """See `hierarchical.forward`."""
-    local, warps = geometry.local, _warps(geometry)
-    blocks = min(ceil_div(local.max_tokens, warps), 2 * cuda.most_sms(memory.device))
+    local, warps, own = geometry.local, _warps(geometry), part is None
+    slots = range(geometry.slots) if part is None else geometry.parts[part]
+    num_slots = len(slots) * (1 if own else len(geometry.others))
+    blocks = min(ceil_div(num_slots, warps), 2 * cuda.most_sms(memory.device))
     cuda.launch(
         FILE,
         "forward_send",
@@ -188,7 +208,10 @@ def forward(
         block=32 * warps,
         shared_bytes=warps * geometry.flat.record.record_bytes,
         arguments=[
-            _pointers(geometry, link).records_in,
+            _pointers(geometry, link).records,
+            int(own),
+            slots.start,
+            slots.stop,
             geometry.flat.max_tokens,
             geometry.flat.count_tag,
             link.starts,
@@ -219,15 +242,29 @@ def relay(
     handle_epoch: torch.Tensor,
     num_parts_V: torch.Tensor,
     timeout_ns: int,
+    part: int | None,
 ) -> None:
     """See `hierarchical.relay`."""
-    local, wire, out = geometry.local, geometry.flat.combine_format, link.sums_out
-    shape, in_place = (local.max_tokens, geometry.flat.output_hidden), wire is BF16
-    sums = out.view(torch.bfloat16).view(shape) if in_place else out.new_empty(shape, dtype=torch.bfloat16)
-    cuda.combine_recv(memory, local, handle_epoch, num_parts_V, None, sums, timeout_ns)
-    if not in_place:
-        put_sums(geometry, quantize_rows(sums, wire), out)
-    _write_headers(memory, geometry, _pointers(geometry, link).sums_out, geometry.sum_header_offset, None, 0)
+    wire, hidden = geometry.flat.combine_format, geometry.flat.output_hidden
+    for host, slots in relayed(geometry, part):
+        rows = geometry.sum_rows(link.sums_out[host])[slots.start : slots.stop]
+        quantized = wire is not BF16
+        sums = (rows.new_empty((len(slots), 2 * hidden)) if quantized else rows).view(torch.bfloat16)
+        first = host * geometry.slots + slots.start
+        counts = num_parts_V[first : first + len(slots)]
+        cuda.combine_recv(memory, geometry.local, handle_epoch, counts, None, sums, timeout_ns, first_token=first)
+        if quantized:
+            cuda.launch(
+                FILE,
+                "host_quantize",
+                host_macros(geometry),
+                grid=(geometry.flat.programs(min(len(slots), 4 * cuda.most_sms(memory.device))), 1, 1),
+                block=256,
+                arguments=[sums, rows, len(slots)],
+                device=memory.device,
+            )
+    if part == len(geometry.parts) - 1:
+        _write_headers(memory, geometry, _pointers(geometry, link).sums_out, geometry.sum_header_offset, None, 0)
 
 
 def total(
@@ -236,50 +273,53 @@ def total(
     link: LinkMemory,
     shared_TH: torch.Tensor | None,
     y_TH: torch.Tensor,
+    slots_HT: torch.Tensor | None,
+    part: int,
 ) -> None:
     """See `hierarchical.total`."""
-    num_tokens, sums = y_TH.shape[0], _pointers(geometry, link).sums_in
-    failure = [memory.signal_pointers, memory.error, memory.latch, geometry.local.rank, int64(0)]
-    if geometry.flat.combine_format is BF16:
-        shared_TH = None if shared_TH is None else cuda.aligned(shared_TH)
-        cuda.launch(
-            FILE,
-            "host_total",
-            host_macros(geometry),
-            grid=(geometry.flat.programs(min(num_tokens, 4 * cuda.most_sms(memory.device))), 1, 1),
-            block=256,
-            arguments=[
-                sums,
-                shared_TH,
-                int64(0 if shared_TH is None else shared_TH.stride(0)),
-                y_TH,
-                num_tokens,
-                *failure,
-            ],
-            device=memory.device,
-        )
+    rows, last = tokens_of(geometry, part, y_TH.shape[0]), part == len(geometry.parts) - 1
+    num_tokens, sums = rows.stop - rows.start, _pointers(geometry, link).sums
+    if num_tokens == 0 and not last:
         return
+    shared_TH = None if shared_TH is None else cuda.aligned(shared_TH)
     cuda.launch(
         FILE,
-        "host_failures",
+        "host_total",
         host_macros(geometry),
-        grid=(1, 1, 1),
-        block=32,
-        arguments=[sums, *failure],
+        grid=(geometry.flat.programs(min(num_tokens, 4 * cuda.most_sms(memory.device))), 1, 1),
+        block=256,
+        arguments=[
+            sums,
+            shared_TH,
+            int64(0 if shared_TH is None else shared_TH.stride(0)),
+            slots_HT,
+            geometry.flat.max_tokens,
+            y_TH,
+            rows.start,
+            rows.stop,
+            int(last),
+            memory.signal_pointers,
+            memory.error,
+            memory.latch,
+            geometry.local.rank,
+            int64(0),
+        ],
         device=memory.device,
     )
-    exact = sum_over_hosts(geometry, link.sums_in, shared_TH, num_tokens).to(torch.bfloat16)
-    y_TH.copy_(torch.where(memory.latch[0] != 0, float("nan"), exact))
 
 
-KERNELS = ("host_headers", "forward_send", "host_total", "host_failures")
+KERNELS = ("host_headers", "forward_send", "host_quantize", "host_total")
 
 
 def _aot_cases(fmt: str) -> Iterator[CudaCase]:
-    """Host 1 of 4 with 8 ranks each, few tokens and many."""
+    """Host 1 of 4 with 8 ranks each, few tokens and many; sums in FP8 where tokens are."""
+    combine_format = fmt if fmt in ("fp8_block", "mxfp8") else "bf16"
     for max_tokens in (128, 1024):
-        geometry = HostGeometry(Hosts(4, 8, 1, 3), replace(sample_geometry(fmt, max_tokens=max_tokens), world_size=32))
+        flat = replace(sample_geometry(fmt, combine_format=combine_format, max_tokens=max_tokens), world_size=32)
+        geometry = HostGeometry(Hosts(4, 8, 1, 3), flat)
         for kernel in KERNELS:
+            if kernel == "host_quantize" and combine_format == "bf16":
+                continue
             copies = BULK_STORE if kernel == "forward_send" else {}
             yield CudaCase(kernel, fmt, FILE, kernel, host_macros(geometry), instruction=copies)
 

@@ -445,8 +445,9 @@ def combine_recv(
     shared_TH: torch.Tensor | None,
     y_TH: torch.Tensor,
     timeout_ns: int,
+    first_token: int = 0,
 ) -> None:
-    """See `interface.ExchangeBackend`."""
+    """See `interface.ExchangeBackend`. The tokens are those from `first_token` on, as many as `y_TH` has rows."""
     epoch = int(handle_epoch[0])
     half = epoch & 1
     _check_fresh(context, epoch, Phase.COMBINE_RECV)
@@ -463,7 +464,7 @@ def combine_recv(
     partials = _partials(context, geometry, geometry.rank, half)
     for part in range(geometry.parts):
         tokens = (num_parts_T > part).nonzero().flatten()
-        data = partials[tokens, part]
+        data = partials[first_token + tokens, part]
         quants = data[:, : wire.quant_bytes(geometry.output_hidden)].contiguous().view(wire.quant_dtype)
         scales = None
         if wire.scale_dtype is not None:

@@ -86,9 +86,12 @@ def judge_skew(results: list[dict[str, Any]]) -> None:
 
 
 def needs_even_case(result: dict[str, Any]) -> bool:
-    """Whether the rule for uneven routing is for such a result: an exchange in which bytes cross a link."""
+    """Whether the rule for uneven routing is for such a result: an exchange in which bytes cross a link.
+
+    It is not for several hosts, between which as many bytes go whatever the routing is.
+    """
     exchange = result["operation"] in ("dispatch", "combine") and bool(result["moved_bytes"])
-    return exchange and result["routing"] != EVEN
+    return exchange and result["routing"] != EVEN and result.get("network_bytes") is None
 
 
 def _case(result: dict[str, Any]) -> tuple[object, ...]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from moe_runtime.comm.hosts import Hosts
 from moe_runtime.dispatcher.handle import DispatchedTokens
 from moe_runtime.kernels.exchange.geometry import ExchangeGeometry
 from moe_runtime.kernels.formats.number_formats import FormatCode, QuantizedRows, TokenFormat
@@ -64,6 +65,17 @@ def sent_tokens(idx: Sequence[torch.Tensor], geometry: ExchangeGeometry) -> torc
     return sent
 
 
+def arrival_order(counts: Sequence[int], hosts: Hosts) -> torch.Tensor:
+    """int64: all ranks' tokens, of which rank `r` has `counts[r]`, as their rows are ordered: by rail, host and token.
+
+    >>> arrival_order([2, 1, 1, 1], Hosts(2, 2, 0, 0)).tolist()
+    [0, 1, 3, 2, 4]
+    """
+    parts = torch.arange(sum(counts)).split(list(counts))
+    ranks = torch.arange(len(counts)).view(hosts.num_hosts, hosts.ranks_per_host).T.flatten()
+    return torch.cat([parts[rank] for rank in ranks.tolist()])
+
+
 @dataclass(frozen=True)
 class Arrivals:
     """What must arrive at a rank, by row position: int64 `[R]` each, `token` counting through all ranks' tokens."""
@@ -73,13 +85,21 @@ class Arrivals:
     expert: torch.Tensor
 
     @staticmethod
-    def expected(inputs: Inputs, geometry: ExchangeGeometry) -> Arrivals:
-        """Local experts ascending, within each the tokens by source rank, then by their place there."""
+    def expected(inputs: Inputs, geometry: ExchangeGeometry, hosts: Hosts | None = None) -> Arrivals:
+        """Local experts ascending, within each the tokens by source rank, then by their place there.
+
+        With `hosts`, by rail, then by host.
+        """
         ids = torch.cat(list(inputs.idx)).long()
+        tokens = torch.arange(len(ids))
+        if hosts is not None:
+            tokens = arrival_order([len(idx) for idx in inputs.idx], hosts)
+        tokens = tokens.to(ids.device)
         end = geometry.first_expert + geometry.num_local_experts
-        token, entry = ((ids >= geometry.first_expert) & (ids < end)).nonzero(as_tuple=True)
-        order = ids[token, entry].argsort(stable=True)
-        token, entry = token[order], entry[order]
+        ordered = ids[tokens]
+        place, entry = ((ordered >= geometry.first_expert) & (ordered < end)).nonzero(as_tuple=True)
+        order = ordered[place, entry].argsort(stable=True)
+        token, entry = tokens[place[order]], entry[order]
         return Arrivals(token, entry, ids[token, entry])
 
 
@@ -112,10 +132,10 @@ def first_rows(rows: GroupedRows, count: int) -> QuantizedRows:
     return QuantizedRows(fmt, quants.contiguous().view(fmt.quant_dtype), scales, row_scale)
 
 
-def check_dispatch(arrived: DispatchedTokens, inputs: Inputs) -> Check:
+def check_dispatch(arrived: DispatchedTokens, inputs: Inputs, hosts: Hosts | None = None) -> Check:
     """Bytes of quants, scales and row scales that differ from each token's own quantization."""
     geometry = arrived.handle.geometry
-    expected = Arrivals.expected(inputs, geometry)
+    expected = Arrivals.expected(inputs, geometry, hosts)
     offsets = torch.searchsorted(
         expected.expert,
         torch.arange(geometry.first_expert, geometry.starts[geometry.rank + 1] + 1, device=expected.expert.device),
@@ -133,10 +153,10 @@ def check_dispatch(arrived: DispatchedTokens, inputs: Inputs) -> Check:
     return Check("dispatch: bytes that differ", float(differing), 0)
 
 
-def combine_input(arrived: DispatchedTokens, inputs: Inputs) -> torch.Tensor:
+def combine_input(arrived: DispatchedTokens, inputs: Inputs, hosts: Hosts | None = None) -> torch.Tensor:
     """bf16 `[capacity, H]` to combine: each row its token times a factor of its expert, NaN past the last row."""
     geometry = arrived.handle.geometry
-    expected = Arrivals.expected(inputs, geometry)
+    expected = Arrivals.expected(inputs, geometry, hosts)
     shape = (geometry.row_capacity, geometry.hidden)
     rows_RH = torch.full(shape, math.nan, dtype=torch.bfloat16, device=arrived.group_offsets.device)
     factor_R = expert_factor(expected.expert, geometry)
@@ -144,17 +164,19 @@ def combine_input(arrived: DispatchedTokens, inputs: Inputs) -> torch.Tensor:
     return rows_RH
 
 
-def check_combine(y_TH: torch.Tensor, inputs: Inputs, geometry: ExchangeGeometry) -> Check:
+def check_combine(y_TH: torch.Tensor, inputs: Inputs, geometry: ExchangeGeometry, hosts: Hosts | None = None) -> Check:
     """Error of this rank's combined tokens, of `combine_input` on all ranks.
 
     The parts of a token point the same way, so that rounding each to the combine format and their sum to bf16 adds
-    `(1 + e_combine^2) (1 + e_bf16^2) - 1` to its mean square (`reference.rounding_error`).
+    `(1 + e_combine^2) (1 + e_bf16^2) - 1` to its mean square (`reference.rounding_error`). On several hosts the parts
+    of ranks are bf16, and sums of hosts are rounded to the combine format.
     """
     x_TH, idx_TK, weights_TK = (part[geometry.rank] for part in (inputs.x, inputs.idx, inputs.weights))
     rows_TKH = (x_TH.float()[:, None] * expert_factor(idx_TK, geometry)[:, :, None]).bfloat16().double()
     weights_TK = torch.where(idx_TK >= 0, weights_TK, 0.0).double()
     error, _ = relative_error(y_TH, (rows_TKH * weights_TK[:, :, None]).sum(dim=1))
-    growth = (1 + rounding_error(geometry.combine_format) ** 2) * (1 + rounding_error("bf16") ** 2)
+    bf16 = 1 + rounding_error("bf16") ** 2
+    growth = (1 + rounding_error(geometry.combine_format) ** 2) * bf16 * (1 if hosts is None else bf16)
     return Check("combine: relative Frobenius error", error, math.sqrt(growth - 1))
 
 

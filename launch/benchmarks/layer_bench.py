@@ -17,7 +17,7 @@ import torch.distributed as dist
 from moe_runtime.config import RunConfig
 from moe_runtime.context.memory import reserved_bytes
 from moe_runtime.experts import Experts
-from moe_runtime.launch.benchmarks import bounds, checks
+from moe_runtime.launch.benchmarks import bounds, checks, network
 from moe_runtime.launch.benchmarks.layer_report import OURS
 from moe_runtime.launch.benchmarks.timing import Step, Timing, copies_to_rotate, measure, times_record
 from moe_runtime.launch.benchmarks.torch_layer import TorchLayer
@@ -38,6 +38,7 @@ class Settings:
         iterations: timed ones.
         check_tokens: tokens of each rank that the check of the layer compares; None for `cases.default_check_tokens`.
         link_gb_per_s: what floors count with; None for none.
+        network_gb_per_s: what floors between hosts count with; None for what the link alone takes.
         trace: where steps of the layer are recorded instead of being timed; None where they are timed.
         with_torch: whether torch's layer is timed beside ours.
         sustained: whether long steps are timed without pauses too.
@@ -47,6 +48,7 @@ class Settings:
     iterations: int
     check_tokens: int | None = None
     link_gb_per_s: float | None = None
+    network_gb_per_s: float | None = None
     trace: TraceFile | None = None
     with_torch: bool = True
     sustained: bool = True
@@ -54,10 +56,17 @@ class Settings:
 
 @dataclass(frozen=True)
 class Work:
-    """What a step does on the rank that does most; None where it is not counted."""
+    """What a step does on the rank that does most; None where it is not counted.
+
+    Attributes:
+        moved_bytes: to other ranks, or to and from memory. On several hosts to other ranks of its host.
+        flops: operations.
+        network_bytes: to other hosts, of a baseline that does not send as we do.
+    """
 
     moved_bytes: float | None = None
     flops: float | None = None
+    network_bytes: float | None = None
 
 
 @dataclass(frozen=True)
@@ -169,6 +178,15 @@ class Bench:
             dist.all_gather(ranks, own, group=self.context.group.group)
         return [list(turn) for turn in zip(*(part.cpu() for part in ranks), strict=True)]
 
+    @cached_property
+    def network(self) -> network.Network | None:
+        """What goes from host to host; None where the ranks are not on several, and in a trace. Collective."""
+        return (
+            None
+            if self.settings.trace is not None
+            else network.of_layer(self.layer, self.settings.network_gb_per_s, self.settings.iterations)
+        )
+
     @property
     def experts(self) -> Experts:
         assert self.layer.experts is not None
@@ -221,6 +239,15 @@ class Bench:
         median_us = timing.median_us if timing else None
         checked = self.checked_tokens if operation == "layer" else config.max_tokens_per_rank
         link = self.settings.link_gb_per_s if operation.startswith(("dispatch", "combine")) else None
+        between: dict[str, Any] = network.NO_NETWORK
+        if self.network is not None and by == OURS:
+            between = self.network.record(operation)
+        elif self.network is not None and by.startswith("torch"):
+            between = self.network.baseline_record(work.network_bytes)
+        # What crosses the network and what crosses the links of a host may overlap.
+        floors = [] if link is None else [bounds.floor_us(work.moved_bytes or 0, link)]
+        if operation.startswith(("dispatch", "combine")) and between["network_floor_us"] is not None:
+            floors.append(between["network_floor_us"])
 
         def per_second(amount: float | None, unit: float) -> float | None:
             return None if amount is None or not median_us else amount / unit / (median_us * 1e-6)
@@ -242,7 +269,8 @@ class Bench:
                 "work_flop": work.flops,
                 "rate_gb_per_s": per_second(work.moved_bytes, 1e9),
                 "rate_tflop_per_s": per_second(work.flops, 1e12),
-                "floor_us": None if link is None else bounds.floor_us(work.moved_bytes or 0, link),
+                "floor_us": max(floors, default=None),
+                **between,
                 "check": None if check is None else asdict(check) | {"checked_tokens": checked, "passed": check.passed},
                 "memory": self._memory(measured.step_bytes, weight_bytes, ours=by.startswith(OURS)),
                 "phases": phases,
@@ -253,7 +281,9 @@ class Bench:
         """Of the rank that needs most: for a step, for weights, in the symmetric heap, and all together."""
         if step_bytes is None:
             return None
-        heap_bytes = sum(reserved_bytes(self.layer.config, self.context.world_size).values()) if ours else 0
+        hosts = 1 if self.context.hosts is None else self.context.hosts.num_hosts
+        reserved = reserved_bytes(self.layer.config, self.context.world_size, num_hosts=hosts)
+        heap_bytes = sum(reserved.values()) if ours else 0
         mine = {"step_bytes": step_bytes, "weight_bytes": weight_bytes, "heap_bytes": heap_bytes}
         mine["peak_bytes"] = sum(mine.values())
         ranks = environment.gather(self.context, "memory", mine, dict[str, int])

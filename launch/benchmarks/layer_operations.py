@@ -16,7 +16,7 @@ from moe_runtime.kernels.gemm.grouped_gemm import gemm_bytes, gemm_flops, groupe
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
 from moe_runtime.kernels.gemm.weights import ExpertWeights
-from moe_runtime.launch.benchmarks import bounds, checks, deep_ep_operations, gemm_peers, torch_layer
+from moe_runtime.launch.benchmarks import bounds, checks, deep_ep_operations, gemm_peers, network, torch_layer
 from moe_runtime.launch.benchmarks.layer_bench import Bench, Measured, Work
 from moe_runtime.launch.benchmarks.timing import TOTAL, Lap, Step, copies_to_rotate
 from moe_runtime.launch.benchmarks.trace import record
@@ -50,19 +50,21 @@ def exchange(bench: Bench) -> None:
     wanted = [name for name in ("dispatch", "combine") if name in bench.settings.operations]
     scales_in_record = bench.layer.scales_in_record
     arrived = dispatcher.dispatch(*bench.turns[0], scales_in_record=scales_in_record)
-    rows_RH = checks.combine_input(arrived, bench.inputs)
-    found = {"dispatch": checks.check_dispatch(arrived, bench.inputs)}
+    hosts = bench.context.hosts
+    rows_RH = checks.combine_input(arrived, bench.inputs, hosts)
+    found = {"dispatch": checks.check_dispatch(arrived, bench.inputs, hosts)}
     y_TH = dispatcher.combine(rows_RH, arrived.handle)
-    found["combine"] = checks.check_combine(y_TH, bench.inputs, geometry)
+    found["combine"] = checks.check_combine(y_TH, bench.inputs, geometry, hosts)
     passed = {name: bench.agree(found[name]) for name in wanted}
     # Other turns have rows where the first has none.
     rows_RH.nan_to_num_(0.0)
-    sent = [checks.sent_tokens(idx, geometry).fill_diagonal_(0) for idx in bench.ids_of_turns]
-    traffic = {
-        "dispatch": [tokens * geometry.record.record_bytes for tokens in sent],
-        "combine": [tokens.T * geometry.partial_bytes for tokens in sent],
-    }
-    work = {name: Work(statistics.mean(map(bounds.busiest_bytes, traffic[name]))) for name in traffic}
+    sent = [checks.sent_tokens(idx, geometry) for idx in bench.ids_of_turns]
+    traffic = _traffic(sent, geometry.record.record_bytes, geometry.partial_bytes)
+    ours = traffic
+    if hosts is not None:
+        here = [network.within_hosts(tokens, hosts) for tokens in sent]
+        ours = _traffic(here, geometry.record.record_bytes, network.geometry_of(bench.layer).local.partial_bytes)
+    work = {name: Work(statistics.mean(map(bounds.busiest_bytes, ours[name]))) for name in ours}
 
     def step(number: int, lap: Lap) -> None:
         handle = dispatcher.dispatch(*bench.turn(number), scales_in_record=scales_in_record).handle
@@ -74,17 +76,33 @@ def exchange(bench: Bench) -> None:
     measured = bench.time(step, list(passed.values()), capturable=graph_safe, laps=True)
     for name in wanted:
         bench.add(name, measured, name, work[name], passed[name])
-        _add_all_to_all(bench, name, traffic[name], work[name])
+        _add_all_to_all(bench, name, traffic[name])
     if len(wanted) == 2:
         both = bench.time(step, list(passed.values()), capturable=graph_safe)
         total = Work(moved_bytes=sum(part.moved_bytes or 0 for part in work.values()))
         bench.add("dispatch+combine", both, TOTAL, total, None)
 
 
-def _add_all_to_all(bench: Bench, name: str, traffic_bytes: list[torch.Tensor], work: Work) -> None:
-    """Time torch's all-to-all of the same bytes between the same ranks, without what it would still need."""
+def _traffic(sent: list[torch.Tensor], record_bytes: int, partial_bytes: int) -> dict[str, list[torch.Tensor]]:
+    """Bytes from each rank to each other one, by turn, of tokens that `sent` counts; combine goes the other way."""
+    others = [tokens.clone().fill_diagonal_(0) for tokens in sent]
+    return {
+        "dispatch": [tokens * record_bytes for tokens in others],
+        "combine": [tokens.T * partial_bytes for tokens in others],
+    }
+
+
+def _add_all_to_all(bench: Bench, name: str, traffic_bytes: list[torch.Tensor]) -> None:
+    """Time torch's all-to-all of the same bytes between the same ranks, without what it would still need.
+
+    Over several hosts it sends each token to each rank of its experts by itself.
+    """
     if bench.context.group is None or bench.context.world_size == 1:
         return
+    work, hosts = Work(statistics.mean(map(bounds.busiest_bytes, traffic_bytes))), bench.context.hosts
+    if hosts is not None:
+        away = [bounds.busiest_bytes(network.between_hosts(traffic, hosts)) for traffic in traffic_bytes]
+        work = replace(work, network_bytes=statistics.mean(away))
     group, rank = bench.context.group.group, bench.context.rank
     sizes = [(matrix[rank].tolist(), matrix[:, rank].tolist()) for matrix in traffic_bytes]
     source, target = (
@@ -187,7 +205,8 @@ def whole_layer(bench: Bench) -> None:
     key = (bench.routing, config.max_tokens_per_rank, part.stop)
     reference_TH = bench.baselines.reference(layer, key, *(tensor[part] for tensor in bench.turns[0]))
     error, _ = relative_error(y_TH, reference_TH)
-    check = bench.agree(checks.Check("layer: relative Frobenius error", error, cases.layer_bound(config)))
+    bound = cases.layer_bound(config, several_hosts=bench.context.hosts is not None)
+    check = bench.agree(checks.Check("layer: relative Frobenius error", error, bound))
     if bench.settings.trace is not None:
         title = f"{config.token_format} > {config.combine_format}, {config.max_tokens_per_rank} tokens, {bench.routing}"
         phases = record(bench.context, forward, bench.settings.trace, f"layer {title}") if check.passed else None

@@ -148,14 +148,15 @@ def layer_reference(
     return y_TH
 
 
-def layer_bound(config: MoELayerConfig, *, exact_weights: bool = False) -> float:
+def layer_bound(config: MoELayerConfig, *, exact_weights: bool = False, several_hosts: bool = False) -> float:
     """The derived bound of the error of a layer, in the Frobenius norm over many tokens.
 
-    With `exact_weights` the reference has the weights that the layer holds.
+    With `exact_weights` the reference has the weights that the layer holds. `several_hosts` is of its context.
     """
     activation = activation_of(config.activation)
     formats = config.token_format, "bf16" if exact_weights else config.weight_format, config.combine_format
-    return error_bound(*formats, activation=activation, post_expert_norm=config.post_expert_norm is not None)
+    normed = config.post_expert_norm is not None
+    return error_bound(*formats, activation=activation, post_expert_norm=normed, several_hosts=several_hosts)
 
 
 def default_check_tokens(config: MoELayerConfig) -> int:

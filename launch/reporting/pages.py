@@ -33,13 +33,18 @@ def filled(page: str, folder: Path) -> str:
         report = runs.read(file)
         found.setdefault(kind_of(report), []).append((file.name, report))
     for kind, make in TABLES.items():
-        start, end = f"<!-- {kind} -->", f"<!-- end of {kind} -->"
-        if page.count(start) != 1 or page.count(end) != 1:
-            raise ValueError(f"README.md: expected {start} and {end} once each")
-        before, rest = page.split(start)
-        _, after = rest.split(end)
-        page = "\n".join([before + start, make(found), end + after])
+        page = between_marks("README.md", page, kind, make(found))
     return page
+
+
+def between_marks(name: str, page: str, kind: str, text: str) -> str:
+    """`page` with `text` between its marks of `kind`. Raises `ValueError` naming the page where a mark is missing."""
+    start, end = f"<!-- {kind} -->", f"<!-- end of {kind} -->"
+    if page.count(start) != 1 or page.count(end) != 1:
+        raise ValueError(f"{name}: expected {start} and {end} once each")
+    before, rest = page.split(start)
+    _, after = rest.split(end)
+    return "\n".join([before + start, text, end + after])
 
 
 def layer_table(found: Found) -> str:
@@ -102,7 +107,7 @@ def normal_table(found: Found) -> str:
                 rows.setdefault(call, {})[result["tokens_per_rank"]] = _cell(result)
     counts = sorted({count for row in rows.values() for count in row})
     lines = [[call, *(row.get(count, "") for count in counts)] for call, row in rows.items()]
-    table = _table(["call", *(f"{count} tokens" for count in counts)], lines)
+    table = markdown_table(["call", *(f"{count} tokens" for count in counts)], lines)
     return "\n\n".join([" ".join(_source(*run) for run in reports), table])
 
 
@@ -119,7 +124,7 @@ def goal_table(found: Found) -> str:
                 rows.setdefault((result["operation"], fmt), {}).setdefault(result["tokens_per_rank"], text)
     counts = sorted({count for row in rows.values() for count in row})
     lines = [[*name, *(row.get(count, "") for count in counts)] for name, row in rows.items()]
-    return _table(["operation", "format", *map(str, counts)], lines)
+    return markdown_table(["operation", "format", *map(str, counts)], lines)
 
 
 def gemm_table(found: Found) -> str:
@@ -143,7 +148,7 @@ def gemm_table(found: Found) -> str:
         sources.append(_source(name, report))
         notes.append(f"{gpu}: {held - len(missed)} of {held} goals met; missed: {', '.join(missed) or 'none'}.")
     lines = [[case, *(row.get(column, "") for column in columns)] for case, row in cells.items()]
-    return "\n\n".join([" ".join(sources), _table(["rows", *columns], lines), " ".join(notes)])
+    return "\n\n".join([" ".join(sources), markdown_table(["rows", *columns], lines), " ".join(notes)])
 
 
 def operation_table(found: Found) -> str:
@@ -181,7 +186,7 @@ def models_table(found: Found) -> str:
         f"{above['rows']} rows: {above['torch']} slower than torch's bf16 layer, {above['floor']} above {MOST_FLOORS} "
         "times their floor."
     )
-    table = _table(["model", "weights x tokens", *(f"{count}" for count in counts)], lines)
+    table = markdown_table(["model", "weights x tokens", *(f"{count}" for count in counts)], lines)
     return "\n\n".join([" ".join(_source(*run) for run in reports), table, " ".join([said, *refused])])
 
 
@@ -241,9 +246,10 @@ def _by_tokens(reports: Sequence[Run], columns: dict[str, dict[int, str]], text:
             sources.append(f"{_source(name, report)[:-1]}, {gpus}, E={config['num_experts']}.")
     counts = sorted({count for column in columns.values() for count in column})
     lines = [[str(count), *(column.get(count, "") for column in columns.values())] for count in counts]
-    return "\n\n".join([f"{' '.join(sources)} {text}", _table(["tokens per rank", *columns], lines)])
+    return "\n\n".join([f"{' '.join(sources)} {text}", markdown_table(["tokens per rank", *columns], lines)])
 
 
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def markdown_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Markdown: the first column aligned to the left, the others to the right."""
     lines = [f"| {' | '.join(row)} |" for row in rows]
     return "\n".join([f"| {' | '.join(heads)} |", "|---|" + "---:|" * (len(heads) - 1), *lines])

@@ -18,9 +18,10 @@ from moe_runtime.launch.reporting.runs import Report, Result, case_of, kind_of, 
 
 LAYER_COLUMNS = (
     *("operation", "by", "routing", "format", "tokens", "us", "spread", "of torch", "floor us", "goal us"),
-    *("GB/s", "TFLOP/s", "peak GB", "check"),
+    *("GB/s", "TFLOP/s", "peak GB", "hosts", "link", "network MB", "network GB/s", "network us", "check"),
 )
-"""`spread` is from the smallest time to the largest."""
+"""`spread` is from the smallest time to the largest. `hosts` is their number and that of the ranks of each, `network
+MB` what a rank sends to other hosts in a step, and `network us` the least time for it at `network GB/s`."""
 
 GEMM_COLUMNS = (
     *("case", "rows", "us (sustained)", "floor us", "of floor", "TFLOP/s", "TB/s", "goal"),
@@ -44,6 +45,8 @@ TEXTS = (
     "model",
     "weights x tokens",
     "bound by",
+    "hosts",
+    "link",
 )
 """Columns that are aligned to the left."""
 
@@ -131,7 +134,22 @@ def _layer_cells(result: Result) -> list[str]:
         "" if goal is None else f"{goal['us']} {verdict(goal['met'])}",
         *("" if (rate := result[key]) is None else f"{rate:.3g}" for key in ("rate_gb_per_s", "rate_tflop_per_s")),
         "" if memory is None else f"{memory['peak_bytes'] / 1e9:.2f}",
+        *_network_cells(result),
         word if check is None else f"{word} {check['error']:.2g} <= {check['bound']:.2g}",
+    ]
+
+
+def _network_cells(result: Result) -> list[str]:
+    """Hosts, link, MB, rate and least time; empty on one host, and in runs from before there were several."""
+    if not result.get("hosts"):
+        return [""] * 5
+    sent, rate = result["network_bytes"], result["network_gb_per_s"]
+    return [
+        f"{result['hosts']}x{result['ranks_per_host']}",
+        result["link"],
+        "" if sent is None else f"{sent / 1e6:.3g}",
+        "" if rate is None else f"{rate:.3g}",
+        _number(result["network_floor_us"]),
     ]
 
 

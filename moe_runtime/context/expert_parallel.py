@@ -18,7 +18,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from moe_runtime.comm.arguments import check_choice, check_flag, check_integer, check_kind, check_seconds, describe
-from moe_runtime.comm.errors import MoERuntimeError, PeerAbortedError, PeerTimeoutError, Phase, reason_of
+from moe_runtime.comm.errors import (
+    ErrorCode,
+    MoERuntimeError,
+    PeerAbortedError,
+    PeerTimeoutError,
+    Phase,
+    reason_of,
+)
 from moe_runtime.comm.failures import abort_words, encode_abort, find_failure, reason_text, write_abort
 from moe_runtime.comm.heaps.collective import CollectiveHeap, CollectiveTransport
 from moe_runtime.comm.heaps.heap import SymmetricHeap
@@ -65,7 +72,7 @@ class ExpertParallelContext:
         link: with a heap of the ranks of one virtual host, its way to the others (`PrivateLink.rails`).
         transport: `auto`, `nvshmem`, `shared`, `private`, `hierarchical` or `collective`
             (`comm.transport.choose_transport`).
-        one_memory: not `hierarchical`: for layers whose experts move between ranks, and for padded rows.
+        one_memory: not `hierarchical`: for padded rows.
         engine: `auto`, `cuda`, `triton` or `torch` (`kernels.runtime.resolve_engine`).
         timeout_s: how long a step waits for a peer.
         startup_timeout_s: how long construction, `allocate()`, the first step and `close()` wait for a peer.
@@ -559,6 +566,15 @@ class ExpertParallelContext:
                     self._find_failure()
         self._check_usable()
 
+    def _check_no_capture(self) -> None:
+        """Raise `ValueError` where the current stream is being captured and a step cannot be."""
+        if not self.graph_safe and self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            others = "; ".join(f"{name}: {reason}" for name, reason in self.transport_reasons.items())
+            raise ValueError(
+                f"transport: {self.transport} waits for the host in every step, which a CUDA graph cannot capture"
+                + (f" ({others})" if others else "")
+            )
+
     def check_peers(self) -> None:
         """`check()` including the peers' abort words on a GPU: waits for the work queued on the current stream.
 
@@ -679,7 +695,7 @@ class ExpertParallelContext:
         if self._failure is not None and self.group is not None:
             self.group.leave(reason_of(self._failure), self._failure)
         if self.link is not None:
-            self.link.close()
+            self.link.close(failed=self.failed)
         self.heap.close(failed=self.failed)
 
     def __enter__(self) -> ExpertParallelContext:
@@ -712,9 +728,24 @@ class ExpertParallelContext:
             return reason_text(self.signals, layout, number) if number < layout.world_size else self._reason_elsewhere()
 
         named = (lambda number: number) if self.hosts is None else self.hosts.of_recorded
-        failure = find_failure(self.error.tolist(), aborts, reason, named)
+        record = self.error.tolist()
+        failure = find_failure(record, aborts, reason, named)
+        if isinstance(failure, PeerTimeoutError) and self.link is not None and self.link.suspects is not None:
+            code, about, origin = record[0], record[1], record[5]
+            if code == ErrorCode.TIMEOUT and origin == self.heap.rank:
+                self.link.suspects.accuse(named(about), gone=False)
+            failure = self._traced(failure)
         if failure is not None:
             self.fail(failure)
+
+    def _traced(self, error: PeerTimeoutError) -> PeerTimeoutError:
+        """`error`, or one that names the rank which that of `error` waits for. For a rank that has given up waiting."""
+        if self.link is None or self.link.suspects is None or error.rank < 0:
+            return error
+        found = self.link.suspects.culprit(error.rank, self.timeout_s / 2)
+        if found == error.rank:
+            return error
+        return PeerTimeoutError(f"{error}, since it waits for rank {found}", found, error.phase)
 
     def _reason_elsewhere(self) -> str:
         """Why a rank of another host gave up, as it left it in the store."""

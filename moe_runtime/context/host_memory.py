@@ -36,14 +36,14 @@ class LinkBuffers:
     """What a rank sends to other hosts and gets from them: as large as the largest layer asks for.
 
     Attributes:
-        chunk_bytes: for each host, by kind of exchange: `dispatch` and `combine`.
+        chunk_bytes: for each host, by kind of exchange, `dispatch` and `combine`, and of what is not sent, `staging`.
         words: int32, zeros, for kernels that pack records (after `allocate`).
         under_way: kinds of exchanges whose chunks have been sent and not been read yet.
     """
 
     def __init__(self, num_hosts: int) -> None:
         self.num_hosts = num_hosts
-        self.chunk_bytes = {"dispatch": 0, "combine": 0}
+        self.chunk_bytes = {"dispatch": 0, "combine": 0, "staging": 0}
         self._buffers: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self.words = torch.empty(0)
         self.under_way: set[str] = set()
@@ -61,16 +61,22 @@ class LinkBuffers:
     @property
     def num_bytes(self) -> int:
         """Bytes of all buffers."""
-        return sum(2 * align_region(self.num_hosts * size) for size in self.chunk_bytes.values())
+        return link_bytes(self.num_hosts, **self.chunk_bytes)
 
     def allocate(self, device: torch.device) -> None:
         self.words = torch.zeros(PACK_WORDS, dtype=torch.int32, device=device)
         for kind, size in self.chunk_bytes.items():
-            out, back = (aligned_zeros(max(1, self.num_hosts * size), device) for _ in range(2))
+            out = aligned_zeros(max(1, self.num_hosts * size), device)
+            back = out if kind == "staging" else torch.zeros_like(out)
             self._buffers[kind] = out, back
 
     def chunks(self, kind: str, chunk_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """uint8 `[hosts, chunk_bytes]` to send and to receive."""
+        """uint8 `[hosts, chunk_bytes]` to send and to receive; of `staging` twice the same."""
         out, back = self._buffers[kind]
         num_bytes = self.num_hosts * chunk_bytes
         return out[:num_bytes].view(self.num_hosts, -1), back[:num_bytes].view(self.num_hosts, -1)
+
+
+def link_bytes(num_hosts: int, *, dispatch: int, combine: int, staging: int) -> int:
+    """Bytes that `LinkBuffers` with chunks of these sizes take."""
+    return sum(count * align_region(num_hosts * size) for count, size in ((2, dispatch), (2, combine), (1, staging)))

@@ -29,6 +29,7 @@ from moe_runtime.comm.heaps.heap import align_region
 from moe_runtime.comm.hosts import Hosts
 from moe_runtime.comm.signals import SignalLayout
 from moe_runtime.config import MoELayerConfig
+from moe_runtime.context.host_memory import link_bytes
 from moe_runtime.kernels.exchange.geometry import ExchangeGeometry, worst_case_rows
 from moe_runtime.kernels.exchange.hierarchical import HostGeometry
 from moe_runtime.kernels.exchange.record import RecordLayout
@@ -85,12 +86,12 @@ def reserved_bytes(
     check_integer("num_hosts", num_hosts, high=world_size)
     if world_size % num_hosts:
         raise ValueError(f"num_hosts: expected a divisor of {world_size} ranks, got {num_hosts}")
-    more = {"staging": staging_bytes(config, world_size)} if placed else {}
+    more = {"staging": staging_bytes(config, world_size // num_hosts)} if placed else {}
     if num_hosts > 1:
-        between = HostGeometry(Hosts(num_hosts, world_size // num_hosts, 0, 0), geometry)
+        hosts = Hosts(num_hosts, world_size // num_hosts, 0, 0)
+        between = HostGeometry(hosts, geometry, capacity=config.host_capacity)
         geometry, ranks = between.local, between.hosts.ranks_per_host
-        chunks = (between.dispatch_chunk, between.combine_chunk)
-        more["link"] = sum(2 * align_region(num_hosts * size) for size in chunks)
+        more["link"] = link_bytes(num_hosts, **between.chunk_bytes)
     region_bytes = {name: 2 * align_region(size) for name, size in geometry.half_bytes().items()}
     region_bytes["signals"] = align_region(SignalLayout(ranks).num_bytes)
     return {name: region_bytes[name] for name in REGIONS} | more
@@ -111,12 +112,12 @@ def expert_bytes(config: MoELayerConfig, world_size: int) -> int:
     return ceil_div(config.num_experts, world_size) * total
 
 
-def staging_bytes(config: MoELayerConfig, world_size: int) -> int:
-    """Bytes of region `staging`: its words, and one expert in bf16, of which at most `CHUNK_BYTES`."""
+def staging_bytes(config: MoELayerConfig, num_ranks: int) -> int:
+    """Bytes of region `staging`: words of the `num_ranks` of a host, and at most `CHUNK_BYTES` of an expert in bf16."""
     expert_bytes = align_region(3 * config.hidden_size * config.intermediate_size * 2)
-    return staging_words_bytes(world_size) + min(expert_bytes, CHUNK_BYTES)
+    return staging_words_bytes(num_ranks) + min(expert_bytes, CHUNK_BYTES)
 
 
-def staging_words_bytes(world_size: int) -> int:
+def staging_words_bytes(num_ranks: int) -> int:
     """Bytes of the words at the start of region `staging`, aligned."""
-    return align_region(STAGING_WORDS * world_size * 4)
+    return align_region(STAGING_WORDS * num_ranks * 4)

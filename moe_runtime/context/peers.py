@@ -5,10 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from moe_runtime.comm.errors import MoERuntimeError, PeerAbortedError, Phase, reason_of
+from moe_runtime.comm.errors import (
+    ErrorCode,
+    MoERuntimeError,
+    PeerAbortedError,
+    PeerTimeoutError,
+    Phase,
+    reason_of,
+)
 from moe_runtime.comm.messages import Scalar, optional, row, scalar, table, text
 from moe_runtime.comm.rank_group import describe_ranks
 from moe_runtime.context.expert_parallel import ExpertParallelContext
+from moe_runtime.kernels.exchange.reference import record_failure
 
 
 def abort_peers(context: ExpertParallelContext, error: BaseException) -> None:
@@ -72,3 +80,34 @@ def agree_on(context: ExpertParallelContext, proposal: Mapping[str, Scalar], pro
         values = [answer.get(key, "not given") for answer, _ in answers]
         if any(other != value for other in values):
             raise ValueError(f"{key}: ranks disagree, {describe_ranks(values)}")
+
+
+def exchange_failed(context: ExpertParallelContext, error: MoERuntimeError, phase: Phase, limit_s: float) -> Exception:
+    """The error to raise where an exchange between hosts failed. The ranks of this host learn who did not come.
+
+    Args:
+        error: of the link.
+        phase, limit_s: of the exchange.
+    """
+    if isinstance(error, PeerTimeoutError):
+        error = context._traced(error)
+    return failed_elsewhere(context, error, phase, limit_s)
+
+
+def failed_elsewhere(context: ExpertParallelContext, error: MoERuntimeError, phase: Phase, limit_s: float) -> Exception:
+    """`exchange_failed` for an `error` that a rank of another host has reported, which has traced it."""
+    assert context.hosts is not None
+    try:
+        # A rank of this host may know better who is gone.
+        context.check()
+    except MoERuntimeError as known:
+        context.abort(str(known), known)
+        return known
+    code = {PeerTimeoutError: ErrorCode.TIMEOUT, PeerAbortedError: ErrorCode.ABORTED}.get(type(error))
+    # A GPU may still wait for that host: there the host tells the others (`abort`).
+    if context.device.type == "cpu" and code is not None and error.rank >= 0:
+        epoch, milliseconds = int(context.epoch[0]), min(int(limit_s * 1000), 2**31 - 1)
+        record_failure(context.memory, code, context.hosts.recorded(error.rank), phase, epoch, milliseconds)
+        context.fail(error)
+    context.abort(str(error), error)
+    return context.fail(error)

@@ -41,14 +41,16 @@ class HostStep:
 
     Attributes:
         num_parts: int32 `[H (T + 1)]`, ranks of this host that each token of the rail goes to.
-        exchange: under way; None once it has been awaited.
+        slots: int32 `[H, T]`, slot of each token in the chunk of each host, -1 for none; None where that is the token.
         timeout_ns: limit of its waits.
+        exchanges: under way, in their order; what has been awaited is gone.
         forwarded, relayed: which parts have run.
     """
 
     num_parts: torch.Tensor
-    exchange: Exchange | None
+    slots: torch.Tensor | None
     timeout_ns: int
+    exchanges: list[Exchange] = field(default_factory=list)
     forwarded: bool = False
     relayed: bool = False
 

@@ -50,6 +50,8 @@ class TokenDispatcher:
         mode: `gathered`, `contiguous` or `auto` (`moe_runtime.config.resolve_mode`).
         expert_row_capacity: (token, expert) rows that may arrive at a rank in a step; None is the worst case, which
             cannot overflow. An overflow is found on the device and raises `CapacityError` on every rank.
+        host_capacity: several hosts: most tokens of a rank that go to one host in a step, its own too; None is all. An
+            overflow raises `CapacityError` on every rank.
         num_sms: most SMs of a GPU that dispatch and combine take at a time, so that other kernels may run on the rest;
             None is all. Changes no bit; without a meaning for the torch engine.
         input_scale: static NVFP4 decode scale of the tokens (`gsf = 1 / input_scale`); None is one scale per token.
@@ -75,6 +77,7 @@ class TokenDispatcher:
         combine_format: str | TokenFormat = "bf16",
         mode: ModeName = "auto",
         expert_row_capacity: int | None = None,
+        host_capacity: int | None = None,
         num_sms: int | None = None,
         input_scale: float | None = None,
         output_size: int | None = None,
@@ -102,7 +105,9 @@ class TokenDispatcher:
             output_size=output_size,
             kernel_prefix=kernel_prefix,
         )
-        self._hosts = None if context.hosts is None else HostExchange(context, geometry)
+        if host_capacity is not None:
+            check_integer("host_capacity", host_capacity, high=2**31 - 1)
+        self._hosts = None if context.hosts is None else HostExchange(context, geometry, host_capacity)
         self._local = geometry if self._hosts is None else self._hosts.geometry.local
         self._backend = choose_backend(context, self._local)
         self._generation = context.generation
@@ -123,6 +128,7 @@ class TokenDispatcher:
             "combine_format": geometry.combine_format.name,
             "mode": "contiguous" if geometry.contiguous else "gathered",
             "expert_row_capacity": geometry.row_capacity,
+            "host_capacity": host_capacity,
             "input_scale": input_scale,
             "output_size": geometry.output_hidden,
             "reusable_handles": reusable_handles,
@@ -138,6 +144,7 @@ class TokenDispatcher:
                 max_tokens_per_rank=max_tokens_per_rank,
                 combine_format=combine_format,
                 expert_row_capacity=expert_row_capacity,
+                host_capacity=host_capacity,
                 num_sms=num_sms,
                 output_size=geometry.output_hidden,
             )
@@ -171,6 +178,7 @@ class TokenDispatcher:
             combine_format=config.combine_format,
             mode=mode,
             expert_row_capacity=config.expert_row_capacity,
+            host_capacity=config.host_capacity,
             num_sms=config.num_sms,
             agreed=agreed,
         )
@@ -314,9 +322,12 @@ class TokenDispatcher:
         they call this or the combine of the last dispatch first: otherwise each waits for the other until its timeout.
 
         `gsf`, fp32 `[1]` on the device, is the encode scale of `nvfp4` tokens in place of `1 / input_scale`.
+
+        Raises as `dispatch`, and `ValueError` in a capture where the transport cannot be captured.
         """
         scales_in_record = _scales_in_record(scales_in_record, leave_scales)
         context, geometry = self.context, self.geometry
+        context._check_no_capture()
         timeout_ns = context.timeout_ns if self._stepped else context.startup_timeout_ns
         if self._hosts is not None:
             self._hosts.expect("dispatch", timeout_ns)
@@ -340,7 +351,8 @@ class TokenDispatcher:
             scale = self._gsf if gsf is None else gsf
             tokens = x, topk_idx.contiguous(), topk_weights.contiguous(), scale
             if self._hosts is not None:
-                handle._start_between_hosts(self._hosts.dispatch_send(*tokens, handle.num_parts, handle.timeout_ns))
+                receives = handle.epoch, handle.num_parts, handle.timeout_ns
+                handle._start_between_hosts(self._hosts.dispatch_send(*tokens, *receives))
                 return handle
             self._backend.dispatch_send(
                 context, geometry, self._starts, *tokens, handle.epoch, handle.num_parts, handle.timeout_ns

@@ -31,6 +31,7 @@ ENGINE_FIELDS = (
     "weight_format",
     "combine_format",
     "expert_row_capacity",
+    "host_capacity",
     "num_sms",
     "intermediate_gsf",
 )

@@ -2,13 +2,17 @@
 
 Where peers are mapped, a chunk goes through the region `staging`: the receiver grants it, the sender stores it and
 raises `sent`, the receiver copies it to the slot. No rank ever writes the weights of another, and none holds more than
-one expert in addition to its own. The region begins with int32 words. Each has one writer, and they only ever grow:
+one expert in addition to its own. The region begins with int32 words. Each has one writer, and they only ever grow. `L`
+are the ranks that share the heap, all of them on one host:
 
-    grant [W]   how many chunks rank w lets this rank send to it
-    sent  [W]   how many chunks rank w has stored here
-    done  [W]   how many re-placements rank w has finished
-    asked [W]   1 once rank w, which has waited too long, asks who is alive
-    here  [W]   1 once rank w, which is waiting too, has answered
+    grant [L]   how many chunks rank l lets this rank send to it
+    sent  [L]   how many chunks rank l has stored here
+    done  [L]   how many re-placements rank l has finished
+    asked [L]   how often rank l, which has waited too long, has asked who is alive
+    here  [L]   the last of these times that rank l, which is waiting too, has answered
+
+Between hosts a chunk goes over a rail (`moe_runtime.placement.rail`): from the rank of its slot to the one that sends
+it, over the network, and to the rank of its new slot. Those are moves inside hosts from and to the rail's two chunks.
 
 The host transport carries one expert at a time (`CollectiveTransport.carry_bytes`); two more are held meanwhile.
 """
@@ -17,24 +21,33 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 
-from moe_runtime.comm.errors import ErrorCode, Phase
-from moe_runtime.comm.rank_group import ROLL_CALL_S
+from moe_runtime.comm.errors import ErrorCode, MoERuntimeError, PeerTimeoutError, Phase, reason_of
+from moe_runtime.comm.host_link import Exchange
+from moe_runtime.comm.rank_group import LOOK_S, ROLL_CALL_S
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.context.memory import STAGING_WORDS, staging_words_bytes
+from moe_runtime.context.peers import exchange_failed, failed_elsewhere
 from moe_runtime.experts import Experts
 from moe_runtime.kernels.exchange.reference import record_failure
-from moe_runtime.placement.migration_plan import SPARE, Move
+from moe_runtime.placement.migration_plan import SPARE, Crossing, MigrationPlan, Move
+from moe_runtime.placement.rail import Rail
 
 SPINS_BEFORE_SLEEP = 200
+
+_LEFT: list[Rail] = []
+"""Of moves that have failed: the network may still write to their chunks."""
+
+OUTGOING, INCOMING = -2, -3
+"""Slots of a move that are a rank's chunks to and from other hosts."""
 
 
 @dataclass(frozen=True)
 class _Words:
-    """The words of one rank's region `staging`, int32 `[W]` each."""
+    """The words of one rank's region `staging`, int32 `[L]` each."""
 
     grant: torch.Tensor
     sent: torch.Tensor
@@ -49,12 +62,14 @@ class ExpertMover:
     Args:
         context: allocated.
         experts: of this rank. All their tensors change in place and keep their addresses.
-        needs_spare: allocate memory for one more expert, which cycles of moves need.
+        plan: what moves. Memory for one more expert is allocated where it needs the spare place of this rank, and two
+            chunks where this rank sends or receives experts over the network.
     """
 
-    def __init__(self, context: ExpertParallelContext, experts: Experts, *, needs_spare: bool) -> None:
+    def __init__(self, context: ExpertParallelContext, experts: Experts, plan: MigrationPlan) -> None:
         self.context = context
         self.rank = context.rank
+        self._first_rank = context.rank - context.heap.rank
         named = [
             (f"{part}.{field.name}", getattr(weights, field.name))
             for part, weights in (("gate_up", experts.gate_up), ("down", experts.down))
@@ -64,13 +79,26 @@ class ExpertMover:
         self.layout = [(name, str(tensor.dtype), tuple(tensor.shape[1:])) for name, tensor in tensors]
         self._rows = [tensor.reshape(tensor.shape[0], -1).view(torch.uint8) for _, tensor in tensors]
         self.num_bytes = sum(rows.shape[1] for rows in self._rows)
-        self._spare = torch.empty(self.num_bytes if needs_spare else 0, dtype=torch.uint8, device=context.device)
+        spares = [(move.target_rank, move.target_slot) for one in plan.rounds for move in one.moves]
+        needed = self.num_bytes if (self.rank, SPARE) in spares else 0
+        self._spare = torch.empty(needed, dtype=torch.uint8, device=context.device)
+        self.rail = None if context.link is None else Rail(context, plan, min(self.chunk_bytes, self.num_bytes))
         self._granted = 0
+        self._next_look = 0.0
 
     @property
     def chunk_bytes(self) -> int:
-        """Most bytes of a chunk between mapped ranks."""
-        return self.context.staging_bytes - staging_words_bytes(self.context.world_size)
+        """Most bytes of a chunk between mapped ranks, or between hosts."""
+        return self.context.staging_bytes - staging_words_bytes(self.context.heap.world_size)
+
+    def copy_chunk(self, move: Move, start: int) -> None:
+        """The bytes from `start` on of a move within this rank to or from a chunk of the rail."""
+        assert self.rail is not None
+        num_bytes = min(self.chunk_bytes, self.num_bytes - start)
+        if move.target_slot == OUTGOING:
+            self._load(move.source_slot, start, self.rail.outgoing[:num_bytes])
+        else:
+            self._store(move.target_slot, start, self.rail.incoming[:num_bytes])
 
     def copy(self, move: Move) -> None:
         """A move within this rank."""
@@ -84,16 +112,16 @@ class ExpertMover:
 
     def grant(self, move: Move) -> None:
         """At the receiver: the staging area is free, the sender may store the next chunk."""
-        self._granted = int(self._words(self.rank).sent[move.source_rank]) + 1
-        self._words(move.source_rank).grant[self.rank] = self._granted
+        self._granted = int(self._words(self.rank).sent[self._local(move.source_rank)]) + 1
+        self._words(move.source_rank).grant[self._local(self.rank)] = self._granted
 
     def send(self, move: Move, start: int) -> None:
         """At the sender: once granted, store bytes from `start` on in the receiver's staging area and raise `sent`."""
         target = self._words(move.target_rank)
-        number = int(target.sent[self.rank]) + 1
+        number = int(target.sent[self._local(self.rank)]) + 1
         self._wait(self._words(self.rank).grant, move.target_rank, number)
         self._load(move.source_slot, start, self._chunk(move.target_rank, start))
-        target.sent[self.rank] = number
+        target.sent[self._local(self.rank)] = number
 
     def take(self, move: Move, start: int) -> None:
         """At the receiver: wait for a chunk and copy it to its slot."""
@@ -111,22 +139,47 @@ class ExpertMover:
             self._store(move.target_slot, 0, came)
 
     def announce_done(self) -> None:
-        """Signal to all ranks that this one has all its experts."""
+        """Signal to all ranks, of this host where there are several, that this one has all its experts."""
         if self.context.host_transport is not None:
             return
-        number = int(self._words(self.rank).done[self.rank]) + 1
-        for peer in range(self.context.world_size):
-            self._words(peer).done[self.rank] = number
+        number = int(self._words(self.rank).done[self._local(self.rank)]) + 1
+        for peer in self._local_ranks:
+            self._words(peer).done[self._local(self.rank)] = number
 
     def wait_done(self) -> None:
-        """Wait until all ranks have called `announce_done`."""
+        """Wait until all ranks, of this host where there are several, have called `announce_done`."""
         if self.context.host_transport is not None:
             self._carry({})
             return
         done = self._words(self.rank).done
-        number = int(done[self.rank])
-        for peer in range(self.context.world_size):
+        number = int(done[self._local(self.rank)])
+        for peer in self._local_ranks:
             self._wait(done, peer, number)
+
+    def start_exchange(self, crossings: Sequence[Crossing], start: int) -> Exchange:
+        """Begin to send and to get what crosses on this rail of the bytes from `start` on."""
+        assert self.rail is not None
+        try:
+            return self.rail.start(crossings, min(self.chunk_bytes, self.num_bytes - start))
+        except MoERuntimeError as error:
+            raise exchange_failed(self.context, error, Phase.REPLACEMENT, self.rail.limit_s) from error
+
+    def end_exchange(self, exchange: Exchange) -> None:
+        """Wait for it; raises what fails meanwhile, on a rank of this host or between hosts."""
+        assert self.rail is not None
+        context, limit_s = self.context, self.rail.limit_s
+        deadline = time.monotonic() + limit_s
+        while not exchange.ended() and time.monotonic() < deadline:
+            context.check()
+            self._look()
+            time.sleep(2e-4)
+        try:
+            if not exchange.ended() and context.link is not None and not context.link.bounded_waits:
+                text = f"rank {self.rank}, replacement: the exchange between hosts did not end within {limit_s:g} s"
+                raise PeerTimeoutError(text, -1, Phase.REPLACEMENT)
+            exchange.wait()
+        except MoERuntimeError as error:
+            raise exchange_failed(context, error, Phase.REPLACEMENT, limit_s) from error
 
     def _carry(self, parcels: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         assert self.context.host_transport is not None
@@ -140,6 +193,10 @@ class ExpertMover:
         end = start + num_bytes
         if slot == SPARE:
             yield self._spare[start:end]
+            return
+        if slot in (OUTGOING, INCOMING):
+            assert self.rail is not None
+            yield (self.rail.outgoing if slot == OUTGOING else self.rail.incoming)[:num_bytes]
             return
         first = 0
         for rows in self._rows:
@@ -160,76 +217,161 @@ class ExpertMover:
 
     def _chunk(self, rank: int, start: int) -> torch.Tensor:
         """The chunk of bytes from `start` on, in the staging area of `rank`."""
-        first = staging_words_bytes(self.context.world_size)
+        first = staging_words_bytes(self.context.heap.world_size)
         num_bytes = min(self.chunk_bytes, self.num_bytes - start)
-        return self.context.heap.peer_tensor("staging", rank)[first : first + num_bytes]
+        return self.context.heap.peer_tensor("staging", self._local(rank))[first : first + num_bytes]
+
+    @property
+    def _local_ranks(self) -> range:
+        """The ranks that share the heap."""
+        return range(self._first_rank, self._first_rank + self.context.heap.world_size)
+
+    def _local(self, rank: int) -> int:
+        """The number of `rank` in the heap."""
+        return rank - self._first_rank
 
     def _words(self, rank: int) -> _Words:
-        world = self.context.world_size
-        words = self.context.heap.peer_tensor("staging", rank)[: STAGING_WORDS * world * 4].view(torch.int32)
-        return _Words(*words.view(STAGING_WORDS, world))
+        count = self.context.heap.world_size
+        words = self.context.heap.peer_tensor("staging", self._local(rank))[: STAGING_WORDS * count * 4]
+        return _Words(*words.view(torch.int32).view(STAGING_WORDS, count))
 
     def _wait(self, words: torch.Tensor, peer: int, number: int) -> None:
-        """Wait until the word of `peer` has reached `number`; raises what fails meanwhile, here or on a peer."""
+        """Wait until the word of `peer` has reached `number`; raises what fails meanwhile, here or on a peer.
+
+        Over several hosts a peer that lives may wait for another host, which it then names; so it has longer.
+        """
         context = self.context
-        deadline = time.monotonic() + context.timeout_s
+        limit_s, begun = context.timeout_s, time.monotonic()
         spins = 0
-        while int(words[peer]) < number:
+        while int(words[self._local(peer)]) < number:
             context.check_peers()
-            self._answer()
-            if time.monotonic() > deadline:
+            self._look()
+            if time.monotonic() > begun + limit_s:
                 about = self._missing(peer)
-                limit_ms = min(int(context.timeout_s * 1000), 2**31 - 1)
-                record_failure(context, ErrorCode.TIMEOUT, about, Phase.REPLACEMENT, int(context.epoch[0]), limit_ms)
+                if about is None and self.rail is not None and limit_s < 2 * self.rail.limit_s:
+                    limit_s = 2 * self.rail.limit_s
+                    continue
+                about = self._local(peer if about is None else about)
+                limit_ms, epoch = min(int(limit_s * 1000), 2**31 - 1), int(context.epoch[0])
+                record_failure(context.memory, ErrorCode.TIMEOUT, about, Phase.REPLACEMENT, epoch, limit_ms)
                 context.check_peers()
             spins += 1
             time.sleep(0 if spins < SPINS_BEFORE_SLEEP else 2e-4)
 
+    def _look(self) -> None:
+        """What a rank does while it waits: answer those that ask for it, and raise what ranks of other hosts report."""
+        self._answer()
+        context = self.context
+        if self.rail is not None and context.group is not None and time.monotonic() > self._next_look:
+            self._next_look = time.monotonic() + LOOK_S
+            if (left := context.group.who_left("replacement")) is not None:
+                raise failed_elsewhere(context, left, Phase.REPLACEMENT, self.rail.limit_s)
+
     def _answer(self) -> None:
         """Answer the ranks that ask whether this one is alive."""
         # A list: `nonzero` fails when a word changes while it runs.
-        for rank, asked in enumerate(self._words(self.rank).asked.tolist()):
+        for rank, asked in zip(self._local_ranks, self._words(self.rank).asked.tolist(), strict=True):
             if asked:
-                self._words(rank).here[self.rank] = 1
+                self._words(rank).here[self._local(self.rank)] = asked
 
-    def _missing(self, peer: int) -> int:
-        """The rank to blame for a silent `peer`: one that does not answer, for which `peer` may wait, or `peer`."""
-        for rank in range(self.context.world_size):
-            self._words(rank).asked[self.rank] = 1
+    def _missing(self, peer: int) -> int | None:
+        """Who of this host does not answer, for whom a silent `peer` may wait, itself first; None if all answer."""
+        me = self._local(self.rank)
+        number = int(self._words(self.rank).asked[me]) + 1
+        for rank in self._local_ranks:
+            self._words(rank).asked[me] = number
         deadline = time.monotonic() + min(ROLL_CALL_S, self.context.timeout_s)
         absent = [peer]
         while absent and time.monotonic() <= deadline:
             self.context.check_peers()
-            self._answer()
-            absent = (self._words(self.rank).here == 0).nonzero()[:, 0].tolist()
+            self._look()
+            here = zip(self._local_ranks, self._words(self.rank).here.tolist(), strict=True)
+            absent = [rank for rank, answered in here if answered < number]
             time.sleep(2e-4)
-        return peer if peer in absent or not absent else absent[0]
+        return peer if peer in absent else next(iter(absent), None)
 
 
-def move_experts(movers: Sequence[ExpertMover], moves: Sequence[Move]) -> None:
-    """Make the moves on the ranks of this process: one, or all virtual ones. Collective.
+def move_experts(movers: Sequence[ExpertMover], plan: MigrationPlan) -> None:
+    """Make the moves of `plan` on the ranks of this process: one, or all virtual ones. Collective.
 
     All ranks have experts of one layout. When it returns, each rank has the experts of its new placement. A rank makes
-    its moves in the order of `moves` and skips those of others, so the first unfinished move can always go on.
+    its moves in the order of the plan and skips those of others, so the first unfinished move can always go on.
     """
-    for move in moves:
-        source = [mover for mover in movers if mover.rank == move.source_rank]
-        target = [mover for mover in movers if mover.rank == move.target_rank]
-        if move.source_rank == move.target_rank:
-            for mover in target:
-                mover.copy(move)
-        elif movers[0].context.host_transport is not None:
-            for mover in movers:
-                mover.carry(move)
-        else:
-            for start in range(0, movers[0].num_bytes, movers[0].chunk_bytes):
-                for mover in target:
-                    mover.grant(move)
-                for mover in source:
-                    mover.send(move, start)
-                for mover in target:
-                    mover.take(move, start)
+    contexts = [mover.context for mover in movers]
+    # Peers that are in an exchange of experts could not read what a failing rank says in one of tokens.
+    words = [context.say_failed for context in contexts]
+    for context in contexts:
+        context.say_failed = None
+    try:
+        _make(movers, plan)
+    except BaseException as error:
+        _LEFT.extend(mover.rail for mover in movers if mover.rail is not None)
+        if isinstance(error, PeerTimeoutError):
+            for context in contexts:
+                if context.link is not None and context.group is not None and error.rank != context.rank:
+                    # Before this rank leaves the link: ranks of other hosts then look in the store who is gone.
+                    context.group.leave(reason_of(error), error)
+        raise
+    for context, say_failed in zip(contexts, words, strict=True):
+        context.say_failed = say_failed
+
+
+def _make(movers: Sequence[ExpertMover], plan: MigrationPlan) -> None:
+    """All moves of `plan`, and the wait for those of others."""
+    for one in plan.rounds:
+        for start in range(0, movers[0].num_bytes, movers[0].chunk_bytes) if one.crossings else ():
+            _cross(movers, plan, one.crossings, start)
+        for move in one.moves:
+            _move(movers, move)
     for mover in movers:
         mover.announce_done()
     for mover in movers:
         mover.wait_done()
+    # All ranks of this host are done, and so are those of others that come to this exchange.
+    _exchange([mover for mover in movers if mover.rail is not None], (), 0)
+
+
+def _move(movers: Sequence[ExpertMover], move: Move) -> None:
+    """A move inside a host, or through the host transport."""
+    if move.source_rank == move.target_rank:
+        for mover in movers:
+            if mover.rank == move.target_rank:
+                mover.copy(move)
+    elif movers[0].context.host_transport is not None:
+        for mover in movers:
+            mover.carry(move)
+    else:
+        for start in range(0, movers[0].num_bytes, movers[0].chunk_bytes):
+            _hop(movers, move, start)
+
+
+def _cross(movers: Sequence[ExpertMover], plan: MigrationPlan, crossings: Sequence[Crossing], start: int) -> None:
+    """The bytes from `start` on of all crossings of a round. Ranks read them in each slot before they write there."""
+    for crossing in crossings:
+        _hop(movers, replace(crossing.move, target_rank=plan.sender(crossing), target_slot=OUTGOING), start)
+    rails = {crossing.rail for crossing in crossings}
+    _exchange([mover for mover in movers if mover.context.heap.rank in rails], crossings, start)
+    for crossing in crossings:
+        _hop(movers, replace(crossing.move, source_rank=plan.receiver(crossing), source_slot=INCOMING), start)
+
+
+def _exchange(movers: Sequence[ExpertMover], crossings: Sequence[Crossing], start: int) -> None:
+    exchanges = [mover.start_exchange(crossings, start) for mover in movers]
+    for mover, exchange in zip(movers, exchanges, strict=True):
+        mover.end_exchange(exchange)
+
+
+def _hop(movers: Sequence[ExpertMover], move: Move, start: int) -> None:
+    """The bytes from `start` on of a move inside a host."""
+    source = [mover for mover in movers if mover.rank == move.source_rank]
+    target = [mover for mover in movers if mover.rank == move.target_rank]
+    if move.source_rank == move.target_rank:
+        for mover in target:
+            mover.copy_chunk(move, start)
+        return
+    for mover in target:
+        mover.grant(move)
+    for mover in source:
+        mover.send(move, start)
+    for mover in target:
+        mover.take(move, start)

@@ -12,7 +12,7 @@ from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.context.peers import agree_on
 from moe_runtime.experts import Experts
 from moe_runtime.placement.migration import ExpertMover
-from moe_runtime.placement.migration_plan import SPARE, Move, plan_moves
+from moe_runtime.placement.migration_plan import MigrationPlan, plan_migration
 from moe_runtime.placement.placement import Placement
 
 
@@ -20,7 +20,7 @@ from moe_runtime.placement.placement import Placement
 class Replacement:
     """What all ranks have agreed to move, and what moves it on this rank (`migration.move_experts`)."""
 
-    moves: list[Move]
+    plan: MigrationPlan
     mover: ExpertMover
 
 
@@ -65,8 +65,8 @@ def check_replacement(current: Placement | None, placement: Placement) -> Placem
 def _plan(
     context: ExpertParallelContext, current: Placement | None, experts: Experts | None, placement: Placement
 ) -> Replacement:
-    moves = plan_moves(check_replacement(current, placement), placement)
+    old = check_replacement(current, placement)
     if experts is None:
         raise ValueError("experts: no weights are loaded")
-    needs_spare = any(move.target_slot == SPARE and move.target_rank == context.rank for move in moves)
-    return Replacement(moves, ExpertMover(context, experts, needs_spare=needs_spare))
+    plan = plan_migration(old, placement, context.heap.world_size)
+    return Replacement(plan, ExpertMover(context, experts, plan))

@@ -123,6 +123,11 @@ def test_the_staging_of_a_placed_layer_is_told(tmp_path: Path, capsys: pytest.Ca
     (formats,) = json.loads(capsys.readouterr().out)["reserved_bytes"].values()
     for name in FORMATS:
         assert formats[name] == reserved_bytes(cases.with_token_format(run.layer, name), 1, placed=True)
+    assert doctor.main(["--config", str(file), "--world-size", "32", "--hosts", "2", "--json"]) == 0
+    (formats,) = json.loads(capsys.readouterr().out)["reserved_bytes"].values()
+    for name in FORMATS:
+        layer = cases.with_token_format(run.layer, name)
+        assert formats[name] == reserved_bytes(layer, 32, placed=True, num_hosts=2)
     assert doctor.main(["--config", str(file)]) == 0 and "staging" in capsys.readouterr().out
     assert doctor.main(["--config", "tiny_cpu"]) == 0 and "staging" not in capsys.readouterr().out
 

@@ -288,7 +288,7 @@ def test_run_reads_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_an_error_outside_its_bound_exits_with_1(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cases, "layer_bound", lambda config: 1e-4)
+    monkeypatch.setattr(cases, "layer_bound", lambda config, **more: 1e-4)
     assert run.main(["--config", str(tiny), "--steps", "1"]) == 1
     assert "OUTSIDE" in capsys.readouterr().out
     file = tmp_path / "bench.json"

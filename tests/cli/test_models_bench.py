@@ -46,7 +46,7 @@ def test_a_format_that_sizes_do_not_fit_says_why(
 
 
 def test_a_failed_check_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moe_runtime.launch.common.cases.layer_bound", lambda config: 0.0)
+    monkeypatch.setattr("moe_runtime.launch.common.cases.layer_bound", lambda config, **more: 0.0)
     file = tmp_path / "models.json"
     assert (
         bench.main(["models", "--small", "--cases", "Mixtral.*nvfp4 x bf16", "--tokens", "1", "--json", str(file)]) == 1

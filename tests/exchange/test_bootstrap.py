@@ -251,7 +251,7 @@ def choose_on_hosts(rank: int, world: int, hosts: list[int], one_memory: bool) -
     [
         ([0, 0, 1, 1], False, "hierarchical", "shared", None),
         ([0, 1, 2, 3], False, "hierarchical", "private", None),
-        ([0, 0, 1, 1], True, "collective", "shared", "experts that move between ranks"),
+        ([0, 0, 1, 1], True, "collective", "shared", "padded rows"),
         ([0, 0, 0, 1], False, "collective", "", "the hosts have different numbers of ranks, 3, 1"),
         ([0, 1, 0, 1], False, "collective", "", "the ranks of a host do not follow each other"),
     ],

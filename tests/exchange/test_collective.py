@@ -18,7 +18,9 @@ from moe_runtime.comm.heaps import collective
 from moe_runtime.comm.heaps.collective import CollectiveHeap, CollectiveTransport
 from moe_runtime.comm.rank_group import RankGroup
 from moe_runtime.comm.signals import ABORT_WORDS
+from moe_runtime.config import MoELayerConfig
 from moe_runtime.context.expert_parallel import ExpertParallelContext
+from moe_runtime.layer import MoELayer
 from tests.support.pool import PATIENCE_S, WITHOUT_ONE_S, Outcome, run_once
 
 MAX_TOKENS, RECORD, PARTS, ROW = 7, 48, 3, 20
@@ -358,6 +360,37 @@ def test_a_missing_rank_is_named_in_time(how: str) -> None:
 @pytest.mark.parametrize("how", ["killed", "silent"])
 def test_a_missing_gpu_rank_is_named_in_time(how: str) -> None:
     check_survivors(run_once(die_between_steps, 2, "cuda", how, timeout=120.0, gpus=True), how)
+
+
+def test_a_capture_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    context = SimpleNamespace(
+        graph_safe=False, device=torch.device("cuda"), transport="collective", transport_reasons={"nvshmem": "no P2P"}
+    )
+    with pytest.raises(ValueError, match=r"transport: collective waits for the host .* \(nvshmem: no P2P\)"):
+        ExpertParallelContext._check_no_capture(context)  # type: ignore[arg-type]
+    context.graph_safe = True
+    ExpertParallelContext._check_no_capture(context)  # type: ignore[arg-type]
+
+
+def capture_a_step(rank: int, world: int) -> None:
+    config = MoELayerConfig(hidden_size=256, intermediate_size=128, num_experts=4, top_k=2, max_tokens_per_rank=8)
+    with ExpertParallelContext(device="cuda", transport="collective") as context:
+        layer = MoELayer(config, context)
+        layer.load_random(0)
+        x = torch.randn(8, 256, device="cuda", dtype=torch.bfloat16)
+        layer(x)
+        with pytest.raises(ValueError, match="transport: collective waits for the host"):
+            with torch.cuda.graph(torch.cuda.CUDAGraph()):
+                layer(x)
+        layer(x)
+
+
+@pytest.mark.gpu
+@needs_two_gpus
+def test_a_capture_over_the_host_is_refused() -> None:
+    for outcome in run_once(capture_a_step, 2, timeout=120.0, gpus=True):
+        assert outcome.error is None, outcome.trace
 
 
 def survive_rank_1(rank: int, world: int) -> ExpertParallelContext:

@@ -24,7 +24,8 @@ from moe_runtime.comm.errors import (
 from moe_runtime.comm.hosts import Hosts, find_hosts
 from moe_runtime.config import MoELayerConfig
 from moe_runtime.context.expert_parallel import ExpertParallelContext
-from moe_runtime.kernels.exchange.hierarchical import HostGeometry
+from moe_runtime.kernels.exchange import hierarchical
+from moe_runtime.kernels.exchange.hierarchical import PART_TOKENS, HostGeometry
 from moe_runtime.kernels.formats.number_formats import FORMATS
 from moe_runtime.kernels.gemm.weights import SwiGLU
 from moe_runtime.layer import MoELayer
@@ -32,7 +33,7 @@ from moe_runtime.reference import error_bound, moe_reference, relative_error
 from moe_runtime.virtual import VirtualRanks
 from tests.exchange.test_distributed import STEPS, step_inputs, unit_tokens
 from tests.support.comparison import assert_same_bits
-from tests.support.exchange_data import EXPERTS, HIDDEN, LAYERS, TOP_K, config, rank_input
+from tests.support.exchange_data import EXPERTS, HIDDEN, LAYERS, TOKENS, TOP_K, config, rank_input
 from tests.support.pool import PATIENCE_S, WITHOUT_ONE_S, run_once
 
 SHAPES = [(2, 1), (2, 2), (2, 4), (4, 2)]
@@ -63,8 +64,16 @@ def make_context(
     )
 
 
-def run_layers(rank: int, world: int, ranks_per_host: int, seed: int, delays: bool) -> list[list[torch.Tensor]]:
+def in_parts(parts: int) -> None:
+    """Let this process send the chunks of the layers of these tests in so many parts."""
+    hierarchical.PART_TOKENS = TOKENS // parts
+
+
+def run_layers(
+    rank: int, world: int, ranks_per_host: int, seed: int, parts: int, delays: bool
+) -> list[list[torch.Tensor]]:
     """The steps of each layer in turn, all over one context; `y` by layer and step."""
+    in_parts(parts)
     dice = random.Random(seed * 100 + rank)
     start = host_link.GlooLink.start
 
@@ -80,6 +89,8 @@ def run_layers(rank: int, world: int, ranks_per_host: int, seed: int, delays: bo
             layers = [MoELayer(c, context) for c in LAYERS]
             for layer in layers:
                 layer.load_random(seed)
+                geometry = layer.dispatcher._hosts.geometry  # type: ignore[union-attr]
+                assert len(geometry.parts) >= parts
             results: list[list[torch.Tensor]] = [[] for _ in layers]
             for step in range(STEPS):
                 for number, layer in enumerate(layers):
@@ -88,14 +99,17 @@ def run_layers(rank: int, world: int, ranks_per_host: int, seed: int, delays: bo
             return results
     finally:
         host_link.GlooLink.start = start  # type: ignore[method-assign]
+        hierarchical.PART_TOKENS = PART_TOKENS
         del os.environ["MOE_RUNTIME_HOST"]
 
 
 @pytest.mark.cpu_only
 @pytest.mark.parametrize(("num_hosts", "per_host"), SHAPES)
 def test_processes_equal_virtual_hosts_bit_for_bit(num_hosts: int, per_host: int, get_pool: Any, seed: int) -> None:
+    """The virtual ones send each chunk as a whole."""
     world = num_hosts * per_host
-    results = get_pool(world).run(run_layers, per_host, seed, (num_hosts, per_host) == (2, 2), timeout=150)
+    parts, delays = {(2, 2): 2, (4, 2): 4}.get((num_hosts, per_host), 1), (num_hosts, per_host) == (2, 2)
+    results = get_pool(world).run(run_layers, per_host, seed, parts, delays, timeout=150)
     for number, c in enumerate(LAYERS):
         expected = virtual_results(world, num_hosts, c, seed)
         for rank in range(world):
@@ -122,21 +136,23 @@ def test_the_layer_is_within_its_bound_of_float64(fmt: str, combine: str, seed: 
     assert error <= error_bound(fmt, combine_format=combine, several_hosts=True)
 
 
-FAILURES = ("id", "argument", "capacity", "sizes")
+FAILURES = ("id", "argument", "capacity", "host capacity", "sizes")
 
 
-def one_rank_fails(rank: int, world: int, per_host: int, how: str) -> str:
+def one_rank_fails(rank: int, world: int, per_host: int, how: str, parts: int) -> str:
     """What each rank raises where the last rank makes a mistake in its second step."""
+    in_parts(parts)
     with pytest.raises(MoERuntimeError if rank < world - 1 or how != "argument" else ValueError) as caught:
         with make_context(rank, per_host, timeout_s=WITHOUT_ONE_S) as context:
-            c = config("bf16", expert_row_capacity=40 if how == "capacity" else None)
+            capacities = {"capacity": {"expert_row_capacity": 40}, "host capacity": {"host_capacity": 4}}
+            c = config("bf16", **capacities.get(how, {}))
             layers = [MoELayer(c, context), MoELayer(c, context)]
             for layer in layers:
                 layer.load_random(0)
             for step in range(6):
-                mine = rank_input(step, rank, 5, HIDDEN, EXPERTS, TOP_K)
+                mine = rank_input(step, rank, 4 if step != 1 and how == "host capacity" else 5, HIDDEN, EXPERTS, TOP_K)
                 ids = mine.topk_idx
-                if step == 1 and how == "capacity":
+                if step == 1 and "capacity" in how:
                     ids = torch.arange(TOP_K).expand(5, TOP_K).contiguous()
                 elif step == 1 and rank == world - 1 and how == "id":
                     ids = ids.clone()
@@ -146,17 +162,19 @@ def one_rank_fails(rank: int, world: int, per_host: int, how: str) -> str:
                 layer = layers[1 if step == 1 and rank == world - 1 and how == "sizes" else 0]
                 layer(mine.x, topk_idx=ids, topk_weights=mine.topk_weights)
     del os.environ["MOE_RUNTIME_HOST"]
+    hierarchical.PART_TOKENS = PART_TOKENS
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
 @pytest.mark.cpu_only
-@pytest.mark.parametrize("how", FAILURES)
-def test_a_mistake_of_one_rank_is_told_on_every_host(how: str, get_pool: Any) -> None:
-    texts = get_pool(4).run(one_rank_fails, 2, how)
+@pytest.mark.parametrize(("how", "parts"), [*((how, 1) for how in FAILURES), ("id", 3), ("argument", 3)])
+def test_a_mistake_of_one_rank_is_told_on_every_host(how: str, parts: int, get_pool: Any) -> None:
+    texts = get_pool(4).run(one_rank_fails, 2, how, parts)
     kind, text = {
         "id": (RoutingError, "expert id"),
         "argument": (PeerAbortedError, "rank 3 gave up: topk_idx: expected shape"),
         "capacity": (CapacityError, "more than its expert_row_capacity of 40"),
+        "host capacity": (CapacityError, "go to one host, more than its host_capacity of 4"),
         "sizes": (StepMismatchError, "the same layers in the same order"),
     }[how]
     for rank, said in enumerate(texts):
@@ -172,11 +190,12 @@ def test_a_mistake_of_one_rank_is_told_on_every_host(how: str, get_pool: Any) ->
         assert all("arrived at rank 0" in said for said in texts)
 
 
-PLACES = ("pack", "forward", "relay", "total")
+PLACES = [("pack", 2), ("forward", 3), ("forward", 4), ("relay", 3), ("relay", 4), ("total", 2)]
+"""The calls of the second step: `forward` and `relay` treat own tokens and those of other hosts apart."""
 
 
-def one_rank_dies(rank: int, world: int, per_host: int, place: str, how: str) -> str:
-    """The last rank ends, or stops, at `place` of the second step; what the others raise, and when."""
+def one_rank_dies(rank: int, world: int, per_host: int, place: str, call: int, how: str) -> str:
+    """The last rank ends, or stops, at a call of `place` in the second step; what the others raise, and when."""
     from moe_runtime.kernels.exchange import hierarchical
 
     context = make_context(rank, per_host, timeout_s=WITHOUT_ONE_S)
@@ -186,10 +205,10 @@ def one_rank_dies(rank: int, world: int, per_host: int, place: str, how: str) ->
 
     def fatal(*arguments: Any) -> Any:
         calls[0] += 1
-        if calls[0] == 2 and rank == world - 1:
+        if calls[0] == call and rank == world - 1:
             if how == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(3 * PATIENCE_S)
+            time.sleep(3 * WITHOUT_ONE_S)
         return work(*arguments)
 
     setattr(hierarchical, place, fatal)
@@ -207,9 +226,21 @@ def one_rank_dies(rank: int, world: int, per_host: int, place: str, how: str) ->
 
 
 @pytest.mark.cpu_only
-@pytest.mark.parametrize("place", PLACES)
-def test_a_dead_rank_is_named_on_every_host(place: str) -> None:
-    outcomes = run_once(one_rank_dies, 4, 2, place, "killed", timeout=4 * PATIENCE_S)
+@pytest.mark.parametrize(("place", "call"), [("pack", 2), ("total", 2)])
+def test_a_rank_that_stalls_is_named_on_every_host(place: str, call: int) -> None:
+    """And learns when it goes on that the others have given up, if it stalls before they are done."""
+    outcomes = run_once(one_rank_dies, 4, 2, place, call, "stalled", timeout=4 * PATIENCE_S)
+    for rank, outcome in enumerate(outcomes):
+        assert outcome.error is None, outcome.trace
+        assert outcome.result != "nothing", rank
+        if rank < 3:
+            assert outcome.result.startswith("PeerTimeoutError 3") or "rank 3" in outcome.result, (rank, outcome.result)
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize(("place", "call"), PLACES)
+def test_a_dead_rank_is_named_on_every_host(place: str, call: int) -> None:
+    outcomes = run_once(one_rank_dies, 4, 2, place, call, "killed", timeout=4 * PATIENCE_S)
     assert outcomes[3].exitcode == -signal.SIGKILL
     for rank, outcome in enumerate(outcomes[:3]):
         assert outcome.error is None, outcome.trace
@@ -221,9 +252,9 @@ def count_bytes(rank: int, world: int, per_host: int) -> list[int]:
     sent: list[int] = []
     start = host_link.GlooLink.start
 
-    def counted(self: host_link.GlooLink, outgoing: torch.Tensor, *arguments: Any) -> host_link.Exchange:
-        assert outgoing.is_contiguous()
-        sent.append(outgoing.numel() // self.hosts.num_hosts * (self.hosts.num_hosts - 1))
+    def counted(self: host_link.GlooLink, outgoing: host_link.Chunks, *arguments: Any) -> host_link.Exchange:
+        assert all(chunk.is_contiguous() for chunk in outgoing)
+        sent.append(sum(chunk.numel() for host, chunk in enumerate(outgoing) if host != self.hosts.host))
         return start(self, outgoing, *arguments)
 
     host_link.GlooLink.start = counted  # type: ignore[method-assign]
@@ -236,7 +267,7 @@ def count_bytes(rank: int, world: int, per_host: int) -> list[int]:
             geometry = HostGeometry(context.hosts, layer.dispatcher.geometry)  # type: ignore[arg-type]
             others = context.hosts.num_hosts - 1  # type: ignore[union-attr]
             record, tokens = geometry.flat.record.record_bytes, geometry.flat.max_tokens
-            slots = -(-tokens * (record + 4) // 128) * 128 + 128
+            slots = 128 + -(-tokens * 4 // 128) * 128 + tokens * record
             assert sent == [others * slots, others * (tokens + 1) * 2 * HIDDEN]
             return sent
     finally:

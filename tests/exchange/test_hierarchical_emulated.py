@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from moe_runtime.comm.errors import RoutingError, StepMismatchError
+from moe_runtime.comm.errors import CapacityError, MoERuntimeError, RoutingError, StepMismatchError
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.dispatcher.handle import DispatchedTokens, DispatchHandle
 from moe_runtime.dispatcher.token_dispatcher import TokenDispatcher
-from moe_runtime.kernels.exchange import cuda, hierarchical_cuda
+from moe_runtime.kernels.exchange import cuda, hierarchical, hierarchical_cuda
 from moe_runtime.virtual import virtual_contexts
 from tests.emulator import needs_emulator
 from tests.support.comparison import assert_same_bits
@@ -35,8 +35,8 @@ class VirtualHosts:
             context.allocate()
             for region in ("token_flags", "landing", "combine"):
                 context.heap.tensor(region).fill_(0xCD)
-            for kind in ("dispatch", "combine"):
-                assert context.link_buffers is not None
+            assert context.link_buffers is not None
+            for kind in context.link_buffers.chunk_bytes:
                 for buffer in context.link_buffers.chunks(kind, context.link_buffers.chunk_bytes[kind]):
                     buffer.fill_(0xCD)
 
@@ -69,9 +69,13 @@ class VirtualHosts:
         ]
 
 
-def inputs_of(seed: int, step: int, world: int) -> list[RankInput]:
+def inputs_of(seed: int, step: int, world: int, most: int = 7) -> list[RankInput]:
+    """At most `most` of 7 tokens go anywhere."""
     routing = ("random", "one", "none", "random")[step % 4]
-    return [rank_input(seed + step, r, (7, 0, 1, 5)[(r + step) % 4], 256, 10, 3, routing) for r in range(world)]
+    inputs = [rank_input(seed + step, r, (7, 0, 1, 5)[(r + step) % 4], 256, 10, 3, routing) for r in range(world)]
+    for mine in inputs:
+        mine.topk_idx[most - 2 : -2] = -1
+    return inputs
 
 
 ARRIVED = ("group_offsets", "group_scale_offsets", "row_scale")
@@ -81,22 +85,35 @@ ARRIVED = ("group_offsets", "group_scale_offsets", "row_scale")
 @pytest.mark.parametrize(
     ("fmt", "combine"), [("nvfp4", "bf16"), ("bf16", "bf16"), ("fp8_block", "fp8_block"), ("mxfp8", "mxfp8")]
 )
-@pytest.mark.parametrize(("num_hosts", "per_host"), [(2, 1), (2, 2), (3, 2)])
+@pytest.mark.parametrize(
+    ("num_hosts", "per_host", "parts", "capacity"), [(2, 1, 1, None), (2, 2, 3, None), (2, 2, 1, 6), (3, 2, 2, 6)]
+)
 def test_kernels_equal_their_references(
-    num_hosts: int, per_host: int, fmt: str, combine: str, mode: Any, seed: int
+    num_hosts: int,
+    per_host: int,
+    parts: int,
+    capacity: int | None,
+    fmt: str,
+    combine: str,
+    mode: Any,
+    seed: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(hierarchical, "PART_TOKENS", (capacity or 7) // parts)
     world = num_hosts * per_host
-    settings = {"token_format": fmt, "combine_format": combine, "mode": mode}
+    settings = {"token_format": fmt, "combine_format": combine, "mode": mode, "host_capacity": capacity}
     both = [VirtualHosts(num_hosts, per_host, kernels, **settings) for kernels in (False, True)]
+    plain = VirtualHosts(num_hosts, per_host, False, **(settings | {"host_capacity": None}))
+    assert all(len(d._hosts.geometry.parts) == parts for ranks in both for d in ranks.layers[0])  # type: ignore[union-attr]
     for step in range(4):
-        inputs = inputs_of(seed, step, world)
+        inputs = inputs_of(seed, step, world, most=capacity or 7)
         shared = [i.x for i in inputs] if step % 2 else None
         found = []
-        for ranks in both:
+        for ranks in (*both, plain):
             arrived = ranks.dispatch(inputs)
             outputs = [expert_rows(a, 256, seed + rank, torch.bfloat16) for rank, a in enumerate(arrived)]
             found.append((arrived, ranks.combine(arrived, outputs, shared)))
-        (wanted, wanted_y), (arrived, y) = found
+        (wanted, wanted_y), (arrived, y), (_, plain_y) = found
         for rank in range(world):
             what = f"of rank {rank} in step {step}"
             total = int(wanted[rank].group_offsets[-1])
@@ -108,16 +125,12 @@ def test_kernels_equal_their_references(
             assert_same_bits(arrived[rank].handle.positions, wanted[rank].handle.positions, f"positions {what}")
             assert_same_bits(arrived[rank].handle.num_parts, wanted[rank].handle.num_parts, f"num_parts {what}")
             assert_same_bits(y[rank], wanted_y[rank], f"y {what}")
+            assert_same_bits(y[rank], plain_y[rank], f"y with all slots {what}")
 
 
-@pytest.mark.parametrize("kernels", [False, True])
-def test_a_wrong_id_is_told_on_all_ranks_of_all_hosts(kernels: bool, seed: int) -> None:
-    ranks = VirtualHosts(2, 2, kernels, token_format="nvfp4")
-    inputs = inputs_of(seed, 0, 4)
-    wrong = inputs[2].topk_idx.clone()
-    wrong[0, 1] = 10
-    inputs[2] = RankInput(inputs[2].x, wrong, inputs[2].topk_weights)
-    raised: dict[int, RoutingError] = {}
+def told_to(ranks: VirtualHosts, inputs: list[RankInput]) -> list[MoERuntimeError]:
+    """What each rank raises in a dispatch."""
+    raised: dict[int, MoERuntimeError] = {}
     handles: dict[int, DispatchHandle] = {}
     for stage in ("dispatch_send", "dispatch_forward", "dispatch_recv"):
         for rank, (dispatcher, mine) in enumerate(zip(ranks.layers[0], inputs, strict=True)):
@@ -126,11 +139,42 @@ def test_a_wrong_id_is_told_on_all_ranks_of_all_hosts(kernels: bool, seed: int) 
                     handles[rank] = dispatcher.dispatch_send(mine.x, mine.topk_idx, mine.topk_weights)
                 elif rank not in raised:
                     getattr(dispatcher, stage)(handles[rank])
-            except RoutingError as error:
+            except MoERuntimeError as error:
                 raised[rank] = error
-    assert sorted(raised) == [0, 1, 2, 3]
-    for error in raised.values():
+    assert sorted(raised) == list(range(len(inputs)))
+    return [raised[rank] for rank in range(len(inputs))]
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("kernels", [False, True])
+def test_a_wrong_id_is_told_on_all_ranks_of_all_hosts(
+    kernels: bool, parts: int, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hierarchical, "PART_TOKENS", 7 // parts)
+    ranks = VirtualHosts(2, 2, kernels, token_format="nvfp4")
+    inputs = inputs_of(seed, 0, 4)
+    wrong = inputs[2].topk_idx.clone()
+    wrong[0, 1] = 10
+    inputs[2] = RankInput(inputs[2].x, wrong, inputs[2].topk_weights)
+    for error in told_to(ranks, inputs):
         assert error.rank == 2 and "expert id 10 of token 0 of rank 2" in str(error)
+        assert isinstance(error, RoutingError)
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+def test_more_tokens_for_a_host_than_its_capacity_are_told_on_all_ranks(kernels: bool, seed: int) -> None:
+    """And as many as it are not."""
+    ranks = VirtualHosts(2, 2, kernels, token_format="bf16", host_capacity=4)
+    inputs = [rank_input(seed, rank, 4, 256, 10, 3) for rank in range(4)]
+    arrived = ranks.dispatch(inputs)
+    ranks.combine(arrived, [expert_rows(a, 256, seed, torch.bfloat16) for a in arrived], None)
+    more = rank_input(seed, 1, 5, 256, 10, 3)
+    # All on the other host, which has experts 6 to 9.
+    inputs[1] = RankInput(more.x, torch.tensor([[6, 8, 9]] * 5, dtype=more.topk_idx.dtype), more.topk_weights)
+    for error in told_to(ranks, inputs):
+        assert error.rank == 1
+        assert "5 tokens of rank 1 go to one host, more than its host_capacity of 4" in str(error)
+        assert isinstance(error, CapacityError)
 
 
 @pytest.mark.parametrize("kernels", [False, True])

@@ -32,24 +32,24 @@ LAYERS = [
         token_format=fmt,
         weight_format=fmt,
         combine_format=combine,
+        host_capacity=capacity,
     )
-    for fmt, combine, tokens in (
-        ("nvfp4", "bf16", TOKENS),
-        ("bf16", "bf16", TOKENS),
-        ("fp8_block", "fp8_block", TOKENS),
-        ("mxfp8", "mxfp8", 700),
+    for fmt, combine, tokens, capacity in (
+        ("nvfp4", "bf16", TOKENS, None),
+        ("bf16", "bf16", TOKENS, None),
+        ("fp8_block", "fp8_block", TOKENS, None),
+        ("mxfp8", "mxfp8", 1100, None),
+        ("nvfp4", "bf16", 1600, None),
+        ("nvfp4", "bf16", 1600, 1100),
     )
 ]
+"""Chunks of the last three travel in several parts."""
 DRAWS, REPLAYS = 16, 1000
 SHAPES = [(2, 1), (2, 2)]
 
 
 def draw(seed: int, number: int, rank: int, size: int) -> RankInput:
     return rank_input(seed * 1000 + number, rank, size, HIDDEN, EXPERTS, TOP_K, ("random", "one")[number % 5 == 4])
-
-
-def sizes_of(layer: MoELayer) -> list[int]:
-    return [layer.config.max_tokens_per_rank] * DRAWS
 
 
 def run_layers(rank: int, world: int, num_hosts: int, seed: int) -> dict[str, float]:
@@ -61,7 +61,8 @@ def run_layers(rank: int, world: int, num_hosts: int, seed: int) -> dict[str, fl
         for layer in layers:
             layer.load_random(seed)
         for number, layer in enumerate(layers):
-            config, size = layer.config, layer.config.max_tokens_per_rank
+            config = layer.config
+            size = config.host_capacity or config.max_tokens_per_rank
             with VirtualRanks(
                 config, world, lambda layer: layer.load_random(seed), num_hosts=num_hosts, device=device
             ) as virtual:
@@ -90,7 +91,9 @@ def run_layers(rank: int, world: int, num_hosts: int, seed: int) -> dict[str, fl
                 graph.replay()
                 wrong += (y.view(torch.int16) != expected[d].view(torch.int16)).any(dim=1).sum()
             torch.cuda.synchronize()
-            spent[f"{config.token_format} {config.max_tokens_per_rank}"] = time.monotonic() - start
+            spent[f"{config.token_format} {config.max_tokens_per_rank} {config.host_capacity}"] = (
+                time.monotonic() - start
+            )
             assert int(wrong) == 0, f"layer {number}: {int(wrong)} wrong rows in replays"
             del graph
         context.check_peers()

@@ -15,6 +15,7 @@ from moe_runtime.comm.errors import MoERuntimeError
 from moe_runtime.comm.host_watch import EXIT_CODE, HostWatch
 from moe_runtime.comm.hosts import Hosts
 from moe_runtime.comm.rank_group import RankGroup
+from moe_runtime.comm.suspects import Suspects
 from tests.support.pool import PATIENCE_S, Outcome, run_once
 
 pytestmark = pytest.mark.cpu_only
@@ -36,11 +37,11 @@ def watch_others(rank: int, world: int, how: str) -> tuple[str, float, bool]:
 
     def free() -> None:
         freed.set()
-        if how == "stuck":
+        if "stuck" in how:
             never.wait()
 
     rail = group.of_ranks(hosts.rail, "rail")
-    watch = HostWatch(hosts, group, rail, LIMIT_S, 20.0, on_failure, free)
+    watch = HostWatch(hosts, group, rail, Suspects(group), LIMIT_S, 20.0, on_failure, free)
     dist.barrier()
     time.sleep(0.5)
     start = time.monotonic()
@@ -50,9 +51,12 @@ def watch_others(rank: int, world: int, how: str) -> tuple[str, float, bool]:
         elif how == "gives up":
             watch.stop(in_order=True)
             group.leave("x: too many tokens")
-        else:
+        elif not how.startswith("exits"):
             os.kill(os.getpid(), signal.SIGKILL)
         return "", 0.0, False
+    if how.startswith("exits"):
+        watch.free_at_exit()
+        return "", time.monotonic() - start, freed.is_set()
     if how == "parts":
         assert not told.wait(3 * LIMIT_S)
         watch.stop(in_order=True)
@@ -96,5 +100,12 @@ def test_a_rank_that_parts_in_order_is_not_missed() -> None:
     assert outcome.result == ("", 0.0, False)
 
 
-def test_a_process_ends_where_a_wait_does_not() -> None:
-    assert outcome_of("stuck").exitcode == EXIT_CODE
+@pytest.mark.parametrize("how", ["stuck", "exits while stuck"])
+def test_a_process_ends_where_a_wait_does_not(how: str) -> None:
+    assert outcome_of(how).exitcode == EXIT_CODE
+
+
+def test_a_process_that_exits_frees_what_waits() -> None:
+    outcome = outcome_of("exits")
+    assert outcome.error is None, outcome.trace
+    assert outcome.result[2] and outcome.result[1] < LIMIT_S

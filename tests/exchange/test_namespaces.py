@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import subprocess
 import sys
 import time
@@ -16,6 +14,7 @@ from typing import IO
 import pytest
 import torch
 
+from moe_runtime.launch.research import namespaces
 from moe_runtime.virtual import VirtualRanks
 from tests.support.comparison import assert_same_bits
 from tests.support.exchange_data import rank_input
@@ -28,35 +27,15 @@ HOSTS, RANKS_PER_HOST = 2, 2
 MEGABITS, LIMIT_S = 400, 60.0
 
 
-def root(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True, text=True, timeout=20)
-
-
 @pytest.fixture
 def hosts() -> Iterator[list[str]]:
     """Names of two namespaces, joined by a link of `MEGABITS` a second; skips where they cannot be made."""
-    names = [f"moe{os.getpid()}x{host}" for host in range(HOSTS)]
-    if os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("tc") is None:
-        pytest.skip("needs root, ip and tc")
-    try:
+    with ExitStack() as opened:
         try:
-            for name in names:
-                root("ip", "netns", "add", name)
-            ends = [("veth", "netns", name) for name in names]
-            root("ip", "link", "add", ends[0][0], "netns", names[0], "type", "veth", "peer", *ends[1])
-            for host, name in enumerate(names):
-                inside = ("ip", "netns", "exec", name)
-                root(*inside, "ip", "addr", "add", f"10.77.0.{host + 1}/24", "dev", "veth")
-                for device in ("lo", "veth"):
-                    root(*inside, "ip", "link", "set", device, "up")
-                rate = ("rate", f"{MEGABITS}mbit", "burst", "256kb", "latency", "400ms")
-                root(*inside, "tc", "qdisc", "add", "dev", "veth", "root", "tbf", *rate)
-        except subprocess.CalledProcessError as error:
-            pytest.skip(f"namespaces cannot be made here: {error.stderr.strip()}")
+            names = opened.enter_context(namespaces.two_hosts(MEGABITS))
+        except OSError as error:
+            pytest.skip(str(error))
         yield names
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
 
 def start(name: str, rank: int, log: IO[str], *command: object) -> subprocess.Popen[bytes]:
@@ -65,9 +44,9 @@ def start(name: str, rank: int, log: IO[str], *command: object) -> subprocess.Po
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
-        "GLOO_SOCKET_IFNAME": "veth",
+        "GLOO_SOCKET_IFNAME": namespaces.INTERFACE,
         "MOE_RUNTIME_HOST": name,
-        "MASTER_ADDR": "10.77.0.1",
+        "MASTER_ADDR": namespaces.address(0),
         "MASTER_PORT": "29555",
         "RANK": str(rank),
         "LOCAL_RANK": str(rank % RANKS_PER_HOST),
@@ -91,7 +70,9 @@ def test_a_slow_link_carries_each_token_once(hosts: list[str], tmp_path: Path, s
         ranks = []
         for rank, log in enumerate(logs):
             name = hosts[rank // RANKS_PER_HOST]
-            ranks.append(start(name, rank, opened.enter_context(log.open("w")), worker, tmp_path, seed, "veth"))
+            ranks.append(
+                start(name, rank, opened.enter_context(log.open("w")), worker, tmp_path, seed, namespaces.INTERFACE)
+            )
         deadline = time.monotonic() + LIMIT_S
         while time.monotonic() < deadline and None in (codes := [process.poll() for process in ranks]):
             time.sleep(0.1)

@@ -28,6 +28,7 @@ from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
 from moe_runtime.kernels.gemm.weights import ExpertWeights
 from moe_runtime.layer import MoELayer
 from moe_runtime.placement import migration, rebalance
+from moe_runtime.placement.migration_plan import plan_migration
 from moe_runtime.placement.placement import Placement, plan_placement
 from moe_runtime.reference import error_bound, moe_reference, relative_error
 from moe_runtime.virtual import VirtualRanks, replace_experts, virtual_contexts
@@ -280,9 +281,15 @@ def test_a_step_that_began_before_a_replacement_is_refused(device: torch.device,
 
 
 def propose(rank: int, world: int, kind: str, seed: int) -> tuple[str, str, list[torch.Tensor]]:
+    return propose_over(ExpertParallelContext(timeout_s=30), rank, world, kind, seed)
+
+
+def propose_over(
+    context: ExpertParallelContext, rank: int, world: int, kind: str, seed: int
+) -> tuple[str, str, list[torch.Tensor]]:
     """A re-placement that cannot be agreed on, and the steps before and after it."""
     plans = placements(world)
-    with ExpertParallelContext(timeout_s=30) as context:
+    with context:
         layers = [MoELayer(config(), context, placement=plans[0]) for _ in range(2)]
         for layer in layers:
             layer.load_random(seed)
@@ -470,7 +477,8 @@ def mover_of_rank(world: int) -> migration.ExpertMover:
     layer.load_random(0)
     context.allocate()
     assert layer.experts is not None
-    return migration.ExpertMover(context, layer.experts, needs_spare=False)
+    placement = placements(world)[0]
+    return migration.ExpertMover(context, layer.experts, plan_migration(placement, placement, world))
 
 
 def wait_in_a_row(rank: int, world: int, last_waits: bool) -> int:

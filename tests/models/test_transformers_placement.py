@@ -54,9 +54,17 @@ def test_one_rank_gives_the_same_bits_wherever_its_experts_lie(tmp_path: Path, s
     assert_same_bits(*found)
 
 
-def replaced_on_rank(rank: int, world: int, path: Path, ids: list[Any], start: Any, target: Any) -> Any:
+def replaced_on_rank(rank: int, world: int, path: Path, ids: list[Any], start: Any, target: Any, num_hosts: int) -> Any:
     """Logits before and after, those of a model that was made with `target`, and the loads in between."""
+    with pytest.MonkeyPatch.context() as patch:
+        if num_hosts > 1:
+            patch.setenv("MOE_RUNTIME_HOST", f"host{rank * num_hosts // world}")
+        return replaced(rank, path, ids, start, target, "shared" if num_hosts == 1 else "hierarchical")
+
+
+def replaced(rank: int, path: Path, ids: list[Any], start: Any, target: Any, transport: str) -> Any:
     model, parallel = spread(path, placement=start)
+    assert parallel.context.transport == transport
     with parallel, torch.no_grad():
         parallel.count_tokens()
         before = model(ids[rank]).logits
@@ -73,13 +81,15 @@ def replaced_on_rank(rank: int, world: int, path: Path, ids: list[Any], start: A
     return before, after, expected, loads, placements
 
 
-@pytest.mark.parametrize("some", [False, True])
-def test_a_model_goes_on_with_another_placement(some: bool, get_pool: Any, tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize(("some", "num_hosts"), [(False, 1), (True, 1), (False, 2)])
+def test_a_model_goes_on_with_another_placement(
+    some: bool, num_hosts: int, get_pool: Any, tmp_path: Path, seed: int
+) -> None:
     """The bits of a model that had it from the start, and loads as the original's routers give them."""
     folder, ids = save(tmp_path, "qwen2_moe", seed), prompts(seed, 4)
     start, other = random_placement(seed, 4, 4), random_placement(seed + 1, 4, 4)
     target = {2: other} if some else other
-    results = get_pool(4).run(replaced_on_rank, folder, ids, start, target, timeout=120.0)
+    results = get_pool(4).run(replaced_on_rank, folder, ids, start, target, num_hosts, timeout=120.0)
     original = parallel_models.load(folder)
     first = torch.zeros(EXPERTS, dtype=torch.int64)
     for x, (before, after, expected, loads, placements) in zip(ids, results, strict=True):

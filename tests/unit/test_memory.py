@@ -15,6 +15,8 @@ from moe_runtime.dispatcher.token_dispatcher import TokenDispatcher
 from moe_runtime.kernels.exchange.geometry import worst_case_rows
 from moe_runtime.kernels.formats.number_formats import FORMATS, WEIGHT_FORMATS
 from moe_runtime.kernels.gemm.weights import ExpertWeights
+from moe_runtime.layer import MoELayer
+from moe_runtime.placement.placement import plan_placement
 from moe_runtime.virtual import virtual_contexts
 
 
@@ -86,14 +88,17 @@ def test_a_context_reserves_exactly_this(name: str, combine_format: str, world_s
 
 
 @pytest.mark.parametrize(("name", "combine_format"), [("nvfp4", "bf16"), ("fp8_block", "fp8_block")])
-@pytest.mark.parametrize(("num_hosts", "per_host"), [(2, 1), (2, 2), (3, 2)])
+@pytest.mark.parametrize(("num_hosts", "per_host"), [(2, 1), (2, 2), (3, 2), (2, 13)])
 def test_contexts_on_several_hosts_reserve_exactly_this(
     num_hosts: int, per_host: int, name: str, combine_format: str
 ) -> None:
-    config = make_config(token_format=name, combine_format=combine_format)
-    context = virtual_contexts(num_hosts * per_host, num_hosts=num_hosts)[0]
+    config, world = make_config(token_format=name, combine_format=combine_format), num_hosts * per_host
+    context = virtual_contexts(world, num_hosts=num_hosts)[0]
     TokenDispatcher.from_config(context, config)
-    assert context.reserved_bytes == sum(reserved_bytes(config, num_hosts * per_host, num_hosts=num_hosts).values())
+    assert context.reserved_bytes == sum(reserved_bytes(config, world, num_hosts=num_hosts).values())
+    placed = virtual_contexts(world, num_hosts=num_hosts)[0]
+    MoELayer(config, placed, placement=plan_placement([1] * config.num_experts, world, 4))
+    assert placed.reserved_bytes == sum(reserved_bytes(config, world, placed=True, num_hosts=num_hosts).values())
 
 
 def test_hosts_that_do_not_divide_the_ranks_are_refused() -> None:
