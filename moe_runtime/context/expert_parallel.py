@@ -197,14 +197,11 @@ class ExpertParallelContext:
         self._side_stream: torch.cuda.Stream | None = None
         self._streams = StreamOrder(self.device)
         self.recovery: Recovery | None = None
+        self.generation = 0
         if on_failure == "continue" and self.group is not None and self.world_size > 1:
             self.recovery = Recovery(Membership(self.group), self._renew, self._end, self.timeout_s)
             agree = {"on_failure": on_failure, "lost_experts": lost_experts, "transport": self.transport}
             self.register(agree=agree, about="context")
-
-    @property
-    def generation(self) -> int:
-        return 0 if self.recovery is None else self.recovery.membership.generation
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -511,7 +508,9 @@ class ExpertParallelContext:
         if self._side_stream is not None:
             torch.cuda.synchronize(self.device)  # Ends, since every wait of a kernel does.
         group.timeout_s = self.timeout_s
-        heap = self.heap._of_survivors(members, group, self.generation)
+        assert self.recovery is not None
+        generation = self.recovery.membership.generation
+        heap = self.heap._of_survivors(members, group, generation)
         if self.allocated:
             # Graphs of before still read and write these words. A latch that is set ends them at once.
             self.latch.fill_(1)
@@ -521,7 +520,7 @@ class ExpertParallelContext:
         self.signals_layout = SignalLayout(heap.world_size)
         self._allocate_words()
         self._point_at_peers()
-        self._exchanges = 0
+        self.generation, self._exchanges = generation, 0
         self.allocated = True
         self._failure, self.failed = None, False
 

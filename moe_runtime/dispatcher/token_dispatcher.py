@@ -332,7 +332,8 @@ class TokenDispatcher:
         if self._hosts is not None:
             self._hosts.expect("dispatch", timeout_ns)
         with collective_step(context):
-            self._check_generation()
+            if self._generation != context.generation:
+                raise self._of_another_generation()
             check_tokens(geometry, context.device, x, topk_idx, topk_weights)
             if scales_in_record and not self.can_keep_scales_in_record:
                 raise ValueError("scales_in_record: expected False, this dispatcher copies scales as they arrive")
@@ -584,15 +585,15 @@ class TokenDispatcher:
         """Wait for peers as long as `other`, which this one replaces after the death of a rank."""
         self._stepped = other._stepped
 
-    def _check_generation(self) -> None:
-        if self._generation != self.context.generation:
-            raise ValueError(
-                f"context: its ranks have changed since this dispatcher was made (generation {self._generation}, now "
-                f"{self.context.generation}); make a new one, and capture graphs anew"
-            )
+    def _of_another_generation(self) -> ValueError:
+        return ValueError(
+            f"context: its ranks have changed since this dispatcher was made (generation {self._generation}, now "
+            f"{self.context.generation}); make a new one, and capture graphs anew"
+        )
 
     def _check_handle(self, handle: DispatchHandle) -> None:
-        self._check_generation()
+        if self._generation != self.context.generation:
+            raise self._of_another_generation()
         if not isinstance(handle, DispatchHandle):
             raise ValueError(f"handle: expected a DispatchHandle, got {type(handle).__name__}")
         if handle.geometry is not self.geometry:
