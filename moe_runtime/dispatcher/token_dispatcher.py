@@ -582,8 +582,11 @@ class TokenDispatcher:
         return handle.topk_idx, handle.topk_weights
 
     def _took_steps_as(self, other: TokenDispatcher) -> None:
-        """Wait for peers as long as `other`, which this one replaces after the death of a rank."""
-        self._stepped = other._stepped
+        """Wait for peers as long as `other`, which this one replaces after the death of a rank.
+
+        On a GPU the first step may compile kernels for the ranks that are left, as a layer's first step does.
+        """
+        self._stepped = other._stepped and self.context.device.type == "cpu"
 
     def _of_another_generation(self) -> ValueError:
         return ValueError(
