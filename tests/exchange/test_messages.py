@@ -483,7 +483,7 @@ def test_a_proposal_without_a_key_is_another_one() -> None:
 def model_over(group: RankGroup) -> Any:
     """As much of a transformers model as its exchanges with peers need: two layers of 2 experts."""
     model: Any = object.__new__(ExpertParallel)
-    model.context = SimpleNamespace(group=group)
+    model.context = SimpleNamespace(group=group, recovery=None)
     model._tokens = NumberExchange("call of the model", group, integer(DONE, MOST_TOKENS))
     model.layers = [SimpleNamespace(config=SimpleNamespace(num_experts=2))] * 2
     model._counted_from = None
