@@ -342,17 +342,15 @@ def combine_recv(
     shared_TH: torch.Tensor | None,
     y_TH: torch.Tensor,
     timeout_ns: int,
-    first_token: int | None = None,
+    combine_pointers: torch.Tensor | None = None,
 ) -> None:
     """See `interface.ExchangeBackend`.
 
-    With `first_token` the tokens are those from it on, as many as `y_TH` has rows, and the kernel waits for all partial
-    results before the first.
+    `combine_pointers`, int64 `[W]`, are for some of the tokens: where the partial results of the first of them lie. The
+    kernel then waits for all partial results before the first.
     """
     plan, num_tokens, has_shared = required_plan(geometry), y_TH.shape[0], shared_TH is not None
-    combine_pointers, early_parts = context.combine_pointers, plan.num_parts
-    if first_token is not None:
-        combine_pointers, early_parts = combine_pointers + first_token * geometry.parts * geometry.partial_bytes, 0
+    of_some = combine_pointers is not None
     shared_TH = None if shared_TH is None else aligned(shared_TH)
     launch(
         "combine.cu",
@@ -367,18 +365,18 @@ def combine_recv(
             int64(shared_TH.stride(0) if shared_TH is not None else 0),
             num_parts_T,
             num_tokens,
-            combine_pointers,
+            combine_pointers if of_some else context.combine_pointers,
             context.signal_pointers,
             context.epoch,
             handle_epoch,
             context.error,
             context.latch,
             geometry.rank,
-            early_parts,
+            0 if of_some else plan.num_parts,
             plan.part_tokens,
             int64(context.half_bytes["combine"]),
             int64(timeout_ns),
         ],
         device=context.device,
-        early=first_token is None and _flags_come_last(context) and plan.overlaps,
+        early=not of_some and _flags_come_last(context) and plan.overlaps,
     )

@@ -183,6 +183,12 @@ class HostGeometry:
         """Bytes of a chunk of partial sums."""
         return self.slots * self.sum_bytes
 
+    def relayed_slots(self, part: int | None) -> list[tuple[int, range]]:
+        """The hosts whose tokens `relay` of `part` sums, and their slots."""
+        if part is None:
+            return [(self.hosts.host, range(self.slots))]
+        return [(host, self.parts[part]) for host in self.others]
+
     def sum_rows(self, chunk: torch.Tensor) -> torch.Tensor:
         """uint8 `[T + 1, sum_bytes]` of a chunk."""
         return chunk.view(self.slots, self.sum_bytes)
@@ -435,28 +441,48 @@ def relay(
         timeout_ns: how long to wait for a rank of this host.
         part: of the tokens of other hosts; None, which comes last, for this rank's own tokens.
     """
-    wire, hidden = geometry.flat.combine_format, geometry.flat.output_hidden
-    for host, slots in relayed(geometry, part):
-        rows = geometry.sum_rows(link.sums_out[host])[slots.start : slots.stop]
-        quantized = wire is not BF16
-        sums = (rows.new_empty((len(slots), 2 * hidden)) if quantized else rows).view(torch.bfloat16)
-        first = host * geometry.slots + slots.start
-        counts = num_parts_V[first : first + len(slots)]
-        reference.combine_recv(memory, geometry.local, handle_epoch, counts, None, sums, timeout_ns, first_token=first)
-        if quantized:
-            put_sums(geometry, quantize_rows(sums, wire), rows)
+    for of in relayed(geometry, link, num_parts_V, part):
+        args = memory, geometry.local, handle_epoch, of.num_parts, None, of.sums, timeout_ns
+        reference.combine_recv(*args, first_token=of.first)
+        if of.rows is not None:
+            _put_sums(geometry, quantize_rows(of.sums, geometry.flat.combine_format), of.rows)
     if part == len(geometry.parts) - 1:
         _write_headers(memory, geometry, [geometry.combine_header(chunk) for chunk in link.sums_out], 0)
 
 
-def relayed(geometry: HostGeometry, part: int | None) -> list[tuple[int, range]]:
-    """The hosts of the tokens that `relay` of `part` sums, and their slots there."""
-    if part is None:
-        return [(geometry.hosts.host, range(geometry.slots))]
-    return [(host, geometry.parts[part]) for host in geometry.others]
+@dataclass(frozen=True)
+class Relayed:
+    """Tokens of one host that `relay` sums.
+
+    Attributes:
+        first: the first of them among the tokens of `HostGeometry.local`.
+        num_parts: int32 `[n]`, a view.
+        sums: bf16 `[n, H]`, to be written.
+        rows: uint8 `[n, sum_bytes]` of the chunk, where the quantized sums belong; None where `sums` lie there.
+    """
+
+    first: int
+    num_parts: torch.Tensor
+    sums: torch.Tensor
+    rows: torch.Tensor | None
 
 
-def put_sums(geometry: HostGeometry, sums: QuantizedRows, rows: torch.Tensor) -> None:
+def relayed(geometry: HostGeometry, link: LinkMemory, num_parts_V: torch.Tensor, part: int | None) -> list[Relayed]:
+    """What `relay` of `part` sums."""
+    found = []
+    for host, slots in geometry.relayed_slots(part):
+        first = host * geometry.slots + slots.start
+        counts = num_parts_V[first : first + len(slots)]
+        rows = geometry.sum_rows(link.sums_out[host])[slots.start : slots.stop]
+        if geometry.flat.combine_format is BF16:
+            found.append(Relayed(first, counts, rows.view(torch.bfloat16), None))
+        else:
+            sums = rows.new_empty((len(slots), geometry.flat.output_hidden), dtype=torch.bfloat16)
+            found.append(Relayed(first, counts, sums, rows))
+    return found
+
+
+def _put_sums(geometry: HostGeometry, sums: QuantizedRows, rows: torch.Tensor) -> None:
     """Write quantized sums and their scales into uint8 `[R, sum_bytes]` of a chunk."""
     assert sums.scales_RV is not None
     quants, scales = sums.quants_RK.view(torch.uint8), sums.scales_RV.contiguous().view(torch.uint8)

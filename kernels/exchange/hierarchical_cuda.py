@@ -27,7 +27,7 @@ from moe_runtime.kernels.exchange.hierarchical import (
 from moe_runtime.kernels.exchange.interface import ExchangeMemory
 from moe_runtime.kernels.exchange.macros import BULK_STORE, shared_macros, token_macros
 from moe_runtime.kernels.exchange.plan import MAX_SHARED_BYTES
-from moe_runtime.kernels.formats.number_formats import BF16, FORMATS, ceil_div
+from moe_runtime.kernels.formats.number_formats import FORMATS, ceil_div
 from moe_runtime.kernels.nvrtc import Defines, int64
 from moe_runtime.kernels.runtime import CudaCase
 
@@ -82,9 +82,12 @@ def _to_hosts(geometry: HostGeometry) -> ExchangeGeometry:
 
 
 class _Pointers:
-    """int64 `[H]` addresses for kernels; they are made once for each memory."""
+    """int64 addresses for kernels; they are made once for each memory.
 
-    def __init__(self, geometry: HostGeometry, link: LinkMemory) -> None:
+    They are `[H]`, but for those of partial results: `[L]`, by the first token that `relay` sums.
+    """
+
+    def __init__(self, memory: ExchangeMemory, geometry: HostGeometry, link: LinkMemory) -> None:
         device, words = link.words.device, SignalLayout(geometry.hosts.num_hosts).num_words
         record, before = geometry.flat.record.record_bytes, geometry.hosts.host * geometry.flat.max_tokens
 
@@ -104,13 +107,19 @@ class _Pointers:
         self.landing = table([start + built.records_offset - before * record for start in starts])
         self.token_flags = table([start + built.flags_offset - before * 4 for start in starts])
         # Its signals go nowhere: headers say what other hosts must know.
+        partials, slots = geometry.local.parts * geometry.local.partial_bytes, geometry.slots
+        self.combine = {
+            first: memory.combine_pointers + first * partials
+            for part in (None, *range(len(geometry.parts)))
+            for first in (host * slots + of.start for host, of in geometry.relayed_slots(part))
+        }
         self._unread = torch.zeros(2, words, dtype=torch.int32, device=device)
         self.signals = table([self._unread[int(host == own)].data_ptr() for host in hosts])
 
 
-def _pointers(geometry: HostGeometry, link: LinkMemory) -> _Pointers:
+def _pointers(memory: ExchangeMemory, geometry: HostGeometry, link: LinkMemory) -> _Pointers:
     if link.pointers is None:
-        link.pointers = _Pointers(geometry, link)
+        link.pointers = _Pointers(memory, geometry, link)
     assert isinstance(link.pointers, _Pointers)
     return link.pointers
 
@@ -126,7 +135,7 @@ def pack(
     num_hosts_T: torch.Tensor,
 ) -> torch.Tensor | None:
     """See `hierarchical.pack`."""
-    table, words = _pointers(geometry, link), link.words
+    table, words = _pointers(memory, geometry, link), link.words
     cuda.send_records(
         _to_hosts(geometry),
         (x_TH, topk_idx_TK, topk_weights_TK, gsf),
@@ -179,7 +188,7 @@ def _write_headers(
 
 def say_failed(memory: ExchangeMemory, geometry: HostGeometry, link: LinkMemory, kind: str) -> None:
     """See `hierarchical.say_failed`."""
-    table = _pointers(geometry, link)
+    table = _pointers(memory, geometry, link)
     if kind == "dispatch":
         _write_headers(memory, geometry, table.records_out, 0, None, 0)
     else:
@@ -208,7 +217,7 @@ def forward(
         block=32 * warps,
         shared_bytes=warps * geometry.flat.record.record_bytes,
         arguments=[
-            _pointers(geometry, link).records,
+            _pointers(memory, geometry, link).records,
             int(own),
             slots.start,
             slots.stop,
@@ -245,26 +254,23 @@ def relay(
     part: int | None,
 ) -> None:
     """See `hierarchical.relay`."""
-    wire, hidden = geometry.flat.combine_format, geometry.flat.output_hidden
-    for host, slots in relayed(geometry, part):
-        rows = geometry.sum_rows(link.sums_out[host])[slots.start : slots.stop]
-        quantized = wire is not BF16
-        sums = (rows.new_empty((len(slots), 2 * hidden)) if quantized else rows).view(torch.bfloat16)
-        first = host * geometry.slots + slots.start
-        counts = num_parts_V[first : first + len(slots)]
-        cuda.combine_recv(memory, geometry.local, handle_epoch, counts, None, sums, timeout_ns, first_token=first)
-        if quantized:
+    table = _pointers(memory, geometry, link)
+    for of in relayed(geometry, link, num_parts_V, part):
+        args = memory, geometry.local, handle_epoch, of.num_parts, None, of.sums, timeout_ns
+        cuda.combine_recv(*args, combine_pointers=table.combine[of.first])
+        if of.rows is not None:
+            num_rows = len(of.rows)
             cuda.launch(
                 FILE,
                 "host_quantize",
                 host_macros(geometry),
-                grid=(geometry.flat.programs(min(len(slots), 4 * cuda.most_sms(memory.device))), 1, 1),
+                grid=(geometry.flat.programs(min(num_rows, 4 * cuda.most_sms(memory.device))), 1, 1),
                 block=256,
-                arguments=[sums, rows, len(slots)],
+                arguments=[of.sums, of.rows, num_rows],
                 device=memory.device,
             )
     if part == len(geometry.parts) - 1:
-        _write_headers(memory, geometry, _pointers(geometry, link).sums_out, geometry.sum_header_offset, None, 0)
+        _write_headers(memory, geometry, table.sums_out, geometry.sum_header_offset, None, 0)
 
 
 def total(
@@ -278,7 +284,7 @@ def total(
 ) -> None:
     """See `hierarchical.total`."""
     rows, last = tokens_of(geometry, part, y_TH.shape[0]), part == len(geometry.parts) - 1
-    num_tokens, sums = rows.stop - rows.start, _pointers(geometry, link).sums
+    num_tokens, sums = rows.stop - rows.start, _pointers(memory, geometry, link).sums
     if num_tokens == 0 and not last:
         return
     shared_TH = None if shared_TH is None else cuda.aligned(shared_TH)
