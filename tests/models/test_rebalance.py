@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ from tests.support.exchange_data import (
     placements,
     rank_input,
 )
-from tests.support.pool import PATIENCE_S, WITHOUT_ONE_S, run_once
+from tests.support.pool import PATIENCE_S, WITHOUT_ONE_S, Outcome, run_once
 from tests.support.stages import compute, send
 
 Load = Callable[[MoELayer], None]
@@ -439,6 +439,26 @@ def break_after(count: int, kind: str) -> None:
     migration.ExpertMover._store = broken(migration.ExpertMover._store)  # type: ignore[method-assign]
 
 
+def missed_rank_2(outcomes: list[Outcome], kind: str) -> Iterator[tuple[str, int, str]]:
+    """Check how ranks ended where rank 2 fails, and what it raised told the others.
+
+    Yields what each of them raised that missed it: the name of its type, the rank it names, and its text.
+    """
+    for rank, outcome in enumerate(outcomes):
+        if rank == 2 and kind == "dies":
+            assert outcome.exitcode == -signal.SIGKILL
+            continue
+        assert outcome.error is None, outcome.trace
+        name, about, message, seconds = outcome.result
+        assert seconds < PATIENCE_S / 2
+        if rank == 2 and kind == "raises":
+            assert (name, message) == ("OSError", "bad memory")
+        elif kind == "raises":
+            assert (name, about) == ("PeerAbortedError", 2) and "bad memory" in message, (rank, message)
+        elif rank != 2:
+            yield name, about, message
+
+
 @pytest.mark.cpu_only
 @pytest.mark.parametrize(
     ("kind", "transport", "among_two"),
@@ -454,20 +474,9 @@ def break_after(count: int, kind: str) -> None:
 def test_a_rank_that_fails_in_the_middle_ends_it_for_all(kind: str, transport: str, among_two: bool, seed: int) -> None:
     """Also for ranks 0 and 1 where they have no part in it (`among_two`)."""
     outcomes = run_once(fail_in_the_middle, 4, kind, transport, among_two, seed, timeout=150)
-    for rank, outcome in enumerate(outcomes):
-        if rank == 2 and kind == "dies":
-            assert outcome.exitcode == -signal.SIGKILL
-            continue
-        assert outcome.error is None, outcome.trace
-        name, about, message, seconds = outcome.result
-        assert seconds < PATIENCE_S / 2
-        if rank == 2 and kind == "raises":
-            assert (name, message) == ("OSError", "bad memory")
-        elif kind == "raises":
-            assert (name, about) == ("PeerAbortedError", 2) and "bad memory" in message
-        elif rank != 2:
-            assert (name, about) == ("PeerTimeoutError", 2) and "rank 2" in message
-            assert "replacement" in message or transport == "collective"
+    for name, about, message in missed_rank_2(outcomes, kind):
+        assert (name, about) == ("PeerTimeoutError", 2) and "rank 2" in message
+        assert "replacement" in message or transport == "collective"
 
 
 def mover_of_rank(world: int) -> migration.ExpertMover:

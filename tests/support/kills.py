@@ -25,10 +25,11 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
 from typing import Any
 
 from moe_runtime.comm.store_calls import ANSWER_S
@@ -85,34 +86,62 @@ class Fate:
     seconds: float = 0.0
 
 
+class RankProcesses:
+    """Processes of ranks, each with a pipe to say words.
+
+    Attributes:
+        processes: all that were started, in their order.
+    """
+
+    def __init__(self) -> None:
+        self.processes: list[ForkServerProcess] = []
+        self._pipes: dict[Connection, int] = {}
+        self._context = multiprocessing.get_context("forkserver")
+
+    def start(self, rank: int, target: Callable[..., None], *args: object) -> None:
+        """Start `target(*args, pipe)` for `rank`."""
+        pipe, child = self._context.Pipe(duplex=False)
+        process = self._context.Process(target=target, args=(*args, child), daemon=True)
+        process.start()
+        child.close()
+        self._pipes[pipe] = rank
+        self.processes.append(process)
+
+    @property
+    def talking(self) -> bool:
+        """Whether any has not ended."""
+        return bool(self._pipes)
+
+    def words(self, wait_s: float) -> Iterator[tuple[int, tuple[Any, ...] | None]]:
+        """What ranks say now, or next within `wait_s`: a word of each, None where it has ended."""
+        for pipe in wait(list(self._pipes), timeout=wait_s):
+            assert isinstance(pipe, Connection)
+            rank, word = self._pipes[pipe], None
+            try:
+                word = pipe.recv()
+            except EOFError:
+                del self._pipes[pipe]
+            yield rank, word
+
+
 def run_job(kill: Kill) -> list[Fate]:
     """Run a job and judge every rank."""
     import torch.distributed as dist
 
-    context = multiprocessing.get_context("forkserver")
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if kill.host == "agent" else None
     port = free_port() if server is None else server.port
-    pipes: dict[Connection, int] = {}
-    processes, fates = [], [Fate() for _ in range(kill.world_size)]
+    ranks, fates = RankProcesses(), [Fate() for _ in range(kill.world_size)]
+    processes = ranks.processes
     for rank in range(kill.world_size):
-        pipe, child = context.Pipe(duplex=False)
-        process = context.Process(target=run_rank, args=(kill, rank, port, child), daemon=True)
-        process.start()
-        child.close()
-        pipes[pipe] = rank
-        processes.append(process)
+        ranks.start(rank, run_rank, kill, rank, port)
     end, killed_at = time.monotonic() + JOB_S, 0.0
-    while pipes and time.monotonic() < end:
-        for pipe in wait(list(pipes), timeout=1.0):
-            assert isinstance(pipe, Connection)
-            rank = pipes[pipe]
-            try:
-                kind, *said = pipe.recv()
-            except EOFError:
-                del pipes[pipe]
+    while ranks.talking and time.monotonic() < end:
+        for rank, word in ranks.words(1.0):
+            if word is None:
                 if rank == kill.victim and not killed_at:
                     killed_at = time.monotonic()
                 continue
+            kind, *said = word
             if kind == "at":
                 fates[rank].places.append(said[0])
                 if rank == kill.victim and said[0] == kill.place and kill.delay_s and not killed_at:

@@ -17,7 +17,6 @@ import argparse
 import contextlib
 import functools
 import itertools
-import multiprocessing
 import os
 import random
 import signal
@@ -28,10 +27,10 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from typing import Any
 
-from tests.support.kills import announced, prepare
+from tests.support.kills import RankProcesses, announced, prepare
 
 LIMIT_S = 3.0
 """`timeout_s` of a step."""
@@ -179,34 +178,20 @@ def run_job(job: Job) -> list[Fate]:
     """Run a job to its end."""
     import torch.distributed as dist
 
-    context = multiprocessing.get_context("forkserver")
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    pipes: dict[Connection, int] = {}
-    processes, fates = [], [Fate() for _ in range(job.world)]
-
-    def start(rank: int, again: bool = False) -> None:
-        pipe, child = context.Pipe(duplex=False)
-        process = context.Process(target=run_rank, args=(job, rank, server.port, child, again), daemon=True)
-        process.start()
-        child.close()
-        pipes[pipe] = rank
-        processes.append(process)
-
+    ranks, fates = RankProcesses(), [Fate() for _ in range(job.world)]
+    processes = ranks.processes
     for rank in range(job.world):
-        start(rank)
+        ranks.start(rank, run_rank, job, rank, server.port, False)
     stopped = {fault.rank for fault in job.faults if fault.stop}
     end = time.monotonic() + JOB_S
-    while pipes and time.monotonic() < end:
-        for pipe in wait(list(pipes), timeout=0.5):
-            assert isinstance(pipe, Connection)
-            rank = pipes[pipe]
-            try:
-                kind, *said = pipe.recv()
-            except EOFError:
-                del pipes[pipe]
+    while ranks.talking and time.monotonic() < end:
+        for rank, word in ranks.words(0.5):
+            if word is None:
                 if job.rejoin and rank == job.faults[0].rank and not fates[rank].word:
-                    start(rank, True)
+                    ranks.start(rank, run_rank, job, rank, server.port, True)
                 continue
+            kind, *said = word
             if kind == "at":
                 fates[rank].place, fates[rank].at = said
             elif kind == "y":
@@ -260,7 +245,7 @@ def faults_of(job: Job, fates: list[Fate]) -> list[str]:
     return wrong
 
 
-def run_rank(job: Job, rank: int, port: int, pipe: Connection, again: bool) -> None:
+def run_rank(job: Job, rank: int, port: int, again: bool, pipe: Connection) -> None:
     """A rank of a job, in a process of its own; `again` if it takes the place of one that is dead."""
     os.setsid()  # Else a shell that ends continues it when it is stopped, as all of an orphaned process group.
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(job.world), LOCAL_RANK=str(rank), CUDA_VISIBLE_DEVICES="")
