@@ -642,6 +642,7 @@ class MoELayer(nn.Module):
     def _follow_members(self, members: tuple[int, ...], held: list[list[int]] | None) -> None:
         """Go over to other ranks (`Recovery`): those that are left, or with one that has come back."""
         held = self._held_by(members) if held is None else held
+        self.context._keep_for_old_graphs(self.dispatchers, self.slots)
         # Without a placement, and with less experts than ranks, one may have gone that had none: others keep theirs.
         if self._began_placed or held != _contiguous(self.config.num_experts, len(members)):
             self._take_over(held)

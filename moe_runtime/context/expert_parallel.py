@@ -189,7 +189,8 @@ class ExpertParallelContext:
         self.half_bytes = self._regions.half_bytes
         self._agreement = Agreement()
         self._others_agreed: dict[str, object] | None = None
-        self._past: list[tuple[torch.Tensor, int, torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        self._past_epochs: list[tuple[torch.Tensor, int]] = []
+        self._read_by_old_graphs: list[object] = []
         self._exchanges = 0
         self._layers = 0
         self._failure: Exception | None = None
@@ -516,7 +517,17 @@ class ExpertParallelContext:
         if self.allocated:
             # Graphs of before still read and write these words. A latch that is set ends them at once.
             self.latch.fill_(1)
-            self._past.append((self.epoch, int(self.epoch), self.error, self.latch, self.counters))
+            self._past_epochs.append((self.epoch, int(self.epoch)))
+            self._keep_for_old_graphs(
+                self.error,
+                self.latch,
+                self.counters,
+                self.signals,
+                self.signal_pointers,
+                self.token_flags_pointers,
+                self.landing_pointers,
+                self.combine_pointers,
+            )
         group.timeout_s = self.startup_timeout_s
         self.heap, self.group, self.rank, self.world_size = heap, group, heap.rank, heap.world_size
         self.signals_layout = SignalLayout(heap.world_size)
@@ -525,6 +536,11 @@ class ExpertParallelContext:
         self.generation, self._exchanges = generation, 0
         self.allocated = True
         self._failure, self.failed = None, False
+
+    def _keep_for_old_graphs(self, *read: object) -> None:
+        """Keep what graphs that were captured before a death still read: a replay of one must not reach freed memory."""
+        if self.device.type == "cuda":
+            self._read_by_old_graphs.extend(read)
 
     def _end(self, error: Exception) -> None:
         """Have all later calls raise `error`: the recovery from a failure has failed."""
@@ -581,7 +597,7 @@ class ExpertParallelContext:
 
         Raises `ValueError` also if a graph was replayed that was captured before a rank died (`recover`).
         """
-        for epoch, last, *_ in self._past if self.device.type == "cuda" else ():
+        for epoch, last in self._past_epochs if self.device.type == "cuda" else ():
             if int(epoch) != last:
                 raise ValueError("graph: it was captured before a rank died; capture it again")
         if self._failure is None and self.allocated and not self.closed:

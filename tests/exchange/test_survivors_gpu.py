@@ -116,9 +116,12 @@ def die_in_a_replay(rank: int, world: int, fmt: str) -> tuple[torch.Tensor, torc
         graph.replay()
         context.check_peers()
     again = y_again.cpu()
+    # What the old graph reads must not have been given to others.
+    others = [torch.full((size,), -1, dtype=torch.int64, device=context.device) for size in (8, 64, 512) * 1000]
     old.replay()
     with pytest.raises(ValueError, match="graph: it was captured before a rank died; capture it again"):
         context.check_peers()
+    assert all(bool((other == -1).all()) for other in others)
     return first, again, bool(y.isnan().all())
 
 

@@ -37,7 +37,7 @@ def replace_over_hosts(rank: int, world: int, num_hosts: int, seed: int) -> None
         for layer in layers:
             layer.load_random(seed)
         for number, layer in enumerate(layers):
-            size = layer.config.max_tokens_per_rank
+            size = layer.config.host_capacity or layer.config.max_tokens_per_rank
             inputs = [draw(seed, number, r, size).to(device) for r in range(world)]
             mine = RankInput(*(part.clone() for part in vars(inputs[rank]).values()))
             layer(mine.x, topk_idx=mine.topk_idx, topk_weights=mine.topk_weights)
