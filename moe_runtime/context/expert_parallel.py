@@ -538,7 +538,7 @@ class ExpertParallelContext:
         self._failure, self.failed = None, False
 
     def _keep_for_old_graphs(self, *read: object) -> None:
-        """Keep what graphs that were captured before a death still read: a replay of one must not reach freed memory."""
+        """Keep what graphs of before a death still read: a replay of one must not reach freed memory."""
         if self.device.type == "cuda":
             self._read_by_old_graphs.extend(read)
 
