@@ -201,8 +201,6 @@ class ExpertParallelContext:
         self.generation = 0
         if on_failure == "continue" and self.group is not None and self.world_size > 1:
             self.recovery = Recovery(Membership(self.group), self._renew, self._end, self.timeout_s)
-            if self.device.type == "cuda":
-                _LOG.warning("on_failure: continue is not proven on GPUs (docs/failures.md)")
             agree = {"on_failure": on_failure, "lost_experts": lost_experts, "transport": self.transport}
             self.register(agree=agree, about="context")
 
