@@ -54,6 +54,7 @@ from moe_runtime.kernels.gemm.operands import NativeForm
 from moe_runtime.kernels.gemm.plan import choose_op_tile, choose_tile, keeps_tokens
 from moe_runtime.kernels.gemm.shapes import (
     DEQUANT_DECODE,
+    DEQUANT_FEW,
     DEQUANT_MIDDLE,
     DEQUANT_PREFILL,
     TMA_DECODE,
@@ -232,6 +233,7 @@ def _op_cases() -> Iterator[AotCase]:
 # --- Hopper's grouped GEMM in CUDA C++; the tests of each kernel compile more variants ---
 
 HIDDEN, GROUPS = 7168, 32
+BF16_MMA = {90: r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.bf16\.bf16\.f32"}
 BF16_WGMMA = {90: r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k16\.f32\.bf16\.bf16"}
 FP8_WGMMA = {90: r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k32\.f32\.e4m3\.e4m3"}
 
@@ -247,7 +249,8 @@ def _dequant(
     out = None if activation is None else fmt
     arguments = fmt, fmt, shape, unit_columns(HIDDEN), out, out_dtype, activation
     defines, _ = dequant_gemm.macros(*arguments, **more)
-    return CudaCase(operation, fmt.name, "dequant_gemm.cu", "dequant_gemm", defines, instruction=BF16_WGMMA)
+    instruction = BF16_MMA if shape.warp_products else BF16_WGMMA
+    return CudaCase(operation, fmt.name, "dequant_gemm.cu", "dequant_gemm", defines, instruction=instruction)
 
 
 def _tma(
@@ -274,7 +277,7 @@ def _hopper_cases() -> Iterator[CudaCase]:
     for out_code in (0, 1):
         yield _tma(OP_FP8, FP8_BLOCK, TMA_PREFILL, out_code, gather=False)
     for fmt in (NVFP4, MXFP8):
-        for dequant_shape in (DEQUANT_DECODE, DEQUANT_MIDDLE, DEQUANT_PREFILL):
+        for dequant_shape in (DEQUANT_FEW, DEQUANT_DECODE, DEQUANT_MIDDLE, DEQUANT_PREFILL):
             ways = [(PLAIN, False, False), (GATED, False, False), (GATED, True, False)]
             ways += [(PLAIN, False, True), (GATED, True, True)] if dequant_shape is DEQUANT_PREFILL else []
             keep = keeps_tokens(GROUPS, HIDDEN, fmt, dequant_shape)

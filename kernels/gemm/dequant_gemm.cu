@@ -5,11 +5,15 @@
 // dequantizes them to bf16 in registers, and multiplies by bf16 tokens in shared memory. One producer warp walks the tiles
 // and streams weights and tokens through a ring of stages. Each consumer warpgroup owns its weight rows.
 //
+// With WARP_PRODUCTS each warp multiplies its 16 weight rows by `mma.sync` instead. For operands of bf16 it gives the bits of
+// `wgmma` (tests/kernels/test_dequant_gemm.py). A block is then small enough that an SM has several, whose warps hide each other's
+// latencies.
+//
 // Macros:
 //   W_FMT, OUT_FMT (FormatCode), OUT_TYPE (0 bf16, 1 fp16, 2 fp32; of a plain result), ACTIVATED (the result is activated
 //   and in OUT_FMT), GATED (and the weights are gate and up), FUNCTION (ActivationFunction.code),
 //   OUT_DEQUANTIZED (activated results as dequant_tokens.cu would make them), ROW_SCALES, EXPERT_SCALES, BIAS (which exist),
-//   WARPGROUPS (64 weight rows of a tile each), STAGES, STAGE_K64 (columns of a stage / 64; divides `units`),
+//   WARPGROUPS (64 weight rows of a tile each), WARP_PRODUCTS, BLOCKS_PER_SM, STAGES, STAGE_K64 (columns of a stage / 64; divides `units`),
 //   CHUNK (columns of a chunk of weights / 64; divides STAGE_K64), BATCH (steps of 16 columns that are dequantized before
 //   they are multiplied), BUFFERS (dequantized batches that are held), ROLLING (wait for the oldest buffer; otherwise the
 //   last of BUFFERS and of a stage waits for all), MAX_BLOCKS (tokens of a tile / 8), CASES (smaller numbers of blocks with
@@ -37,8 +41,15 @@ constexpr int TOKEN_LANES = UNIT_COLUMNS / 4;  // threads that share a token aft
 constexpr int STORED_BLOCKS = 16 / TOKEN_LANES;  // blocks of tokens that a warpgroup stores at a time
 constexpr int MOST_AT_A_TIME = (MAX_BLOCKS > 8 ? 2 : 1) * STORED_BLOCKS;  // blocks of tokens that are transposed at a time
 constexpr int TILES_AHEAD = 8;  // tiles that the producer may announce in advance
+constexpr int PRODUCERS = WARP_PRODUCTS ? 32 : 128;  // threads; of 128 only a warp loads
 constexpr long long PATIENCE_NS = 30'000'000'000;
 constexpr u32 LANES = 0x81C081C0;  // sign and magnitude of an e2m1 value in both bf16 halves
+
+__device__ __forceinline__ u32 load_4(u32 address) {
+  u32 v;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address));
+  return v;
+}
 
 __device__ __forceinline__ uint4 load_16(u32 address) {
   uint4 v;
@@ -107,6 +118,14 @@ WGMMA(14, "112", R56, "%56, %57, %58, %59", "%60", D32(0), D16(32), D8(48))
 WGMMA(16, "128", R64, "%64, %65, %66, %67", "%68", D64(0))
 WGMMA(18, "144", R72, "%72, %73, %74, %75", "%76", D64(0), D8(64))
 WGMMA(20, "160", R80, "%80, %81, %82, %83", "%84", D64(0), D16(64))
+
+// acc[16 weight rows, 8 tokens] += a * b, over 16 columns.
+__device__ __forceinline__ void warp_product(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : D4(0)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
 
 // Starts the copy of one value into shared memory while the tile is summed; `finish_copies` waits for a thread's copies.
 __device__ __forceinline__ void copy_ahead(float* to, const float* from) {
@@ -256,10 +275,12 @@ __device__ __forceinline__ int fast_divided(int a, int b) { return static_cast<i
 // at most one cut, of several tiles. If the last round has cuts for at most a third of the blocks, they are split into
 // pieces.
 struct Walk {
-  int offsets[MAX_GROUPS + 1], experts[MAX_GROUPS];
-  int num_groups, cuts, units, larger;  // `larger` cuts have a unit more than `units`
+  int offsets[MAX_GROUPS + 1];
+  short experts[MAX_GROUPS];            // -1 where a group is not computed
+  u16 active[MAX_GROUPS];               // groups that have parts
+  int num_active, cuts, units, larger;  // `larger` cuts have a unit more than `units`
   int whole, pieces;                    // cuts before the last round, and pieces of each cut in the last round
-  int number, group, before;            // next cut (piece from `whole` on), group where its search starts, cuts before that group
+  int number, at, before;               // next cut (piece from `whole` on), place in `active` where its search starts, cuts before
   u32* taken;                           // cuts and pieces that all blocks have begun
   int left;                             // units of the cut of `tile` that are left for further tiles
   Tile tile;
@@ -280,15 +301,14 @@ struct Walk {
   // Called before the groups are known.
   __device__ __forceinline__ void prepare(int unit_rows, u32* taken) {
     this->taken = taken;
-    group = before = left = 0;
+    at = before = left = 0;
     number = following(static_cast<int>(blockIdx.x) - static_cast<int>(gridDim.x));
     whole = 0x7FFFFFFF;
     cuts = ceil_div(unit_rows, TILE_UNITS);
     cut(unit_rows);
   }
 
-  __device__ __forceinline__ void begin(int parts, int num_groups, int unit_rows) {
-    this->num_groups = num_groups;
+  __device__ __forceinline__ void begin(int parts, int unit_rows) {
     const int blocks = gridDim.x;
     if (parts == 0) return;
     // Not with OVERLAPPED: the tokens that are dequantized last would be needed at once.
@@ -308,8 +328,8 @@ struct Walk {
   __device__ __forceinline__ bool find() {
     const bool pieced = number >= whole;
     const int wanted = pieced ? whole + (number - whole) / pieces : number;
-    for (; group < num_groups; ++group) {
-      const int parts = parts_of(group);
+    for (; at < num_active; ++at) {
+      const int group = active[at], parts = parts_of(group);
       if (wanted < before + parts * cuts) {
         const int within = wanted - before, part = parts == 1 ? 0 : within / cuts, cut = within - part * cuts;
         const int start = offsets[group], rows = offsets[group + 1] - start;
@@ -368,6 +388,22 @@ struct alignas(8) TileScales {
     }
   }
 };
+
+// Finds the groups that have parts, and returns the number of all parts. For a whole warp.
+__device__ __forceinline__ int find_active(Walk& walk, int num_groups) {
+  const int lane = threadIdx.x & 31;
+  int found = 0, parts = 0;
+  for (int first = 0; first < num_groups; first += 32) {
+    const int group = first + lane, own = group < num_groups ? walk.parts_of(group) : 0;
+    const u32 with_parts = __ballot_sync(0xFFFFFFFF, own > 0);
+    if (own > 0) walk.active[found + __popc(with_parts & ((1u << lane) - 1))] = group;
+    found += __popc(with_parts);
+    parts += own;
+  }
+  if (lane == 0) walk.num_active = found;
+  __syncwarp();
+  return __reduce_add_sync(0xFFFFFFFF, parts);
+}
 
 __device__ __forceinline__ float finished(const Problem& p, float acc, float row_scale, float expert_scale, int bias_at) {
   // Weights are 2^-126 times their value; scales and tokens carry factors that cancel most of that.
@@ -671,6 +707,19 @@ __device__ __forceinline__ void finish_activated(const Problem& p, const Tile& t
   }
 }
 
+template <int BLOCKS>
+__device__ __forceinline__ void finish(const Problem& p, const Tile& tile, const TileScales& scales, const Requantization& with,
+                                       int warpgroup, const float (&acc)[4 * BLOCKS], float (*turned)[TURNED_COLUMNS]) {
+  const int unit = tile.unit + warpgroup;
+  finish_copies(1 + warpgroup);
+  if (ACTIVATED) {
+    finish_activated<BLOCKS>(p, tile, scales, with, unit, acc, turned);
+  } else {
+    finish_plain<BLOCKS>(p, tile, scales, unit, acc);
+    asm volatile("bar.sync %0, 128;" ::"r"(1 + warpgroup) : "memory");
+  }
+}
+
 // Consumes the stages of a tile in which this warpgroup has no weight rows.
 __device__ __forceinline__ void skip(int units, u32 full, u32 empty, int stage, u32 parity) {
   for (int k64 = 0; k64 < units; k64 += STAGE_K64) {
@@ -749,18 +798,48 @@ __device__ __forceinline__ void consume(const Problem& p, const Tile& tile, u32 
     wgmma_wait<0>();
     barrier_arrive_warp(empty + last * 8);
   }
-
-  const int unit = tile.unit + warpgroup;
-  finish_copies(1 + warpgroup);
-  if (ACTIVATED) {
-    finish_activated<BLOCKS>(p, tile, scales, with, unit, acc, turned[warpgroup]);
-  } else {
-    finish_plain<BLOCKS>(p, tile, scales, unit, acc);
-    asm volatile("bar.sync %0, 128;" ::"r"(1 + warpgroup) : "memory");
-  }
+  finish<BLOCKS>(p, tile, scales, with, warpgroup, acc, turned[warpgroup]);
 }
 
-extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + 128, 1)
+// `consume` where warps multiply: a tile of 64 weight rows and at most 8 tokens. The sums have the order of `consume`.
+template <bool SPECIAL_VALUES>
+__device__ __forceinline__ void consume_by_warps(const Problem& p, const Tile& tile, u32 stages, u32 full, u32 empty, int stage,
+                                                 u32 parity, float (*turned)[TURNED_COLUMNS], TileScales& scales,
+                                                 const Requantization& with) {
+  const int thread = threadIdx.x;
+  scales.copy(p, tile);
+  float acc[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+  const u32 first_quants = stages + thread * 16, first_tokens = stages + WEIGHT_STAGE + (thread & 31) * 4;
+  const int to_scales = QUANT_BYTES + (W_FMT == NVFP4 ? thread * 2 : thread / 2 * 2) - thread * 16;
+  for (int k64 = 0; k64 < p.units; k64 += STAGE_K64) {
+    barrier_wait(full + stage * 8, parity);
+    const u32 quants_at = first_quants + stage * STAGE_BYTES, tokens_at = first_tokens + stage * STAGE_BYTES;
+    Unit<SPECIAL_VALUES> units[2];
+    u32 tokens[2][8];
+    auto load_part = [&](int part) {
+      units[part % 2].load(quants_at + part * UNIT_BYTES, quants_at + part * UNIT_BYTES + to_scales);
+      // Core matrices are 8 tokens of 8 columns, so a lane's word of a matrix is at four times its number.
+#pragma unroll
+      for (int i = 0; i < 8; ++i) tokens[part % 2][i] = load_4(tokens_at + part * TOKEN_BYTES + i * 128);
+    };
+    load_part(0);
+#pragma unroll
+    for (int part = 0; part < STAGE_K64; ++part) {
+      if (part + 1 < STAGE_K64) load_part(part + 1);
+      else barrier_arrive_warp(empty + stage * 8);
+#pragma unroll
+      for (int step = 0; step < 4; ++step) {
+        u32 a[4];
+        units[part % 2].dequantize(step, a);
+        warp_product(acc, a, tokens[part % 2][2 * step], tokens[part % 2][2 * step + 1]);
+      }
+    }
+    if (++stage == STAGES) stage = 0, parity ^= 1;
+  }
+  finish<1>(p, tile, scales, with, 0, acc, turned);
+}
+
+extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + PRODUCERS, BLOCKS_PER_SM)
     dequant_gemm(const u8* tokens, const u8* weights, const float* row_scale, const float* expert_scales,
                  const float* bias, const int* group_offsets, const int* expert_ids, const int* num_active, void* out,
                  u8* out_scales, const float* out_gsf, float* out_row_scale, const int* out_scale_offsets,
@@ -803,13 +882,11 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + 128, 1)
   int stage = 0;
   u32 parity = 0;
   if (threadIdx.x >= WARPGROUPS * 128) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(WARPGROUPS == 4 ? 32 : 40));
+    if (!WARP_PRODUCTS) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(WARPGROUPS == 4 ? 32 : 40));
     if (threadIdx.x >= WARPGROUPS * 128 + 32) return;
     const int lane = threadIdx.x & 31;
-    int parts = 0;
-    for (int g = lane; g < num_groups; g += 32) parts += walk.parts_of(g);
-    parts = __reduce_add_sync(0xFFFFFFFF, parts);
-    if (lane == 0) walk.begin(parts, num_groups, unit_rows);
+    const int parts = find_active(walk, num_groups);
+    if (lane == 0) walk.begin(parts, unit_rows);
     const u64 of_weights = KEEP_TOKENS ? policy_of_first_out() : 0, of_tokens = KEEP_TOKENS ? policy_of_last_out() : 0;
     bool early = true;
     for (int number = 0;; ++number) {
@@ -879,7 +956,7 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + 128, 1)
     // after all kernels before it had ended, so waiting for its end is enough.
     if (early) asm volatile("griddepcontrol.wait;" ::: "memory");
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(WARPGROUPS == 2 ? 232 : 112));
+    if (!WARP_PRODUCTS) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(WARPGROUPS == 2 ? 232 : 112));
     // The previous kernel may write the scales of the rows.
     if (!OVERLAPPED) asm volatile("griddepcontrol.wait;" ::: "memory");
     if (ACTIVATED && OUT_FMT == NVFP4) {
@@ -898,6 +975,13 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + 128, 1)
       const Tile& tile = tiles[number % TILES_AHEAD];
       const int blocks = (tile.rows + 7) / 8;
       if (blocks == 0) break;
+#if WARP_PRODUCTS
+      if (W_FMT != NVFP4 && (tile.special_values & 1)) {
+        consume_by_warps<true>(p, tile, stages, full, empty, stage, parity, turned[0], tile_scales[0], with);
+      } else {
+        consume_by_warps<false>(p, tile, stages, full, empty, stage, parity, turned[0], tile_scales[0], with);
+      }
+#else
       if (warpgroup >= tile.high) {
         skip(units, full, empty, stage, parity);
       } else if (W_FMT != NVFP4 && (tile.special_values >> warpgroup & 1)) {
@@ -907,6 +991,7 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + 128, 1)
   if (blocks <= N) consume<N>(p, tile, stages, full, empty, stage, parity, turned, tile_scales, with); else
         CASES consume<MAX_BLOCKS>(p, tile, stages, full, empty, stage, parity, turned, tile_scales, with);
       }
+#endif
       stage += units / STAGE_K64;
       parity ^= stage / STAGES & 1;
       stage %= STAGES;

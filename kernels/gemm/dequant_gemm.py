@@ -131,6 +131,8 @@ def macros(
         "EXPERT_SCALES": int(expert_scales),
         "BIAS": int(bias),
         "WARPGROUPS": shape.warpgroups,
+        "WARP_PRODUCTS": int(shape.warp_products),
+        "BLOCKS_PER_SM": shape.blocks_per_sm,
         "STAGES": stages,
         "STAGE_K64": stage_k64,
         "CHUNK": chunk_units(units),
@@ -201,7 +203,7 @@ def _launch(
         "dequant_gemm",
         defines,
         grid=(plan.blocks, 1, 1),
-        block=128 * (shape.warpgroups + 1),
+        block=shape.threads,
         arguments=[
             tokens,
             w.units,

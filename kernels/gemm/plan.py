@@ -21,6 +21,7 @@ from moe_runtime.kernels.gemm.dequant_layout import UNIT, unit_columns, unit_row
 from moe_runtime.kernels.gemm.operands import NativeForm
 from moe_runtime.kernels.gemm.shapes import (
     DEQUANT_DECODE,
+    DEQUANT_FEW,
     DEQUANT_MIDDLE,
     DEQUANT_PREFILL,
     FEW_TOKENS,
@@ -126,6 +127,10 @@ def choose_tma_shape(rows: int, num_groups: int) -> TmaShape:
 # --- Hopper's kernels for weights that are dequantized in registers ---
 
 
+DEQUANT_FEW_ROWS = 2
+"""Average rows of a group up to which a launch uses DEQUANT_FEW, whose tiles have at most 8."""
+DEQUANT_FEW_ALL_ROWS = {NVFP4: 256, MXFP8: 256, MXFP4: 16}
+"""Rows of all groups up to which it does so: as many as gained where measured. MXFP4 lost with 32 rows or more."""
 DEQUANT_DECODE_ROWS = 50
 """Average rows of a group up to which a launch uses DEQUANT_DECODE. With more, some groups have more than the 64 rows
 of a tile."""
@@ -178,8 +183,16 @@ class DequantPlan:
     starts_early: bool
 
 
-def choose_dequant_shape(rows: int, num_groups: int, weight_format: TokenFormat, units: int) -> DequantShape:
-    """The shape for `rows` expected rows, `units` wide; all shapes give the same bits for any number of rows."""
+def choose_dequant_shape(
+    rows: int, num_groups: int, weight_format: TokenFormat, units: int, *, limited: bool = False
+) -> DequantShape:
+    """The shape for `rows` expected rows, `units` wide; all shapes give the same bits for any number of rows.
+
+    `limited` leaves out DEQUANT_FEW, whose blocks would spread over more SMs than they need.
+    """
+    few = rows <= min(DEQUANT_FEW_ROWS * num_groups, DEQUANT_FEW_ALL_ROWS[weight_format])
+    if few and num_groups > 0 and not limited:
+        return DEQUANT_FEW
     if rows <= DEQUANT_DECODE_ROWS * num_groups or num_groups == 0:
         return DEQUANT_DECODE
     stages, _, _ = DEQUANT_MIDDLE.ring(weight_format, units)
@@ -189,7 +202,7 @@ def choose_dequant_shape(rows: int, num_groups: int, weight_format: TokenFormat,
 
 def keeps_tokens(rows: int, k: int, weight_format: TokenFormat, shape: DequantShape) -> bool:
     """Whether L2 keeps the `rows` expected rows of `k` values: where a launch reads each weight once."""
-    return weight_format in (NVFP4, MXFP4) and shape is DEQUANT_DECODE and 2 * rows * k <= KEPT_BYTES
+    return weight_format in (NVFP4, MXFP4) and shape in (DEQUANT_FEW, DEQUANT_DECODE) and 2 * rows * k <= KEPT_BYTES
 
 
 def choose_token_shape(rows: int, num_groups: int, units: int, fmt: TokenFormat, sms: int) -> TokenShape:
@@ -206,7 +219,7 @@ def plan_dequant_overlap(
 
     In DEQUANT_MIDDLE the last tiles are a larger part of the time, and MXFP8 lost by the overlap.
     """
-    if shape is DEQUANT_DECODE or (shape is DEQUANT_MIDDLE and token_format is not NVFP4):
+    if shape in (DEQUANT_FEW, DEQUANT_DECODE) or (shape is DEQUANT_MIDDLE and token_format is not NVFP4):
         return None
     n_tiles = ceil_div(unit_rows(n), shape.warpgroups)
     first = ROUNDS_BEFORE * ceil_div(sms, n_tiles) * shape.max_blocks
@@ -325,7 +338,7 @@ def plan_gemm(p: GemmProblem) -> GemmPlan:
 
 def _plan_dequant(p: GemmProblem) -> GemmPlan:
     units, sms = unit_columns(p.k), _limited(p)
-    shape = choose_dequant_shape(p.rows, p.groups, p.weight_format, units)
+    shape = choose_dequant_shape(p.rows, p.groups, p.weight_format, units, limited=p.sm_limit is not None)
     overlap = tokens = None
     if not p.dequantized:
         # With an SM limit, overlapped dequantization could occupy the SMs that must stay free.
@@ -343,7 +356,7 @@ def _plan_dequant(p: GemmProblem) -> GemmPlan:
     )
     _, stage, _ = shape.ring(p.weight_format, units)
     tile = 8 * shape.max_blocks, UNIT * shape.warpgroups, UNIT * stage
-    return GemmPlan(GemmKernel.DEQUANT, shape.regime, tile, sms, dequant=plan)
+    return GemmPlan(GemmKernel.DEQUANT, shape.regime, tile, sms * shape.blocks_per_sm, dequant=plan)
 
 
 def _tma_takes(p: GemmProblem) -> bool:

@@ -20,6 +20,7 @@ SHARED_BYTES = 227 * 1024
 class Regime(Enum):
     """How many rows a group has on average."""
 
+    FEW = "a row or two"
     DECODE = "few rows"
     MIDDLE = "medium rows"
     PREFILL = "many rows"
@@ -107,6 +108,9 @@ class DequantShape:
         rolling: wait only for the oldest buffer, so that one is always dequantized while another is multiplied;
             otherwise wait for all.
         max_blocks: tokens of a tile / 8.
+        warp_products: whether each warp multiplies its 16 weight rows by `mma.sync`, not its warpgroup by `wgmma`.
+            Batches and buffers then mean nothing.
+        blocks_per_sm: blocks that an SM has at a time.
         cases: smaller numbers of token blocks that have specialized code.
     """
 
@@ -119,6 +123,13 @@ class DequantShape:
     rolling: bool
     max_blocks: int
     cases: tuple[int, ...]
+    warp_products: bool = False
+    blocks_per_sm: int = 1
+
+    @property
+    def threads(self) -> int:
+        """Of a block. One warp loads; `setmaxnreg` needs a whole warpgroup of them."""
+        return 128 * self.warpgroups + (32 if self.warp_products else 128)
 
     def held_batches(self, w_format: TokenFormat, a_format: TokenFormat, *, gated: bool) -> int:
         """Batches that are held dequantized; with one more, ptxas has too few registers and serializes `wgmma`."""
@@ -131,14 +142,34 @@ class DequantShape:
         There are at least two stages, so that one is loaded while another is multiplied.
         """
         unit_stage = self.warpgroups * unit_bytes(w_format) + self.max_blocks * 1024
-        size = stage_units(units, min(self.stage_units, RING_BYTES // (2 * unit_stage)))
-        stages = RING_BYTES // (size * unit_stage)
+        ring_bytes = RING_BYTES if self.blocks_per_sm == 1 else SHARED_BYTES // self.blocks_per_sm - FEW_STATIC_BYTES
+        size = stage_units(units, min(self.stage_units, ring_bytes // (2 * unit_stage)))
+        stages = min(ring_bytes // (size * unit_stage), MAX_DEQUANT_STAGES)
         return stages, size, stages * size * unit_stage
 
 
 RING_BYTES = SHARED_BYTES - 20 * 1024
 """Shared memory for the ring; the rest is static."""
 
+FEW_STATIC_BYTES = 16 * 1024
+"""Shared memory of a block of DEQUANT_FEW beside its ring, with what the driver reserves and room for FEW_TOKENS."""
+MAX_DEQUANT_STAGES = 6
+"""The kernel announces at most 8 tiles in advance, and must be able to announce two more than it has stages."""
+
+DEQUANT_FEW = DequantShape(
+    Regime.FEW,
+    warpgroups=1,
+    stage_units=4,
+    batch=4,
+    buffers=1,
+    other_buffers=1,
+    rolling=False,
+    max_blocks=1,
+    cases=(),
+    warp_products=True,
+    blocks_per_sm=3,
+)
+"""For a token or two of each group. A tile is 64 weight rows and at most 8 tokens, and an SM works at three of them."""
 DEQUANT_DECODE = DequantShape(
     Regime.DECODE,
     warpgroups=4,

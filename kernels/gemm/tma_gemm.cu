@@ -188,10 +188,11 @@ __device__ __forceinline__ int tiles_of(int rows, int tiles_n) {
     return tiles_m / 2 * tiles_n + tiles_m % 2 * ceil_div(tiles_n, 2);
 }
 
-// Called by one warp: counts the tiles of each group, none for groups that are not computed.
+// Called by one warp: lists the groups that have tiles, and counts these. A search then passes over no others, of which there
+// are many where each of few tokens has its own experts. `groups[num_groups].first` is the number of all tiles.
 __device__ void count_tiles(Group* groups, const int* offsets, const int* expert_ids, const int* num_active,
                             int num_groups, int num_experts, int capacity, int tiles_n) {
-    int lane = threadIdx.x % 32, total = 0;
+    int lane = threadIdx.x % 32, total = 0, listed = 0;
     int active = num_active ? min(num_groups, *num_active) : num_groups;
     for (int base = 0; base < num_groups; base += 32) {
         int g = base + lane, start = 0, rows = 0, expert = -1;
@@ -206,10 +207,13 @@ __device__ void count_tiles(Group* groups, const int* offsets, const int* expert
             int before = __shfl_up_sync(~0u, last, step);
             if (lane >= step) last += before;
         }
-        if (g < num_groups) groups[g] = {total + last - tiles, start, rows, expert};
+        u32 with_tiles = __ballot_sync(~0u, tiles > 0);
+        if (tiles > 0)
+            groups[listed + __popc(with_tiles & ((1u << lane) - 1))] = {total + last - tiles, start, rows, expert};
+        listed += __popc(with_tiles);
         total += __shfl_sync(~0u, last, 31);
     }
-    if (lane == 0) groups[num_groups].first = total;
+    if (lane == 0) groups[listed].first = groups[num_groups].first = total;
 }
 
 // The tile of this block in work item `index`. `g` is a group at or before the tile's, and advances to it. False past the

@@ -29,6 +29,7 @@ inline void ld_shared_v4_u32(unsigned& x, unsigned& y, unsigned& z, unsigned& w,
   const uint4 value = in_shared<uint4>(address);
   x = value.x, y = value.y, z = value.z, w = value.w;
 }
+inline void ld_shared_u32(unsigned& value, unsigned address) { value = in_shared<unsigned>(address); }
 inline void ld_shared_u16(unsigned short& value, unsigned address) { value = in_shared<unsigned short>(address); }
 // Lanes 8 j .. 8 j + 7 bring where the rows of matrix j lie; a lane has two numbers of one row of each.
 inline void stmatrix_sync_aligned_m8n8_x4_shared_b16(unsigned row, unsigned word0, unsigned word1, unsigned word2,
@@ -56,6 +57,29 @@ inline void rcp_approx_ftz_f32(float& inverse, float x) { inverse = 1.0f / x < 0
 inline void cp_async_wait_all() {
   emulator::async_commit();
   emulator::async_await(0);
+}
+
+// A product of one warp, d[16, 8] += a[16, 16] * b[16, 8], rounded once and summed in the order of `wgmma`.
+inline void mma_sync_aligned_m16n8k16_row_col_f32_bf16_bf16_f32(float& d0, float& d1, float& d2, float& d3, unsigned a0,
+                                                                unsigned a1, unsigned a2, unsigned a3, unsigned b0,
+                                                                unsigned b1) {
+  const unsigned own[] = {a0, a1, a2, a3, b0, b1}, lane = lane_of_warp();
+  unsigned words[6][32];
+  for (unsigned i = 0; i < 6; ++i) {
+    const Long* all = meet("mma", own[i]);
+    for (unsigned of = 0; of < 32; ++of) words[i][of] = brought<unsigned>(all, of);
+  }
+  auto number = [](unsigned word, unsigned k) { return double(of_bf16(k % 2 ? word >> 16 : word & 0xFFFF)); };
+  float* d[] = {&d0, &d1, &d2, &d3};
+  for (unsigned i = 0; i < 4; ++i) {
+    const unsigned row = lane / 4, half = i / 2, column = lane % 4 * 2 + i % 2;
+    double sum = *d[i];
+    for (unsigned k = 0; k < 16; ++k) {
+      const unsigned of = k % 8 / 2, pair = k / 8;
+      sum += number(words[half + 2 * pair][row * 4 + of], k) * number(words[4 + pair][column * 4 + of], k);
+    }
+    *d[i] = sum;
+  }
 }
 
 // Operands of a product, one after the other: sums, the four elements of an array, a descriptor, whether to add, the

@@ -39,6 +39,7 @@ from moe_runtime.kernels.gemm.plan import (
 )
 from moe_runtime.kernels.gemm.prepacked import MAX_PREPACKED_EXPERTS, PrepackedWeights
 from moe_runtime.kernels.gemm.shapes import DEQUANT_DECODE as DECODE
+from moe_runtime.kernels.gemm.shapes import DEQUANT_FEW as FEW
 from moe_runtime.kernels.gemm.shapes import DEQUANT_MIDDLE as MIDDLE
 from moe_runtime.kernels.gemm.shapes import DEQUANT_PREFILL as PREFILL
 from moe_runtime.kernels.gemm.shapes import FEW_TOKENS, MANY_TOKENS, DequantShape, TokenShape
@@ -49,6 +50,7 @@ from tests.support.gemm_plans import dequant_swiglu, run_dequant_gemm
 pytestmark = pytest.mark.cpu_only
 
 SHARED_BYTES_OF_A_BLOCK = 227 * 1024
+SHARED_BYTES_OF_AN_SM = 228 * 1024
 REGISTERS_OF_A_BLOCK = 65536
 SPILL_BYTES = 64
 SOFTCAPPED = Activation(gate_softcap=4.0, up_softcap=25.0)
@@ -161,6 +163,13 @@ def compile_recorded(launch: Recorded) -> Compiled:
 
 # Every format of weights, tokens and result in DECODE and PREFILL, some in MIDDLE; widths of stages of 4, 3 and 2.
 VARIANTS: list[tuple[DequantShape, str, str, int, Activation | None, str]] = [
+    (FEW, "nvfp4", "nvfp4", 7168, None, "bfloat16"),
+    (FEW, "nvfp4", "nvfp4", 2048, SwiGLU(), "nvfp4 dequantized"),
+    (FEW, "nvfp4", "bf16", 2880, GPT_OSS, "bf16 dequantized"),
+    (FEW, "mxfp4", "bf16", 2880, GPT_OSS, "bf16 dequantized"),
+    (FEW, "mxfp4", "mxfp8", 2880, None, "bfloat16"),
+    (FEW, "mxfp8", "mxfp8", 2048, SwiGLU(), "mxfp8 dequantized"),
+    (FEW, "mxfp8", "mxfp8", 7168, SQUARED_RELU, "mxfp8"),
     (DECODE, "nvfp4", "nvfp4", 7168, None, "bfloat16"),
     (DECODE, "nvfp4", "nvfp4", 2880, GPT_OSS, "nvfp4"),
     (DECODE, "nvfp4", "bf16", 128, SwiGLU(GateUpOrder.UP_GATE), "bf16"),
@@ -222,20 +231,30 @@ def test_gemm_compiles_to_what_it_is_meant_for(
     assert launch.defines["OUT_DEQUANTIZED"] == out.endswith(" dequantized")
     assert launch.defines["MAX_BLOCKS"] == shape.max_blocks and launch.defines["WARPGROUPS"] == shape.warpgroups
     compiled = compile_recorded(launch)
-    for blocks in (*shape.cases, shape.max_blocks):
+    assert ("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32" in compiled.ptx) == shape.warp_products
+    for blocks in () if shape.warp_products else (*shape.cases, shape.max_blocks):
         assert f"wgmma.mma_async.sync.aligned.m64n{8 * blocks}k16.f32.bf16.bf16" in compiled.ptx
     assert "cp.async.bulk.shared::cluster.global.mbarrier" in compiled.ptx
     assert (
         ("L2::cache_hint" in compiled.ptx)
         == bool(launch.defines["KEEP_TOKENS"])
-        == (shape is DECODE and weight in ("nvfp4", "mxfp4"))
+        == (shape in (FEW, DECODE) and weight in ("nvfp4", "mxfp4"))
     )
     assert "serialized" not in compiled.log and "Potential Performance Loss" not in compiled.log, compiled.log
     assert compiled.spilled_bytes <= SPILL_BYTES, compiled.log
-    assert launch.shared_bytes + compiled.number(r"(\d+) bytes smem") <= SHARED_BYTES_OF_A_BLOCK
+    check_room(launch, compiled, shape.blocks_per_sm)
+    if shape.warp_products:
+        assert "wgmma" not in compiled.ptx and "setmaxnreg" not in compiled.ptx
+        return
     consumer, producer = compiled.moved_registers
-    assert launch.block * compiled.number(r"Used (\d+) registers") <= REGISTERS_OF_A_BLOCK
     assert 128 * (shape.warpgroups * consumer + producer) <= REGISTERS_OF_A_BLOCK
+
+
+def check_room(launch: Recorded, compiled: Compiled, blocks: int) -> None:
+    """An SM has room for so many blocks, of each of which the driver takes 1 KiB of shared memory."""
+    shared = launch.shared_bytes + compiled.number(r"(\d+) bytes smem")
+    assert shared <= SHARED_BYTES_OF_A_BLOCK and blocks * (shared + 1024) <= SHARED_BYTES_OF_AN_SM
+    assert blocks * launch.block * compiled.number(r"Used (\d+) registers") <= REGISTERS_OF_A_BLOCK
 
 
 @pytest.mark.parametrize(("rows", "shape"), [(8, FEW_TOKENS), (8192, MANY_TOKENS)], ids=["few", "many"])
@@ -371,12 +390,13 @@ def test_stages_fit(shape: DequantShape, weight: str, k: int, recorded: list[Rec
     assert stage_k64 > 0 and unit_columns(k) % stage_k64 == 0
     weights = shape.warpgroups * unit_bytes(WEIGHT_FORMATS[weight])
     assert launch.shared_bytes == stages * stage_k64 * (weights + shape.max_blocks * 8 * 64 * 2)
-    assert launch.block == 128 * (shape.warpgroups + 1) <= 1024
+    assert launch.block == 128 * shape.warpgroups + (32 if shape.warp_products else 128) <= 1024
 
 
 def test_tokens_are_kept_in_l2_where_weights_pass_it_once() -> None:
     """Up to 32 MiB of bf16: 2340 rows of 7168."""
     for rows, k, weight, shape, kept in (
+        (1, 7168, NVFP4, FEW, True),
         (1, 7168, NVFP4, DECODE, True),
         (2340, 7168, NVFP4, DECODE, True),
         (2341, 7168, NVFP4, DECODE, False),
@@ -394,9 +414,19 @@ def test_shape_is_chosen_by_rows_of_a_group() -> None:
         choose_dequant_shape(DEQUANT_DECODE_ROWS * 32, 32, NVFP4, 112) is DECODE
         and choose_dequant_shape(DEQUANT_DECODE_ROWS * 32 + 1, 32, NVFP4, 112) is PREFILL
     )
-    assert (
-        choose_dequant_shape(1, 1, NVFP4, 112) is DECODE and choose_dequant_shape(32 * 1024, 32, NVFP4, 112) is PREFILL
-    )
+    assert choose_dequant_shape(32 * 1024, 32, NVFP4, 112) is PREFILL
+    for rows, groups, fmt, chosen in (
+        (1, 1, NVFP4, FEW),
+        (2, 1, NVFP4, FEW),
+        (3, 1, NVFP4, DECODE),
+        (1, 0, NVFP4, DECODE),
+        (256, 128, MXFP8, FEW),
+        (257, 256, MXFP8, DECODE),
+        (16, 128, MXFP4, FEW),
+        (17, 128, MXFP4, DECODE),
+    ):
+        assert choose_dequant_shape(rows, groups, fmt, 112) is chosen
+        assert choose_dequant_shape(rows, groups, fmt, 112, limited=True) is DECODE
     for rows, shape in ((112, PREFILL), (113, MIDDLE), (148, MIDDLE), (149, PREFILL)):
         assert choose_dequant_shape(32 * rows, 32, NVFP4, 112) is shape
     assert (
@@ -404,7 +434,7 @@ def test_shape_is_chosen_by_rows_of_a_group() -> None:
         and choose_dequant_shape(32 * 148 + 1, 32, NVFP4, 112) is PREFILL
     )
     for shape in SHAPES.values():
-        assert list(shape.cases) == sorted(set(shape.cases)) and shape.cases[-1] < shape.max_blocks
+        assert list(shape.cases) == sorted(set(shape.cases)) and all(case < shape.max_blocks for case in shape.cases)
         assert 4 % shape.batch == 0
         for buffers in (shape.buffers, shape.other_buffers):
             assert not shape.rolling or (4 // shape.batch) % buffers == 0

@@ -24,6 +24,7 @@ from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.gemm.plan import DequantOverlap
 from moe_runtime.kernels.gemm.prepacked import MAX_PREPACKED_EXPERTS, PrepackedWeights
 from moe_runtime.kernels.gemm.shapes import DEQUANT_DECODE as DECODE
+from moe_runtime.kernels.gemm.shapes import DEQUANT_FEW as FEW
 from moe_runtime.kernels.gemm.shapes import DEQUANT_MIDDLE as MIDDLE
 from moe_runtime.kernels.gemm.shapes import DEQUANT_PREFILL as PREFILL
 from moe_runtime.kernels.gemm.shapes import FEW_TOKENS, MANY_TOKENS, DequantShape
@@ -423,7 +424,7 @@ def test_units_marked_as_special_have_the_same_bits(
 def test_rows_do_not_depend_on_neighbours_or_shape(
     weight: str, token: str, rng: torch.Generator, device: torch.device
 ) -> None:
-    """The first and the last row of groups of every kind of size: the bits that they have alone, in both shapes."""
+    """The first and the last row of groups of every kind of size: the bits that they have alone, in each shape."""
     k, n = 1280, 136
     w = PrepackedWeights.prepack(random_weights(weight, 2, n, k, rng, device))
     x = torch.randn(2, k, generator=rng)
@@ -436,6 +437,25 @@ def test_rows_do_not_depend_on_neighbours_or_shape(
             a = for_shape(make_rows(token, [5, size], k, rng, device, num_experts=2, spare=7, x=rows), shape)
             got = grouped_gemm(a, w, out_dtype=torch.float32)
             assert_same_bits(got[[5, 4 + size]], want, f"group of {size} rows, {shape}")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["wide", "cancelling"])
+@pytest.mark.parametrize("weight", ["nvfp4", "mxfp4"])
+def test_products_of_warps_have_the_bits_of_products_of_warpgroups(
+    weight: str, kind: str, rng: torch.Generator, device: torch.device
+) -> None:
+    """`mma.sync` beside `wgmma`: terms whose exponents lie far apart, and large terms of which little is left."""
+    k, n, sizes = 2880, 200, [5, 8, 1]
+    w = PrepackedWeights.prepack(random_weights(weight, 3, n, k, rng, device))
+    x = torch.randn(sum(sizes), k, generator=rng)
+    if kind == "wide":
+        x *= torch.exp2(torch.randint(-30, 30, x.shape, generator=rng).float())
+    else:
+        x = torch.where(torch.rand(x.shape, generator=rng) < 0.5, x.sign() * 64, x * 0.01)
+    a = make_rows("bf16", sizes, k, rng, device, num_experts=3, x=x)
+    got, want = (grouped_gemm(for_shape(a, shape), w, out_dtype=torch.float32) for shape in (FEW, DECODE))
+    assert_same_bits(got, want, kind)
 
 
 @pytest.mark.gpu

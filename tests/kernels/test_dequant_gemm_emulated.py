@@ -22,6 +22,7 @@ from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.gemm.plan import DequantOverlap
 from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
 from moe_runtime.kernels.gemm.shapes import DEQUANT_DECODE as DECODE
+from moe_runtime.kernels.gemm.shapes import DEQUANT_FEW as FEW
 from moe_runtime.kernels.gemm.shapes import DEQUANT_MIDDLE as MIDDLE
 from moe_runtime.kernels.gemm.shapes import DEQUANT_PREFILL as PREFILL
 from moe_runtime.kernels.gemm.shapes import DequantShape
@@ -266,6 +267,13 @@ MISTAKES = {
         "wgmma_wait<2>();",
         "changed while their product was under way",
     ),
+    "a_stage_of_warps_given_back_twice": (
+        FEW,
+        "u32 tokens[2][8];",
+        "u32 tokens[2][8];\n    barrier_arrive_warp(empty + stage * 8);",
+        "outside; at|arrive|nothing can go on",
+    ),
+    "tokens_of_the_part_before": (FEW, "tokens[part % 2][i] = load_4(", "tokens[0][i] = load_4(", "outside; at"),
     "scales_of_the_next_tile": (
         DECODE,
         "finish_plain<BLOCKS>(p, tile, scales, unit, acc);\n    ptx::bar_sync(1 + warpgroup, 128);",

@@ -14,7 +14,13 @@ from moe_runtime.kernels.formats.number_formats import NVFP4
 from moe_runtime.kernels.gemm import grouped_gemm as gemm_module
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.gemm.plan import DEQUANT_DECODE_ROWS, DEQUANT_MIDDLE_ROWS, choose_dequant_shape
-from moe_runtime.kernels.gemm.shapes import DEQUANT_DECODE, DEQUANT_MIDDLE, DEQUANT_PREFILL, DequantShape
+from moe_runtime.kernels.gemm.shapes import (
+    DEQUANT_DECODE,
+    DEQUANT_FEW,
+    DEQUANT_MIDDLE,
+    DEQUANT_PREFILL,
+    DequantShape,
+)
 from moe_runtime.kernels.gemm.weights import Activation, ExpertWeights, GateUpOrder
 from tests.support.comparison import assert_same_bits
 from tests.support.gemm_cases import UNIT, Array, Exact, bits, make_rows, scale_rows, swizzled
@@ -33,9 +39,10 @@ def check_untouched(out: torch.Tensor, before: torch.Tensor, written: Array) -> 
     assert_same_bits(out.cpu()[rest], before.cpu()[rest], "rows that no active group owns")
 
 
-SHAPES = {"decode": DEQUANT_DECODE, "middle": DEQUANT_MIDDLE, "prefill": DEQUANT_PREFILL}
+SHAPES = {"few": DEQUANT_FEW, "decode": DEQUANT_DECODE, "middle": DEQUANT_MIDDLE, "prefill": DEQUANT_PREFILL}
 """Of the GEMM that dequantizes in registers."""
 ROWS_OF_SHAPES = {
+    DEQUANT_FEW: 1,
     DEQUANT_DECODE: DEQUANT_DECODE_ROWS,
     DEQUANT_MIDDLE: DEQUANT_MIDDLE_ROWS[0],
     DEQUANT_PREFILL: DEQUANT_MIDDLE_ROWS[-1] + 1,

@@ -17,6 +17,7 @@ struct {
 } blockIdx, gridDim;
 int off_by;
 typedef unsigned u32;
+typedef unsigned short u16;
 
 u32 atomicAdd(u32* at, u32 by) { return (*at += by) - by; }
 
@@ -42,9 +43,13 @@ int main() {
   for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) {
     Walk& walk = walks[blockIdx.x];
     int parts = 0;
-    for (int g = 0; g < num_groups; ++g) parts += walk.parts_of(g);
+    walk.num_active = 0;
+    for (int g = 0; g < num_groups; ++g) {
+      if (walk.parts_of(g) > 0) walk.active[walk.num_active++] = g;
+      parts += walk.parts_of(g);
+    }
     walk.prepare(unit_rows, &taken);
-    walk.begin(parts, num_groups, unit_rows);
+    walk.begin(parts, unit_rows);
     free.insert({0, blockIdx.x});
   }
   while (!free.empty()) {
