@@ -113,10 +113,17 @@ TMA_DECODE_ROWS = 64
 
 @dataclass(frozen=True)
 class TmaPlan:
-    """A launch of `tma_gemm.cu`; with `copies_scales`, TMA copies the scales of MAX_STAGES stages at once."""
+    """A launch of `tma_gemm.cu`.
+
+    Attributes:
+        shape: clusters and order of tiles.
+        copies_scales: whether TMA copies the scales of MAX_STAGES stages at once.
+        starts_early: whether it may start before the previous kernel has ended.
+    """
 
     shape: TmaShape
     copies_scales: bool
+    starts_early: bool
 
 
 def choose_tma_shape(rows: int, num_groups: int) -> TmaShape:
@@ -385,7 +392,9 @@ def _plan_tma(p: GemmProblem) -> GemmPlan:
     )
     blocks = max(_limited(p) // shape.cluster, 1) * shape.cluster
     tile = TILE_ROWS, 2 * HALF, 128 * 8 // p.token_format.element_bits
-    return GemmPlan(GemmKernel.TMA, shape.regime, tile, blocks, tma=TmaPlan(shape, copies_scales))
+    return GemmPlan(
+        GemmKernel.TMA, shape.regime, tile, blocks, tma=TmaPlan(shape, copies_scales, starts_early=p.sm_limit is None)
+    )
 
 
 def _plan_triton(p: GemmProblem) -> GemmPlan:

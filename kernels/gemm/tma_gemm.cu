@@ -48,7 +48,7 @@ static_assert(!TMA_SCALES || (FP8 && !GATHER && STAGES == 4), "one copy brings t
 constexpr int TILES_AHEAD = 8;         // tiles that the producers may announce to the math warps in advance
 constexpr int FEW_PAIRS = 2;           // most pairs of row tiles of a group whose odd tile comes after each band
 constexpr int NO_MORE = -0x7FFFFFFF;   // rows of the announcement after the last tile
-constexpr bool HALVES = !GATED && CLUSTER > 1;  // whether there are tiles of one half
+constexpr bool HALVES = !GATED;         // whether there are tiles of one half
 constexpr int ONE_HALF = 1 << 30;      // marks a tile of one half in the announced column
 constexpr int SUMS = 128, PARTIAL_SUMS = 64;  // sums of a thread: of a tile, and of the half that FP8 multiplies at a time
 constexpr int PRODUCER_REGISTERS = FP8 && !GATHER ? 24 : 40;  // the rest goes to the math warpgroups
@@ -542,9 +542,7 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
     int tiles_n = ceil_div(columns, TILE_COLUMNS), step = gridDim.x / CLUSTER;
     u32 rank = cluster_rank();
 
-    if (warp == 0) {
-        count_tiles(groups, offsets, expert_ids, num_active, num_groups, num_experts, capacity, tiles_n);
-    } else if (threadIdx.x == 32) {
+    if (threadIdx.x == 32) {
         for (int s = 0; s < STAGES; ++s) {
             barrier_init(full + 8 * s, 1 + OF_COPIES);
             barrier_init(empty + 8 * s, MATH_WARPS * CLUSTER * ARRIVALS_OF_WARP);
@@ -556,6 +554,11 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
         asm volatile("prefetch.tensormap [%0];" ::"l"(&w_map) : "memory");
         if (!GATHER) asm volatile("prefetch.tensormap [%0];" ::"l"(&a_map) : "memory");
     }
+    // This kernel may have started before the one that writes its rows has ended.
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    // The next kernel is the product that reads these results.
+    if (ACTIVATED) asm volatile("griddepcontrol.launch_dependents;");
+    if (warp == 0) count_tiles(groups, offsets, expert_ids, num_active, num_groups, num_experts, capacity, tiles_n);
     __syncthreads();
     sync_cluster();
 

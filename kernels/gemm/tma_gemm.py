@@ -185,6 +185,7 @@ def _launch(
         ],
         device=device,
         shared_bytes=shape.shared_bytes(groups),
+        early=plan.tma.starts_early,
     )
 
 

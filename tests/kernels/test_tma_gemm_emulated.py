@@ -29,7 +29,10 @@ from tests.emulator import Emulator, needs_emulator
 from tests.emulator.tensor_maps import encode_tiled
 from tests.kernels import test_tma_gemm as on_gpu
 from tests.kernels.test_activations import check_special_values
-from tests.support.gemm_plans import tma_grouped_gemm_swiglu
+from tests.support import gemm_plans
+from tests.support.comparison import assert_same_bits
+from tests.support.gemm_cases import make_rows, random_weights
+from tests.support.gemm_plans import tma_grouped_gemm, tma_grouped_gemm_swiglu
 from tests.support.op_cases import check, moe_fp8
 
 pytestmark = [needs_emulator, pytest.mark.cpu_only]
@@ -103,6 +106,52 @@ def test_tiles_that_end_with_any_stage(
         for _ in range(SCHEDULES):
             on_gpu.check_tiles_of_stages(name, blocks, gather, regime, MORE_TILES, rng, CPU)
     check_runs(emulator, 6 * SCHEDULES)
+
+
+def both_products(name: str, emulator: Emulator, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second product may start while the first runs; the bits are those of one after the other."""
+    fresh = gemm_plans.empty_intermediate
+
+    def poisoned(*arguments: Any) -> Any:
+        hidden, gsf = fresh(*arguments)
+        hidden.rows.view(torch.uint8).fill_(0x3A)
+        return hidden, gsf
+
+    monkeypatch.setattr(gemm_plans, "empty_intermediate", poisoned)
+    a = make_rows(name, [3, 0, 70, 5], 256, rng, CPU, num_experts=4)
+    gate_up = random_weights(name, 4, 256, 256, rng, CPU, gate_up=GateUpOrder.GATE_UP)
+    down = random_weights(name, 4, 136, 128, rng, CPU)
+
+    def run() -> torch.Tensor:
+        hidden = tma_grouped_gemm_swiglu(a, gate_up, SwiGLU(), out_format=name)
+        return tma_grouped_gemm(hidden, down)
+
+    want = run()
+    for _ in range(SCHEDULES):
+        with emulator.together():
+            got = run()
+        assert_same_bits(got, want, name)
+
+
+@names
+def test_a_product_starts_while_the_one_before_ends(
+    name: str, emulator: Emulator, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both_products(name, emulator, rng, monkeypatch)
+    check_runs(emulator, 2 + SCHEDULES)
+
+
+def test_a_product_that_does_not_wait_is_found(
+    emulator: Emulator, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def edit(text: str) -> str:
+        assert text.count("ptx::griddepcontrol_wait();") == 1
+        return text.replace("ptx::griddepcontrol_wait();", "")
+
+    emulator.edit = edit
+    with pytest.raises(AssertionError, match=r"differ|are other than"):
+        for _ in range(MOST_SCHEDULES):
+            both_products("bf16", emulator, rng, monkeypatch)
 
 
 def test_bands_of_columns(emulator: Emulator, rng: torch.Generator) -> None:
