@@ -80,6 +80,40 @@ class RecvBuffers:
     counts: torch.Tensor | None
 
 
+class OneRankExchange(Protocol):
+    """A step of a rank alone with few tokens: nothing travels, so nothing is awaited.
+
+    It writes what `ExchangeBackend` would, also in the memory of the exchange. But nothing orders the flags: kernels
+    that look at them must not begin before `dispatch` has ended. Partial results stay in registers.
+    """
+
+    def dispatch(
+        self,
+        context: ExchangeMemory,
+        geometry: ExchangeGeometry,
+        x_TH: torch.Tensor,
+        topk_idx_TK: torch.Tensor,
+        topk_weights_TK: torch.Tensor,
+        gsf: torch.Tensor | None,
+        handle_epoch: torch.Tensor,
+        num_parts_T: torch.Tensor,
+        buffers: RecvBuffers,
+    ) -> None:
+        """`ExchangeBackend.dispatch_send` and `dispatch_recv`, with their arguments."""
+
+    def combine(
+        self,
+        context: ExchangeMemory,
+        geometry: ExchangeGeometry,
+        output_RH: torch.Tensor,
+        positions_SK: torch.Tensor,
+        handle_epoch: torch.Tensor,
+        shared_TH: torch.Tensor | None,
+        y_TH: torch.Tensor,
+    ) -> None:
+        """`ExchangeBackend.combine_send` and `combine_recv`, with their arguments."""
+
+
 class ExchangeBackend(Protocol):
     """Dispatch and combine of one engine. All engines write the same bits, so ranks may differ in their engine.
 
@@ -95,6 +129,9 @@ class ExchangeBackend(Protocol):
 
     def allocate_counts(self, geometry: ExchangeGeometry, device: torch.device) -> torch.Tensor | None:
         """Uninitialised int32 scratch memory of `dispatch_recv`; None where it needs none."""
+
+    def of_one_rank(self, geometry: ExchangeGeometry, num_tokens: int) -> OneRankExchange | None:
+        """What does a step of `num_tokens` of a rank alone in fewer launches; None where there is no such thing."""
 
     def dispatch_send(
         self,
