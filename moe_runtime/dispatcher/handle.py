@@ -202,7 +202,7 @@ class DispatchHandle:
         buffers, self._progress.recv_buffers = self.recv_buffers, None
         return buffers
 
-    def is_received(self, dispatches: int) -> bool:
+    def _is_received(self, dispatches: int) -> bool:
         """Whether its rows are grouped and lie where they did; `dispatches` is that of the context now."""
         received_in = self._progress.received_in
         return received_in is not None and dispatches - received_in < 2

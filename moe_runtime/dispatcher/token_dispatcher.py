@@ -396,7 +396,7 @@ class TokenDispatcher:
             handle.enter("dispatch_recv")
             self._forward(handle)
             buffers = handle.take_recv_buffers()
-            if not handle.is_received(context.dispatches):
+            if not handle._is_received(context.dispatches):
                 self._backend.dispatch_recv(context.memory, geometry, handle.epoch, handle.timeout_ns, buffers)
             self._stepped = True
             self._raise_on_cpu()

@@ -1,4 +1,4 @@
-"""Few tokens of a rank alone on a GPU: the bits of the kernels that wait, also in a graph that is replayed with others."""
+"""Few tokens of a rank alone on a GPU: the bits of the kernels that wait, also in a graph replayed with others."""
 
 from __future__ import annotations
 
