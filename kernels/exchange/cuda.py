@@ -78,8 +78,8 @@ def _flags_come_last(context: ExchangeMemory) -> bool:
 
 
 def _flags_are_unordered(geometry: ExchangeGeometry) -> bool:
-    """Whether a step may be one of `ONE_RANK`, whose flags say nothing before it has ended."""
-    return required_plan(geometry).one_rank_tokens > 0
+    """Whether a dispatch may be one of `ONE_RANK`, whose flags say nothing before it has ended."""
+    return required_plan(geometry).one_rank
 
 
 def dispatch_send(
@@ -189,9 +189,9 @@ def _group(
     _receive(context, geometry, handle_epoch, timeout_ns, buffers, macros, early=early)
 
 
-def of_one_rank(geometry: ExchangeGeometry, num_tokens: int) -> OneRankExchange | None:
-    """`one_rank.py` for few tokens."""
-    return ONE_RANK if required_plan(geometry).takes_alone(num_tokens) else None
+def of_one_rank(geometry: ExchangeGeometry) -> OneRankExchange | None:
+    """`ONE_RANK` for a rank without peers."""
+    return ONE_RANK if required_plan(geometry).one_rank else None
 
 
 def can_await_tokens(context: ExchangeMemory) -> bool:
@@ -421,6 +421,10 @@ def combine_recv(
 
 class _OneRank:
     """The kernels of a rank alone: an `interface.OneRankExchange`."""
+
+    def dispatches(self, geometry: ExchangeGeometry, num_tokens: int) -> bool:
+        """See `interface.OneRankExchange`."""
+        return required_plan(geometry).dispatches_at_once(num_tokens)
 
     def dispatch(
         self,

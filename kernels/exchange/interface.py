@@ -81,11 +81,14 @@ class RecvBuffers:
 
 
 class OneRankExchange(Protocol):
-    """A step of a rank alone with few tokens: nothing travels, so nothing is awaited.
+    """What a rank alone does in fewer launches: nothing travels, so nothing is awaited.
 
     It writes what `ExchangeBackend` would, also in the memory of the exchange. But nothing orders the flags: kernels
     that look at them must not begin before `dispatch` has ended. Partial results stay in registers.
     """
+
+    def dispatches(self, geometry: ExchangeGeometry, num_tokens: int) -> bool:
+        """Whether `dispatch` takes so many tokens; `combine` takes any number."""
 
     def dispatch(
         self,
@@ -130,8 +133,8 @@ class ExchangeBackend(Protocol):
     def allocate_counts(self, geometry: ExchangeGeometry, device: torch.device) -> torch.Tensor | None:
         """Uninitialised int32 scratch memory of `dispatch_recv`; None where it needs none."""
 
-    def of_one_rank(self, geometry: ExchangeGeometry, num_tokens: int) -> OneRankExchange | None:
-        """What does a step of `num_tokens` of a rank alone in fewer launches; None where there is no such thing."""
+    def of_one_rank(self, geometry: ExchangeGeometry) -> OneRankExchange | None:
+        """What a rank alone takes instead; None for ranks with peers, and where there is no such thing."""
 
     def dispatch_send(
         self,

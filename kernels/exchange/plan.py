@@ -59,8 +59,8 @@ MAX_READERS = 14
 MAX_PLACES = 24
 RING_BARRIERS_BYTES = 2048
 """Shared memory for what goes with a ring: barriers and notes."""
-ONE_RANK_TOKENS = 64
-"""Tokens up to which a rank alone dispatches in one launch and combines in one, a multiple of 32, at most 128."""
+ONE_RANK_TOKENS = 128
+"""Tokens up to which a rank alone dispatches in one launch: scales of an expert's rows are then one block of 128."""
 ONE_RANK_THREADS = 256, 512
 """Of a block of `one_rank_dispatch`, at least and at most: a thread takes one unit of a token."""
 ONE_RANK_SUM_THREADS = 128
@@ -103,7 +103,8 @@ class ExchangePlan:
         output_rings: rows of `combine_send`, fp32 and bf16.
         partial_rings: rows of `combine_recv`, without and with a shared expert.
         combine_shared_bytes: what `combine_send` needs in addition to its ring.
-        one_rank_tokens: tokens of a step up to which `one_rank_dispatch` and `one_rank_combine` do it; 0 for none.
+        one_rank_tokens: tokens of a step up to which `one_rank_dispatch` does dispatch, a multiple of 32; 0 for ranks
+            that have peers. A rank without peers combines by `one_rank_combine`.
         one_rank_threads: of a block of `one_rank_dispatch`.
         one_rank_shared_bytes: shared memory of such a block.
         one_rank_slices: blocks of `one_rank_combine` that share a token.
@@ -192,9 +193,14 @@ class ExchangePlan:
         """One at least: a rank without tokens learns of a peer's failure in the same step."""
         return self._limited(min(num_tokens, sms))
 
-    def takes_alone(self, num_tokens: int) -> bool:
-        """Whether a step of `num_tokens` is one launch for dispatch and one for combine: this rank has no peers."""
-        return self.one_rank_tokens > 0 and num_tokens <= self.one_rank_tokens
+    @property
+    def one_rank(self) -> bool:
+        """Whether this rank has no peers: combine is one launch."""
+        return self.one_rank_tokens > 0
+
+    def dispatches_at_once(self, num_tokens: int) -> bool:
+        """Whether dispatch of `num_tokens` is one launch."""
+        return self.one_rank and num_tokens <= self.one_rank_tokens
 
     def one_rank_dispatch_blocks(self, num_tokens: int, sms: int) -> int:
         return self._limited(min(num_tokens, sms))
@@ -249,7 +255,7 @@ def plan_exchange(geometry: ExchangeGeometry) -> ExchangePlan | None:
     half = g.num_sms is None
     combine_shared_bytes = PARTIAL_STAGES * g.partial_bytes
     least, most = ONE_RANK_THREADS
-    one_rank_shared_bytes = g.record.record_bytes + 4 * g.num_experts * (ONE_RANK_TOKENS // WARP + 1)
+    one_rank_tokens = min(ONE_RANK_TOKENS, align(g.max_tokens, WARP))
     return ExchangePlan(
         num_sms=g.num_sms,
         num_slots=g.num_slots,
@@ -278,9 +284,9 @@ def plan_exchange(geometry: ExchangeGeometry) -> ExchangePlan | None:
             _ring(max(g.partial_bytes, 2 * g.output_hidden), 0, half),
         ),
         combine_shared_bytes=combine_shared_bytes,
-        one_rank_tokens=ONE_RANK_TOKENS if g.world_size == 1 else 0,
+        one_rank_tokens=one_rank_tokens if g.world_size == 1 else 0,
         one_rank_threads=max(least, min(most, align(ceil_div(g.hidden, _unit_numbers(fmt)), WARP))),
-        one_rank_shared_bytes=one_rank_shared_bytes,
+        one_rank_shared_bytes=g.record.record_bytes + 4 * g.num_experts * (one_rank_tokens // WARP + 1),
         one_rank_slices=ceil_div(g.output_hidden // _unit_numbers(g.combine_format), ONE_RANK_SUM_THREADS),
     )
 

@@ -260,7 +260,7 @@ def can_keep_scales_in_record(geometry: ExchangeGeometry) -> bool:
     return False
 
 
-def of_one_rank(geometry: ExchangeGeometry, num_tokens: int) -> None:
+def of_one_rank(geometry: ExchangeGeometry) -> None:
     """None: a step of a rank alone is as any other."""
 
 

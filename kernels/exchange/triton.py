@@ -36,7 +36,7 @@ def can_await_tokens(context: ExchangeMemory) -> bool:
     return False
 
 
-def of_one_rank(geometry: ExchangeGeometry, num_tokens: int) -> None:
+def of_one_rank(geometry: ExchangeGeometry) -> None:
     """None: a step of a rank alone is as any other."""
 
 

@@ -357,8 +357,8 @@ class TokenDispatcher:
                 handle._start_between_hosts(self._hosts.dispatch_send(*tokens, *receives))
                 return handle
             context.dispatches += 1
-            alone = self._of_one_rank(handle)
-            if alone is not None:
+            alone = self._of_one_rank()
+            if alone is not None and alone.dispatches(geometry, handle.num_tokens):
                 alone.dispatch(context, geometry, *tokens, handle.epoch, handle.num_parts, handle.recv_buffers)
                 handle._progress.received_in = context.dispatches
                 return handle
@@ -496,7 +496,7 @@ class TokenDispatcher:
             if handle.num_rows is not None:
                 handle.enter("dispatch_recv")
                 positions, await_ns = self._receive_routing(handle)
-            alone = None if await_ns is not None else self._of_one_rank(handle)
+            alone = None if await_ns is not None else self._of_one_rank()
             if alone is not None and followed_with is not None:
                 (shared,) = followed_with
                 check_shared(geometry, context.device, shared, handle.num_tokens)
@@ -580,11 +580,11 @@ class TokenDispatcher:
         warn_renamed("can_leave_scales", "can_keep_scales_in_record")
         return self.can_keep_scales_in_record
 
-    def _of_one_rank(self, handle: DispatchHandle) -> OneRankExchange | None:
-        """What does the step of `handle` without waiting, as no peer has a part in it; None where one may."""
+    def _of_one_rank(self) -> OneRankExchange | None:
+        """What this rank does without waiting, where it has no peers; None where it may have some."""
         if self.geometry.world_size > 1 or self._hosts is not None or not self.context.heap.directly_mapped:
             return None
-        return self._backend.of_one_rank(self.geometry, handle.num_tokens)
+        return self._backend.of_one_rank(self.geometry)
 
     def _forward(self, handle: DispatchHandle) -> None:
         """`dispatch_forward`, once."""

@@ -91,7 +91,7 @@ def launches(geometry: ExchangeGeometry, *, mapped: bool = True, shared: bool = 
         cuda.combine_send(context, geometry, none, x, none, none)
         cuda.combine_recv(context, geometry, none, none, x if shared else None, x, 1)
         few = x[: plan.ONE_RANK_TOKENS]
-        alone = cuda.of_one_rank(geometry, len(few))
+        alone = cuda.of_one_rank(geometry)
         if alone is not None:
             alone.dispatch(context, geometry, few, none, none, None, none, none, buffers)
             alone.combine(context, geometry, few, none, none, few if shared else None, few)

@@ -58,7 +58,7 @@ def test_replays_with_other_tokens(
     ranks, waiting = (Ranks(1, device, HOPPER, mode=mode, **settings) for _ in range(2))
     inputs, output = inputs_of(seed, count, device), output_of(ranks, seed, device)
     with monkeypatch.context() as patch:
-        patch.setattr(cuda, "of_one_rank", lambda geometry, num_tokens: None)
+        patch.setattr(cuda, "of_one_rank", lambda geometry: None)
         wanted = [[tensor.clone() for tensor in step(waiting, data, output)] for data in inputs]
     static = RankInput(*(tensor.clone() for tensor in (inputs[0].x, inputs[0].topk_idx, inputs[0].topk_weights)))
     step(ranks, static, output)
@@ -109,11 +109,11 @@ def test_bits_of_a_layer(shared: bool, device: torch.device, seed: int, monkeypa
     )
     found = []
     generator = torch.Generator().manual_seed(seed)
-    tokens = [torch.randn(count, 1024, generator=generator).bfloat16().to(device) for count in (1, 0, 64, 65, 3, 100)]
+    tokens = [torch.randn(count, 1024, generator=generator).bfloat16().to(device) for count in (1, 0, 128, 129, 3, 160)]
     for one_rank in (True, False):
         with monkeypatch.context() as patch, ExpertParallelContext(device=device, transport="private") as context:
             if not one_rank:
-                patch.setattr(cuda, "of_one_rank", lambda geometry, num_tokens: None)
+                patch.setattr(cuda, "of_one_rank", lambda geometry: None)
             layer = MoELayer(config, context)
             layer.load_random(7)
             counters = layer.count_steps()

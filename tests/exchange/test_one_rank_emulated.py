@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,13 +14,16 @@ import torch
 from moe_runtime.comm.errors import CapacityError, MoERuntimeError, RoutingError
 from moe_runtime.comm.signals import WITHOUT_SIGN
 from moe_runtime.dispatcher.handle import DispatchedTokens
-from moe_runtime.kernels.exchange import cuda
+from moe_runtime.kernels.exchange import cuda, plan
+from moe_runtime.kernels.exchange.geometry import one_rank_geometry
 from moe_runtime.kernels.exchange.landing import landing_records
+from moe_runtime.kernels.exchange.padded_rows import PaddedRows
 from moe_runtime.kernels.exchange.plan import required_plan
 from moe_runtime.kernels.formats.number_formats import COMBINE_FORMATS, FORMATS
 from tests.emulator import Emulator, needs_emulator
 from tests.support.comparison import assert_same_bits
-from tests.support.exchange_data import RankInput, rank_input
+from tests.support.exchange_data import RankInput, expected_groups, rank_input
+from tests.support.token_parts import forget_plans
 from tests.support.virtual_exchange import HOPPER, Ranks, emulator, expert_rows, poisoned_memory
 
 __all__ = ["emulator", "poisoned_memory"]
@@ -27,7 +31,7 @@ __all__ = ["emulator", "poisoned_memory"]
 pytestmark = [needs_emulator, pytest.mark.cpu_only]
 
 CPU = torch.device("cpu")
-MOST = 64
+MOST, REAL_BOUND = 64, plan.ONE_RANK_TOKENS
 SETTINGS: dict[str, Any] = {
     "hidden_size": 384,
     "num_experts": 10,
@@ -43,8 +47,17 @@ ONE_LAUNCH_EACH = {"one_rank_dispatch", "one_rank_combine"}
 def waiting_kernels() -> Iterator[None]:
     """Steps are done as by ranks that have peers."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuda, "of_one_rank", lambda geometry, num_tokens: None)
+        patch.setattr(cuda, "of_one_rank", lambda geometry: None)
         yield
+
+
+@pytest.fixture(autouse=True)
+def lower_bound(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Fewer tokens to emulate."""
+    monkeypatch.setattr(plan, "ONE_RANK_TOKENS", MOST)
+    forget_plans()
+    yield
+    forget_plans()
 
 
 class Both:
@@ -179,8 +192,20 @@ def test_the_bound_divides_steps_of_one_exchange(emulator: Emulator, seed: int) 
     both = Both(emulator)
     for step, count in enumerate([MOST, MOST + 1, 1, MOST + 1, MOST + 6, 0, 2, MOST]):
         both.step(tokens(seed + step, count), seed + step)
-        assert ({name for _, name in emulator.launched} == ONE_LAUNCH_EACH) == (count <= MOST)
+        dispatch = {"one_rank_dispatch"} if count <= MOST else {"dispatch_send", "recv_permute"}
+        assert {name for _, name in emulator.launched} == {*dispatch, "one_rank_combine"}
     both.alone.contexts[0].check_peers()
+
+
+def test_the_bound_as_it_is(emulator: Emulator, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An expert may get as many rows as a block of swizzled scales has."""
+    monkeypatch.setattr(plan, "ONE_RANK_TOKENS", REAL_BOUND)
+    forget_plans()
+    settings: dict[str, Any] = {"hidden_size": 128, "max_tokens_per_rank": REAL_BOUND + 12}
+    both = Both(emulator, **settings, mode="contiguous")
+    for step, count in enumerate([REAL_BOUND, REAL_BOUND + 1, 1, REAL_BOUND + 12]):
+        both.step(tokens(seed + step, count, "one" if step == 0 else "random", **settings), seed)
+        assert (("one_rank_dispatch.cu", "one_rank_dispatch") in emulator.launched) == (count <= REAL_BOUND)
 
 
 @pytest.mark.parametrize(
@@ -274,6 +299,51 @@ def test_routing_that_is_sent_again(emulator: Emulator, seed: int) -> None:
         assert_same_bits(y, wanted)
 
 
+def run_padded(emulator: Emulator, seed: int) -> None:
+    """Kernels that look at flags follow dispatches whose flags come before what they stand for."""
+    settings = {**SETTINGS, "token_format": "bf16", "mode": "gathered"}
+    own = Ranks(1, CPU, HOPPER, **settings).dispatchers[0]
+    inputs = [tokens(seed + step, count) for step, count in enumerate([5, MOST, 1, 7, MOST + 1, 2])]
+    experts, hidden, slots = SETTINGS["num_experts"], SETTINGS["hidden_size"], SETTINGS["max_tokens_per_rank"]
+    found = []
+    with emulator.together():
+        for some in (inputs[:1], inputs[1:2], inputs[2:4], inputs[4:]):
+            handles = [own.dispatch_send(data.x, data.topk_idx, data.topk_weights) for data in some]
+            for handle in handles:
+                out = PaddedRows.allocate(experts, slots, 2 * hidden, 1, SETTINGS["top_k"], device=CPU)
+                own.dispatch_recv_padded(handle, out)
+                found.append(out)
+    for step, (data, out) in enumerate(zip(inputs, found, strict=True)):
+        for e, came in enumerate(expected_groups([data], range(experts))):
+            assert int(out.counts[e]) == len(came)
+            rows = data.x[[token for _, token, _ in came]].view(torch.uint8)
+            assert_same_bits(out.rows[e, : len(came)], rows, f"rows of expert {e} in step {step}")
+    own.context.check_peers()
+
+
+def slow_records(text: str) -> str:
+    """Records that are stored long after their token flags."""
+    return text.replace(
+        "if (!good) continue;", "for (int i = 0; i < 30; ++i) load_relaxed(latch); if (!good) continue;"
+    )
+
+
+def test_padded_rows(emulator: Emulator, seed: int) -> None:
+    emulator.edit = slow_records
+    for turn in range(4):
+        run_padded(emulator, seed + turn)
+
+
+def test_padded_rows_that_come_too_early_are_found(
+    emulator: Emulator, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda, "_flags_are_unordered", lambda geometry: False)
+    emulator.edit = slow_records
+    with pytest.raises(AssertionError):
+        for turn in range(20):
+            run_padded(emulator, seed + turn)
+
+
 def run_together(emulator: Emulator, seed: int) -> None:
     """Steps whose kernels begin before those before have ended, and blocks of a kernel one after the other."""
     settings = {**SETTINGS, "num_experts": 70}
@@ -328,10 +398,12 @@ def test_kernels_that_are_wrong_are_found(what: str, emulator: Emulator, seed: i
     assert edited > 0
 
 
-def test_ranks_with_peers_wait_as_before() -> None:
-    sizes = {**SETTINGS, "max_tokens_per_rank": 4}
-    for world, expected in [(1, MOST), (2, 0)]:
-        geometry = Ranks(world, CPU, "torch", **sizes).dispatchers[0].geometry
-        assert required_plan(geometry).one_rank_tokens == expected
-        assert required_plan(geometry).takes_alone(0) == (expected > 0)
-        assert not required_plan(geometry).takes_alone(MOST + 1)
+@pytest.mark.parametrize(
+    ("world", "max_tokens", "expected"), [(1, 1, 32), (1, 33, 64), (1, 4096, MOST), (2, 1, 0), (32, 64, 0)]
+)
+def test_the_plan_of_a_rank_alone(world: int, max_tokens: int, expected: int) -> None:
+    geometry = replace(one_rank_geometry("nvfp4", max_tokens=max_tokens), world_size=world)
+    sizes = required_plan(geometry)
+    assert sizes.one_rank_tokens == expected and sizes.one_rank == (world == 1)
+    assert sizes.dispatches_at_once(expected) == (world == 1)
+    assert not sizes.dispatches_at_once(expected + 1)
