@@ -188,6 +188,13 @@ def exchange_plans(
                 "combine_recv": plan.combine_recv_blocks(count, sms),
             },
         }
+        if plan.one_rank:
+            blocks = {"one_rank_dispatch": plan.one_rank_dispatch_blocks(count, sms)}
+            if plan.dispatches_at_once(count):
+                found[count]["flags"] = "none"
+            else:
+                blocks = {name: found[count]["blocks"][name] for name in ("dispatch_send", "recv_permute")}
+            found[count]["blocks"] = blocks | {"one_rank_combine": plan.one_rank_combine_blocks(count, sms)}
     return found
 
 
@@ -391,6 +398,8 @@ def _print_deep_ep(report: dict[str, Any], console: Console) -> None:
 
 def _print_exchange_plans(report: dict[str, Any], console: Console) -> None:
     kernels = "dispatch_send, recv_permute, combine_send, combine_recv"
+    if report["world_size"] == 1:
+        kernels = "one_rank_dispatch, or dispatch_send and recv_permute; one_rank_combine"
     title = f"Exchange on {report['world_size']} rank(s); blocks of {kernels}"
     columns = ("tokens per rank", "engine", "rows", "record", "partial sum", "a flag for", "combine parts", "blocks")
     table = Table(*columns, title=title)

@@ -284,7 +284,7 @@ class MoELayer(nn.Module):
         """Weight and sum this rank's rows of each token, and send the sums to the token's rank."""
         assert step.handle is not None and step.received is not None and step.output is not None
         with phase("combine_send", self.times):
-            step.dispatcher.combine_send(step.output, step.handle)
+            step.dispatcher._combine_at_once(step.output, step.handle, step.shared)
         if self.counters is not None:
             # Now, while results travel.
             with collective_step(self.context):

@@ -22,6 +22,7 @@
 #include "signalling.cuh"
 #endif
 #include "partial.cuh"
+#include "expert_output.cuh"
 #include "row_ring.cuh"
 
 constexpr int UNIT = unit_numbers(WIRE), UNITS = HIDDEN / UNIT, PER_THREAD = (UNITS + 32 * READERS - 1) / (32 * READERS);
@@ -33,17 +34,6 @@ constexpr int LOADS = UNIT * OUTPUT_BYTES / 16;
 // Marks of a row: what it is, whether it is the token's last, and whether the step has failed.
 constexpr u32 OUTPUT = 1, PARTIAL = 2, SHARED = 4, LAST = 8, FAILED = 16;
 constexpr u64 END = 0, SIGNAL = 1;  // in place of a row's address at home; both come without a row and with LAST
-
-// Number `n` of a unit of an expert's row, rounded to bf16.
-__device__ __forceinline__ float output_number(const uint4 (&raw)[LOADS], int n) {
-  const uint4 four = raw[n * OUTPUT_BYTES / 16];
-  const int word = n * OUTPUT_BYTES / 4 % 4;
-  const u32 bits = word == 0 ? four.x : word == 1 ? four.y : word == 2 ? four.z : four.w;
-  return bf16_value(OUTPUT_BF16 ? bits >> 16 * (n % 2) & 0xFFFF : bf16_bits(__uint_as_float(bits)));
-}
-
-// A valid unit, also for threads that have none.
-__device__ __forceinline__ int inside(int unit, int units) { return min(unit, units - 1); }
 
 // The slot that a lane looks into. Tokens of all ranks take turns, beginning with a neighbour's: so all links are busy all the
 // time, and not all ranks send to the same one.
@@ -267,7 +257,7 @@ extern "C" __global__ void __launch_bounds__(32 * READERS + 64 + 32 * AWAIT_TOKE
         for (int i = 0; i < PER_THREAD; ++i)
 #pragma unroll
           for (int n = 0; n < UNIT; ++n)
-            total[i][n] = __fadd_rn(total[i][n], __fmul_rn(note.weight, output_number(raw[i], n)));
+            total[i][n] = __fadd_rn(total[i][n], __fmul_rn(note.weight, output_number<OUTPUT_BYTES>(raw[i], n)));
       }
       rows.pop();
       if (!(note.marks & LAST)) continue;

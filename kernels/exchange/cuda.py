@@ -7,7 +7,8 @@ their sizes.
 of its experts. `recv_count`, `recv_permute` and `recv_scales` wait for tokens, group their rows by expert, and copy
 rows and scales unless the GEMM reads them where they landed. `combine_send` sums the rows of a token on this rank and
 copies the partial result home. `combine_recv` sums over ranks in a fixed order. A kernel may begin while the one before
-it drains, unless SMs are to be left free (`num_sms`).
+it drains, unless SMs are to be left free (`num_sms`). A rank without peers waits for nobody: `one_rank_combine` does its
+combine, and `one_rank_dispatch` its dispatch of few tokens.
 
 Bytes over the links decide the time from 1 MB a peer on: `record_bytes` for each (token, rank that holds one of its
 experts), and `partial_bytes` for each of those on the way home. 4 H200s give 263 GB/s out of a rank with 1 MB for each
@@ -24,18 +25,25 @@ What was tried and what it gave, and why sizes are as they are: `kernels/exchang
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from moe_runtime.comm.signals import COMBINED
 from moe_runtime.kernels.exchange.geometry import ExchangeGeometry
-from moe_runtime.kernels.exchange.interface import ExchangeMemory, RecvBuffers
+from moe_runtime.kernels.exchange.interface import ExchangeMemory, OneRankExchange, RecvBuffers
 from moe_runtime.kernels.exchange.landing import LandedTokens
-from moe_runtime.kernels.exchange.macros import combine_macros, dispatch_macros, recv_macros
+from moe_runtime.kernels.exchange.macros import (
+    combine_macros,
+    dispatch_macros,
+    one_rank_combine_macros,
+    one_rank_dispatch_macros,
+    recv_macros,
+)
 from moe_runtime.kernels.exchange.padded import place_padded_rows
 from moe_runtime.kernels.exchange.padded_rows import PaddedRows, PaddedScales
-from moe_runtime.kernels.exchange.plan import WARP, required_plan
+from moe_runtime.kernels.exchange.plan import ONE_RANK_SUM_THREADS, WARP, required_plan
 from moe_runtime.kernels.formats.number_formats import FormatCode
 from moe_runtime.kernels.nvrtc import Defines, int64, launch, most_sms
 
@@ -68,6 +76,11 @@ def _flags_come_last(context: ExchangeMemory) -> bool:
     The collective transport stores by torch's kernels, flags and counts in no order.
     """
     return context.heap.directly_mapped
+
+
+def _flags_are_unordered(geometry: ExchangeGeometry) -> bool:
+    """Whether a dispatch may be one of `ONE_RANK`, whose flags say nothing before it has ended."""
+    return required_plan(geometry).one_rank
 
 
 def dispatch_send(
@@ -159,9 +172,27 @@ def dispatch_recv(
     buffers: RecvBuffers,
 ) -> None:
     """See `interface.ExchangeBackend`."""
+    _group(context, geometry, handle_epoch, timeout_ns, buffers, early=_flags_come_last(context))
+
+
+def _group(
+    context: ExchangeMemory,
+    geometry: ExchangeGeometry,
+    handle_epoch: torch.Tensor,
+    timeout_ns: int,
+    buffers: RecvBuffers,
+    *,
+    early: bool,
+) -> None:
+    """`dispatch_recv`; `early` as for `_receive`."""
     copies_scales = buffers.scales is not None and geometry.token_format.scale_dtype is not None
     macros = recv_macros(geometry, scales=copies_scales)
-    _receive(context, geometry, handle_epoch, timeout_ns, buffers, macros, None, [])
+    _receive(context, geometry, handle_epoch, timeout_ns, buffers, macros, early=early)
+
+
+def of_one_rank(geometry: ExchangeGeometry) -> OneRankExchange | None:
+    """`ONE_RANK` for a rank without peers."""
+    return ONE_RANK if required_plan(geometry).one_rank else None
 
 
 def can_await_tokens(context: ExchangeMemory) -> bool:
@@ -187,13 +218,15 @@ def dispatch_recv_padded(
     plan, fmt = required_plan(geometry), geometry.token_format
     wanted = PaddedScales.COLUMNS if fmt.code == FormatCode.FP8_BLOCK else PaddedScales.NONE
     own_rows = out.rows.shape[2] == fmt.quant_bytes(geometry.hidden) and out.kind == wanted and not fmt.swizzled
+    early = _flags_come_last(context) and not _flags_are_unordered(geometry)
     if plan.num_chunks > 1 or not own_rows:
-        dispatch_recv(context, geometry, handle_epoch, timeout_ns, buffers)
+        _group(context, geometry, handle_epoch, timeout_ns, buffers, early=early)
         found = buffers.row_index, buffers.positions, buffers.group_offsets, handle_epoch
         place_padded_rows(LandedTokens.of(context, geometry, *found), scales_at, out, statistics)
         return
     written = [out.counts, out.source_tokens, out.layout_range, statistics]
-    _receive(context, geometry, handle_epoch, timeout_ns, buffers, recv_macros(geometry, padded=True), out, written)
+    macros = recv_macros(geometry, padded=True)
+    _receive(context, geometry, handle_epoch, timeout_ns, buffers, macros, early=early, out=out, padded=written)
 
 
 def _receive(
@@ -203,17 +236,22 @@ def _receive(
     timeout_ns: int,
     buffers: RecvBuffers,
     macros: Defines,
-    out: PaddedRows | None,
-    padded: list[Any],
+    *,
+    early: bool,
+    out: PaddedRows | None = None,
+    padded: Sequence[Any] = (),
 ) -> None:
-    """`dispatch_recv` into `buffers`, or, with `out`, into its rows, scales and positions and into `padded`."""
+    """`dispatch_recv` into `buffers`, or, with `out`, into its rows, scales and positions and into `padded`.
+
+    `early` is whether the kernels may begin before the one that sends has ended.
+    """
     rows, scales, positions = buffers.rows, buffers.scales, buffers.positions
     if out is not None:
         rows, scales, positions = out.rows, out.scales, out.positions
     plan, copies_scales = required_plan(geometry), scales is not None and geometry.token_format.scale_dtype is not None
     sms, block = most_sms(context.device), plan.recv_warps * WARP
     landing_half = geometry.landing_half(context.half_bytes["landing"])
-    early = _flags_come_last(context) and plan.overlaps
+    early = early and plan.overlaps
     # What both kernels begin and end with.
     memory = [
         context.landing_pointers,
@@ -330,7 +368,7 @@ def combine_send(
             *arrival,
         ],
         device=context.device,
-        early=plan.overlaps,
+        early=plan.overlaps and (await_ns is None or not _flags_are_unordered(geometry)),
     )
 
 
@@ -380,3 +418,116 @@ def combine_recv(
         device=context.device,
         early=not of_some and _flags_come_last(context) and plan.overlaps,
     )
+
+
+class _OneRank:
+    """The kernels of a rank alone: an `interface.OneRankExchange`."""
+
+    def dispatches(self, geometry: ExchangeGeometry, num_tokens: int) -> bool:
+        """See `interface.OneRankExchange`."""
+        return required_plan(geometry).dispatches_at_once(num_tokens)
+
+    def dispatch(
+        self,
+        context: ExchangeMemory,
+        geometry: ExchangeGeometry,
+        x_TH: torch.Tensor,
+        topk_idx_TK: torch.Tensor,
+        topk_weights_TK: torch.Tensor,
+        gsf: torch.Tensor | None,
+        handle_epoch: torch.Tensor,
+        num_parts_T: torch.Tensor,
+        buffers: RecvBuffers,
+    ) -> None:
+        """See `interface.OneRankExchange`."""
+        plan, num_tokens, x_TH = required_plan(geometry), x_TH.shape[0], aligned(x_TH)
+        landing_half = geometry.landing_half(context.half_bytes["landing"])
+        copies_scales = buffers.scales is not None and geometry.token_format.scale_dtype is not None
+        launch(
+            "one_rank_dispatch.cu",
+            geometry.kernel_prefix + "one_rank_dispatch",
+            one_rank_dispatch_macros(
+                geometry,
+                ids_64=topk_idx_TK.dtype == torch.int64,
+                static_gsf=gsf is not None,
+                scales=copies_scales,
+            ),
+            grid=(plan.one_rank_dispatch_blocks(num_tokens, most_sms(context.device)), 1, 1),
+            block=plan.one_rank_threads,
+            shared_bytes=plan.one_rank_shared_bytes,
+            arguments=[
+                x_TH,
+                int64(x_TH.stride(0)),
+                topk_idx_TK,
+                topk_weights_TK,
+                gsf,
+                num_tokens,
+                geometry.count_tag,
+                buffers.group_offsets,
+                buffers.group_scale_offsets,
+                buffers.row_index,
+                buffers.positions,
+                buffers.rows,
+                buffers.scales,
+                buffers.row_scale,
+                context.landing_pointers,
+                context.token_flags_pointers,
+                context.signal_pointers,
+                context.epoch,
+                handle_epoch,
+                num_parts_T,
+                context.error,
+                context.latch,
+                context.counters,
+                geometry.num_slots,
+                geometry.row_capacity,
+                landing_half // geometry.record.record_bytes,
+                int64(landing_half),
+                int64(context.half_bytes["token_flags"]),
+            ],
+            device=context.device,
+            early=plan.overlaps,
+        )
+
+    def combine(
+        self,
+        context: ExchangeMemory,
+        geometry: ExchangeGeometry,
+        output_RH: torch.Tensor,
+        positions_SK: torch.Tensor,
+        handle_epoch: torch.Tensor,
+        shared_TH: torch.Tensor | None,
+        y_TH: torch.Tensor,
+    ) -> None:
+        """See `interface.OneRankExchange`."""
+        plan, num_tokens, output_RH = required_plan(geometry), y_TH.shape[0], aligned(output_RH)
+        shared_TH = None if shared_TH is None else aligned(shared_TH)
+        is_bf16 = output_RH.dtype == torch.bfloat16
+        launch(
+            "one_rank_combine.cu",
+            geometry.kernel_prefix + "one_rank_combine",
+            one_rank_combine_macros(geometry, output_bf16=is_bf16, has_shared=shared_TH is not None),
+            grid=(plan.one_rank_combine_blocks(num_tokens, most_sms(context.device)), 1, 1),
+            block=ONE_RANK_SUM_THREADS,
+            arguments=[
+                y_TH,
+                shared_TH,
+                int64(shared_TH.stride(0) if shared_TH is not None else 0),
+                output_RH,
+                int64(output_RH.stride(0) * output_RH.element_size()),
+                positions_SK,
+                num_tokens,
+                context.landing_pointers,
+                context.signal_pointers,
+                context.epoch,
+                handle_epoch,
+                context.error,
+                context.latch,
+                int64(geometry.landing_half(context.half_bytes["landing"])),
+            ],
+            device=context.device,
+            early=plan.overlaps,
+        )
+
+
+ONE_RANK = _OneRank()

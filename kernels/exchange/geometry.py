@@ -148,6 +148,15 @@ def sample_geometry(
     return ExchangeGeometry(3, 8, record, FORMATS[combine_format], 256, max_tokens, contiguous, rows, num_sms)
 
 
+def one_rank_geometry(
+    token_format: str, *, combine_format: str = "bf16", max_tokens: int = 32, contiguous: bool = False
+) -> ExchangeGeometry:
+    """A rank alone in a layer of Qwen3-30B-A3B's size: what kernels of one rank are compiled ahead of time for."""
+    record = RecordLayout(FORMATS[token_format], 2048, 8)
+    rows = worst_case_rows(128, 1, 8, max_tokens)
+    return ExchangeGeometry(0, 1, record, FORMATS[combine_format], 128, max_tokens, contiguous, rows)
+
+
 def worst_case_rows(num_experts: int, world_size: int, top_k: int, max_tokens: int) -> int:
     """(token, expert) rows that arrive at one rank at most: every token of every rank, on all its local experts."""
     most_local = ceil_div(num_experts, world_size)

@@ -80,6 +80,43 @@ class RecvBuffers:
     counts: torch.Tensor | None
 
 
+class OneRankExchange(Protocol):
+    """What a rank alone does in fewer launches: nothing travels, so nothing is awaited.
+
+    It writes what `ExchangeBackend` would, also in the memory of the exchange. But nothing orders the flags: kernels
+    that look at them must not begin before `dispatch` has ended. Partial results stay in registers.
+    """
+
+    def dispatches(self, geometry: ExchangeGeometry, num_tokens: int) -> bool:
+        """Whether `dispatch` takes so many tokens; `combine` takes any number."""
+
+    def dispatch(
+        self,
+        context: ExchangeMemory,
+        geometry: ExchangeGeometry,
+        x_TH: torch.Tensor,
+        topk_idx_TK: torch.Tensor,
+        topk_weights_TK: torch.Tensor,
+        gsf: torch.Tensor | None,
+        handle_epoch: torch.Tensor,
+        num_parts_T: torch.Tensor,
+        buffers: RecvBuffers,
+    ) -> None:
+        """`ExchangeBackend.dispatch_send` and `dispatch_recv`, with their arguments."""
+
+    def combine(
+        self,
+        context: ExchangeMemory,
+        geometry: ExchangeGeometry,
+        output_RH: torch.Tensor,
+        positions_SK: torch.Tensor,
+        handle_epoch: torch.Tensor,
+        shared_TH: torch.Tensor | None,
+        y_TH: torch.Tensor,
+    ) -> None:
+        """`ExchangeBackend.combine_send` and `combine_recv`, with their arguments."""
+
+
 class ExchangeBackend(Protocol):
     """Dispatch and combine of one engine. All engines write the same bits, so ranks may differ in their engine.
 
@@ -95,6 +132,9 @@ class ExchangeBackend(Protocol):
 
     def allocate_counts(self, geometry: ExchangeGeometry, device: torch.device) -> torch.Tensor | None:
         """Uninitialised int32 scratch memory of `dispatch_recv`; None where it needs none."""
+
+    def of_one_rank(self, geometry: ExchangeGeometry) -> OneRankExchange | None:
+        """What a rank alone takes instead; None for ranks with peers, and where there is no such thing."""
 
     def dispatch_send(
         self,

@@ -7,13 +7,22 @@ from functools import cache
 
 from moe_runtime.comm.errors import ErrorCode, Phase
 from moe_runtime.comm.signals import ABORT_WORDS, COUNT_BITS, PROGRESS_PARTS, TURN_BIT, SignalLayout
-from moe_runtime.kernels.exchange.geometry import ExchangeGeometry, sample_geometry
-from moe_runtime.kernels.exchange.plan import required_plan
+from moe_runtime.kernels.exchange.geometry import ExchangeGeometry, one_rank_geometry, sample_geometry
+from moe_runtime.kernels.exchange.plan import ONE_RANK_SUM_THREADS, required_plan
 from moe_runtime.kernels.formats.number_formats import COMBINE_FORMATS, FORMATS
 from moe_runtime.kernels.nvrtc import Defines
 from moe_runtime.kernels.runtime import CudaCase
 
-KERNELS = ("dispatch_send", "recv_count", "recv_permute", "recv_scales", "combine_send", "combine_recv")
+KERNELS = (
+    "dispatch_send",
+    "recv_count",
+    "recv_permute",
+    "recv_scales",
+    "combine_send",
+    "combine_recv",
+    "one_rank_dispatch",
+    "one_rank_combine",
+)
 
 
 def shared_macros(geometry: ExchangeGeometry) -> dict[str, int | str]:
@@ -122,6 +131,49 @@ def combine_macros(
     )
 
 
+@cache
+def one_rank_dispatch_macros(geometry: ExchangeGeometry, *, ids_64: bool, static_gsf: bool, scales: bool) -> Defines:
+    """Macros of `one_rank_dispatch.cu`; without `scales` those stay in the records."""
+    plan, fmt = required_plan(geometry), geometry.token_format
+    return Defines(
+        {
+            **shared_macros(geometry),
+            **token_macros(geometry),
+            "HIDDEN": geometry.hidden,
+            "IDS": "long long" if ids_64 else "int",
+            "EXPERTS": geometry.num_experts,
+            "MOST": plan.one_rank_tokens,
+            "THREADS": plan.one_rank_threads,
+            "STATIC_GSF": int(static_gsf),
+            "CONTIGUOUS": int(geometry.contiguous),
+            "QUANT_BYTES": fmt.quant_bytes(geometry.hidden),
+            "SCALE_COLUMNS": fmt.scale_columns(geometry.hidden) if scales else 0,
+            "ROUTING": int(ErrorCode.ROUTING),
+            "CAPACITY": int(ErrorCode.CAPACITY),
+            "DISPATCH_SEND": int(Phase.DISPATCH_SEND),
+            "DISPATCH_RECV": int(Phase.DISPATCH_RECV),
+        }
+    )
+
+
+@cache
+def one_rank_combine_macros(geometry: ExchangeGeometry, *, output_bf16: bool, has_shared: bool) -> Defines:
+    """Macros of `one_rank_combine.cu`."""
+    return Defines(
+        {
+            **shared_macros(geometry),
+            "HIDDEN": geometry.output_hidden,
+            "WIRE": int(geometry.combine_format.code),
+            "THREADS": ONE_RANK_SUM_THREADS,
+            "OUTPUT_BF16": int(output_bf16),
+            "HAS_SHARED": int(has_shared),
+            "COMBINE_FLAG": SignalLayout(geometry.world_size).combine_flag,
+            "STALE_HANDLE": int(ErrorCode.STALE_HANDLE),
+            "COMBINE_SEND": int(Phase.COMBINE_SEND),
+        }
+    )
+
+
 BULK_STORE = {90: r"cp\.async\.bulk\.global\.shared::cta\.bulk_group"}
 
 
@@ -141,8 +193,26 @@ def _combine_case(fmt: str, kernel: str, output_bf16: bool, has_shared: bool, nu
     return CudaCase(kernel, fmt, "combine.cu", kernel, defines, instruction=BULK_STORE if "send" in kernel else {})
 
 
+def _one_rank_cases(fmt: str) -> Iterator[CudaCase]:
+    """Rows gathered or copied, scales copied or left in the records; both kinds of outputs, a shared expert or none."""
+    for contiguous in (False, True):
+        geometry = one_rank_geometry(fmt, contiguous=contiguous)
+        for scales in (False, True) if FORMATS[fmt].swizzled and not contiguous else (True,):
+            defines = one_rank_dispatch_macros(geometry, ids_64=True, static_gsf=False, scales=scales)
+            yield CudaCase("one_rank_dispatch", fmt, "one_rank_dispatch.cu", "one_rank_dispatch", defines)
+    if FORMATS[fmt].has_row_scale:
+        defines = one_rank_dispatch_macros(one_rank_geometry(fmt), ids_64=False, static_gsf=True, scales=True)
+        yield CudaCase("one_rank_dispatch", fmt, "one_rank_dispatch.cu", "one_rank_dispatch", defines)
+    if fmt in COMBINE_FORMATS:
+        geometry = one_rank_geometry("nvfp4", combine_format=fmt)
+        for output_bf16, has_shared in ((True, False), (True, True), (False, False)):
+            defines = one_rank_combine_macros(geometry, output_bf16=output_bf16, has_shared=has_shared)
+            yield CudaCase("one_rank_combine", fmt, "one_rank_combine.cu", "one_rank_combine", defines)
+
+
 def _aot_cases(fmt: str) -> Iterator[CudaCase]:
-    """Few tokens and many, contiguous or not, and few SMs."""
+    """Few tokens and many, contiguous or not, few SMs, and a rank alone."""
+    yield from _one_rank_cases(fmt)
     yield from _recv_cases(fmt, sample_geometry(fmt))
     for geometry in (
         sample_geometry(fmt, contiguous=True),

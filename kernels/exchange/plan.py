@@ -12,7 +12,7 @@ from functools import cache
 
 from moe_runtime.comm.signals import PROGRESS_PARTS
 from moe_runtime.kernels.exchange.geometry import ExchangeGeometry
-from moe_runtime.kernels.formats.number_formats import align, ceil_div
+from moe_runtime.kernels.formats.number_formats import TokenFormat, align, ceil_div
 from moe_runtime.kernels.runtime import Engine
 
 WARP = 32
@@ -59,6 +59,12 @@ MAX_READERS = 14
 MAX_PLACES = 24
 RING_BARRIERS_BYTES = 2048
 """Shared memory for what goes with a ring: barriers and notes."""
+ONE_RANK_TOKENS = 128
+"""Tokens up to which a rank alone dispatches in one launch: scales of an expert's rows are then one block of 128."""
+ONE_RANK_THREADS = 256, 512
+"""Of a block of `one_rank_dispatch`, at least and at most: a thread takes one unit of a token."""
+ONE_RANK_SUM_THREADS = 128
+"""Of a block of `one_rank_combine`, each with one unit of a token."""
 TOKENS_IN_PARTS = 1024
 """`max_tokens` from which on tokens are combined in parts."""
 
@@ -97,6 +103,11 @@ class ExchangePlan:
         output_rings: rows of `combine_send`, fp32 and bf16.
         partial_rings: rows of `combine_recv`, without and with a shared expert.
         combine_shared_bytes: what `combine_send` needs in addition to its ring.
+        one_rank_tokens: tokens of a step up to which `one_rank_dispatch` does dispatch, a multiple of 32; 0 for ranks
+            that have peers. A rank without peers combines by `one_rank_combine`.
+        one_rank_threads: of a block of `one_rank_dispatch`.
+        one_rank_shared_bytes: shared memory of such a block.
+        one_rank_slices: blocks of `one_rank_combine` that share a token.
     """
 
     num_sms: int | None
@@ -120,6 +131,10 @@ class ExchangePlan:
     output_rings: tuple[RowRing, RowRing]
     partial_rings: tuple[RowRing, RowRing]
     combine_shared_bytes: int
+    one_rank_tokens: int
+    one_rank_threads: int
+    one_rank_shared_bytes: int
+    one_rank_slices: int
 
     @property
     def overlaps(self) -> bool:
@@ -178,6 +193,22 @@ class ExchangePlan:
         """One at least: a rank without tokens learns of a peer's failure in the same step."""
         return self._limited(min(num_tokens, sms))
 
+    @property
+    def one_rank(self) -> bool:
+        """Whether this rank has no peers: combine is one launch."""
+        return self.one_rank_tokens > 0
+
+    def dispatches_at_once(self, num_tokens: int) -> bool:
+        """Whether dispatch of `num_tokens` is one launch."""
+        return self.one_rank and num_tokens <= self.one_rank_tokens
+
+    def one_rank_dispatch_blocks(self, num_tokens: int, sms: int) -> int:
+        return self._limited(min(num_tokens, sms))
+
+    def one_rank_combine_blocks(self, num_tokens: int, sms: int) -> int:
+        blocks = self._limited(num_tokens * self.one_rank_slices)
+        return blocks if self.num_sms is not None else min(blocks, BLOCKS_PER_SM * sms)
+
     def _sms(self, sms: int) -> int:
         return sms if self.num_sms is None else min(sms, self.num_sms)
 
@@ -223,6 +254,8 @@ def plan_exchange(geometry: ExchangeGeometry) -> ExchangePlan | None:
     # Two blocks of an SM, where one kernel begins while the other drains.
     half = g.num_sms is None
     combine_shared_bytes = PARTIAL_STAGES * g.partial_bytes
+    least, most = ONE_RANK_THREADS
+    one_rank_tokens = min(ONE_RANK_TOKENS, align(g.max_tokens, WARP))
     return ExchangePlan(
         num_sms=g.num_sms,
         num_slots=g.num_slots,
@@ -240,7 +273,7 @@ def plan_exchange(geometry: ExchangeGeometry) -> ExchangePlan | None:
         place_shared_bytes=_place_shared_bytes(g, chunk_slots),
         num_parts=num_parts,
         part_tokens=ceil_div(g.max_tokens, num_parts + 1),
-        output_readers=_readers(g.output_hidden // (8 if g.combine_format.name == "bf16" else 16)),
+        output_readers=_readers(g.output_hidden // _unit_numbers(g.combine_format)),
         partial_readers=_readers(g.output_hidden // 8),
         output_rings=(
             _ring(g.output_hidden * 4, combine_shared_bytes, half),
@@ -251,7 +284,16 @@ def plan_exchange(geometry: ExchangeGeometry) -> ExchangePlan | None:
             _ring(max(g.partial_bytes, 2 * g.output_hidden), 0, half),
         ),
         combine_shared_bytes=combine_shared_bytes,
+        one_rank_tokens=one_rank_tokens if g.world_size == 1 else 0,
+        one_rank_threads=max(least, min(most, align(ceil_div(g.hidden, _unit_numbers(fmt)), WARP))),
+        one_rank_shared_bytes=g.record.record_bytes + 4 * g.num_experts * (one_rank_tokens // WARP + 1),
+        one_rank_slices=ceil_div(g.output_hidden // _unit_numbers(g.combine_format), ONE_RANK_SUM_THREADS),
     )
+
+
+def _unit_numbers(fmt: TokenFormat) -> int:
+    """Numbers that a thread quantizes together; `unit_numbers` of quantize.cuh."""
+    return 8 if fmt.name == "bf16" else 16
 
 
 def _readers(units: int) -> int:

@@ -260,6 +260,10 @@ def can_keep_scales_in_record(geometry: ExchangeGeometry) -> bool:
     return False
 
 
+def of_one_rank(geometry: ExchangeGeometry) -> None:
+    """None: a step of a rank alone is as any other."""
+
+
 def can_await_tokens(context: ExchangeMemory) -> bool:
     """Never: `dispatch_recv` does."""
     return False

@@ -22,6 +22,7 @@ __all__ = [
     "dispatch_recv",
     "dispatch_recv_padded",
     "dispatch_send",
+    "of_one_rank",
 ]
 
 
@@ -33,6 +34,10 @@ def can_keep_scales_in_record(geometry: ExchangeGeometry) -> bool:
 def can_await_tokens(context: ExchangeMemory) -> bool:
     """Never: `dispatch_recv` does."""
     return False
+
+
+def of_one_rank(geometry: ExchangeGeometry) -> None:
+    """None: a step of a rank alone is as any other."""
 
 
 def dispatch_recv_padded(

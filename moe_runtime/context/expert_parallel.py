@@ -103,6 +103,7 @@ class ExpertParallelContext:
         signals: int32 view of the own signal region (after `allocate()`, like all below).
         signal_pointers, token_flags_pointers, landing_pointers, combine_pointers: int64 `[W]` for kernels.
         epoch: int32 `[1]`, number of the last dispatch.
+        dispatches: calls of `dispatch_send` so far; not those of replayed graphs, which `epoch` counts.
         error: int32 `[8]` in host-visible memory, `comm.signals.ERROR_WORDS`.
         latch: int32 `[2]` on the device: the first error, which alone is recorded, and whether all peers know of it.
         counters: int32 `[NUM_COUNTERS]` of `comm.signals` on the device, zero between kernels.
@@ -193,6 +194,7 @@ class ExpertParallelContext:
         self._read_by_old_graphs: list[object] = []
         self._exchanges = 0
         self._layers = 0
+        self.dispatches = 0
         self._failure: Exception | None = None
         self._abort_codes: np.ndarray | None = None
         self._side_stream: torch.cuda.Stream | None = None

@@ -27,12 +27,17 @@ class _Progress:
         between_hosts: of a context whose ranks are on several hosts.
         recv_buffers: for `dispatch_recv`, until it has run.
         output: bf16 `[T, H]` for `combine_recv`, between `combine_send` and itself.
+        received_in: where `dispatch_send` has done the work of `dispatch_recv`, too: `ExpertParallelContext.dispatches`
+            then.
+        summed: whether `combine_send` has done the work of `combine_recv`, too.
     """
 
     recv_buffers: RecvBuffers | None
     output: torch.Tensor | None = None
     stages_done: int = 0
     between_hosts: HostStep | None = None
+    received_in: int | None = None
+    summed: bool = False
 
 
 @dataclass
@@ -185,11 +190,27 @@ class DispatchHandle:
         """Note that no other stage may follow."""
         self._progress.stages_done = len(STAGES)
 
-    def take_recv_buffers(self) -> RecvBuffers:
-        """The buffers for `dispatch_recv`; from now on they live as long as whoever took them keeps them."""
-        buffers, self._progress.recv_buffers = self._progress.recv_buffers, None
+    @property
+    def recv_buffers(self) -> RecvBuffers:
+        """The buffers for `dispatch_recv`, which nobody has taken yet."""
+        buffers = self._progress.recv_buffers
         assert buffers is not None
         return buffers
+
+    def take_recv_buffers(self) -> RecvBuffers:
+        """The buffers for `dispatch_recv`; from now on they live as long as whoever took them keeps them."""
+        buffers, self._progress.recv_buffers = self.recv_buffers, None
+        return buffers
+
+    def _is_received(self, dispatches: int) -> bool:
+        """Whether its rows are grouped and lie where they did; `dispatches` is that of the context now."""
+        received_in = self._progress.received_in
+        return received_in is not None and dispatches - received_in < 2
+
+    @property
+    def summed(self) -> bool:
+        """Whether nothing is left to do for `combine_recv` but to return the sum."""
+        return self._progress.summed
 
     def allocate_output(self, out: torch.Tensor | None) -> None:
         """Memory for the sum of `combine_recv`, bf16 `[T, H]`: `out`, or made before sending (`RecvBuffers`)."""
@@ -200,10 +221,16 @@ class DispatchHandle:
         with torch.inference_mode(False):
             self._progress.output = torch.empty(shape, dtype=torch.bfloat16, device=self.epoch.device)
 
+    @property
+    def output(self) -> torch.Tensor:
+        """What `allocate_output` made, which nobody has taken yet."""
+        output = self._progress.output
+        assert output is not None
+        return output
+
     def take_output(self) -> torch.Tensor:
         """What `allocate_output` made, once."""
-        output, self._progress.output = self._progress.output, None
-        assert output is not None
+        output, self._progress.output = self.output, None
         return output
 
 

@@ -23,6 +23,7 @@ from moe_runtime.dispatcher.arguments import (
 from moe_runtime.dispatcher.backend import choose_backend
 from moe_runtime.dispatcher.handle import CombineSink, DispatchedTokens, DispatchHandle
 from moe_runtime.dispatcher.hierarchical import HostExchange
+from moe_runtime.kernels.exchange.interface import OneRankExchange
 from moe_runtime.kernels.exchange.landing import landing_rows, landing_scales
 from moe_runtime.kernels.exchange.padded_rows import PaddedRows
 from moe_runtime.kernels.exchange.reference import part_index
@@ -282,7 +283,7 @@ class TokenDispatcher:
             rows = expert_output.rows if isinstance(expert_output, CombineSink) else expert_output
             assert self._routing_only is not None
             return self._routing_only.combine(rows, renewed, shared=shared)
-        self.combine_send(expert_output, handle)
+        self._combine_at_once(expert_output, handle, shared)
         return self.combine_recv(handle, shared=shared)
 
     @by_one_thread
@@ -355,6 +356,12 @@ class TokenDispatcher:
                 receives = handle.epoch, handle.num_parts, handle.timeout_ns
                 handle._start_between_hosts(self._hosts.dispatch_send(*tokens, *receives))
                 return handle
+            context.dispatches += 1
+            alone = self._of_one_rank()
+            if alone is not None and alone.dispatches(geometry, handle.num_tokens):
+                alone.dispatch(context, geometry, *tokens, handle.epoch, handle.num_parts, handle.recv_buffers)
+                handle._progress.received_in = context.dispatches
+                return handle
             self._backend.dispatch_send(
                 context, geometry, self._starts, *tokens, handle.epoch, handle.num_parts, handle.timeout_ns
             )
@@ -389,7 +396,8 @@ class TokenDispatcher:
             handle.enter("dispatch_recv")
             self._forward(handle)
             buffers = handle.take_recv_buffers()
-            self._backend.dispatch_recv(context.memory, geometry, handle.epoch, handle.timeout_ns, buffers)
+            if not handle._is_received(context.dispatches):
+                self._backend.dispatch_recv(context.memory, geometry, handle.epoch, handle.timeout_ns, buffers)
             self._stepped = True
             self._raise_on_cpu()
         fmt, scales = geometry.token_format, buffers.scales
@@ -459,6 +467,22 @@ class TokenDispatcher:
 
         `out`, bf16 `[T, H]` and contiguous, is what `combine_recv` will write and return; None for a new tensor.
         """
+        self._combine_send(expert_output, handle, out)
+
+    def _combine_at_once(
+        self, expert_output: torch.Tensor | CombineSink, handle: DispatchHandle, shared: torch.Tensor | None
+    ) -> None:
+        """`combine_send` where `combine_recv` comes next, with this `shared`: a rank alone sums without it."""
+        self._combine_send(expert_output, handle, None, (shared,))
+
+    def _combine_send(
+        self,
+        expert_output: torch.Tensor | CombineSink,
+        handle: DispatchHandle,
+        out: torch.Tensor | None,
+        followed_with: tuple[torch.Tensor | None] | None = None,
+    ) -> None:
+        """`combine_send`; `followed_with` is what `combine_recv` will add, where that is known."""
         context, geometry = self.context, self.geometry
         output = expert_output.rows if isinstance(expert_output, CombineSink) else expert_output
         with collective_step(context):
@@ -472,6 +496,15 @@ class TokenDispatcher:
             if handle.num_rows is not None:
                 handle.enter("dispatch_recv")
                 positions, await_ns = self._receive_routing(handle)
+            alone = None if await_ns is not None else self._of_one_rank()
+            if alone is not None and followed_with is not None:
+                (shared,) = followed_with
+                check_shared(geometry, context.device, shared, handle.num_tokens)
+                handle.enter("combine_send")
+                handle.allocate_output(out)
+                alone.combine(context, geometry, output, positions, handle.epoch, shared, handle.output)
+                handle._progress.summed = True
+                return
             handle.enter("combine_send")
             handle.allocate_output(out)
             self._backend.combine_send(
@@ -526,7 +559,7 @@ class TokenDispatcher:
             if self._hosts is not None:
                 self._relay(handle)
                 self._hosts.total(handle.between_hosts, shared, y)
-            else:
+            elif not handle.summed:
                 self._backend.combine_recv(context, geometry, handle.epoch, handle.num_parts, shared, y, limit_ns)
             self._raise_on_cpu()
         return y
@@ -546,6 +579,12 @@ class TokenDispatcher:
         """Deprecated: `can_keep_scales_in_record`."""
         warn_renamed("can_leave_scales", "can_keep_scales_in_record")
         return self.can_keep_scales_in_record
+
+    def _of_one_rank(self) -> OneRankExchange | None:
+        """What this rank does without waiting, where it has no peers; None where it may have some."""
+        if self.geometry.world_size > 1 or self._hosts is not None or not self.context.heap.directly_mapped:
+            return None
+        return self._backend.of_one_rank(self.geometry)
 
     def _forward(self, handle: DispatchHandle) -> None:
         """`dispatch_forward`, once."""

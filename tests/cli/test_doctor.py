@@ -70,6 +70,17 @@ def test_the_exchange_of_hopper_is_planned_anywhere(capsys: pytest.CaptureFixtur
     assert "Exchange on 8 rank(s)" in capsys.readouterr().out
 
 
+@pytest.mark.cpu_only
+def test_the_kernels_of_a_rank_alone_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--config", "gpt_oss_120b", "--world-size", "1", "--hopper"]
+    assert doctor.main([*arguments, "--json"]) == 0
+    plans = json.loads(capsys.readouterr().out)["exchange_plans"]
+    assert plans["8"]["blocks"] == {"one_rank_dispatch": 8, "one_rank_combine": 24} and plans["8"]["flags"] == "none"
+    assert set(plans["1024"]["blocks"]) == {"dispatch_send", "recv_permute", "one_rank_combine"}
+    assert doctor.main(arguments) == 0
+    assert "one_rank_combine" in capsys.readouterr().out
+
+
 def test_an_exchange_too_wide_for_cuda_is_planned_for_triton(capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor.main(["--config", "deepseek_v3", "--world-size", "64", "--hopper", "--json"]) == 0
     plans = json.loads(capsys.readouterr().out)["exchange_plans"]

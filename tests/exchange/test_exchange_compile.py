@@ -14,7 +14,8 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from moe_runtime.kernels.exchange import cuda
+from moe_runtime.kernels import nvrtc
+from moe_runtime.kernels.exchange import cuda, plan
 from moe_runtime.kernels.exchange.geometry import ExchangeGeometry, worst_case_rows
 from moe_runtime.kernels.exchange.interface import ExchangeMemory, RecvBuffers
 from moe_runtime.kernels.exchange.plan import plan_exchange, required_plan
@@ -89,6 +90,11 @@ def launches(geometry: ExchangeGeometry, *, mapped: bool = True, shared: bool = 
         cuda.dispatch_recv(context, geometry, none, 1, buffers)
         cuda.combine_send(context, geometry, none, x, none, none)
         cuda.combine_recv(context, geometry, none, none, x if shared else None, x, 1)
+        few = x[: plan.ONE_RANK_TOKENS]
+        alone = cuda.of_one_rank(geometry)
+        if alone is not None:
+            alone.dispatch(context, geometry, few, none, none, None, none, none, buffers)
+            alone.combine(context, geometry, few, none, none, few if shared else None, few)
     return found
 
 
@@ -109,9 +115,9 @@ def test_launches_fit_and_copies_are_aligned(data: st.DataObject) -> None:
         data.draw(st.one_of(st.integers(1, 300), st.integers(1, 65536)), "max_tokens"),
         data.draw(st.booleans(), "contiguous"),
     )
-    plan = plan_exchange(geometry)
-    assume(plan is not None)
-    assert plan is not None
+    sizes = plan_exchange(geometry)
+    assume(sizes is not None)
+    assert sizes is not None
     found = launches(geometry)
     for launch in found:
         assert launch.block % 32 == 0 and 32 <= launch.block <= 1024, launch.name
@@ -123,7 +129,8 @@ def test_launches_fit_and_copies_are_aligned(data: st.DataObject) -> None:
     assert slots >= geometry.num_slots and int(defines["CHUNK"]) % 32 == 0
     assert int(defines["CHUNK"]) < 65536, "counts before a word are u16"
     assert ("recv_count" in names) == (int(defines["CHUNK"]) < geometry.num_slots)
-    assert ("recv_scales" in names) == plan.tiled_scales
+    assert ("recv_scales" in names) == sizes.tiled_scales
+    assert ("one_rank_dispatch" in names) == ("one_rank_combine" in names) == (world == 1)
     # Copies by the engine take whole 16 bytes, from and to a multiple of 16; the region may be another layer's size.
     region = align(half_bytes(geometry)["landing"] + data.draw(st.integers(0, 2**20), "other layer"), 256)
     record = geometry.record
@@ -153,6 +160,8 @@ EDGES = {
     "widest": ("nvfp4", "fp8_block", 32768, 8, 8, 512, 65536, False),
     "widest records": ("bf16", "bf16", 28672, 32, 8, 512, 700, True),
     "most experts": ("nvfp4", "mxfp8", 2880, 4, 1, 3500, 300, True),
+    "one rank, widest": ("mxfp8", "fp8_block", 32768, 32, 1, 1000, 64, True),
+    "one rank, gpt-oss": ("nvfp4", "bf16", 2880, 4, 1, 128, 8, False),
     "deepseek_v3": ("nvfp4", "bf16", 7168, 8, 8, 256, 4096, True),
 }
 
@@ -180,6 +189,15 @@ def test_edges_compile_to_what_can_be_launched(case: str) -> None:
         assert static + launch.shared_bytes <= SHARED_BYTES_OF_A_BLOCK
         if launch.block < 1024:
             assert kernel.spilled_bytes <= KNOWN_SPILLS.get((case, launch.name), SPILL_BYTES), kernel.log
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a", "sm_120a"])
+def test_kernels_of_one_rank_compile_for_every_gpu(arch: str) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc")
+    geometry = geometry_of(*EDGES["one rank, gpt-oss"])
+    for launch in launches(geometry, shared=True):
+        if launch.name.startswith("one_rank"):
+            assert b"ELF" in nvrtc.compile_source(launch.file, launch.defines, arch)
 
 
 def test_what_torch_carries_is_waited_for() -> None:

@@ -97,7 +97,8 @@ def test_every_operation_and_format_has_a_kernel_for_every_architecture(results:
         archs[result["operation"], result["format"]].add(result["arch"])
     # Steps of Hopper's own kernels that the others have no need of, and what only a program times. Between hosts other
     # GPUs exchange by `collective`.
-    alone = {"dequant_tokens", "recv_scales", "write_clock", *hierarchical_cuda.KERNELS}
+    alone = {"dequant_tokens", "recv_scales", "write_clock", "one_rank_dispatch", "one_rank_combine"}
+    alone |= set(hierarchical_cuda.KERNELS)
     extra = {key for key in archs if key[0] in alone}
     wanted = {(operation, name) for operation, names in OPERATIONS.items() for name in names} | set(archs) - extra
     missing = {key: sorted(set(ALL_ARCHS) - archs[key]) for key in wanted if not archs[key] >= set(ALL_ARCHS)}

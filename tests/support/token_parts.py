@@ -16,6 +16,8 @@ def forget_plans() -> None:
     macros.dispatch_macros.cache_clear()
     macros.recv_macros.cache_clear()
     macros.combine_macros.cache_clear()
+    macros.one_rank_dispatch_macros.cache_clear()
+    macros.one_rank_combine_macros.cache_clear()
 
 
 @contextmanager
