@@ -58,6 +58,7 @@ KIND = "sanitizer"
 SEED = 0
 OVERLAPPED = "overlapped"
 SIZES = (
+    ("few", 4, 1, "layer"),
     ("decode", 4, 8, "layer"),
     ("decode", 3, 24, "zipf"),
     ("prefill", 3, 130, "zipf"),
@@ -73,6 +74,7 @@ _SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard)")
 
 
 MXFP4_SIZES = (
+    ("few", 4, 1, "layer", 320),
     ("decode", 4, 8, "layer", 256),
     ("prefill", 2, 200, "zipf", 256),
     ("prefill", 2, 130, "zipf", 320),
@@ -117,8 +119,15 @@ EXCHANGES: dict[str, dict[str, Any]] = {
     "exchange fp8_block, squared ReLU and a norm": {"token_format": "fp8_block", "mode": "contiguous"} | NORMED,
     "exchange bf16, many tokens": {"token_format": "bf16", "mode": "contiguous"} | MANY,
     "exchange nvfp4, many tokens": {"token_format": "nvfp4", "mode": "gathered"} | MANY,
+    "one rank, nvfp4, bf16 home": {"token_format": "nvfp4", "mode": "gathered", "ranks": 1},
+    "one rank, fp8_block contiguous, mxfp8 home": {
+        "token_format": "fp8_block",
+        "mode": "contiguous",
+        "combine_format": "mxfp8",
+        "ranks": 1,
+    },
 }
-"""Settings of layers on two ranks."""
+"""Settings of layers on RANKS ranks, or on as many as are given."""
 AGAIN: dict[str, dict[str, Any]] = {
     "handles again, bf16": {"token_format": "bf16", "combine_format": "bf16"},
     "handles again, fp8_block": {"token_format": "fp8_block", "combine_format": "fp8_block"},
@@ -129,9 +138,10 @@ RANKS = 2
 
 
 def exchange_config(name: str) -> MoELayerConfig:
-    """Of one of `EXCHANGES`, but for its mode, which layers do not choose."""
+    """Of one of `EXCHANGES`, but for its mode, which layers do not choose, and its ranks."""
     sizes = EXCHANGE_SIZES | {"intermediate_size": 256}
-    return MoELayerConfig(**(sizes | {key: value for key, value in EXCHANGES[name].items() if key != "mode"}))
+    own = {key: value for key, value in EXCHANGES[name].items() if key not in ("mode", "ranks")}
+    return MoELayerConfig(**(sizes | own))
 
 
 def names() -> list[str]:
@@ -158,7 +168,7 @@ def run_exchange(name: str, engine: str, device: str = "cuda") -> None:
         layer.dispatchers = {config.max_tokens_per_rank: layer.dispatcher}
         layer.load_random(SEED)
 
-    with VirtualRanks(config, RANKS, load, device=device, engine=engine) as ranks:
+    with VirtualRanks(config, EXCHANGES[name].get("ranks", RANKS), load, device=device, engine=engine) as ranks:
         for step in range(3):
             steps = [
                 random_cases.step_inputs(layer, "zipf", SEED, rank, step, config.max_tokens_per_rank - rank)

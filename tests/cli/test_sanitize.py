@@ -18,6 +18,7 @@ from moe_runtime.kernels.gemm.dequant_layout import DEQUANT_FORMATS, unit_column
 from moe_runtime.kernels.gemm.plan import choose_dequant_shape, choose_tma_shape
 from moe_runtime.kernels.gemm.shapes import (
     DEQUANT_DECODE,
+    DEQUANT_FEW,
     DEQUANT_MIDDLE,
     DEQUANT_PREFILL,
     TMA_DECODE,
@@ -52,12 +53,13 @@ def test_cases_take_both_regimes_of_each_kernel() -> None:
         seen[case.format].add(choose_dequant_shape(*sizes, rows.format, 4) if dequantized else choose_tma_shape(*sizes))
         gathers.add((case.format, rows.row_index is not None))
     for name, fmt in FORMATS.items():
-        dequant_shapes = {DEQUANT_DECODE, DEQUANT_MIDDLE, DEQUANT_PREFILL}
+        dequant_shapes = {DEQUANT_FEW, DEQUANT_DECODE, DEQUANT_MIDDLE, DEQUANT_PREFILL}
         assert seen[name] == (dequant_shapes if fmt in DEQUANT_FORMATS else {TMA_DECODE, TMA_PREFILL})
         assert {(name, True), (name, False)} <= gathers
     assert set(others) == {("mxfp4", "bf16"), ("mxfp4", "mxfp8")}
     for shapes in others.values():
-        assert shapes == {(Regime.DECODE, True), (Regime.PREFILL, True), (Regime.MIDDLE, False)}
+        kinds = {(Regime.FEW, False), (Regime.DECODE, True), (Regime.PREFILL, True), (Regime.MIDDLE, False)}
+        assert shapes == kinds
 
 
 @pytest.mark.parametrize("name", sanitize.EXCHANGES)
