@@ -53,7 +53,9 @@ def exchange_geometry(
     if top_k > num_experts:
         raise ValueError(f"top_k: expected at most num_experts = {num_experts}, got {top_k}")
     check_kind("mode", mode, str)
-    rows = resolve_mode(mode, max_tokens_per_rank, fmt.name)
+    rows = resolve_mode(
+        mode, max_tokens_per_rank, fmt.name, context.world_size * max_tokens_per_rank * top_k / num_experts
+    )
     fmt.check_columns(hidden_size, "hidden_size")
     check_kind("kernel_prefix", kernel_prefix, str)
     if not re.fullmatch("[A-Za-z_]*", kernel_prefix):
