@@ -16,8 +16,13 @@ import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from moe_runtime.comm.arguments import FP32, check_path, describe, is_real
-from moe_runtime.kernels.formats.number_formats import WEIGHT_FORMATS, token_formats_for, weight_format_named
+from moe_runtime.comm.arguments import FP32, check_integer, check_path, describe, is_real
+from moe_runtime.kernels.formats.number_formats import (
+    WEIGHT_FORMATS,
+    ceil_div,
+    token_formats_for,
+    weight_format_named,
+)
 from moe_runtime.support.deprecation import warn_renamed
 from moe_runtime.support.regular_files import read_regular
 
@@ -74,7 +79,7 @@ _Factor = Annotated[_Finite, AfterValidator(_positive)]
 
 
 def resolve_mode(
-    mode: str, max_tokens_per_rank: int, token_format: str, rows_per_expert: float | None = None
+    mode: str, max_tokens_per_rank: int, token_format: str, rows_per_expert: int | None = None
 ) -> ResolvedMode:
     """How rows lie after dispatch. All ranks must pass equal values.
 
@@ -84,7 +89,8 @@ def resolve_mode(
     else `contiguous`.
 
     Args:
-        rows_per_expert: if all ranks bring `max_tokens_per_rank` and all experts are chosen alike; None is many.
+        rows_per_expert: if all ranks bring `max_tokens_per_rank` and all experts are chosen alike, rounded up; None is
+            many.
 
     Raises `ValueError` for another `mode`.
 
@@ -333,8 +339,12 @@ class MoELayerConfig(_Model):
         return (*sorted({size for size in self.token_buckets if size < limit}), limit)
 
     def mode_on(self, world_size: int) -> ResolvedMode:
-        """How rows lie after dispatch of the largest steps on so many ranks, by `resolve_mode`."""
-        rows = world_size * self.max_tokens_per_rank * self.top_k / self.num_experts
+        """How rows lie after dispatch of the largest steps on so many ranks, by `resolve_mode`.
+
+        Raises `ValueError` for a `world_size` that is no positive integer below 2^31.
+        """
+        check_integer("world_size", world_size, high=_MOST)
+        rows = ceil_div(world_size * self.max_tokens_per_rank * self.top_k, self.num_experts)
         return resolve_mode("auto", self.max_tokens_per_rank, self.token_format, rows)
 
     @property

@@ -297,8 +297,8 @@ def test_every_key_is_described() -> None:
             assert field.description or name in ("router", "activation"), f"{model.__name__}.{name}"
 
 
-@given(st.integers(1, 10**6), st.sampled_from(sorted(FORMATS)), st.none() | st.floats(0, 200))
-def test_resolve_mode(tokens: int, fmt: str, rows: float | None) -> None:
+@given(st.integers(1, 10**6), st.sampled_from(sorted(FORMATS)), st.none() | st.integers(0, 200))
+def test_resolve_mode(tokens: int, fmt: str, rows: int | None) -> None:
     gathers = tokens <= 256 or fmt in ("nvfp4", "mxfp8") or (rows is not None and rows <= 64)
     assert resolve_mode("auto", tokens, fmt, rows) == ("gathered" if gathers else "contiguous")
     assert resolve_mode("gathered", tokens, fmt) == "gathered"
