@@ -115,7 +115,7 @@ def report(
     console.print(
         f"hidden {config.hidden_size}, intermediate {config.intermediate_size}, {config.num_experts} experts, "
         f"top {config.top_k}; tokens {config.token_format}, weights {config.weight_format}, "
-        f"combine {config.combine_format}, mode {config.resolved_mode}"
+        f"combine {config.combine_format}, mode {config.mode_on(context.world_size)}"
     )
     console.print(
         f"{context.world_size} rank(s) on {context.device.type}, transport {context.transport}, engine {context.engine}"

@@ -221,7 +221,7 @@ def report(
     mode: ModeName = "auto",
 ) -> None:
     """Print what all ranks found."""
-    rows = resolve_mode(mode, config.max_tokens_per_rank, config.token_format)
+    rows = config.mode_on(context.world_size) if mode == "auto" else resolve_mode(mode, 1, config.token_format)
     sizes = " or ".join(map(str, config.all_token_buckets))
     console.print(
         f"{PASSES} passes of {results[0].steps} steps, tokens {config.token_format}, combine {config.combine_format}, "

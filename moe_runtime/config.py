@@ -16,8 +16,13 @@ import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from moe_runtime.comm.arguments import FP32, check_path, describe, is_real
-from moe_runtime.kernels.formats.number_formats import WEIGHT_FORMATS, token_formats_for, weight_format_named
+from moe_runtime.comm.arguments import FP32, check_integer, check_path, describe, is_real
+from moe_runtime.kernels.formats.number_formats import (
+    WEIGHT_FORMATS,
+    ceil_div,
+    token_formats_for,
+    weight_format_named,
+)
 from moe_runtime.support.deprecation import warn_renamed
 from moe_runtime.support.regular_files import read_regular
 
@@ -32,6 +37,8 @@ OLD_MODES: dict[str, ResolvedMode] = {"packed": "contiguous", "indexed": "gather
 
 GATHERED_MAX_TOKENS = 256
 """Largest `max_tokens_per_rank` for which mode `auto` means `gathered` whatever the format."""
+GATHERED_MAX_ROWS = 64
+"""Most rows of an expert, on average, for which it does: more take the GEMM longer to gather than to copy before it."""
 
 MAX_EXPERTS = 65535
 """Expert ids travel as u16, and 65535 means unrouted."""
@@ -71,17 +78,26 @@ _Finite = Annotated[_Real, AfterValidator(_finite)]
 _Factor = Annotated[_Finite, AfterValidator(_positive)]
 
 
-def resolve_mode(mode: str, max_tokens_per_rank: int, token_format: str) -> ResolvedMode:
+def resolve_mode(
+    mode: str, max_tokens_per_rank: int, token_format: str, rows_per_expert: int | None = None
+) -> ResolvedMode:
     """How rows lie after dispatch. All ranks must pass equal values.
 
     `gathered` keeps one row per token and rank, which `row_index` finds: least traffic and memory, low latency.
     `contiguous` sorts rows by expert: the fastest reads for a GEMM that takes them as they are. `auto` is `gathered`
-    for formats whose rows are dequantized before the GEMM, and up to 256 tokens per rank; else `contiguous`.
+    for formats whose rows are dequantized before the GEMM, up to 256 tokens per rank, and up to 64 rows per expert;
+    else `contiguous`.
+
+    Args:
+        rows_per_expert: if all ranks bring `max_tokens_per_rank` and all experts are chosen alike, rounded up; None is
+            many.
 
     Raises `ValueError` for another `mode`.
 
     >>> [resolve_mode("auto", count, "fp8_block") for count in (256, 257)], resolve_mode("auto", 4096, "nvfp4")
     (['gathered', 'contiguous'], 'gathered')
+    >>> [resolve_mode("auto", 512, "fp8_block", rows) for rows in (64, 65)]
+    ['gathered', 'contiguous']
     """
     if mode in OLD_MODES:
         warn_renamed(f"mode {mode!r}", repr(OLD_MODES[mode]))
@@ -91,6 +107,7 @@ def resolve_mode(mode: str, max_tokens_per_rank: int, token_format: str) -> Reso
     if mode != "auto":
         raise ValueError(f"mode: expected auto, contiguous or gathered, got {mode!r}")
     few = max_tokens_per_rank <= GATHERED_MAX_TOKENS
+    few |= rows_per_expert is not None and rows_per_expert <= GATHERED_MAX_ROWS
     return "gathered" if few or token_format in ("nvfp4", "mxfp8") else "contiguous"
 
 
@@ -321,9 +338,19 @@ class MoELayerConfig(_Model):
         limit = self.max_tokens_per_rank
         return (*sorted({size for size in self.token_buckets if size < limit}), limit)
 
+    def mode_on(self, world_size: int) -> ResolvedMode:
+        """How rows lie after dispatch of the largest steps on so many ranks, by `resolve_mode`.
+
+        Raises `ValueError` for a `world_size` that is no positive integer below 2^31.
+        """
+        check_integer("world_size", world_size, high=_MOST)
+        rows = ceil_div(world_size * self.max_tokens_per_rank * self.top_k, self.num_experts)
+        return resolve_mode("auto", self.max_tokens_per_rank, self.token_format, rows)
+
     @property
     def resolved_mode(self) -> ResolvedMode:
-        """How rows lie after dispatch of the largest steps, by `resolve_mode`."""
+        """Deprecated: `mode_on`. What it is where experts have many rows."""
+        warn_renamed("resolved_mode", "mode_on(world_size)")
         return resolve_mode("auto", self.max_tokens_per_rank, self.token_format)
 
     def flat(self) -> dict[str, int | float | str | bool | None]:

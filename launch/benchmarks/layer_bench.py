@@ -260,7 +260,7 @@ class Bench:
                 "token_format": config.token_format,
                 "weight_format": config.weight_format,
                 "combine_format": config.combine_format,
-                "mode": config.resolved_mode,
+                "mode": config.mode_on(self.context.world_size),
                 "routing": self.routing,
                 "inputs_in_turn": len(self.turns),
                 "weight_copies": weight_copies,

@@ -14,7 +14,7 @@ from functools import cached_property
 from math import comb
 
 from moe_runtime.comm.hosts import Hosts
-from moe_runtime.config import MoELayerConfig
+from moe_runtime.config import MoELayerConfig, ResolvedMode
 from moe_runtime.context.memory import layer_geometry
 from moe_runtime.kernels.exchange.hierarchical import HostGeometry
 from moe_runtime.kernels.formats.number_formats import BF16, FORMATS, weight_format_named
@@ -114,6 +114,9 @@ def reached(experts_there: int, num_experts: int, top_k: int) -> float:
 class Deployment:
     """A layer over `hosts` hosts of `ranks_per_host` ranks; `max_tokens_per_rank` of the config is `T`.
 
+    Attributes:
+        mode: how rows lie after dispatch; None is as a layer chooses.
+
     Raises:
         ValueError: fewer than one host or rank, or ranks that do not divide the experts.
     """
@@ -121,6 +124,7 @@ class Deployment:
     config: MoELayerConfig
     hosts: int
     ranks_per_host: int
+    mode: ResolvedMode | None = None
 
     def __post_init__(self) -> None:
         for name in ("hosts", "ranks_per_host"):
@@ -196,7 +200,8 @@ def _products_us(config: MoELayerConfig, machine: Machine, rows: int, active: in
 def recv_us(where: Deployment, machine: Machine) -> float:
     """dispatch_recv: rows are copied by expert where they are to be contiguous; else they are only found."""
     row_bytes = format_bytes(FORMATS[where.config.token_format], where.config.hidden_size)
-    return machine.kernel(2 * where.rows * row_bytes if where.config.resolved_mode == "contiguous" else 0)
+    mode = where.mode or where.config.mode_on(where.ranks)
+    return machine.kernel(2 * where.rows * row_bytes if mode == "contiguous" else 0)
 
 
 def step(where: Deployment, machine: Machine, reach: Reach | None = None, experts: float | None = None) -> Parts:

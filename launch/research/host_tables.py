@@ -15,7 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
-from moe_runtime.config import MoELayerConfig
+from moe_runtime.config import OLD_MODES, MoELayerConfig
 from moe_runtime.launch.common import environment
 from moe_runtime.launch.reporting import runs
 from moe_runtime.launch.reporting.pages import between_marks, markdown_table
@@ -189,7 +189,9 @@ def one_host_results(machine: Machine) -> list[Result]:
                 continue
             formats = {key: result[key] for key in ("token_format", "weight_format", "combine_format")}
             config = MoELayerConfig.model_validate(sizes | formats | {"max_tokens_per_rank": tokens})
-            parts = host_model.one_host_step(Deployment(config, 1, runs.ranks_of(report)), machine)
+            # Runs are older than the rule for `auto` of now.
+            mode = OLD_MODES.get(result["mode"], result["mode"])
+            parts = host_model.one_host_step(Deployment(config, 1, runs.ranks_of(report), mode), machine)
             of = {"dispatch": host_model.ONE_HOST_DISPATCH, "combine": host_model.ONE_HOST_COMBINE}
             us = sum(parts[part] for part in of.get(operation, tuple(parts)))
             found.append(

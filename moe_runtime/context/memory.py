@@ -64,7 +64,7 @@ def layer_geometry(config: MoELayerConfig, world_size: int) -> ExchangeGeometry:
         combine_format=format_named(config.combine_format),
         num_experts=config.num_experts,
         max_tokens=config.max_tokens_per_rank,
-        contiguous=config.resolved_mode == "contiguous",
+        contiguous=config.mode_on(world_size) == "contiguous",
         row_capacity=config.expert_row_capacity
         or worst_case_rows(config.num_experts, world_size, config.top_k, config.max_tokens_per_rank),
     )

@@ -21,7 +21,7 @@ from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.kernels.exchange.geometry import ExchangeGeometry, worst_case_rows
 from moe_runtime.kernels.exchange.padded_rows import PaddedRows, PaddedScales
 from moe_runtime.kernels.exchange.record import RecordLayout
-from moe_runtime.kernels.formats.number_formats import TokenFormat, format_named
+from moe_runtime.kernels.formats.number_formats import TokenFormat, ceil_div, format_named
 
 BF16 = (torch.bfloat16,)
 
@@ -53,7 +53,8 @@ def exchange_geometry(
     if top_k > num_experts:
         raise ValueError(f"top_k: expected at most num_experts = {num_experts}, got {top_k}")
     check_kind("mode", mode, str)
-    rows = resolve_mode(mode, max_tokens_per_rank, fmt.name)
+    rows_per_expert = ceil_div(context.world_size * max_tokens_per_rank * top_k, num_experts)
+    rows = resolve_mode(mode, max_tokens_per_rank, fmt.name, rows_per_expert)
     fmt.check_columns(hidden_size, "hidden_size")
     check_kind("kernel_prefix", kernel_prefix, str)
     if not re.fullmatch("[A-Za-z_]*", kernel_prefix):

@@ -156,6 +156,16 @@ def test_an_iteration_has_fewer_steps_where_they_are_long(step_us: float, most: 
     assert steps_of_iteration(step_us, most) == steps
 
 
+def test_ranks_meet_after_their_head_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPUs that spin the same number of cycles at their own clocks would part again after a barrier."""
+    order: list[str] = []
+    monkeypatch.setattr(timing, "_barrier", lambda context: order.append("barrier"))
+    monkeypatch.setattr(timing._WallClock, "head_start", lambda clock: order.append("head start"))
+    with virtual_contexts(1)[0] as context:
+        measure(context, lambda number, lap: order.append("step"), iterations=2, capturable=False)
+    assert order[timing.WARM_UP_STEPS :] == ["head start", "barrier", "step"] * 2
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("capturable", [True, False])
 def test_long_steps_are_timed_without_rests_too(

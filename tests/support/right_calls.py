@@ -428,6 +428,7 @@ ARGUMENTS: dict[str, Callable[[World, Any], dict[str, Any]]] = {
     "MoELayerConfig": lambda w, on: (
         w.config().model_dump() | {"router": RouterConfig(), "activation": w.config().activation}
     ),
+    "MoELayerConfig.mode_on": lambda w, on: {"world_size": 2},
     "MoELayerConfig.replace": lambda w, on: {"top_k": 1},
     "ActivationConfig": lambda w, on: _activation_fields(w) | {"order": "gate_up"},
     "ActivationConfig.replace": lambda w, on: {"alpha": 2.0},

@@ -33,7 +33,10 @@ from moe_runtime.config import (
     load_config,
     resolve_mode,
 )
+from moe_runtime.context.memory import layer_geometry
+from moe_runtime.dispatcher.token_dispatcher import TokenDispatcher
 from moe_runtime.kernels.formats.number_formats import FORMATS, WEIGHT_FORMATS
+from moe_runtime.virtual import virtual_contexts
 from tests.support.programs import ROOT, python_path
 from tests.support.spawner import interpreter
 
@@ -294,12 +297,31 @@ def test_every_key_is_described() -> None:
             assert field.description or name in ("router", "activation"), f"{model.__name__}.{name}"
 
 
-@given(st.integers(1, 10**6), st.sampled_from(sorted(FORMATS)))
-def test_resolve_mode(tokens: int, fmt: str) -> None:
-    gathers = tokens <= 256 or fmt in ("nvfp4", "mxfp8")
-    assert resolve_mode("auto", tokens, fmt) == ("gathered" if gathers else "contiguous")
+@given(st.integers(1, 10**6), st.sampled_from(sorted(FORMATS)), st.none() | st.integers(0, 200))
+def test_resolve_mode(tokens: int, fmt: str, rows: int | None) -> None:
+    gathers = tokens <= 256 or fmt in ("nvfp4", "mxfp8") or (rows is not None and rows <= 64)
+    assert resolve_mode("auto", tokens, fmt, rows) == ("gathered" if gathers else "contiguous")
     assert resolve_mode("gathered", tokens, fmt) == "gathered"
     assert resolve_mode("contiguous", tokens, fmt) == "contiguous"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "tokens", "mode"), [(2, 512, "gathered"), (2, 513, "contiguous"), (4, 512, "contiguous")]
+)
+def test_rows_are_gathered_where_experts_have_few(ranks: int, tokens: int, mode: str) -> None:
+    """64 rows of each of 128 experts, and more; the dispatcher and the sizes of its memory say the same."""
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_experts": 128, "top_k": 8, "token_format": "fp8_block"}
+    config = MoELayerConfig.model_validate(sizes | {"max_tokens_per_rank": tokens})
+    assert config.mode_on(ranks) == mode
+    assert layer_geometry(config, ranks).contiguous == (mode == "contiguous")
+    context = virtual_contexts(ranks)[0]
+    assert TokenDispatcher.from_config(context, config).geometry.contiguous == (mode == "contiguous")
+
+
+def test_the_mode_without_ranks_is_deprecated() -> None:
+    config = MoELayerConfig(**LAYER)
+    with pytest.warns(DeprecationWarning, match="mode_on"):
+        assert config.resolved_mode == "gathered"
 
 
 def test_examples_in_docstrings() -> None:
