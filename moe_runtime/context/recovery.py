@@ -34,9 +34,14 @@ RECOVERABLE = (
 T = TypeVar("T")
 V = TypeVar("V")
 
+
+def is_recoverable(failure: Exception | None) -> bool:
+    """Whether survivors go on after it, or nothing has failed."""
+    return failure is None or (isinstance(failure, PeerTimeoutError) and failure.phase in RECOVERABLE)
+
+
 Asks = list[tuple[int, str]]
 """Ranks whose places processes ask for, with the words under which they are answered."""
-
 
 Held = list[list[int]]
 """The experts of each member, slot by slot."""
@@ -314,7 +319,7 @@ class Recovery:
                     self._others_lack_last = False
                 return work()
             except PeerTimeoutError as error:
-                if error.phase not in RECOVERABLE:
+                if not is_recoverable(error):
                     raise
                 self.recover(error)
 

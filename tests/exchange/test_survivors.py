@@ -145,24 +145,24 @@ def lose_experts(rank: int, world: int, folder: str, fmt: str, lost: str) -> tup
     ) as context:
         layer = MoELayer.from_checkpoint(folder, context=context, **config(fmt).model_dump())
         layer.warm_up()
-        load_again = layer._load_again
+        load_again = layer._members._load_again
 
         def load_when_told(*arguments: Any) -> None:
             assert rank != 2 or lost == "wait" or may_load.wait(PATIENCE_S)
             load_again(*arguments)
 
-        layer._load_again = load_when_told  # type: ignore[method-assign]
+        layer._members._load_again = load_when_told  # type: ignore[method-assign]
         results = []
         for step in range(LOST_STEPS):
             if step == DEATH and rank == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
             if step == LOADED:
                 may_load.set()
-                if layer._lost is not None:
-                    layer._lost._loading.result(PATIENCE_S)
+                if layer._members.lost is not None:
+                    layer._members.lost._loading.result(PATIENCE_S)
             mine = rank_input(step, rank, TOKENS - rank, HIDDEN, EXPERTS, TOP_K)
             y = layer(mine.x, topk_idx=mine.topk_idx, topk_weights=mine.topk_weights)
-            results.append((context.members, layer._lost is not None, y))
+            results.append((context.members, layer._members.lost is not None, y))
         return results, layer.without_expert
 
 
