@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -19,6 +20,7 @@ from moe_runtime.build import (
     fill_dense,
     load_dense,
     make_experts,
+    no_experts,
     random_expert,
 )
 from moe_runtime.checkpoints.checkpoint import Checkpoint, opened
@@ -35,7 +37,9 @@ from moe_runtime.dispatcher.arguments import flat_shared, flat_tokens
 from moe_runtime.dispatcher.handle import CombineSink
 from moe_runtime.dispatcher.token_dispatcher import TokenDispatcher
 from moe_runtime.experts import Experts
+from moe_runtime.kept_experts import load_kept
 from moe_runtime.kernels.formats.scale_blocks import expert_starts
+from moe_runtime.kernels.gemm.expert_norm import ExpertNorm
 from moe_runtime.layer_members import Holding, LayerMembers
 from moe_runtime.metrics import PhaseTimes, phase
 from moe_runtime.placement.migration import move_experts
@@ -352,7 +356,8 @@ class MoELayer(nn.Module):
                 layer.load_random(run.seed)
             else:
                 overrides = checkpoint_overrides(run.layer)
-                layer = cls._of_checkpoint(run.checkpoint.path, run.checkpoint.layer, used, placement, overrides)
+                path, number, keep = run.checkpoint.path, run.checkpoint.layer, run.checkpoint.keep_in_host_memory
+                layer = cls._of_checkpoint(path, number, used, placement, keep, overrides)
         layer._owns_context = context is None
         return layer
 
@@ -364,6 +369,7 @@ class MoELayer(nn.Module):
         layer: int = 0,
         context: ExpertParallelContext | None = None,
         placement: Placement | None = None,
+        keep_in_host_memory: bool = False,
         **overrides: object,
     ) -> MoELayer:
         """Layer `layer` of a safetensors checkpoint of a family in `moe_runtime.checkpoints.families`.
@@ -378,11 +384,14 @@ class MoELayer(nn.Module):
         NVFP4 tokens have a scale each, whatever `input_scale` the checkpoint has for them; that of the down projections
         becomes `intermediate_gsf`.
 
+        With `keep_in_host_memory` a copy of the loaded experts stays in host memory, from which a process that starts
+        again loads them (docs/failures.md).
+
         Raises:
             ValueError: naming the file and the tensor that is missing or wrong; the peers get `PeerAbortedError`.
         """
         with built_over(context) as used:
-            made = cls._of_checkpoint(path, layer, used, placement, overrides)
+            made = cls._of_checkpoint(path, layer, used, placement, keep_in_host_memory, overrides)
         made._owns_context = context is None
         return made
 
@@ -393,9 +402,10 @@ class MoELayer(nn.Module):
         layer: int,
         context: ExpertParallelContext,
         placement: Placement | None,
+        keep_in_host_memory: bool,
         overrides: dict[str, Any],
     ) -> MoELayer:
-        with Checkpoint(path) as checkpoint:
+        with Checkpoint(path, keep_in_host_memory=keep_in_host_memory) as checkpoint:
             config = checkpoint.layer_config(layer, **overrides)
             checkpoint.check_sizes(layer)
             made = cls(config, context, placement=placement)
@@ -416,7 +426,8 @@ class MoELayer(nn.Module):
         """Read router, shared expert and this rank's experts of decoder layer `layer`; on terminals with a bar.
 
         A `checkpoint` that is given as a path is opened for this and closed. Where the checkpoint has a shared expert
-        and the layer has none, `shared_elsewhere` says that the caller adds it (see `shared` of `forward`).
+        and the layer has none, `shared_elsewhere` says that the caller adds it (see `shared` of `forward`). Experts of
+        a checkpoint with `keep_in_host_memory` come from copies there, or are kept there.
 
         Raises `ValueError` as `Checkpoint` and `load_experts` do, and, naming the field, where the layer's config
         contradicts the checkpoint; the peers get `PeerAbortedError`. Formats may be others; a layer without a router
@@ -426,17 +437,16 @@ class MoELayer(nn.Module):
         elsewhere = set() if self.router is not None else {"router", "top_k"}
         if shared_elsewhere and self.shared_expert is None:
             elsewhere.add("shared_expert")
-        count, context = len(self.local_experts), self.context
+        context = self.context
         with abort_peers_on_error(context), opened(checkpoint) as files:
-            folder = files.folder
+            again = partial(
+                Checkpoint, files.folder, routers=files.routers, keep_in_host_memory=files.keep_in_host_memory
+            )
             files.check_fits(self.config, but_for=elsewhere)
             load_dense(files, layer, self.router, self.shared_expert)
-            buffers = files.quant_buffers(layer, self.config.weight_format, count, context.device)
-            text = f"rank {context.rank}: layer {layer} of {files.folder.name}"
-            # Closed before `files`, also after an error: its reader uses them until then.
-            with closing(files.experts(layer, self.local_experts, buffers)) as experts:
-                self.load_experts(with_progress(experts, text, count, shown=context.rank == 0), buffers)
-            self._members.reload = lambda ids: self._read_again(folder, layer, ids)
+            context.check()
+            self.experts = self._read(files, layer, self.local_experts, shown=context.rank == 0)
+            self._members.reload = lambda ids: self._read_again(again, layer, ids)
             context.register(agree=files.digests(layer), about=f"layer {self.layer_id}")
 
     def load_random(self, seed: int) -> None:
@@ -479,15 +489,31 @@ class MoELayer(nn.Module):
         count: int,
         buffers: QuantBuffers = FRESH,
     ) -> Experts:
-        norm = None if self.post_expert_norm is None else self.post_expert_norm.norm
-        return make_experts(experts, self.config, count, self.context, buffers, norm)
+        return make_experts(experts, self.config, count, self.context, buffers, self._norm)
 
-    def _read_again(self, folder: Path, layer: int, ids: Sequence[int]) -> Experts:
-        """Experts of the checkpoint that `load_checkpoint` has read."""
-        with opened(folder) as files:
+    @property
+    def _norm(self) -> ExpertNorm | None:
+        return None if self.post_expert_norm is None else self.post_expert_norm.norm
+
+    def _read(self, files: Checkpoint, layer: int, ids: Sequence[int], *, shown: bool) -> Experts:
+        """Experts of decoder layer `layer`, in order; from their copies in host memory where there are some."""
+
+        def read(ids: Sequence[int]) -> Experts:
             buffers = files.quant_buffers(layer, self.config.weight_format, len(ids), self.context.device)
+            text = f"rank {self.context.rank}: layer {layer} of {files.folder.name}"
+            # Closed before `files`, also after an error: its reader uses them until then.
             with closing(files.experts(layer, ids, buffers)) as experts:
-                return self._made(experts, len(ids), buffers)
+                return self._made(with_progress(experts, text, len(ids), shown=shown), len(ids), buffers)
+
+        if not files.keep_in_host_memory:
+            return read(ids)
+        none = no_experts(len(ids), self.config, self.context, self._norm)
+        return load_kept(files, layer, self.config, ids, none, read)
+
+    def _read_again(self, again: Callable[[], Checkpoint], layer: int, ids: Sequence[int]) -> Experts:
+        """Experts of the checkpoint that `load_checkpoint` has read, which `again` opens."""
+        with again() as files:
+            return self._read(files, layer, ids, shown=False)
 
     @by_one_thread
     @torch.inference_mode()  # weights that were loaded in this mode may not be changed outside it

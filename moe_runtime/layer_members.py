@@ -14,9 +14,10 @@ import torch
 
 from moe_runtime.comm.errors import ExpertsLostError
 from moe_runtime.context.expert_parallel import ExpertParallelContext
+from moe_runtime.expert_slots import put, with_slots
 from moe_runtime.experts import Experts
 from moe_runtime.kernels.formats.scale_blocks import expert_starts
-from moe_runtime.lost_experts import LostExperts, put, with_slots
+from moe_runtime.lost_experts import LostExperts
 from moe_runtime.placement.physical_experts import SlotTable
 from moe_runtime.placement.placement import Placement
 from moe_runtime.placement.refill import missing_experts, refill
@@ -157,7 +158,7 @@ class LayerMembers:
         """On a thread: experts that died, into the slots of `experts` from `first` on."""
         assert self.reload is not None
         with torch.inference_mode():
-            put(experts, first, self.reload(ids))
+            put(experts, range(first, first + len(ids)), self.reload(ids))
 
 
 def _held(placement: Placement | None, num_experts: int, num_ranks: int) -> list[list[int]]:
