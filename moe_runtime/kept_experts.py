@@ -118,6 +118,7 @@ def _about(checkpoint: Checkpoint, layer: int, config: MoELayerConfig, none: Exp
         "weight_format": config.weight_format,
         "sizes": [config.num_experts, config.hidden_size, config.intermediate_size],
         "activation": [config.activation.order, config.activation.gated],
+        "bias": config.expert_bias,
         "forms": [type(none.gate_up).__name__, type(none.down).__name__],
         "device": none.gate_up.device.type,
     }

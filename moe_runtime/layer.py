@@ -566,16 +566,33 @@ class MoELayer(nn.Module):
         bits as without it, and wait for peers no longer than `timeout_s`. Nothing of it is counted or timed. Waits for
         the device.
 
-        Raises as a step does.
+        Raises as a step does. With a context of `on_failure="continue"` ranks go on after a death in it, too.
         """
+        recovery = self.context.recovery
         with abort_peers_on_error(self.context), torch.no_grad():
-            with self._unobserved():
-                for arguments in self._warm_up_steps():
-                    step = self._route(*arguments)
-                    for stage in self._STAGES:
-                        stage(self, step)
-                    self._combine_recv(step)
-            self.context.check_peers()
+            if recovery is None:
+                with self._unobserved():
+                    for arguments in self._warm_up_steps():
+                        self._warm_up_step(arguments)
+                self.context.check_peers()
+                return
+            for arguments in self._warm_up_steps():
+                step = partial(self._unobserved_step, arguments)
+                recovery.run(step, partial(_itself, step), counted=False)
+            self.context.check()
+
+    def _warm_up_step(self, arguments: WarmUpStep) -> None:
+        step = self._route(*arguments)
+        for stage in self._STAGES:
+            stage(self, step)
+        self._combine_recv(step)
+
+    def _unobserved_step(self, arguments: WarmUpStep) -> None:
+        """A step of a warm-up that may be run again. Ranks go over to others between two such steps."""
+        with self._unobserved():
+            self._warm_up_step(arguments)
+            if self.context.device.type == "cuda":
+                self.context.check_peers()
 
     @contextmanager
     def _unobserved(self) -> Iterator[None]:
@@ -722,6 +739,10 @@ class MoELayer(nn.Module):
         """Deprecated: `scales_in_record`."""
         warn_renamed("MoELayer.leaves_scales", "scales_in_record")
         return self.scales_in_record
+
+
+def _itself(step: Callable[[], None]) -> Callable[[], None]:
+    return step
 
 
 _INSTEAD = "forward runs a whole step; for work in between, call the halves of the layer's dispatcher"

@@ -218,7 +218,7 @@ class ExpertParallelContext:
 
     @property
     def steps_done(self) -> int:
-        """Steps of layers that this rank has done with `on_failure="continue"`."""
+        """Steps of layers that this rank has done with `on_failure="continue"`, without those of a warm-up."""
         return 0 if self.recovery is None else self.recovery.layer_steps
 
     @property

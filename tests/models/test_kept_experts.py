@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import os
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import moe_runtime
 from moe_runtime.build import no_experts
 from moe_runtime.checkpoints import kept_files
 from moe_runtime.checkpoints.checkpoint import Checkpoint, write_qwen3_moe_checkpoint
@@ -144,6 +146,27 @@ def test_biases(tmp_path: Path, kept: Path) -> None:
     assert_same_experts(loaded(True), expected)
     spoil(folder)
     assert_same_experts(loaded(True), expected)
+
+
+def test_a_model_of_transformers(tmp_path: Path, kept: Path) -> None:
+    tiny_models = pytest.importorskip("tests.support.tiny_models")
+    folder = tmp_path / "qwen3_moe"
+    model = tiny_models.tiny_model("qwen3_moe", 1).bfloat16()
+    model.save_pretrained(folder)
+
+    def loaded(keep: bool) -> list[Experts]:
+        spread = copy.deepcopy(model)
+        with Checkpoint(folder, keep_in_host_memory=keep) as files:
+            with moe_runtime.apply_expert_parallel(spread, max_tokens_per_rank=8, experts=files) as owner:
+                return [experts_of(layer) for layer in owner.layers]
+
+    expected = loaded(False)
+    assert not kept.exists()
+    for _ in range(2):
+        for found, other in zip(loaded(True), expected, strict=True):
+            assert_same_experts(found, other)
+        spoil(folder)
+    assert len(kept_layers()) == len(expected) > 0
 
 
 def truncate(file: Path) -> None:
