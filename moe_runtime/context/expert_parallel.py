@@ -344,8 +344,15 @@ class ExpertParallelContext:
                 self.recovery.membership.publish(self._agreed)
 
     def compare(self) -> None:
-        """Only the comparison of `allocate()`, for what must wait until ranks agree. Collective; raises as it does."""
+        """Only the comparison of `allocate()`, for what must wait until ranks agree. Collective; raises as it does.
+
+        A process that takes the place of a rank compares what it has registered so far with what the others have, and
+        waits for nobody.
+        """
         self._raise_failure()
+        if self._ranks.others_agreed is not None:
+            self._ranks.check_agrees(self._agreed, so_far=True)
+            return
         with self._fails_for_good():
             self._agreement.compare(self.group, self._regions.sizes)
 

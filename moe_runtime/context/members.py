@@ -37,9 +37,14 @@ class ContextMembers:
         present = self.present
         return {rank: "in" if rank in present else "out" for rank in everyone}
 
-    def check_agrees(self, agreed: dict[str, object]) -> None:
-        """Raise `ValueError` naming the keys in which this process, with `agreed`, and those it joins differ."""
+    def check_agrees(self, agreed: dict[str, object], *, so_far: bool = False) -> None:
+        """Raise `ValueError` naming the keys in which this process, with `agreed`, and those it joins differ.
+
+        With `so_far` it need not have all keys of the others yet.
+        """
         others = self.others_agreed or {}
+        if so_far:
+            others = {key: value for key, value in others.items() if key in agreed}
         problems = [
             f"{key}: here {agreed.get(key, 'not given')!r}, the others {others.get(key, 'not given')!r}"
             for key in dict.fromkeys([*others, *agreed])
