@@ -136,7 +136,7 @@ class LayerMembers:
     def _take_over(self, held: list[list[int]], now: Holding) -> Holding:
         """Go over to the placement in which each rank holds `held`, and begin to load the experts that none holds."""
         context, placement = self._context, refill(held, self._num_experts)
-        slots = now.slots or SlotTable(placement, context.device)
+        slots = SlotTable(placement, context.device) if now.slots is None else now.slots
         with torch.inference_mode():
             slots.update(placement)
         self.lost = None

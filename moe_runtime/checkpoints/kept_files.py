@@ -167,7 +167,7 @@ class KeptFiles:
             while left:
                 left = left[file.write(left) :]
             with suppress(FileExistsError):  # A rank with a replica was faster.
-                # A directory is given so that Python follows the link.
+                # With `src_dir_fd` Python calls linkat, which can follow a link; link does not.
                 os.link(f"/proc/self/fd/{descriptor}", path, src_dir_fd=descriptor, follow_symlinks=True)
 
     def _path(self, expert: int) -> Path:

@@ -187,11 +187,6 @@ def writable_by_others(file: Path) -> None:
     file.chmod(0o666)
 
 
-def a_folder(file: Path) -> None:
-    file.unlink()
-    file.mkdir()
-
-
 def other_shape(file: Path) -> None:
     raw = file.read_bytes()
     length = int.from_bytes(raw[:8], "little")
