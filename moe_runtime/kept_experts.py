@@ -82,17 +82,13 @@ def _with_missing(
 
 def _fill(whole: Experts, files: dict[int, SafetensorsFile], ids: Sequence[int], kept: KeptFiles) -> set[int]:
     """Read the files into their slots of `whole`. Returns the slots that have been filled."""
-    tensors = tensors_of(whole)
-    on_gpu = whole.gate_up.device.type == "cuda"
-    # Memory of the host that the GPU can copy from at full speed, for one tensor at a time.
-    most = max(math.prod(t.shape[1:]) * t.element_size() for t in tensors.values())
-    staging = torch.empty(most if on_gpu else 0, dtype=torch.uint8, device="cpu", pin_memory=on_gpu)
+    tensors, staging = tensors_of(whole), _staging(whole)
 
     def fill(slot: int) -> bool:
         try:
             for name, tensor in tensors.items():
                 target = tensor[slot]
-                if not on_gpu:
+                if staging is None:
                     files[slot].read(name, target)
                 else:
                     out = staging[: target.numel() * target.element_size()].view(target.dtype).view(target.shape)
@@ -103,10 +99,18 @@ def _fill(whole: Experts, files: dict[int, SafetensorsFile], ids: Sequence[int],
             return False
         return True
 
-    if on_gpu:
+    if staging is not None:
         return {slot for slot in files if fill(slot)}
     with ThreadPoolExecutor(min(THREADS, len(os.sched_getaffinity(0)))) as pool:
         return {slot for slot, done in zip(files, pool.map(fill, files), strict=True) if done}
+
+
+def _staging(whole: Experts) -> torch.Tensor | None:
+    """Memory of the host, for any one tensor of an expert, that a GPU copies from at full speed; None on a CPU."""
+    if whole.gate_up.device.type == "cpu":
+        return None
+    most = max(math.prod(tensor.shape[1:]) * tensor.element_size() for tensor in tensors_of(whole).values())
+    return torch.empty(most, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 
 def _about(checkpoint: Checkpoint, layer: int, config: MoELayerConfig, none: Experts) -> dict[str, object]:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import moe_runtime
+from moe_runtime import kept_experts
 from moe_runtime.build import no_experts
 from moe_runtime.checkpoints import kept_files
 from moe_runtime.checkpoints.checkpoint import Checkpoint, write_qwen3_moe_checkpoint
@@ -116,6 +117,22 @@ def test_copies_have_the_bits_of_the_checkpoint(
     ), "the checkpoint was spoiled"
     mine = rank_input(0, 0, TOKENS, HIDDEN, EXPERTS, TOP_K)
     assert_same_bits(again(mine.x), expected(mine.x))
+
+
+@pytest.mark.parametrize("weights", WEIGHT_FORMATS)
+def test_the_way_through_other_memory(weights: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for GPUs, with memory that is not pinned."""
+    expected = experts_of(load(checkpoint, weights))
+    asked = []
+
+    def staging(whole: Experts) -> torch.Tensor:
+        asked.append(max(tensor[0].nbytes for tensor in tensors_of(whole).values()))
+        return torch.full((asked[-1],), 0xFF, dtype=torch.uint8)
+
+    monkeypatch.setattr(kept_experts, "_staging", staging)
+    spoil(checkpoint)
+    assert_same_experts(experts_of(load(checkpoint, weights)), expected)
+    assert len(asked) == 1
 
 
 @pytest.mark.parametrize("weights", ["nvfp4", "mxfp8", "mxfp4"])
