@@ -20,13 +20,15 @@ TRANSPORTS = ("nvshmem", "shared", "private", "hierarchical", "collective")
 SURVIVABLE = ("nvshmem", "shared", "private")
 """Transports with which ranks can go on after a death."""
 
+RESTART = "restart all ranks, with weights from host memory where checkpoint: {keep_in_host_memory: true} kept them"
+
 AFTER_DEATH = {
     "shared": "the others can go on (on_failure: continue): they make new memory among themselves",
     "private": "there are no others",
     "nvshmem": "the others can go on (on_failure: continue) with the memory that they have, and kill a rank that is "
-    "out; no process can take its place, and graphs must be captured again",
-    "hierarchical": "the others end (on_failure: abort): NCCL and gloo cannot leave a rank out; restart all ranks",
-    "collective": "the others end (on_failure: abort): the process group cannot leave a rank out; restart all ranks",
+    "out; no process can take its place, and graphs must be captured again. To have all again: " + RESTART,
+    "hierarchical": "the others end (on_failure: abort): NCCL and gloo cannot leave a rank out; " + RESTART,
+    "collective": "the others end (on_failure: abort): the process group cannot leave a rank out; " + RESTART,
 }
 """What is possible when a rank has died, by transport."""
 

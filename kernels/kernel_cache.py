@@ -1,9 +1,7 @@
 """Folder of compiled kernels, which are loaded into the GPU without a further look: nobody else may put one there.
 
-A folder is trusted if, symbolic links resolved, it and every folder above it belong to this user or to root, and nobody
-else can write it. A folder above it may be writable by others if its sticky bit is set, as that of `/tmp` is: they
-cannot rename what they do not own. A file is used if it is a regular file that belongs to this user or to root, nobody
-else can write it, and its first 32 bytes are the SHA-256 of its name and of the bytes after them.
+A file is used if its folder is trusted (`comm/trusted_folders.py`), it is a regular file that belongs to this user or
+to root, nobody else can write it, and its first 32 bytes are the SHA-256 of its name and of the bytes after them.
 
 Anything else counts as missing and is not written either. The first case of each folder is logged as a warning.
 """
@@ -15,10 +13,12 @@ import logging
 import os
 import stat
 import tempfile
+from functools import partial
 from pathlib import Path
 
+from moe_runtime.comm.trusted_folders import distrust, make_trusted, trusted_folder
+
 _LOG = logging.getLogger(__name__)
-_WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _WARNED: set[Path] = set()
 """Folders that a warning was logged for."""
@@ -27,7 +27,7 @@ _WARNED: set[Path] = set()
 def read(folder: Path, name: str) -> bytes | None:
     """The bytes that `write` kept as `name`; None if there are none, or if file or folder cannot be trusted."""
     try:
-        place = _trusted(folder)
+        place = trusted_folder(folder, partial(_warn, folder))
         return None if place is None else _read(place, name)
     except (FileNotFoundError, NotADirectoryError):
         return None
@@ -42,12 +42,7 @@ def write(folder: Path, name: str, content: bytes) -> None:
     Without effect if the folder cannot be trusted or written.
     """
     try:
-        if (place := _trusted(folder)) is None:
-            return
-        for missing in reversed([path for path in (place, *place.parents) if not path.exists()]):
-            missing.mkdir(mode=0o700, exist_ok=True)
-        # Somebody else may have made the first of them, in a folder that all can write.
-        if _trusted(place) is None:
+        if (place := make_trusted(folder, partial(_warn, folder))) is None:
             return
         descriptor, temporary = tempfile.mkstemp(dir=place)
         try:
@@ -61,21 +56,6 @@ def write(folder: Path, name: str, content: bytes) -> None:
         return
 
 
-def _trusted(folder: Path) -> Path | None:
-    """`folder` without symbolic links; None if others could change what is in it. It need not exist."""
-    place = folder.resolve()
-    for path in (place, *place.parents):
-        try:
-            found = path.lstat()
-        except FileNotFoundError:
-            continue
-        sticky_above = path != place and found.st_mode & stat.S_ISVTX
-        if not _is_owned(found) or (found.st_mode & _WRITABLE_BY_OTHERS and not sticky_above):
-            _warn(folder, f"{path}: {_words(found)}")
-            return None
-    return place
-
-
 def _read(place: Path, name: str) -> bytes | None:
     # Neither a link is followed, nor does a pipe without a writer make us wait.
     descriptor = os.open(place / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -84,8 +64,8 @@ def _read(place: Path, name: str) -> bytes | None:
         if not stat.S_ISREG(found.st_mode):
             _warn(place, f"{place / name}: expected a regular file")
             return None
-        if not _is_owned(found) or found.st_mode & _WRITABLE_BY_OTHERS:
-            _warn(place, f"{place / name}: {_words(found)}")
+        if (reason := distrust(found)) is not None:
+            _warn(place, f"{place / name}: {reason}")
             return None
         with open(descriptor, "rb", closefd=False) as file:
             stored = file.read()
@@ -100,17 +80,6 @@ def _read(place: Path, name: str) -> bytes | None:
 
 def _digest(name: str, content: bytes) -> bytes:
     return hashlib.sha256(name.encode() + b"\0" + content).digest()
-
-
-def _is_owned(found: os.stat_result) -> bool:
-    return found.st_uid in (0, os.geteuid())
-
-
-def _words(found: os.stat_result) -> str:
-    return (
-        f"expected user {os.geteuid()} or root to own it and nobody else to write it, got user {found.st_uid} "
-        f"and mode {stat.S_IMODE(found.st_mode):04o}"
-    )
 
 
 def _warn(folder: Path, reason: str) -> None:

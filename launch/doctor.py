@@ -29,6 +29,7 @@ from rich.filesize import decimal
 from rich.markup import escape
 from rich.table import Table
 
+from moe_runtime.checkpoints.kept_files import Room, kept_folder, kept_layers
 from moe_runtime.comm.bootstrap import init_from_env
 from moe_runtime.comm.heaps import nvshmem_world
 from moe_runtime.comm.heaps.shared_memory import room_for_heaps
@@ -286,7 +287,18 @@ def _limits() -> dict[str, Any]:
             "free_bytes": shared.available_bytes,
         },
         "locked_memory_bytes": None if locked == resource.RLIM_INFINITY else locked,
+        "kept_weights": _kept_weights(),
     }
+
+
+def _kept_weights() -> dict[str, Any]:
+    """What layers keep in host memory for a restart, and the room for more."""
+    folder = kept_folder()
+    try:
+        kept, room, problem = sum(layer.num_bytes for layer in kept_layers()), Room.of(folder).usable_bytes, None
+    except (ValueError, OSError) as error:
+        kept, room, problem = 0, 0, str(error)
+    return {"folder": str(folder), "bytes": kept, "usable_bytes": room, "problem": problem}
 
 
 def _engine(parallel: ParallelConfig, device: torch.device) -> dict[str, Any]:
@@ -356,6 +368,9 @@ def _print_report(report: dict[str, Any], console: Console) -> None:
         facts.add_row("shared memory", f"files in {shared['folder']}: {free}")
     locked = limits["locked_memory_bytes"]
     facts.add_row("locked memory", decimal(locked) if locked is not None else "unlimited")
+    kept = limits["kept_weights"]
+    text = f"{decimal(kept['bytes'])} in {kept['folder']}, room for {decimal(kept['usable_bytes'])}"
+    facts.add_row("kept weights", escape(kept["problem"] or text))
     console.print(facts)
 
     choice = Table(title=f"What {report['ranks']} rank(s) would use", show_header=False)

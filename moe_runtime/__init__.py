@@ -11,7 +11,8 @@ Layers, from the top. A module imports from its own layer or from those below it
     launch.common
     virtual, integrations
     layer, ops, checkpoints.conversion
-    build, lost_experts, placement.rebalance, checkpoints.converted_experts, checkpoints.calibration
+    layer_members, kept_experts
+    build, lost_experts, expert_slots, placement.rebalance, checkpoints.converted_experts, checkpoints.calibration
     experts, placement.migration
     placement.rail
     step, warming

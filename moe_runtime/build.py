@@ -11,13 +11,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from moe_runtime.checkpoints.checkpoint import Checkpoint
-from moe_runtime.checkpoints.loading import ExpertTensors, QuantBuffers, quantize_experts
+from moe_runtime.checkpoints.loading import FRESH, ExpertTensors, QuantBuffers, quantize_experts
 from moe_runtime.config import MoELayerConfig, ParallelConfig
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.context.peers import abort_peers_on_error
 from moe_runtime.experts import Experts, activation_of
 from moe_runtime.kernels.formats.number_formats import format_named
 from moe_runtime.kernels.gemm.expert_norm import ExpertNorm
+from moe_runtime.kernels.gemm.prepacked import MAX_PREPACKED_EXPERTS
 from moe_runtime.post_expert_norm import PostExpertNorm
 from moe_runtime.router import Router
 from moe_runtime.shared_expert import SharedExpert
@@ -139,8 +140,26 @@ def make_experts(
 
     Raises `ValueError` as `moe_runtime.checkpoints.loading.quantize_experts`, and what `experts` raises.
     """
+    return _unpacked(experts, config, count, context, buffers, norm).prepacked()
+
+
+def no_experts(count: int, config: MoELayerConfig, context: ExpertParallelContext, norm: ExpertNorm | None) -> Experts:
+    """Weights of zero experts, in the order and with the tensors that `make_experts` gives to `count` experts."""
+    none = _unpacked((), config, 0, context, FRESH, norm)
+    return none.prepacked() if count <= MAX_PREPACKED_EXPERTS else none
+
+
+def _unpacked(
+    experts: Iterable[ExpertTensors | tuple[torch.Tensor, torch.Tensor]],
+    config: MoELayerConfig,
+    count: int,
+    context: ExpertParallelContext,
+    buffers: QuantBuffers,
+    norm: ExpertNorm | None,
+) -> Experts:
+    """As `make_experts`, in the order of the formats."""
     gate_up, down = quantize_experts(experts, config, count, context.device, buffers)
-    made = Experts(
+    return Experts(
         gate_up,
         down,
         activation_of(config.activation),
@@ -149,4 +168,3 @@ def make_experts(
         engine=context.engine,
         norm=norm,
     )
-    return made.prepacked()

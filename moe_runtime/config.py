@@ -389,6 +389,9 @@ class CheckpointConfig(_Model):
 
     path: str = Field(min_length=1, description="folder in HuggingFace layout; relative to the working directory")
     layer: _Natural = Field(default=0, description="index of the decoder layer")
+    keep_in_host_memory: bool = Field(
+        default=False, description="keep a copy of the loaded experts in /dev/shm, for a faster restart"
+    )
 
 
 class PlacementConfig(_Model):

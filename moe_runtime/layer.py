@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from itertools import pairwise
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -21,12 +20,13 @@ from moe_runtime.build import (
     fill_dense,
     load_dense,
     make_experts,
+    no_experts,
     random_expert,
 )
 from moe_runtime.checkpoints.checkpoint import Checkpoint, opened
 from moe_runtime.checkpoints.loading import FRESH, ExpertTensors, QuantBuffers, check_buffers
 from moe_runtime.comm.arguments import check_flag, check_integer, check_kind, describe
-from moe_runtime.comm.errors import ExpertsLostError, reason_of
+from moe_runtime.comm.errors import reason_of
 from moe_runtime.config import MoELayerConfig, RunConfig, load_config
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.context.memory import staging_bytes
@@ -37,14 +37,15 @@ from moe_runtime.dispatcher.arguments import flat_shared, flat_tokens
 from moe_runtime.dispatcher.handle import CombineSink
 from moe_runtime.dispatcher.token_dispatcher import TokenDispatcher
 from moe_runtime.experts import Experts
+from moe_runtime.kept_experts import load_kept
 from moe_runtime.kernels.formats.scale_blocks import expert_starts
-from moe_runtime.lost_experts import LostExperts, put, with_slots
+from moe_runtime.kernels.gemm.expert_norm import ExpertNorm
+from moe_runtime.layer_members import Holding, LayerMembers
 from moe_runtime.metrics import PhaseTimes, phase
 from moe_runtime.placement.migration import move_experts
 from moe_runtime.placement.physical_experts import SlotTable
 from moe_runtime.placement.placement import Placement, placement_from_config
 from moe_runtime.placement.rebalance import Replacement, agree_on_replacement
-from moe_runtime.placement.refill import missing_experts, refill
 from moe_runtime.post_expert_norm import PostExpertNorm
 from moe_runtime.router import Router
 from moe_runtime.shared_expert import SharedExpert
@@ -53,8 +54,6 @@ from moe_runtime.support.compiling import not_compiled
 from moe_runtime.support.deprecation import warn_removed, warn_renamed
 from moe_runtime.support.progress import with_progress
 from moe_runtime.warming import WarmUpStep, warm_up_steps
-
-_LOG = logging.getLogger(__name__)
 
 
 class MoELayer(nn.Module):
@@ -136,15 +135,7 @@ class MoELayer(nn.Module):
             self.post_expert_norm = PostExpertNorm(config.hidden_size, config.post_expert_norm, device)
         self.times: PhaseTimes | None = None
         self.counters: LayerCounters | None = None
-        self._began_placed = placement is not None
-        ranks = range(self.context.world_size)
-        self._start = _contiguous(config.num_experts, len(ranks))
-        if placement is not None:
-            self._start = [list(placement.rank_experts(rank)) for rank in ranks]
-        self._members = self.context.members
-        self._reload: Callable[[Sequence[int]], Experts] | None = None
-        self._lost: LostExperts | None = None
-        self._without_expert = torch.zeros(2, dtype=torch.int64, device=device)
+        self._members = LayerMembers(self.context, self.layer_id, config.num_experts, placement)
         if self.context.recovery is not None:
             self.context.recovery.add(self)
 
@@ -241,8 +232,8 @@ class MoELayer(nn.Module):
                 with phase("route", self.times):
                     topk_idx, topk_weights = self.router(tokens_TH)
             dispatcher = self._dispatcher_for(tokens_TH.shape[0], max_tokens)
-            if self._lost is not None:
-                topk_idx, topk_weights = self._without_lost(self._lost, topk_idx, topk_weights)
+            if self._members.lost is not None:
+                topk_idx, topk_weights = self._members.without_lost(self._members.lost, topk_idx, topk_weights)
             slots = topk_idx if self.slots is None else self.slots(topk_idx, tokens_TH)
         return LayerStep(dispatcher, x.shape, tokens_TH, topk_idx, slots, topk_weights, shared_TH, self.placement)
 
@@ -365,7 +356,8 @@ class MoELayer(nn.Module):
                 layer.load_random(run.seed)
             else:
                 overrides = checkpoint_overrides(run.layer)
-                layer = cls._of_checkpoint(run.checkpoint.path, run.checkpoint.layer, used, placement, overrides)
+                path, number, keep = run.checkpoint.path, run.checkpoint.layer, run.checkpoint.keep_in_host_memory
+                layer = cls._of_checkpoint(path, number, used, placement, keep, overrides)
         layer._owns_context = context is None
         return layer
 
@@ -377,6 +369,7 @@ class MoELayer(nn.Module):
         layer: int = 0,
         context: ExpertParallelContext | None = None,
         placement: Placement | None = None,
+        keep_in_host_memory: bool = False,
         **overrides: object,
     ) -> MoELayer:
         """Layer `layer` of a safetensors checkpoint of a family in `moe_runtime.checkpoints.families`.
@@ -391,11 +384,14 @@ class MoELayer(nn.Module):
         NVFP4 tokens have a scale each, whatever `input_scale` the checkpoint has for them; that of the down projections
         becomes `intermediate_gsf`.
 
+        With `keep_in_host_memory` a copy of the loaded experts stays in host memory, from which a process that starts
+        again loads them (docs/failures.md).
+
         Raises:
             ValueError: naming the file and the tensor that is missing or wrong; the peers get `PeerAbortedError`.
         """
         with built_over(context) as used:
-            made = cls._of_checkpoint(path, layer, used, placement, overrides)
+            made = cls._of_checkpoint(path, layer, used, placement, keep_in_host_memory, overrides)
         made._owns_context = context is None
         return made
 
@@ -406,9 +402,10 @@ class MoELayer(nn.Module):
         layer: int,
         context: ExpertParallelContext,
         placement: Placement | None,
+        keep_in_host_memory: bool,
         overrides: dict[str, Any],
     ) -> MoELayer:
-        with Checkpoint(path) as checkpoint:
+        with Checkpoint(path, keep_in_host_memory=keep_in_host_memory) as checkpoint:
             config = checkpoint.layer_config(layer, **overrides)
             checkpoint.check_sizes(layer)
             made = cls(config, context, placement=placement)
@@ -429,7 +426,8 @@ class MoELayer(nn.Module):
         """Read router, shared expert and this rank's experts of decoder layer `layer`; on terminals with a bar.
 
         A `checkpoint` that is given as a path is opened for this and closed. Where the checkpoint has a shared expert
-        and the layer has none, `shared_elsewhere` says that the caller adds it (see `shared` of `forward`).
+        and the layer has none, `shared_elsewhere` says that the caller adds it (see `shared` of `forward`). Experts of
+        a checkpoint with `keep_in_host_memory` come from copies there, or are kept there.
 
         Raises `ValueError` as `Checkpoint` and `load_experts` do, and, naming the field, where the layer's config
         contradicts the checkpoint; the peers get `PeerAbortedError`. Formats may be others; a layer without a router
@@ -439,17 +437,16 @@ class MoELayer(nn.Module):
         elsewhere = set() if self.router is not None else {"router", "top_k"}
         if shared_elsewhere and self.shared_expert is None:
             elsewhere.add("shared_expert")
-        count, context = len(self.local_experts), self.context
+        context = self.context
         with abort_peers_on_error(context), opened(checkpoint) as files:
-            folder = files.folder
+            again = partial(
+                Checkpoint, files.folder, routers=files.routers, keep_in_host_memory=files.keep_in_host_memory
+            )
             files.check_fits(self.config, but_for=elsewhere)
             load_dense(files, layer, self.router, self.shared_expert)
-            buffers = files.quant_buffers(layer, self.config.weight_format, count, context.device)
-            text = f"rank {context.rank}: layer {layer} of {files.folder.name}"
-            # Closed before `files`, also after an error: its reader uses them until then.
-            with closing(files.experts(layer, self.local_experts, buffers)) as experts:
-                self.load_experts(with_progress(experts, text, count, shown=context.rank == 0), buffers)
-            self._reload = lambda ids: self._read_again(folder, layer, ids)
+            context.check()
+            self.experts = self._read(files, layer, self.local_experts, shown=context.rank == 0)
+            self._members.reload = lambda ids: self._read_again(again, layer, ids)
             context.register(agree=files.digests(layer), about=f"layer {self.layer_id}")
 
     def load_random(self, seed: int) -> None:
@@ -465,7 +462,7 @@ class MoELayer(nn.Module):
         fill_dense(self.config, seed, self.router, self.shared_expert, self.post_expert_norm)
         device = self.context.device
         self.load_experts(random_expert(self.config, seed, expert, device) for expert in self.local_experts)
-        self._reload = lambda ids: self._made(
+        self._members.reload = lambda ids: self._made(
             (random_expert(self.config, seed, expert, device) for expert in ids), len(ids)
         )
 
@@ -484,7 +481,7 @@ class MoELayer(nn.Module):
                 raise ValueError(f"experts: expected those of this rank, in order, got {describe(experts)}")
             check_buffers(buffers)
             self.experts = self._made(experts, len(self.local_experts), buffers)
-            self._reload = None
+            self._members.reload = None
 
     def _made(
         self,
@@ -492,15 +489,31 @@ class MoELayer(nn.Module):
         count: int,
         buffers: QuantBuffers = FRESH,
     ) -> Experts:
-        norm = None if self.post_expert_norm is None else self.post_expert_norm.norm
-        return make_experts(experts, self.config, count, self.context, buffers, norm)
+        return make_experts(experts, self.config, count, self.context, buffers, self._norm)
 
-    def _read_again(self, folder: Path, layer: int, ids: Sequence[int]) -> Experts:
-        """Experts of the checkpoint that `load_checkpoint` has read."""
-        with opened(folder) as files:
+    @property
+    def _norm(self) -> ExpertNorm | None:
+        return None if self.post_expert_norm is None else self.post_expert_norm.norm
+
+    def _read(self, files: Checkpoint, layer: int, ids: Sequence[int], *, shown: bool) -> Experts:
+        """Experts of decoder layer `layer`, in order; from their copies in host memory where there are some."""
+
+        def read(ids: Sequence[int]) -> Experts:
             buffers = files.quant_buffers(layer, self.config.weight_format, len(ids), self.context.device)
+            text = f"rank {self.context.rank}: layer {layer} of {files.folder.name}"
+            # Closed before `files`, also after an error: its reader uses them until then.
             with closing(files.experts(layer, ids, buffers)) as experts:
-                return self._made(experts, len(ids), buffers)
+                return self._made(with_progress(experts, text, len(ids), shown=shown), len(ids), buffers)
+
+        if not files.keep_in_host_memory:
+            return read(ids)
+        none = no_experts(len(ids), self.config, self.context, self._norm)
+        return load_kept(files, layer, self.config, ids, none, read)
+
+    def _read_again(self, again: Callable[[], Checkpoint], layer: int, ids: Sequence[int]) -> Experts:
+        """Experts of the checkpoint that `load_checkpoint` has read, which `again` opens."""
+        with again() as files:
+            return self._read(files, layer, ids, shown=False)
 
     @by_one_thread
     @torch.inference_mode()  # weights that were loaded in this mode may not be changed outside it
@@ -525,9 +538,9 @@ class MoELayer(nn.Module):
             move_experts([replacement.mover], replacement.plan)
 
     def _agree_on_replacement(self, placement: Placement) -> Replacement:
-        if self._lost is not None:
+        if self._members.lost is not None:
             raise ValueError("placement: experts that died are still loaded again; replace experts later")
-        if self.placement is not None and not self._began_placed:
+        if self.placement is not None and not self._members.began_placed:
             raise ValueError("placement: the layer was made without one; give it Placement.contiguous(...) or another")
         return agree_on_replacement(self.context, self.layer_id, self.placement, self.experts, placement)
 
@@ -553,16 +566,33 @@ class MoELayer(nn.Module):
         bits as without it, and wait for peers no longer than `timeout_s`. Nothing of it is counted or timed. Waits for
         the device.
 
-        Raises as a step does.
+        Raises as a step does. With a context of `on_failure="continue"` ranks go on after a death in it, too.
         """
+        recovery = self.context.recovery
         with abort_peers_on_error(self.context), torch.no_grad():
-            with self._unobserved():
-                for arguments in self._warm_up_steps():
-                    step = self._route(*arguments)
-                    for stage in self._STAGES:
-                        stage(self, step)
-                    self._combine_recv(step)
-            self.context.check_peers()
+            if recovery is None:
+                with self._unobserved():
+                    for arguments in self._warm_up_steps():
+                        self._warm_up_step(arguments)
+                self.context.check_peers()
+                return
+            for arguments in self._warm_up_steps():
+                step = partial(self._unobserved_step, arguments)
+                recovery.run(step, partial(_itself, step), counted=False)
+            self.context.check()
+
+    def _warm_up_step(self, arguments: WarmUpStep) -> None:
+        step = self._route(*arguments)
+        for stage in self._STAGES:
+            stage(self, step)
+        self._combine_recv(step)
+
+    def _unobserved_step(self, arguments: WarmUpStep) -> None:
+        """A step of a warm-up that may be run again. Ranks go over to others between two such steps."""
+        with self._unobserved():
+            self._warm_up_step(arguments)
+            if self.context.device.type == "cuda":
+                self.context.check_peers()
 
     @contextmanager
     def _unobserved(self) -> Iterator[None]:
@@ -598,58 +628,21 @@ class MoELayer(nn.Module):
 
         Waits for the device.
         """
-        choices, tokens = self._without_expert.tolist()
-        return choices, tokens
-
-    def _without_lost(
-        self, lost: LostExperts, topk_idx: torch.Tensor, topk_weights: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The routing of a step, if no rank may hold some experts yet."""
-        if lost.ended():
-            self._lost = None
-            return topk_idx, topk_weights
-        topk_idx, topk_weights, counts = lost.without(topk_idx, topk_weights)
-        self._without_expert += counts
-        return topk_idx, topk_weights
+        return self._members.without_expert
 
     def _check_members(self, members: tuple[int, ...]) -> None:
-        """Raise `ExpertsLostError` if experts that none of these ranks holds cannot be loaded (`Recovery`)."""
-        lost = missing_experts(self._held_by(members), self.config.num_experts)
-        if lost and self._reload is None:
-            raise ExpertsLostError(
-                f"layer {self.layer_id}: no rank that is left holds expert {', '.join(map(str, lost))}, which did not "
-                f"come from a checkpoint; ranks {', '.join(map(str, members))} are left"
-            )
+        """As `Recovery` calls it: raise `ExpertsLostError` if the layer cannot go on with these ranks."""
+        self._members.check(members, self.placement)
 
     def _held_by(self, members: tuple[int, ...]) -> list[list[int]]:
-        """The experts that each of these ranks holds, slot by slot; ranks by their numbers at the start.
-
-        A rank that comes back holds what it held at the start. Then the others hold no more than they did there.
-        """
-        if self._lost is not None:
-            now = self._lost.held
-        elif self.placement is not None:
-            now = [list(self.placement.rank_experts(rank)) for rank in range(self.placement.num_ranks)]
-        else:
-            now = _contiguous(self.config.num_experts, len(self._members))
-        held = dict(zip(self._members, now, strict=True))
-        if set(members) <= held.keys():
-            return [held[member] for member in members]
-        if not self._began_placed:
-            return [self._start[member] for member in members]
-        return [held.get(member, self._start[member])[: len(self._start[member])] for member in members]
+        """As `Recovery` calls it: the experts that each of these ranks is to hold, slot by slot."""
+        return self._members.held_by(members, self.placement)
 
     def _follow_members(self, members: tuple[int, ...], held: list[list[int]] | None) -> None:
-        """Go over to other ranks (`Recovery`): those that are left, or with one that has come back."""
-        held = self._held_by(members) if held is None else held
+        """As `Recovery` calls it: go over to other ranks, those that are left, or with one that has come back."""
         self.context._keep_for_old_graphs(self.dispatchers, self.slots)
-        # Without a placement, and with less experts than ranks, one may have gone that had none: others keep theirs.
-        if self._began_placed or held != _contiguous(self.config.num_experts, len(members)):
-            self._take_over(held)
-        else:
-            self._keep(len(held[self.context.rank]))
-            self._lost = self.placement = self.slots = None
-        self._members = members
+        now = self._members.follow(members, held, Holding(self.placement, self.slots, self.experts))
+        self.placement, self.slots, self.experts = now.placement, now.slots, now.experts
         before, num_slots = self.dispatchers, None if self.placement is None else self.placement.num_slots
         with torch.inference_mode(False):
             self.dispatchers = TokenDispatcher.of_all_sizes(self.context, self.config, num_slots=num_slots)
@@ -658,41 +651,6 @@ class MoELayer(nn.Module):
         self.dispatcher = self.dispatchers[self.config.max_tokens_per_rank]
         if self.counters is not None:
             self.counters._follow(self.dispatcher.geometry)
-
-    def _keep(self, kept: int, added: int = 0) -> None:
-        """Have as many slots as are `kept`, the first ones, and as are `added` behind them."""
-        if self.experts is not None and self.experts.num_experts != kept + added:
-            with torch.inference_mode(False):
-                self.experts = with_slots(self.experts, kept, added)
-
-    def _take_over(self, held: list[list[int]]) -> None:
-        """Go over to the placement in which each rank holds `held`, and begin to load the experts that none holds."""
-        self.placement = refill(held, self.config.num_experts)
-        if self.slots is None:
-            self.slots = SlotTable(self.placement, self.context.device)
-        with torch.inference_mode():
-            self.slots.update(self.placement)
-        self._lost = None
-        lost = missing_experts(held, self.config.num_experts)
-        kept = len(held[self.context.rank])
-        new = self.placement.rank_experts(self.context.rank)[kept:]
-        if not lost:
-            self._keep(kept)
-        else:
-            assert self.context.recovery is not None
-            me = self.context.members[self.context.rank]
-            _LOG.warning("rank %d: layer %d: loads experts %s, which died", me, self.layer_id, new)
-            assert self.experts is not None
-            with torch.inference_mode(False):
-                experts = self.experts = with_slots(self.experts, kept, len(new))
-            loading = self.context.recovery.background.submit(self._load_again, experts, kept, new)
-            self._lost = LostExperts(self.context, self.layer_id, lost, self.config.num_experts, held, loading)
-
-    def _load_again(self, experts: Experts, first: int, ids: Sequence[int]) -> None:
-        """On a thread: experts that died, into the slots of `experts` from `first` on."""
-        assert self._reload is not None
-        with torch.inference_mode():
-            put(experts, first, self._reload(ids))
 
     def _check_placement(self, placement: Placement) -> None:
         if not isinstance(placement, Placement):
@@ -783,9 +741,8 @@ class MoELayer(nn.Module):
         return self.scales_in_record
 
 
-def _contiguous(num_experts: int, num_ranks: int) -> list[list[int]]:
-    """The experts of each rank without a placement."""
-    return [list(range(*pair)) for pair in pairwise(expert_starts(num_experts, num_ranks))]
+def _itself(step: Callable[[], None]) -> Callable[[], None]:
+    return step
 
 
 _INSTEAD = "forward runs a whole step; for work in between, call the halves of the layer's dispatcher"

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import fields, replace
-from typing import Any
 
 import torch
 
 from moe_runtime.comm.errors import PeerTimeoutError, Phase
 from moe_runtime.comm.messages import integer
 from moe_runtime.context.expert_parallel import ExpertParallelContext
-from moe_runtime.experts import Experts
-from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
-from moe_runtime.kernels.gemm.weights import ExpertWeights
 
 _LOG = logging.getLogger(__name__)
 
@@ -125,40 +119,3 @@ class LostExperts:
     @property
     def _seconds(self) -> float:
         return time.monotonic() - self._began
-
-
-def with_slots(experts: Experts, kept: int, added: int) -> Experts:
-    """The first `kept` of `experts`, and room for `added` more behind them, zeros, in new memory."""
-    return replace(
-        experts,
-        gate_up=replace(experts.gate_up, **_longer(experts.gate_up, kept, added)),
-        down=replace(experts.down, **_longer(experts.down, kept, added)),
-    )
-
-
-def put(target: Experts, first: int, source: Experts) -> None:
-    """Copy all of `source` into the slots of `target` from `first` on."""
-    for into, weights in ((target.gate_up, source.gate_up), (target.down, source.down)):
-        for name, tensor in _tensors(weights).items():
-            rows = _rows(getattr(into, name))
-            rows[first : first + source.num_experts].copy_(_rows(tensor))
-
-
-def _longer(weights: ExpertWeights | PrepackedWeights, kept: int, added: int) -> dict[str, Any]:
-    """The tensors of `weights` by field, as `with_slots` makes them."""
-    longer = {}
-    for name, tensor in _tensors(weights).items():
-        rows = _rows(tensor)[:kept]
-        whole = torch.cat([rows, rows.new_zeros(added, rows.shape[1])])
-        longer[name] = whole.view(tensor.dtype).view(kept + added, *tensor.shape[1:])
-    return longer
-
-
-def _tensors(weights: ExpertWeights | PrepackedWeights) -> dict[str, torch.Tensor]:
-    found = {field.name: getattr(weights, field.name) for field in fields(weights)}
-    return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
-
-
-def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    """uint8 `[E, bytes of an expert]`: a view."""
-    return tensor.view(tensor.shape[0], math.prod(tensor.shape[1:])).view(torch.uint8)

@@ -102,11 +102,13 @@ class Checkpoint:
         path: of the folder.
         routers: False for `apply_expert_parallel`, where the model brings its own routers and says what its experts
             compute. Then what `config.json` says of these is not read, and any kind of model will do.
+        keep_in_host_memory: whether layers keep a copy of the experts that they load in host memory, and load those of
+            which there is one from there (docs/failures.md).
 
     Attributes:
         folder: its path.
         config: the parsed `config.json`.
-        routers: as given.
+        routers, keep_in_host_memory: as given.
         family: the family of the model.
         quantization: how its routed experts are quantized.
         files: its tensors.
@@ -120,10 +122,11 @@ class Checkpoint:
     Warns (`UserWarning`) of a `model_type` that no family has: what its config does not say is guessed (`DEFAULT`).
     """
 
-    def __init__(self, path: str | Path, *, routers: bool = True) -> None:
+    def __init__(self, path: str | Path, *, routers: bool = True, keep_in_host_memory: bool = False) -> None:
         self.folder = check_path("path", path)
         check_flag("routers", routers)
-        self.routers = routers
+        check_flag("keep_in_host_memory", keep_in_host_memory)
+        self.routers, self.keep_in_host_memory = routers, keep_in_host_memory
         if re.fullmatch(_HUB_ID, str(path)) and not os.path.exists(self.folder):
             raise ValueError(f"path: no folder {path}; a model of the Hugging Face Hub has to be downloaded first")
         self._source = str(self.folder / CONFIG_FILE)
@@ -219,10 +222,30 @@ class Checkpoint:
             if self.routers:
                 raw = self.router(layer).weight.view(torch.uint8).numpy().tobytes()
                 found[f"sha256 of {self._gate(layer)}.weight"] = hashlib.sha256(raw).hexdigest()[:16]
-            names = self.names(layer)
-            of_experts = (f"{names.block}.", *names.stacks)
-            found |= self.files.header_digests(name for name in self.files.names() if name.startswith(of_experts))
+            found |= self.files.header_digests(self._expert_tensors(layer))
         return found
+
+    def stamps(self, layer: int) -> dict[str, list[int]]:
+        """Size in bytes and time of change in ns of each file that the experts of a layer depend on, by name.
+
+        Raises `ValueError` also for a file that is missing.
+        """
+        self.check_layer(layer)
+        shards = {self.files.shard_of(name) for name in self._expert_tensors(layer)}
+        described = (CONFIG_FILE, MODELOPT_FILE, INDEX_FILE)
+        found = {}
+        for name in (*(name for name in described if (self.folder / name).is_file()), *sorted(shards)):
+            try:
+                status = (self.folder / name).stat()
+            except OSError as error:
+                raise ValueError(f"{self.folder / name}: cannot be read: {error.strerror}") from error
+            found[name] = [status.st_size, status.st_mtime_ns]
+        return found
+
+    def _expert_tensors(self, layer: int) -> list[str]:
+        """Names of all tensors of the experts of a layer."""
+        names = self.names(layer)
+        return [name for name in self.files.names() if name.startswith((f"{names.block}.", *names.stacks))]
 
     def check_layer(self, layer: int) -> None:
         """Raise `ValueError` unless decoder layer `layer` has routed experts."""

@@ -52,14 +52,14 @@ class QuantBuffer:
 
     def __call__(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         if self.tensor is None:
-            self.tensor = _populated(_fresh(self._count, *shape, dtype=dtype))
+            self.tensor = populated(_fresh(self._count, *shape, dtype=dtype))
         self._given += 1
         if (tuple(self.tensor.shape[1:]), self.tensor.dtype) != (shape, dtype):
             return _fresh(*shape, dtype=dtype)
         return self.tensor[self._given - 1]
 
 
-def _populated(tensor: torch.Tensor) -> torch.Tensor:
+def populated(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor`, whose pages a thread faults in, huge ones if possible, unless it is small.
 
     Otherwise whoever fills it waits for one page fault after another.
@@ -260,7 +260,7 @@ def _empty_like(one: ExpertWeights, count: int, buffer: Callable[..., torch.Tens
     for name in _TENSORS:
         tensor = getattr(one, name)
         if name not in tensors and tensor is not None:
-            tensors[name] = _populated(tensor.new_empty((count, *tensor.shape[1:])))
+            tensors[name] = populated(tensor.new_empty((count, *tensor.shape[1:])))
     return replace(one, **tensors)
 
 

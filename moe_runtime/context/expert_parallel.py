@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from moe_runtime.comm.arguments import check_choice, check_flag, check_integer, check_kind, check_seconds, describe
+from moe_runtime.comm.arguments import check_choice, check_flag, check_integer, check_kind, check_seconds
 from moe_runtime.comm.errors import (
     ErrorCode,
     MoERuntimeError,
@@ -37,8 +37,10 @@ from moe_runtime.comm.rank_group import MAX_SECONDS, ROLL_CALL_S, RankGroup
 from moe_runtime.comm.signals import ABORT_WORDS, ERROR_WORDS, NUM_COUNTERS, REASON_WORDS, SignalLayout
 from moe_runtime.context.agreement import Agreement
 from moe_runtime.context.host_memory import LinkBuffers, LocalMemory
+from moe_runtime.context.members import ContextMembers
 from moe_runtime.context.newcomer import newcomers_group
-from moe_runtime.context.recovery import RECOVERABLE, Recovery
+from moe_runtime.context.old_graphs import OldGraphs
+from moe_runtime.context.recovery import Recovery, is_recoverable
 from moe_runtime.context.regions import Regions
 from moe_runtime.context.threads import StreamOrder
 from moe_runtime.context.transport import Transport, check_heap, check_survivable, make_transport, resolve_device
@@ -189,9 +191,7 @@ class ExpertParallelContext:
         self._regions = Regions(self.signals_layout)
         self.half_bytes = self._regions.half_bytes
         self._agreement = Agreement()
-        self._others_agreed: dict[str, object] | None = None
-        self._past_epochs: list[tuple[torch.Tensor, int]] = []
-        self._read_by_old_graphs: list[object] = []
+        self._old_graphs = OldGraphs(self.device)
         self._exchanges = 0
         self._layers = 0
         self.dispatches = 0
@@ -205,20 +205,20 @@ class ExpertParallelContext:
             self.recovery = Recovery(Membership(self.group), self._renew, self._end, self.timeout_s)
             agree = {"on_failure": on_failure, "lost_experts": lost_experts, "transport": self.transport}
             self.register(agree=agree, about="context")
+        self._ranks = ContextMembers(self.world_size, self.recovery)
 
     @property
     def members(self) -> tuple[int, ...]:
-        return tuple(range(self.world_size)) if self.recovery is None else self.recovery.membership.members
+        return self._ranks.present
 
     @property
     def rank_states(self) -> dict[int, str]:
         """`in` or `out`, for each rank by its number at the start."""
-        everyone = self.members if self.recovery is None else self.recovery.membership.everyone
-        return {rank: "in" if rank in self.members else "out" for rank in everyone}
+        return self._ranks.states
 
     @property
     def steps_done(self) -> int:
-        """Steps of layers that this rank has done with `on_failure="continue"`."""
+        """Steps of layers that this rank has done with `on_failure="continue"`, without those of a warm-up."""
         return 0 if self.recovery is None else self.recovery.layer_steps
 
     @property
@@ -319,7 +319,7 @@ class ExpertParallelContext:
             on_failure="continue",
             lost_experts=lost_experts,
         )
-        context._others_agreed = agreed
+        context._ranks.others_agreed = agreed
         return context
 
     def allocate(self) -> None:
@@ -331,8 +331,8 @@ class ExpertParallelContext:
         self._check_usable()
         if self.allocated and self._agreement.complete:
             return
-        if self._others_agreed is not None:
-            self._join(self._others_agreed)
+        if self._ranks.others_agreed is not None:
+            self._join()
             return
         self.compare()
         if not self.allocated:
@@ -344,8 +344,15 @@ class ExpertParallelContext:
                 self.recovery.membership.publish(self._agreed)
 
     def compare(self) -> None:
-        """Only the comparison of `allocate()`, for what must wait until ranks agree. Collective; raises as it does."""
+        """Only the comparison of `allocate()`, for what must wait until ranks agree. Collective; raises as it does.
+
+        A process that takes the place of a rank compares what it has registered so far with what the others have, and
+        waits for nobody.
+        """
         self._raise_failure()
+        if self._ranks.others_agreed is not None:
+            self._ranks.check_agrees(self._agreed, so_far=True)
+            return
         with self._fails_for_good():
             self._agreement.compare(self.group, self._regions.sizes)
 
@@ -354,21 +361,13 @@ class ExpertParallelContext:
         """What is equal on all ranks, once they have compared it."""
         return {**self._agreement.values, **{f"bytes of {name}": size for name, size in self._regions.sizes.items()}}
 
-    def _join(self, others: dict[str, object]) -> None:
+    def _join(self) -> None:
         """`allocate()` of a process that takes the place of a rank that is out."""
-        assert self.recovery is not None
-        problems = [
-            f"{key}: here {self._agreed.get(key, 'not given')!r}, the others {others.get(key, 'not given')!r}"
-            for key in dict.fromkeys([*others, *self._agreed])
-            if self._agreed.get(key) != others.get(key)
-        ]
-        if problems:
-            raise ValueError(f"agree: this rank and the others disagree on {'; '.join(problems)}")
+        self._ranks.check_agrees(self._agreed)
         with self._fails_for_good(), torch.inference_mode(False):
             self._regions.reserve(self.heap)
-            self.recovery.join(self.startup_timeout_s)
+            self._ranks.join(self.startup_timeout_s)
         self._agreement.take_as_compared()
-        self._others_agreed = None
 
     def admit(self) -> tuple[int, ...]:
         """Between two steps: have new processes take the places of ranks that are out (`rejoin`). Collective.
@@ -382,9 +381,7 @@ class ExpertParallelContext:
         Raises as a step.
         """
         self.check()
-        if self.recovery is None:
-            return ()
-        return self.recovery.admit(self.timeout_s, self.check_peers)
+        return self._ranks.admit(self.timeout_s, self.check_peers)
 
     def release(self, ranks: Sequence[int]) -> None:
         """Between two steps: go on without `ranks`, which may end then. Collective, also for those.
@@ -400,20 +397,9 @@ class ExpertParallelContext:
             ExpertsLostError: experts that only these ranks hold cannot be loaded; nothing has changed.
             MoERuntimeError: as a step.
         """
-        if self.recovery is None:
-            raise ValueError("on_failure: expected a context of several ranks with on_failure='continue' for release")
-        if self.heap.kept_by_survivors:
-            raise ValueError(
-                f"ranks: none can leave in order with transport={self.transport!r}, whose memory stays shared"
-            )
-        check_kind("ranks", ranks, (list, tuple))
-        for rank in ranks:
-            if rank not in self.members or isinstance(rank, bool):
-                raise ValueError(f"ranks: expected some of {self.members}, got {describe(rank)}")
-        if not ranks or len(set(ranks)) == len(self.members):
-            raise ValueError(f"ranks: expected one or more, but not all of {self.members}, got {describe(ranks)}")
+        self._ranks.check_release(ranks, self.transport if self.heap.kept_by_survivors else None)
         self.check()
-        self.recovery.release(ranks, self.timeout_s, self.check_peers)
+        self._ranks.release(ranks, self.timeout_s, self.check_peers)
 
     def recover(self, replays: int = 0) -> int:
         """After `PeerTimeoutError` of a graph's replay: go on with the ranks that are left. Collective for all of them.
@@ -432,11 +418,7 @@ class ExpertParallelContext:
             MoERuntimeError: as a step.
         """
         check_integer("replays", replays, 0, 2**62)
-        failure = self._failure
-        if self.recovery is None or not isinstance(failure, PeerTimeoutError) or not self._is_recoverable(failure):
-            raise ValueError("recover: expected a context with on_failure='continue' that misses a rank in a step")
-        self.recovery.recover(failure)
-        return -self.recovery.most("recover", -replays, self.timeout_s, self._raise_failure)
+        return self._ranks.recover(self._failure, replays, self.timeout_s, self._raise_failure)
 
     @contextmanager
     def _fails_for_good(self) -> Iterator[None]:
@@ -515,12 +497,9 @@ class ExpertParallelContext:
         generation = self.recovery.membership.generation
         heap = self.heap._of_survivors(members, group, generation)
         if self.allocated:
-            # Graphs of before still read and write these words. A latch that is set ends them at once.
-            self.latch.fill_(1)
-            self._past_epochs.append((self.epoch, int(self.epoch)))
+            self._old_graphs.end(self.epoch, self.latch)
             self._keep_for_old_graphs(
                 self.error,
-                self.latch,
                 self.counters,
                 self.signals,
                 self.signal_pointers,
@@ -539,8 +518,7 @@ class ExpertParallelContext:
 
     def _keep_for_old_graphs(self, *read: object) -> None:
         """Keep what graphs of before a death still read: a replay of one must not reach freed memory."""
-        if self.device.type == "cuda":
-            self._read_by_old_graphs.extend(read)
+        self._old_graphs.keep(*read)
 
     def _end(self, error: Exception) -> None:
         """Have all later calls raise `error`: the recovery from a failure has failed."""
@@ -571,7 +549,7 @@ class ExpertParallelContext:
         try:
             self._raise_failure()
         except PeerTimeoutError as error:
-            if self.recovery is None or self.device.type != "cpu" or not self._is_recoverable(error):
+            if self.recovery is None or self.device.type != "cpu" or not is_recoverable(error):
                 raise
 
     def _raise_failure(self) -> None:
@@ -597,9 +575,7 @@ class ExpertParallelContext:
 
         Raises `ValueError` also if a graph was replayed that was captured before a rank died (`recover`).
         """
-        for epoch, last in self._past_epochs if self.device.type == "cuda" else ():
-            if int(epoch) != last:
-                raise ValueError("graph: it was captured before a rank died; capture it again")
+        self._old_graphs.check()
         if self._failure is None and self.allocated and not self.closed:
             self._find_failure()
         self._check_usable()
@@ -691,16 +667,11 @@ class ExpertParallelContext:
         if self._failure is None and self.allocated:
             self._find_failure()
         try:
-            if self.recovery is not None and self.allocated and self._is_recoverable(self._failure):
+            if self.recovery is not None and self.allocated and is_recoverable(self._failure):
                 with self._fails_for_good():
                     self.recovery.part(self.startup_timeout_s, self.check_peers)
         finally:
             self._free()
-
-    @staticmethod
-    def _is_recoverable(failure: Exception | None) -> bool:
-        """Whether survivors go on after it."""
-        return failure is None or (isinstance(failure, PeerTimeoutError) and failure.phase in RECOVERABLE)
 
     def _free(self) -> None:
         self.closed = True

@@ -34,9 +34,14 @@ RECOVERABLE = (
 T = TypeVar("T")
 V = TypeVar("V")
 
+
+def is_recoverable(failure: Exception | None) -> bool:
+    """Whether survivors go on after it, or nothing has failed."""
+    return failure is None or (isinstance(failure, PeerTimeoutError) and failure.phase in RECOVERABLE)
+
+
 Asks = list[tuple[int, str]]
 """Ranks whose places processes ask for, with the words under which they are answered."""
-
 
 Held = list[list[int]]
 """The experts of each member, slot by slot."""
@@ -69,8 +74,8 @@ class Recovery:
 
     Attributes:
         membership: as given.
-        layer_steps: steps of layers that this rank has done.
-        steps_done: those, and steps that ranks agree in.
+        layer_steps: steps of layers that this rank has done, without those of a warm-up.
+        steps_done: those, those of a warm-up, and steps that ranks agree in.
         steps_repeated: steps that this rank has run again, for itself or for others.
         background: runs work of a recovery one after another, on a thread of its own.
     """
@@ -148,13 +153,17 @@ class Recovery:
 
         return self._run(lambda: gather(mine), lambda: lambda: gather(known(found[0])))
 
-    def run(self, step: Callable[[], T], again: Callable[[], Callable[[], object]]) -> T:
+    def run(self, step: Callable[[], T], again: Callable[[], Callable[[], object]], *, counted: bool = True) -> T:
         """`step()` of a layer, again and again until no rank dies in it.
 
-        `again()` is called after it, and makes what repeats it later without the caller's tensors. Raises as `recover`.
+        Args:
+            again: called after it; makes what repeats it later without the caller's tensors.
+            counted: whether it is one of `layer_steps`.
+
+        Raises as `recover`.
         """
         result = self._run(step, again)
-        self.layer_steps += 1
+        self.layer_steps += counted
         return result
 
     def _run(self, step: Callable[[], T], again: Callable[[], Callable[[], object]]) -> T:
@@ -314,7 +323,7 @@ class Recovery:
                     self._others_lack_last = False
                 return work()
             except PeerTimeoutError as error:
-                if error.phase not in RECOVERABLE:
+                if not is_recoverable(error):
                     raise
                 self.recover(error)
 

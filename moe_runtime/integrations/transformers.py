@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from moe_runtime.build import context_from_config
+from moe_runtime.build import check_context, context_from_config
 from moe_runtime.checkpoints.checkpoint import Checkpoint
 from moe_runtime.checkpoints.families import layer_config
 from moe_runtime.checkpoints.loading import ExpertTensors
@@ -64,6 +64,7 @@ def apply_expert_parallel(
     placement: Placement | Mapping[int, Placement] | None = None,
     parallel: ParallelConfig | None = None,
     device: torch.device | str | None = None,
+    context: ExpertParallelContext | None = None,
     **overrides: Any,
 ) -> ExpertParallel:
     """Spread the experts of a transformers model over ranks, in place. Collective.
@@ -90,6 +91,9 @@ def apply_expert_parallel(
             ranks. None, and layers without one: contiguous ids, each expert once.
         parallel: transport, engine and time limits; the defaults of `ParallelConfig` if None.
         device: device of the experts; that of the model if None.
+        context: one to use instead of `mesh`, `parallel` and `device`, such as `ExpertParallelContext.rejoin()` of a
+            process that takes the place of a rank; it is closed with what is returned, and after an error. Its layers
+            are those of this model alone.
         overrides: further fields of `MoELayerConfig`, such as `token_buckets` or `intermediate_gsf`, and `top_k` where
             no block of the model says it. Inside `join` each call takes the smallest bucket that holds the tokens of
             every rank.
@@ -104,9 +108,13 @@ def apply_expert_parallel(
     check_kind("model", model, nn.Module)
     if mesh is not None:
         check_kind("mesh", mesh, (DeviceMesh, dist.ProcessGroup))
-    if device is None:
-        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    context = context_from_config(ParallelConfig() if parallel is None else parallel, mesh, device)
+    check_context(context)
+    if context is None:
+        if device is None:
+            device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        context = context_from_config(ParallelConfig() if parallel is None else parallel, mesh, device)
+    elif (mesh, parallel, device) != (None, None, None):
+        raise ValueError("context: expected None together with mesh, parallel or device")
     try:
         with abort_peers_on_error(context):
             if not (experts is None or isinstance(experts, Checkpoint) or callable(experts)):

@@ -105,7 +105,7 @@ def test_plans_of_hopper_are_told_anywhere(capsys: pytest.CaptureFixture[str]) -
 def test_tables_name_the_choices(capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor.main(["--config", "tiny_cpu"]) == 0
     out = capsys.readouterr().out
-    for word in ("engine", "transport", "not nvshmem", "shared memory", "locked memory", *FORMATS):
+    for word in ("engine", "transport", "not nvshmem", "shared memory", "locked memory", "kept weights", *FORMATS):
         assert word in out
 
 

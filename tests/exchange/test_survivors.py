@@ -145,24 +145,24 @@ def lose_experts(rank: int, world: int, folder: str, fmt: str, lost: str) -> tup
     ) as context:
         layer = MoELayer.from_checkpoint(folder, context=context, **config(fmt).model_dump())
         layer.warm_up()
-        load_again = layer._load_again
+        load_again = layer._members._load_again
 
         def load_when_told(*arguments: Any) -> None:
             assert rank != 2 or lost == "wait" or may_load.wait(PATIENCE_S)
             load_again(*arguments)
 
-        layer._load_again = load_when_told  # type: ignore[method-assign]
+        layer._members._load_again = load_when_told  # type: ignore[method-assign]
         results = []
         for step in range(LOST_STEPS):
             if step == DEATH and rank == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
             if step == LOADED:
                 may_load.set()
-                if layer._lost is not None:
-                    layer._lost._loading.result(PATIENCE_S)
+                if layer._members.lost is not None:
+                    layer._members.lost._loading.result(PATIENCE_S)
             mine = rank_input(step, rank, TOKENS - rank, HIDDEN, EXPERTS, TOP_K)
             y = layer(mine.x, topk_idx=mine.topk_idx, topk_weights=mine.topk_weights)
-            results.append((context.members, layer._lost is not None, y))
+            results.append((context.members, layer._members.lost is not None, y))
         return results, layer.without_expert
 
 
@@ -235,6 +235,51 @@ def test_new_slots_of_survivors() -> None:
                     slots = placement.rank_experts(rank)
                     assert slots[: len(ids)] == ids and set(slots[len(ids) :]) <= gone
                 assert placement.slots_per_rank <= -(-experts // (world - 1)) + 1
+
+
+def die_in_warm_up(rank: int, world: int, death: int, folder: str) -> tuple[int, int, torch.Tensor, int]:
+    """Rank 1 dies in step `death` of the warm-up, before its experts run. What the others know, and `y` of a step."""
+    with ExpertParallelContext(
+        transport="shared", timeout_s=WITHOUT_ONE_S, startup_timeout_s=2 * WITHOUT_ONE_S, on_failure="continue"
+    ) as context:
+        layer = MoELayer.from_checkpoint(folder, context=context, **config(token_buckets=(4,)).model_dump())
+        counters, done, run = layer.count_steps(), [], layer._run_experts
+
+        def run_or_die(step: Any) -> None:
+            if rank == 1 and len(done) == death:
+                os.kill(os.getpid(), signal.SIGKILL)
+            done.append(step)
+            run(step)
+
+        stages = tuple(run_or_die_of(stage, layer, run_or_die) for stage in layer._STAGES)
+        layer._STAGES = stages  # type: ignore[misc]
+        layer.warm_up()
+        assert context.members == (0, 2) and context.steps_done == 0 and counters.read().steps == 0
+        mine = rank_input(0, rank, TOKENS - rank, HIDDEN, EXPERTS, TOP_K)
+        y = layer(mine.x, topk_idx=mine.topk_idx, topk_weights=mine.topk_weights)
+        assert counters.read().steps == 1
+        return context.generation, context.steps_done, y, context.steps_repeated
+
+
+def run_or_die_of(stage: Any, layer: MoELayer, run_or_die: Any) -> Any:
+    """`stage` of a step, with `run_or_die` in the place of running experts."""
+    return (lambda _, step: run_or_die(step)) if stage is MoELayer._run_experts else stage
+
+
+@pytest.mark.parametrize("death", [0, 4])
+def test_a_death_in_a_warm_up(death: int, tmp_path: Path) -> None:
+    """In its first step, and in one of the second token bucket."""
+    write_qwen3_moe_checkpoint(tmp_path, config(), seed=0)
+    outcomes = run_once(die_in_warm_up, 3, death, str(tmp_path))
+    assert outcomes[1].exitcode == -signal.SIGKILL
+    held = [range(*pair) for pair in pairwise(expert_starts(EXPERTS, 3))]
+    placement = refill([held[0], held[2]], EXPERTS)
+    expected = expected_steps((0, 2), placement, tmp_path, "bf16", set())[0]
+    for number, rank in enumerate((0, 2)):
+        assert outcomes[rank].error is None, outcomes[rank].trace
+        generation, steps, y, repeated = outcomes[rank].result
+        assert (generation, steps) == (1, 1) and repeated >= 1
+        assert_same_bits(y, expected[number])
 
 
 Part = list[tuple[tuple[int, ...], torch.Tensor]]

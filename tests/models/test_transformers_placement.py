@@ -6,14 +6,18 @@ import itertools
 import os
 import re
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from moe_runtime.comm.errors import PeerAbortedError
+from moe_runtime.checkpoints.checkpoint import Checkpoint
+from moe_runtime.comm.errors import PeerAbortedError, RankRemovedError
 from moe_runtime.config import ParallelConfig
+from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.integrations.transformers import apply_expert_parallel
 from moe_runtime.placement.placement import Placement, plan_placement
 from tests.support.comparison import assert_same_bits
@@ -180,6 +184,71 @@ def test_greedy_tokens_go_on_through_a_death(tmp_path: Path, seed: int) -> None:
             assert found[row, :length].tolist() == plain[rank][0][row, :length].tolist()
             compared += max(0, length - 2)
     assert outcomes[1].exitcode == -signal.SIGKILL and compared >= 2
+
+
+def leave_and_come_back(rank: int, world: int, path: Path, ids: list[Any]) -> Any:
+    """Rank 1 leaves in order, and a new one takes its place: logits of all calls, and the members of each."""
+    limits: dict[str, Any] = {"timeout_s": PATIENCE_S, "startup_timeout_s": PATIENCE_S}
+    settings: dict[str, Any] = {"placement": Placement(6, 3, (0, 1, 2, 3, 2, 3, 4, 5, 4, 5, 0, 1))}
+    settings["max_tokens_per_rank"] = 16
+    parallel_config = ParallelConfig(on_failure="continue", **limits)
+    with Checkpoint(path) as experts, torch.no_grad():
+        settings["experts"] = experts
+        model, parallel = spread(path, parallel=parallel_config, **settings)
+        found = []
+
+        def call() -> None:
+            with parallel.join():
+                found.append((parallel.context.members, model(ids[rank]).logits))
+
+        call()
+        if rank == 1:
+            with pytest.raises(RankRemovedError):
+                parallel.context.release([1])
+            parallel.close()
+            store = dist.distributed_c10d._get_default_store()
+            wrong, unchanged = parallel_models.load(path), parallel_models.load(path)
+            context = ExpertParallelContext.rejoin(1, store, **limits)
+            with pytest.raises(ValueError, match=r"max_tokens_per_rank \(layer 0\): here 17, the others 16"):
+                apply_expert_parallel(wrong, context=context, **{**settings, "max_tokens_per_rank": 17})
+            assert context.closed
+            for parameter, same in zip(wrong.parameters(), unchanged.parameters(), strict=True):
+                assert_same_bits(parameter, same)
+            context = ExpertParallelContext.rejoin(1, store, **limits)
+            model = parallel_models.load(path)
+            parallel = apply_expert_parallel(model, context=context, **settings)
+        else:
+            parallel.context.release([1])
+            call()
+            while not parallel.context.admit():
+                time.sleep(0.02)
+        call()
+        call()
+        parallel.close()
+        return found
+
+
+def test_a_new_process_takes_the_place_of_a_rank(tmp_path: Path, seed: int) -> None:
+    folder = save(tmp_path, "mixtral", seed, num_local_experts=6, num_experts_per_tok=6)
+    ids = prompts(seed, 3, [(16, 1), (4, 2), (12, 3)])
+    outcomes = run_once(leave_and_come_back, 3, folder, ids)
+    for rank, outcome in enumerate(outcomes):
+        assert outcome.error is None, outcome.trace
+        whole = [logits for members, logits in outcome.result if members == (0, 1, 2)]
+        assert len(whole) == 3 and len(outcome.result) == (3 if rank == 1 else 4)
+        for logits in whole[1:]:
+            assert_same_bits(logits, whole[0], f"rank {rank}")
+
+
+def test_a_context_excludes_what_would_make_one(tmp_path: Path, seed: int) -> None:
+    model = parallel_models.load(save(tmp_path, "mixtral", seed))
+    with ExpertParallelContext(device="cpu") as context:
+        for other in ({"device": "cpu"}, {"parallel": ParallelConfig()}):
+            with pytest.raises(ValueError, match="context: expected None together with mesh, parallel or device"):
+                apply_expert_parallel(model, max_tokens_per_rank=16, context=context, **other)
+        assert not context.closed
+    with pytest.raises(ValueError, match="context: expected an ExpertParallelContext or None, got int"):
+        apply_expert_parallel(model, max_tokens_per_rank=16, context=3)  # type: ignore[arg-type]
 
 
 def refused_on_rank(rank: int, world: int, path: Path, ids: list[Any], start: Any, how: str) -> Any:

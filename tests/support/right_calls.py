@@ -386,11 +386,12 @@ ARGUMENTS: dict[str, Callable[[World, Any], dict[str, Any]]] = {
     "softmax_topk": lambda w, on: _logits(w) | {"renormalize": True, "scaling_factor": 1.5},
     "topk_softmax": lambda w, on: _logits(w) | {"scaling_factor": 1.5},
     # Contexts, configs, placements, checkpoints, models.
-    "Checkpoint": lambda w, on: {"path": w.folder / "checkpoint", "routers": True},
+    "Checkpoint": lambda w, on: {"path": w.folder / "checkpoint", "routers": True, "keep_in_host_memory": False},
     "Checkpoint.check_fits": lambda w, on: {"config": w.config(), "but_for": ["top_k"]},
     "Checkpoint.check_layer": lambda w, on: {"layer": 0},
     "Checkpoint.check_sizes": lambda w, on: {"layer": 0},
     "Checkpoint.digests": lambda w, on: {"layer": 0},
+    "Checkpoint.stamps": lambda w, on: {"layer": 0},
     "Checkpoint.experts": lambda w, on: {"layer": 0, "expert_ids": [0, 2]},
     "Checkpoint.has_experts": lambda w, on: {"layer": 0},
     "Checkpoint.layer_config": lambda w, on: {"layer": 0, "max_tokens_per_rank": MOST},

@@ -1,0 +1,66 @@
+"""The weights of a rank's experts slot by slot: more or fewer slots, and an expert put into one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import fields, replace
+
+import torch
+
+from moe_runtime.checkpoints.loading import populated
+from moe_runtime.experts import Experts
+from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
+from moe_runtime.kernels.gemm.weights import ExpertWeights
+
+
+def tensors_of(experts: Experts) -> dict[str, torch.Tensor]:
+    """The tensors of the weights by name, such as `gate_up.quants`; the first dimension of each is that of slots."""
+    found = {}
+    for part in ("gate_up", "down"):
+        weights: ExpertWeights | PrepackedWeights = getattr(experts, part)
+        for field in fields(weights):
+            if isinstance(value := getattr(weights, field.name), torch.Tensor):
+                found[f"{part}.{field.name}"] = value
+    return found
+
+
+def with_slots(experts: Experts, kept: int, added: int) -> Experts:
+    """The first `kept` of `experts`, and room for `added` more behind them, zeros, in new memory."""
+
+    def longer(tensor: torch.Tensor) -> torch.Tensor:
+        rows = _rows(tensor)[:kept]
+        whole = torch.cat([rows, rows.new_zeros(added, rows.shape[1])])
+        return whole.view(tensor.dtype).view(kept + added, *tensor.shape[1:])
+
+    return _of_tensors(experts, {name: longer(tensor) for name, tensor in tensors_of(experts).items()})
+
+
+def empty_slots(like: Experts, count: int) -> Experts:
+    """`count` slots for experts like those of `like`, uninitialised, in new memory."""
+    made = {name: populated(t.new_empty((count, *t.shape[1:]))) for name, t in tensors_of(like).items()}
+    return _of_tensors(like, made)
+
+
+def put(target: Experts, slots: Sequence[int], source: Experts) -> None:
+    """Copy the experts of `source` into these slots of `target`, one for each."""
+    tensors = tensors_of(target)
+    for name, tensor in tensors_of(source).items():
+        into = _rows(tensors[name])
+        for slot, row in zip(slots, _rows(tensor), strict=True):
+            into[slot].copy_(row)
+
+
+def _of_tensors(like: Experts, tensors: dict[str, torch.Tensor]) -> Experts:
+    """Experts like `like` with these tensors, named as by `tensors_of`."""
+
+    def part(name: str) -> dict[str, torch.Tensor]:
+        return {key.removeprefix(f"{name}."): tensor for key, tensor in tensors.items() if key.startswith(f"{name}.")}
+
+    gate_up = replace(like.gate_up, **part("gate_up"))  # type: ignore[arg-type]
+    return replace(like, gate_up=gate_up, down=replace(like.down, **part("down")))  # type: ignore[arg-type]
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    """uint8 `[E, bytes of an expert]`: a view."""
+    return tensor.view(tensor.shape[0], math.prod(tensor.shape[1:])).view(torch.uint8)
