@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from moe_runtime.config import MoELayerConfig
 
 KINDS = ((torch.int32, False), (torch.int64, True), (torch.int32, False))
-"""Steps of each token bucket: the dtype of ids, and whether a shared expert's output is given.
+"""Steps of each token bucket and number of tokens: the dtype of ids, and whether a shared expert's output is given.
 
 Kernels differ by both. The first step of a bucket has a longer timeout, which Triton may take for another type.
 """
@@ -29,13 +30,14 @@ class WarmUpStep(NamedTuple):
 def warm_up_steps(config: MoELayerConfig, device: torch.device, *, takes_shared: bool) -> Iterator[WarmUpStep]:
     """The steps that warm up a layer; `takes_shared` where its caller may give the output of a shared expert.
 
-    Each has one token, since torch launches nothing for none. The token is unrouted, so it takes no row of any rank.
-    Kernels and their grids are chosen by sizes, not by tokens.
+    Each size has a step of one token and one of all that it takes: a router, and a rank without peers, have other
+    kernels for few tokens. No step is without a token, since torch launches nothing for none. The tokens are unrouted,
+    so they take no row of any rank.
     """
-    x = torch.zeros(1, config.hidden_size, dtype=torch.bfloat16, device=device)
-    topk_weights = torch.zeros(1, config.top_k, dtype=torch.float32, device=device)
     for max_tokens in config.all_token_buckets:
-        for ids, with_shared in KINDS:
-            topk_idx = torch.full((1, config.top_k), -1, dtype=ids, device=device)
+        for (ids, with_shared), tokens in product(KINDS, sorted({1, max_tokens})):
+            x = torch.zeros(tokens, config.hidden_size, dtype=torch.bfloat16, device=device)
+            topk_weights = torch.zeros(tokens, config.top_k, dtype=torch.float32, device=device)
+            topk_idx = torch.full((tokens, config.top_k), -1, dtype=ids, device=device)
             shared = torch.zeros_like(x) if with_shared and takes_shared else None
             yield WarmUpStep(x, topk_idx, topk_weights, shared, max_tokens)

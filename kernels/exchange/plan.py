@@ -159,7 +159,7 @@ class ExchangePlan:
         return self._limited(self.num_chunks)
 
     def place_split(self, sms: int, scales: bool, rows: bool | None = None) -> tuple[int, int]:
-        """Warps that share a slot's rows, and blocks that share a chunk: one wave of blocks.
+        """Warps that share a slot's rows, and blocks that share a chunk: one or two for each SM.
 
         Few slots are spread over more SMs, each with fewer rows; where slots are more than warps, a warp takes a slot.
         Where nothing is copied but row scales, or linear scales, few blocks do: all of them look at the same flags.
@@ -176,6 +176,8 @@ class ExchangePlan:
             if not scales:
                 return 1, min(sms, ceil_div(self.num_slots, self.recv_warps))
         slots = self.num_chunks * self.chunk_slots
+        if self.contiguous and self.num_sms is None and slots >= 2 * sms * self.recv_warps:
+            sms *= 2  # blocks: an SM has room for two, and with one the copies wait for each other
         shares = max(1, min(self.top_k, sms * self.recv_warps // slots))
         return shares, max(1, min(sms // self.num_chunks, self.chunk_slots * shares))
 

@@ -275,12 +275,11 @@ __device__ __forceinline__ int fast_divided(int a, int b) { return static_cast<i
 // at most one cut, of several tiles. If the last round has cuts for at most a third of the blocks, they are split into
 // pieces.
 struct Walk {
-  int offsets[MAX_GROUPS + 1];
-  short experts[MAX_GROUPS];            // -1 where a group is not computed
-  u16 active[MAX_GROUPS];               // groups that have parts
-  int num_active, cuts, units, larger;  // `larger` cuts have a unit more than `units`
+  int offsets[MAX_GROUPS + 1], experts[MAX_GROUPS];
+  u32 with_parts[(MAX_GROUPS + 31) / 32];  // a bit for each group
+  int num_groups, cuts, units, larger;  // `larger` cuts have a unit more than `units`
   int whole, pieces;                    // cuts before the last round, and pieces of each cut in the last round
-  int number, at, before;               // next cut (piece from `whole` on), place in `active` where its search starts, cuts before
+  int number, group, before;            // next cut (piece from `whole` on), group where its search starts, cuts before that group
   u32* taken;                           // cuts and pieces that all blocks have begun
   int left;                             // units of the cut of `tile` that are left for further tiles
   Tile tile;
@@ -301,7 +300,7 @@ struct Walk {
   // Called before the groups are known.
   __device__ __forceinline__ void prepare(int unit_rows, u32* taken) {
     this->taken = taken;
-    at = before = left = 0;
+    group = before = left = 0;
     number = following(static_cast<int>(blockIdx.x) - static_cast<int>(gridDim.x));
     whole = 0x7FFFFFFF;
     cuts = ceil_div(unit_rows, TILE_UNITS);
@@ -325,11 +324,22 @@ struct Walk {
     whole = parts * cuts - last;
   }
 
+  // Moves `group` on to one that has parts, if it has none. Most may have none: each of few tokens has its own experts.
+  __device__ __forceinline__ bool next_with_parts() {
+    for (; group < num_groups; group = (group / 32 + 1) * 32) {
+      const u32 left_in_word = with_parts[group / 32] >> group % 32;
+      if (left_in_word == 0) continue;
+      group += __ffs(left_in_word) - 1;
+      return true;
+    }
+    return false;
+  }
+
   __device__ __forceinline__ bool find() {
     const bool pieced = number >= whole;
     const int wanted = pieced ? whole + (number - whole) / pieces : number;
-    for (; at < num_active; ++at) {
-      const int group = active[at], parts = parts_of(group);
+    for (; next_with_parts(); ++group) {
+      const int parts = parts_of(group);
       if (wanted < before + parts * cuts) {
         const int within = wanted - before, part = parts == 1 ? 0 : within / cuts, cut = within - part * cuts;
         const int start = offsets[group], rows = offsets[group + 1] - start;
@@ -389,18 +399,17 @@ struct alignas(8) TileScales {
   }
 };
 
-// Finds the groups that have parts, and returns the number of all parts. For a whole warp.
-__device__ __forceinline__ int find_active(Walk& walk, int num_groups) {
+// Marks the groups that have parts, and returns the number of all parts. For a whole warp.
+__device__ __forceinline__ int mark_groups(Walk& walk, int num_groups) {
   const int lane = threadIdx.x & 31;
-  int found = 0, parts = 0;
+  int parts = 0;
   for (int first = 0; first < num_groups; first += 32) {
     const int group = first + lane, own = group < num_groups ? walk.parts_of(group) : 0;
     const u32 with_parts = __ballot_sync(0xFFFFFFFF, own > 0);
-    if (own > 0) walk.active[found + __popc(with_parts & ((1u << lane) - 1))] = group;
-    found += __popc(with_parts);
+    if (lane == 0) walk.with_parts[first / 32] = with_parts;
     parts += own;
   }
-  if (lane == 0) walk.num_active = found;
+  if (lane == 0) walk.num_groups = num_groups;
   __syncwarp();
   return __reduce_add_sync(0xFFFFFFFF, parts);
 }
@@ -885,7 +894,7 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + PRODUCERS, BLOCK
     if (!WARP_PRODUCTS) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(WARPGROUPS == 4 ? 32 : 40));
     if (threadIdx.x >= WARPGROUPS * 128 + 32) return;
     const int lane = threadIdx.x & 31;
-    const int parts = find_active(walk, num_groups);
+    const int parts = mark_groups(walk, num_groups);
     if (lane == 0) walk.begin(parts, unit_rows);
     const u64 of_weights = KEEP_TOKENS ? policy_of_first_out() : 0, of_tokens = KEEP_TOKENS ? policy_of_last_out() : 0;
     bool early = true;

@@ -29,11 +29,19 @@ def test_all_slots_are_one_chunk_where_their_bitmaps_are_small() -> None:
     assert required_plan(replace(geometry, max_tokens=3)).chunk_slots == 32, "whole words of 32 slots"
 
 
-@pytest.mark.parametrize(("max_tokens", "expected"), [(1, (8, 132)), (128, (2, 132)), (4096, (1, 1))])
-def test_few_slots_are_shared_by_warps_of_more_blocks(max_tokens: int, expected: tuple[int, int]) -> None:
-    for geometry in (sample_geometry("nvfp4"), sample_geometry("nvfp4", contiguous=True)):
-        sized = replace(geometry, max_tokens=max_tokens)
-        assert required_plan(sized).place_split(132, scales=True) == expected
+@pytest.mark.parametrize(
+    ("max_tokens", "expected", "copying"),
+    [(1, (8, 132), (8, 132)), (128, (2, 132), (2, 132)), (4096, (1, 1), (1, 2))],
+)
+def test_few_slots_are_shared_by_warps_of_more_blocks(
+    max_tokens: int, expected: tuple[int, int], copying: tuple[int, int]
+) -> None:
+    """Two blocks for each SM copy many rows, unless SMs are to be left free."""
+    for contiguous, found in ((False, expected), (True, copying)):
+        sized = replace(sample_geometry("nvfp4", contiguous=contiguous), max_tokens=max_tokens)
+        assert required_plan(sized).place_split(132, scales=True) == found
+        limited = required_plan(replace(sized, num_sms=132))
+        assert limited.place_split(132, scales=True) == expected
 
 
 @pytest.mark.parametrize(

@@ -51,8 +51,8 @@ def given(step: int, rank: int, device: torch.device) -> RankInput:
 
 
 def expected(fmt: str, world: int, steps: range) -> list[list[torch.Tensor]]:
-    """`y` by step and rank, of virtual ranks on one GPU."""
-    device = torch.device("cuda", 0)
+    """`y` by step and rank, of virtual ranks on this process's GPU."""
+    device = torch.device("cuda", torch.cuda.current_device())
     with VirtualRanks(
         config(fmt), world, lambda layer: layer.load_random(0), device=device, placement=everywhere(world)
     ) as ranks:

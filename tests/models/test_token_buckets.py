@@ -113,7 +113,8 @@ def test_a_warm_up_steps_in_every_size_and_is_not_counted(device: torch.device, 
         counters, times = layer.count_steps(), PhaseTimes(device)
         layer.times = times
         ranks.warm_up()
-        assert int(layer.context.epoch) == 3 * len(c.all_token_buckets)
+        # Of one token and of all, with three kinds of arguments.
+        assert int(layer.context.epoch) == 3 * 2 * len(c.all_token_buckets)
         assert all(dispatcher._stepped for dispatcher in layer.dispatchers.values())
         assert (layer.counters, layer.times) == (counters, times)
         assert counters.read().steps == 0 and times.milliseconds() == {}

@@ -4,6 +4,7 @@
 // the experts of the groups. Out: block, group, local, rows, unit, high of each tile.
 #include <algorithm>
 #include <cmath>
+#include <strings.h>
 #include <iostream>
 #include <set>
 #include <vector>
@@ -17,7 +18,8 @@ struct {
 } blockIdx, gridDim;
 int off_by;
 typedef unsigned u32;
-typedef unsigned short u16;
+
+int __ffs(u32 word) { return ffs(static_cast<int>(word)); }
 
 u32 atomicAdd(u32* at, u32 by) { return (*at += by) - by; }
 
@@ -43,9 +45,10 @@ int main() {
   for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) {
     Walk& walk = walks[blockIdx.x];
     int parts = 0;
-    walk.num_active = 0;
+    walk.num_groups = num_groups;
+    for (u32& word : walk.with_parts) word = 0;
     for (int g = 0; g < num_groups; ++g) {
-      if (walk.parts_of(g) > 0) walk.active[walk.num_active++] = g;
+      if (walk.parts_of(g) > 0) walk.with_parts[g / 32] |= 1u << g % 32;
       parts += walk.parts_of(g);
     }
     walk.prepare(unit_rows, &taken);
