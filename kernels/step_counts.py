@@ -1,7 +1,7 @@
 """Counters of a layer's steps, updated on the device in one launch. `moe_runtime.counters` reads them on the host.
 
-`words` is int64 `[HEAD + E]`: steps, tokens, tokens sent to other ranks (once for each rank), (token, expert) rows that
-this rank received, then the tokens of each expert by id.
+`words` is int64 `[HEAD + E]`: steps, tokens, tokens sent to other ranks (once for each rank; with several hosts, to
+other hosts, once for each), (token, expert) rows that this rank received, then the tokens of each expert by id.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ def count_step(
         words: the counters, as in the module docstring.
         topk_idx_TK: int32 or int64 `[T, K]`, contiguous: expert ids; ids out of range are not counted.
         slots_TK: like `topk_idx_TK`, with ids of physical experts (equal to the expert ids without a placement).
-        num_parts_T: int32 `[T]`, number of ranks that each token was sent to, this rank included.
+        num_parts_T: int32 `[T]`, number of ranks, or of several hosts, that each token was sent to, this one included.
         group_offsets: int32 `[G + 1]` of the received rows.
-        own_slots: first physical expert of this rank, and the one after its last.
+        own_slots: first physical expert of this rank, or of this one of several hosts, and the one after its last.
         engine: "cuda", "triton" or "torch".
     """
     num_tokens, top_k = topk_idx_TK.shape

@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 import torch
 
 from moe_runtime.comm.arguments import check_device, check_integer, check_is_tensor, check_kind
+from moe_runtime.comm.hosts import Hosts
 from moe_runtime.config import MAX_EXPERTS
 from moe_runtime.kernels.exchange.geometry import ExchangeGeometry
 from moe_runtime.kernels.runtime import resolve_engine
@@ -27,8 +28,9 @@ class LayerCounts:
         tokens: tokens that this rank brought.
         expert_tokens: how many of them were routed to each expert, by id.
         rows: (token, expert) rows that this rank's experts got, from all ranks.
-        dispatch_bytes: bytes that this rank sent to other ranks in dispatch.
-        combine_bytes: bytes that this rank received from other ranks in combine.
+        dispatch_bytes: bytes of this rank's tokens that went to other ranks in dispatch; with several hosts, over the
+            network, once to each other host.
+        combine_bytes: bytes of their results that came back from there in combine.
     """
 
     steps: int
@@ -98,14 +100,24 @@ class LayerCounters:
         num_experts: experts of the layer; tokens are counted by expert id, whatever the placement.
         device: of the layer.
         engine: of its context.
+        hosts: of its context; None for one host.
     """
 
-    def __init__(self, geometry: ExchangeGeometry, num_experts: int, device: torch.device, engine: str) -> None:
+    def __init__(
+        self,
+        geometry: ExchangeGeometry,
+        num_experts: int,
+        device: torch.device,
+        engine: str,
+        hosts: Hosts | None = None,
+    ) -> None:
         check_kind("geometry", geometry, ExchangeGeometry)
+        if hosts is not None:
+            check_kind("hosts", hosts, Hosts)
         check_integer("num_experts", num_experts, high=MAX_EXPERTS)
         device = check_device("device", device)
         on_gpu = device.type == "cuda"
-        self._geometry = geometry
+        self._geometry, self._hosts = geometry, hosts
         self._engine = resolve_engine(engine, device)
         # Steps and `poll` write them, and only one of the two may run in inference mode.
         with torch.inference_mode(False):
@@ -134,9 +146,12 @@ class LayerCounters:
         _check_ids("slots", slots, (topk_idx.dtype,), (tokens, geometry.top_k), device)
         _check_ids("num_parts", num_parts, int32, (tokens,), device)
         _check_ids("group_offsets", group_offsets, int32, (geometry.num_local_experts + 1,), device)
-        own = (geometry.first_expert, geometry.first_expert + geometry.num_local_experts)
+        first, ranks = geometry.rank, 1
+        if self._hosts is not None:
+            first, ranks = self._hosts.host * self._hosts.ranks_per_host, self._hosts.ranks_per_host
+        near = geometry.starts[first], geometry.starts[first + ranks]
         ids = topk_idx.contiguous(), slots.contiguous()
-        count_step(self._words, *ids, num_parts, group_offsets, own, engine=self._engine)
+        count_step(self._words, *ids, num_parts, group_offsets, near, engine=self._engine)
 
     def poll(self) -> LayerCounts:
         """The newest counts that have reached the host, all of the same step. Never waits.

@@ -619,7 +619,8 @@ class MoELayer(nn.Module):
         """
         if self.counters is None:
             geometry, context = self.dispatcher.geometry, self.context
-            self.counters = LayerCounters(geometry, self.config.num_experts, context.device, context.engine)
+            experts = self.config.num_experts
+            self.counters = LayerCounters(geometry, experts, context.device, context.engine, context.hosts)
         return self.counters
 
     @property

@@ -82,6 +82,31 @@ def test_counts_are_exact(placed: bool, engine: str, device: torch.device, seed:
     assert imbalance(found) == pytest.approx(max(rows) / (sum(rows) / world))
 
 
+def test_bytes_between_hosts_are_counted_once_for_each(device: torch.device, seed: int) -> None:
+    """Tokens that go to several ranks of a host cross the network once; those of the own host do not."""
+    world, num_hosts = 4, 2
+    steps = [
+        [rank_input(seed + step, rank, 5 + rank, HIDDEN, EXPERTS, TOP_K) for rank in range(world)] for step in range(2)
+    ]
+    with VirtualRanks(
+        config("nvfp4"), world, lambda layer: layer.load_random(1), device=device, num_hosts=num_hosts
+    ) as ranks:
+        counters = [layer.count_steps() for layer in ranks.layers]
+        geometry = ranks.layers[0].dispatcher.geometry
+        for inputs in steps:
+            moved = [data.to(device) for data in inputs]
+            ranks([i.x for i in moved], [(i.topk_idx, i.topk_weights) for i in moved])
+        for rank, counter in enumerate(counters):
+            sent = 0
+            for ids in (token for inputs in steps for token in inputs[rank].topk_idx.tolist()):
+                owners = (next(r for r in range(world) if i < geometry.starts[r + 1]) for i in ids if i >= 0)
+                sent += len({owner // 2 for owner in owners} - {rank // 2})
+            found = counter.read()
+            assert sent > 0
+            assert found.dispatch_bytes == sent * geometry.record.record_bytes
+            assert found.combine_bytes == sent * geometry.partial_bytes
+
+
 @pytest.mark.parametrize("rows, expected", [((4, 0, 2), 2), ((3, 3, 3), 1), ((0, 0), 1)])
 def test_imbalance_is_the_most_rows_over_the_mean(rows: tuple[int, ...], expected: float) -> None:
     assert imbalance([LayerCounts(1, 1, (), count, 0, 0) for count in rows]) == expected
