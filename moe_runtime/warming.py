@@ -30,9 +30,9 @@ class WarmUpStep(NamedTuple):
 def warm_up_steps(config: MoELayerConfig, device: torch.device, *, takes_shared: bool) -> Iterator[WarmUpStep]:
     """The steps that warm up a layer; `takes_shared` where its caller may give the output of a shared expert.
 
-    Each size has a step of one token and one of all that it takes: a router, and a rank without peers, have other
-    kernels for few tokens. No step is without a token, since torch launches nothing for none. The tokens are unrouted,
-    so they take no row of any rank.
+    Each size has a step of one token and one of all that it takes: a rank without peers has other kernels for few
+    tokens. No step is without a token, since torch launches nothing for none. The tokens are unrouted, so they take no
+    row of any rank.
     """
     for max_tokens in config.all_token_buckets:
         for (ids, with_shared), tokens in product(KINDS, sorted({1, max_tokens})):

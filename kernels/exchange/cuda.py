@@ -7,8 +7,8 @@ their sizes.
 of its experts. `recv_count`, `recv_permute` and `recv_scales` wait for tokens, group their rows by expert, and copy
 rows and scales unless the GEMM reads them where they landed. `combine_send` sums the rows of a token on this rank and
 copies the partial result home. `combine_recv` sums over ranks in a fixed order. A kernel may begin while the one before
-it drains, unless SMs are to be left free (`num_sms`). A rank without peers waits for nobody: `one_rank_combine` does its
-combine, and `one_rank_dispatch` its dispatch of few tokens.
+it drains, unless SMs are to be left free (`num_sms`). A rank without peers waits for nobody: `one_rank_combine` does
+its combine, and `one_rank_dispatch` its dispatch of few tokens.
 
 Bytes over the links decide the time from 1 MB a peer on: `record_bytes` for each (token, rank that holds one of its
 experts), and `partial_bytes` for each of those on the way home. 4 H200s give 263 GB/s out of a rank with 1 MB for each

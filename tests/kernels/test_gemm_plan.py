@@ -227,6 +227,13 @@ def test_a_limit_on_sms_keeps_dequantization_before_the_product() -> None:
     assert after.dequant is not None and not after.dequant.starts_early
 
 
+@pytest.mark.parametrize("fmt", [FP8_BLOCK, BF16])
+def test_a_product_of_few_rows_starts_early_unless_sms_are_limited(fmt: TokenFormat) -> None:
+    for rows, limit, early in ((8, None, True), (8, 100, False), (32768, None, False)):
+        how = plan(fmt, 32, 4096, 7168, rows, sm_limit=limit).tma
+        assert how is not None and how.starts_early is early
+
+
 def test_few_tokens_leave_room_for_the_product() -> None:
     few = plan(NVFP4, 8, 7168, 2048, 128)
     assert few.dequant is not None and few.dequant.tokens is FEW_TOKENS
