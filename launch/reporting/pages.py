@@ -161,25 +161,37 @@ def operation_table(found: Found) -> str:
 
 
 def models_table(found: Found) -> str:
-    """A line per model and pair of formats, a column per number of tokens: the time and what it is of torch's."""
-    reports = found.get(runs.MODELS)
-    if not reports:
+    """Of the run of `bench models` that has most rows."""
+    return _models_table(_models(found)[0])
+
+
+def few_tokens_table(found: Found) -> str:
+    """Of the run of `bench models` that has fewest."""
+    return _models_table(_models(found)[-1])
+
+
+def _models(found: Found) -> list[Run]:
+    if not (reports := found.get(runs.MODELS)):
         raise ValueError(f"results: expected a run of kind {runs.MODELS}")
+    return sorted(reports, key=lambda run: -len(run[1]["results"]))
+
+
+def _models_table(run: Run) -> str:
+    """A line per model and pair of formats, a column per number of tokens: the time and what it is of torch's."""
     rows: dict[tuple[str, str], dict[int, str]] = {}
     refused: list[str] = []
     above = Counter[str]()
-    for _, report in reports:
-        for result in report["results"]:
-            pair = f"{result['weight_format']} x {result['token_format']}"
-            if "refused" in result:
-                refused.append(f"{result['model']} in {pair}: {result['refused']}.")
-                continue
-            ratio, floors = result["ratio_to_torch"], result["times_floor"]
-            cell = "check failed" if ratio is None else f"{shown_us(result['median_us'])} ({ratio:.2f}, {floors:.1f})"
-            rows.setdefault((result["model"], pair), {})[result["tokens"]] = cell
-            above["rows"] += 1
-            above["torch"] += ratio is None or ratio > 1
-            above["floor"] += floors is None or floors > MOST_FLOORS
+    for result in run[1]["results"]:
+        pair = f"{result['weight_format']} x {result['token_format']}"
+        if "refused" in result:
+            refused.append(f"{result['model']} in {pair}: {result['refused']}.")
+            continue
+        ratio, floors = result["ratio_to_torch"], result["times_floor"]
+        cell = "check failed" if ratio is None else f"{shown_us(result['median_us'])} ({ratio:.2f}, {floors:.1f})"
+        rows.setdefault((result["model"], pair), {})[result["tokens"]] = cell
+        above["rows"] += 1
+        above["torch"] += ratio is None or ratio > 1
+        above["floor"] += floors is None or floors > MOST_FLOORS
     counts = sorted({count for row in rows.values() for count in row})
     lines = [[*key, *(row.get(count, "") for count in counts)] for key, row in rows.items()]
     said = (
@@ -187,7 +199,7 @@ def models_table(found: Found) -> str:
         "times their floor."
     )
     table = markdown_table(["model", "weights x tokens", *(f"{count}" for count in counts)], lines)
-    return "\n\n".join([" ".join(_source(*run) for run in reports), table, " ".join([said, *refused])])
+    return "\n\n".join([_source(*run), table, " ".join([said, *refused])])
 
 
 TABLES: dict[str, Callable[[Found], str]] = {
@@ -197,6 +209,7 @@ TABLES: dict[str, Callable[[Found], str]] = {
     "gemm": gemm_table,
     "operations": operation_table,
     "models": models_table,
+    "few_tokens": few_tokens_table,
     "low_latency": low_latency_table,
     "normal": normal_table,
 }
