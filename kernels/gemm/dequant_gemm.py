@@ -2,16 +2,16 @@
 `mxfp4`).
 
 `dequant_tokens` gathers the rows once and dequantizes them to bf16. `dequant_gemm` streams the weights and reads them
-once for up to 64, 128 or 160 tokens of a group, depending on its shape (chosen by `plan.py`). With many tokens, a few
-SMs dequantize most of them while the other SMs multiply. The product waits for each 8 tokens on a counter, and fails
+once for up to 8, 64, 128 or 160 tokens of a group, by its shape (chosen by `plan.py`). With many tokens, a few SMs
+dequantize most of them while the other SMs multiply. The product waits for each 8 tokens on a counter, and fails
 after half a minute. Activated results for another product with prepacked weights are requantized and stored as
 `dequant_tokens` would dequantize them. That product starts before the first has ended, unless it must leave SMs free.
 
 The `.cu` files describe the data flow, `dequant_tokens.py` the tokens, `dequant_layout.py` the order of the weights. On
 other architectures the Triton kernel of `grouped_gemm.py` does the same.
 
-K is summed by `wgmma` 16 columns at a time, in the order of `dequant_layout`. The order is the same in all shapes, for
-any number of rows and any neighbours.
+K is summed 16 columns at a time, in the order of `dequant_layout`: by `wgmma`, or, for a row or two of each group, by
+`mma.sync`, which gives the same bits. The order is the same in all shapes, for any number of rows and any neighbours.
 
 Least times of NVFP4, both products of the reference model (32 experts of 44.0 M parameters): 0.79 GB of weights take
 184 us at 4.3 TB/s; at 32 x 1024 rows 2.89e12 flops take 3.73 ms at 773 TFLOP/s.
