@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from moe_runtime.kernels.formats.number_formats import format_named
+
 SKEW_FACTOR, SKEW_US = 1.25, 12.0
 """Uneven routing may take `SKEW_FACTOR` times the time of its busiest rank's bytes at the even case's rate, and
 `SKEW_US` more."""
@@ -44,6 +46,29 @@ def busiest_bytes(traffic: torch.Tensor) -> int:
 def floor_us(num_bytes: float, gb_per_s: float) -> float:
     """Microseconds that so many bytes take at that rate."""
     return num_bytes / gb_per_s * 1e-3
+
+
+def memory_bytes(result: dict[str, Any], sizes: dict[str, Any], ranks: int) -> float:
+    """Least bytes that the memory of a GPU reads and writes in an evenly routed dispatch or combine of several ranks.
+
+    Dispatch reads tokens and writes records; packed rows are copied from there. Combine reads the rows of experts,
+    writes and reads the partial results of each rank, and writes their sums. Every token is of the most that a rank may
+    bring. Caches are not counted.
+
+    Args:
+        result: of `dispatch` or `combine`, with `moved_bytes` between ranks.
+        sizes: of the layer, the fields of `REFERENCE` among them.
+    """
+    tokens, hidden, top_k = result["tokens_per_rank"], sizes["hidden_size"], sizes["top_k"]
+    # Each of the ranks gets as much of what a rank sends, itself included.
+    arriving = result["moved_bytes"] * ranks / (ranks - 1)
+    if result["operation"] == "combine":
+        return tokens * top_k * 2 * hidden + 2 * arriving + 2 * tokens * hidden
+    sent = 2 * tokens * hidden + arriving
+    if result["mode"] not in ("contiguous", "packed"):
+        return sent
+    fmt = format_named(result["token_format"])
+    return sent + arriving + tokens * top_k * (fmt.quant_bytes(hidden) + fmt.scale_bytes(hidden))
 
 
 def verdict(met: bool | None) -> str:

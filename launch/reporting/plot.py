@@ -1,4 +1,4 @@
-"""Plots of runs: time against tokens, phases of a traced layer, and the roofline of the grouped GEMM."""
+"""Plots of runs: time against tokens, phases of a traced layer, and rooflines of the exchange and the grouped GEMM."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from moe_runtime.launch.benchmarks.bounds import EVEN
+from moe_runtime.launch.benchmarks.bounds import EVEN, memory_bytes
 from moe_runtime.launch.benchmarks.gemm_cases import BF16_TFLOP_PER_S, FP8_TFLOP_PER_S, MEMORY_TB_PER_S
 from moe_runtime.launch.benchmarks.layer_report import OURS, baselines_of, key_of
 from moe_runtime.launch.reporting.runs import Report, Result, check_alike, formats_of, gpu_of, model_of, ranks_of, where
@@ -31,6 +31,9 @@ PHASES = {
     "combine_recv": "gold",
 }
 """Phases that do not contain one another, in the order of a step."""
+EXCHANGE_MARKERS = {"dispatch": "o", "combine": "s"}
+MODES = {"indexed": "gathered", "packed": "contiguous"}
+"""Their names in runs of release 0.1."""
 FORMER = {"dispatch_recv": "dispatch_wait", "combine_recv": "combine_wait"}
 """Names of phases in runs of release 0.1."""
 
@@ -42,14 +45,14 @@ def check_can_draw(option: str) -> None:
 
 
 def draw(reports: Sequence[Report], folder: Path) -> list[Path]:
-    """`times.svg` and `phases.svg` of runs over a config, each where the runs have such times; returns the files.
+    """`times.svg`, `exchange.svg` and `phases.svg` of runs over a config, those that can be drawn; returns the files.
 
     Each plot shows the runs with the most ranks. Raises `ValueError` where there is nothing to draw, or where the runs
     are of different models or GPUs.
     """
     check_alike(reports)
     files = []
-    for name, figure in (("times", _times(reports)), ("phases", _phases(reports))):
+    for name, figure in (("times", _times(reports)), ("exchange", _exchange(reports)), ("phases", _phases(reports))):
         if figure is not None:
             files.append(folder / f"{name}.svg")
             save(figure, files[-1])
@@ -139,6 +142,62 @@ def _time_panel(axes: Any, operation: str, results: Sequence[Result]) -> None:
 
 def _points(results: Sequence[Result], field: str = "median_us") -> tuple[list[int], list[float]]:
     return [r["tokens_per_rank"] for r in results], [r[field] for r in results]
+
+
+def _exchange(reports: Sequence[Report]) -> Any:
+    """What dispatch and combine reach of a roofline of the links and the memory; None where nothing crossed a link.
+
+    Lines join the numbers of tokens of a case. A case at the slope is bound by memory, one at the level by the links,
+    and one below both by latency.
+    """
+    found = {
+        operation: [r for r in results if r.get("moved_bytes") and r["routing"] == EVEN and r["implementation"] == OURS]
+        for operation in ("dispatch", "combine")
+        for shown, results in [_largest(reports, "median_us", operation)]
+    }
+    shown, _ = _largest(reports, "median_us", "dispatch")
+    links = [report["link"] for report in shown if report.get("link")]
+    if not links or not any(found.values()) or ranks_of(shown[0]) < 2:
+        return None
+    figure = _figure(7, 5)
+    axes = figure.subplots()
+    ranks, sizes, link = ranks_of(shown[0]), shown[0]["config"]["layer"], links[0]["gb_per_s"]
+    intensities = []
+    for operation, results in found.items():
+        for name in dict.fromkeys(_exchange_case(r) for r in results):
+            # Combine does not depend on the format of tokens: one of those that were timed.
+            alike = {int(r["tokens_per_rank"]): r for r in results if _exchange_case(r) == name}
+            line = [alike[count] for count in sorted(alike)]
+            fmt = line[0]["combine_format" if operation == "combine" else "token_format"]
+            x = [memory_bytes(r, sizes, ranks) / r["moved_bytes"] for r in line]
+            y = [r["moved_bytes"] / r["median_us"] * 1e-3 for r in line]
+            intensities += x
+            style = {"color": COLOURS[fmt], "marker": EXCHANGE_MARKERS[operation], "linewidth": 0.5, "markersize": 4}
+            axes.plot(x, y, label=name, **style)
+            for r, at, rate in zip(line, x, y, strict=True):
+                axes.annotate(str(r["tokens_per_rank"]), (at, rate), fontsize=6)
+    memory = MEMORY_TB_PER_S * 1e3
+    ends = sorted([min(intensities) / 1.5, memory / link, max(*intensities, memory / link) * 1.5])
+    axes.plot(ends, [min(link, memory / x) for x in ends], color="black", linewidth=1)
+    axes.annotate(f"links {link:g} GB/s", (ends[0], link), va="bottom", fontsize=8)
+    axes.annotate(f"memory {MEMORY_TB_PER_S:g} TB/s", (ends[2], memory / ends[2]), ha="right", va="bottom", fontsize=8)
+    axes.set(
+        xscale="log", yscale="log", xlabel="bytes of memory for each byte over the links", ylabel="GB/s over the links"
+    )
+    ticks = [tick for tick in (1, 2, 5, 10, 20, 50) if ends[0] <= tick <= ends[2]]
+    axes.set_xticks(ticks, labels=list(map(str, ticks)))
+    axes.minorticks_off()
+    axes.set_title(
+        f"exchange, {ranks} x {gpu_of(shown[0])}; numbers are tokens per rank\n{model_of(shown[0])}", fontsize=9
+    )
+    figure.legend(fontsize=7, loc="outside lower center", ncols=2)
+    return figure
+
+
+def _exchange_case(result: Result) -> str:
+    if result["operation"] == "combine":
+        return f"combine {result['combine_format']}"
+    return f"dispatch {result['token_format']}, rows {MODES.get(result['mode'], result['mode'])}"
 
 
 def _rate(reports: Sequence[Report]) -> str:

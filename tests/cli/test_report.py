@@ -231,10 +231,37 @@ def test_plots_show_the_numbers(tmp_path: Path, figures: dict[str, Any]) -> None
     assert [(bar.get_x(), bar.get_width()) for bar in bars.patches] == [(0.0, 0.75), (0.75, 0.25)]
 
 
+def test_the_exchange_is_drawn_below_its_roofs(tmp_path: Path, figures: dict[str, Any]) -> None:
+    """With the bytes of 4096 tokens of 2 ranks, which were counted by hand."""
+    fp8 = {"token_format": "fp8_block", "weight_format": "fp8_block", "moved_bytes": 30.8e6}
+    made = run(
+        2,
+        result("dispatch", 4096, 79.0, moved_bytes=17.25e6),
+        result("dispatch", 4096, 205.0, mode="contiguous", **fp8),
+        result("combine", 4096, 226.0, moved_bytes=58.6e6),
+        result("combine", 4096, 225.0, **fp8 | {"moved_bytes": 58.6e6}),
+        result("dispatch", 4096, 92.0, "torch all_to_all_single", moved_bytes=17.25e6),
+        result("dispatch", 8, None, moved_bytes=3e4),
+    )
+    made["link"] = {"gb_per_s": 350.0, "gpu": "NVIDIA H200", "same_gpu": True}
+    assert report.main(["plot", *write(tmp_path, a=made), "--folder", str(tmp_path)]) == 0
+    *drawn, (x, roof) = lines(figures["exchange"].axes[0])
+    moved = 17.25e6, 30.8e6, 58.6e6
+    memory = [round(at[0] * link / 1e6) for (at, _), link in zip(drawn, moved, strict=True)]
+    assert memory == [93, 424, 763] and [round(rate[0]) for _, rate in drawn] == [218, 150, 260]
+    assert roof[0] == 350.0 and roof[1] == pytest.approx(350.0) and roof[2] == pytest.approx(4300 / x[2])
+    # One rank has no links.
+    alone = run(1, result("dispatch", 8, 5.0, moved_bytes=0))
+    assert report.main(["plot", *write(tmp_path, b=alone), "--folder", str(tmp_path / "alone")]) == 2
+    (tmp_path / "alone").mkdir()
+    assert report.main(["plot", *write(tmp_path, b=alone), "--folder", str(tmp_path / "alone")]) == 0
+    assert not (tmp_path / "alone" / "exchange.svg").exists()
+
+
 def test_committed_runs_are_drawn_small(tmp_path: Path, figures: dict[str, Any]) -> None:
     for name in ("h200x8.json", "h200x2_phases.json", "gemm_h200.json"):
         assert report.main(["plot", str(RESULTS / name), "--folder", str(tmp_path)]) == 0
-    assert set(figures) == {"times", "phases", "gemm_h200"}
+    assert set(figures) == {"times", "exchange", "phases", "gemm_h200"}
     assert all(file.stat().st_size < 40_000 for file in tmp_path.iterdir())
     points = sum(len(line[0]) for line in lines(figures["gemm_h200"].axes[0])) - 6  # the two ceilings
     assert points == 2 * len(load("gemm_h200.json")["results"])
