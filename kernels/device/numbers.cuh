@@ -12,6 +12,16 @@ constexpr int BF16 = 0, MXFP8 = 2, NVFP4 = 3, MXFP4 = 4;  // FormatCode
 
 __device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
+// The vector of BYTES, 16 or 8, that one instruction loads or stores.
+template <int BYTES>
+struct Wide {
+  using type = uint4;
+};
+template <>
+struct Wide<8> {
+  using type = uint2;
+};
+
 // Products of two bf16 pairs.
 __device__ __forceinline__ u32 multiply(u32 a, u32 b) {
   u32 d;

@@ -42,15 +42,6 @@ constexpr bool TILED_SCALES = SCALE_WORDS > 0 && FMT != FP8_BLOCK && !PER_TOKEN_
 #define EACH_TASK(task, tasks) if (const u32 task = blockIdx.x; true)
 #endif
 
-template <int BYTES>
-struct Wide {
-  using type = uint4;
-};
-template <>
-struct Wide<8> {
-  using type = uint2;
-};
-
 // What has landed here for the experts of this rank.
 struct Landing : Arrival {
   int first_expert, num_local;

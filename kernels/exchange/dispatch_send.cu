@@ -14,10 +14,8 @@
 // RECORD_BYTES and the *_AT of RecordLayout, words of SignalLayout, ROUTING (ErrorCode), DISPATCH_SEND (Phase).
 
 #include "signalling.cuh"
-#include "quantize.cuh"
+#include "token_units.cuh"
 
-constexpr int UNIT = unit_numbers(FMT), UNITS = HIDDEN / UNIT, PER_THREAD = (UNITS + TEAM - 1) / TEAM;
-constexpr int LOADS = UNIT / 8;  // of 16 bytes
 constexpr int SENT_BYTES = (WEIGHTS_AT + 4 * K + 15) / 16 * 16;
 constexpr int STAGES = 2;
 constexpr int ID_WORDS = (2 * K + 15) / 16;  // of 16 bytes; fields of a record are that far apart
@@ -127,17 +125,8 @@ extern "C" __global__ void __launch_bounds__(TEAM* TEAMS, MAX_THREADS / (TEAM * 
   const int first_token = blockIdx.x * TEAMS + team;
   for (int token = first_token; token < num_tokens; token += gridDim.x * TEAMS, stage ^= 1) {
     u8* record = records + (team * STAGES + stage) * RECORD_BYTES;
-    const uint4* row = reinterpret_cast<const uint4*>(x_TH + token * x_stride);
-    u32 raw[PER_THREAD][LOADS * 4];  // two numbers each
-#pragma unroll
-    for (int i = 0; i < PER_THREAD; ++i) {
-      const int unit = i * TEAM + thread;
-#pragma unroll
-      for (int j = 0; j < LOADS; ++j) {
-        const uint4 four = unit < UNITS ? row[unit * LOADS + j] : make_uint4(0, 0, 0, 0);
-        raw[i][j * 4] = four.x, raw[i][j * 4 + 1] = four.y, raw[i][j * 4 + 2] = four.z, raw[i][j * 4 + 3] = four.w;
-      }
-    }
+    TokenUnits<FMT, HIDDEN, TEAM> units;
+    units.load(x_TH + token * x_stride, thread);
     u32 targets = 0;
     if (warp == 0) {
       const Entry entry(topk_idx, topk_weights, token);
@@ -154,14 +143,8 @@ extern "C" __global__ void __launch_bounds__(TEAM* TEAMS, MAX_THREADS / (TEAM * 
       }
       if (lane == 0) *reinterpret_cast<int*>(record + SOURCE_AT) = token;
     }
-    u32 amax_of_unit[PER_THREAD];  // bf16 bits, for NVFP4
     if constexpr (FMT == NVFP4) {
-      u32 amax = 0;
-#pragma unroll
-      for (int i = 0; i < PER_THREAD; ++i) {
-        amax_of_unit[i] = bf16_amax(raw[i]);
-        amax = max(amax, amax_of_unit[i]);
-      }
+      u32 amax = units.find_amax();
       if constexpr (!STATIC_GSF) {
         amax = __reduce_max_sync(ALL, amax);
         if (lane == 0) maxima[team][warp] = amax;
@@ -170,30 +153,11 @@ extern "C" __global__ void __launch_bounds__(TEAM* TEAMS, MAX_THREADS / (TEAM * 
     team_barrier(team, TEAM);
     float gsf = 1.0f;
     if constexpr (FMT == NVFP4) {
-      if constexpr (STATIC_GSF) {
-        gsf = *static_gsf;
-      } else {
-        u32 amax = 0;
-#pragma unroll
-        for (int w = 0; w < TEAM / 32; ++w) amax = max(amax, maxima[team][w]);
-        gsf = token_gsf(amax << 16);
-      }
+      if constexpr (STATIC_GSF) gsf = *static_gsf;
+      else gsf = units.gsf(maxima[team]);
       if (thread == 0) *reinterpret_cast<float*>(record + ROW_SCALE_AT) = __fdiv_rn(1.0f, gsf);
     }
-#pragma unroll
-    for (int i = 0; i < PER_THREAD; ++i) {
-      const int unit = i * TEAM + thread;
-      if constexpr (FMT == NVFP4) {
-        quantize_nvfp4(raw[i], amax_of_unit[i], gsf, record, record + SCALES_AT, unit, unit < UNITS);
-      } else if constexpr (FMT == BF16) {
-        if (unit < UNITS) reinterpret_cast<uint4*>(record)[unit] = make_uint4(raw[i][0], raw[i][1], raw[i][2], raw[i][3]);
-      } else {
-        float values[UNIT];
-#pragma unroll
-        for (int n = 0; n < UNIT; ++n) values[n] = bf16_value(raw[i][n / 2] >> 16 * (n % 2) & 0xFFFF);
-        quantize_unit<FMT>(values, gsf, record, record + SCALES_AT, unit, unit < UNITS);
-      }
-    }
+    units.quantize(gsf, record, record + SCALES_AT, thread);
     bulk_fence();
     team_barrier(team, TEAM);
     if (warp == 0) {

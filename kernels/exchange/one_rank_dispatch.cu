@@ -12,28 +12,17 @@
 // CAPACITY (ErrorCode), DISPATCH_SEND and DISPATCH_RECV (Phase).
 
 #include "signalling.cuh"
-#include "quantize.cuh"
+#include "token_units.cuh"
 
 static_assert(WORLD == 1);
 static_assert(MOST % 32 == 0 && MOST <= 128, "scales of an expert's rows are one block of 128");
 static_assert(MOST * K < 65536, "rows are counted in the lower half of a word");
 
-constexpr int UNIT = unit_numbers(FMT), UNITS = HIDDEN / UNIT, PER_THREAD = (UNITS + THREADS - 1) / THREADS;
-constexpr int LOADS = UNIT / 8;  // of 16 bytes
 constexpr int SENT_BYTES = (WEIGHTS_AT + 4 * K + 15) / 16 * 16;
 constexpr int WORDS = MOST / 32, WARPS = THREADS / 32;
 constexpr int ENTRIES = (MOST * K + THREADS - 1) / THREADS;  // of a thread
 constexpr int SCALE_WORDS = FMT == FP8_BLOCK ? SCALE_COLUMNS : (SCALE_COLUMNS + 3) / 4;
 constexpr int NONE = 0xFFFF;  // in place of an expert id
-
-template <int BYTES>
-struct Wide {
-  using type = uint4;
-};
-template <>
-struct Wide<8> {
-  using type = uint2;
-};
 
 // Records the first id that is out of range or repeated in its token. For one thread.
 __device__ __noinline__ void record_bad_id(const Exchange x, const IDS* topk_idx, int num_tokens, int epoch) {
@@ -78,21 +67,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const int entry = i * THREADS + threadIdx.x;
     ids[i] = entry < num_tokens * K ? topk_idx[entry] : -1;
   }
-  u32 raw[PER_THREAD][LOADS * 4];  // two numbers each
-  u32 amax_of_unit[PER_THREAD];    // bf16 bits, for NVFP4
+  TokenUnits<FMT, HIDDEN, THREADS> units;
   long long id_of_lane = -1;
   float weight_of_lane = 0.0f;
   const auto load = [&](int token) {
-    const uint4* row = reinterpret_cast<const uint4*>(x_TH + token * x_stride);
-#pragma unroll
-    for (int i = 0; i < PER_THREAD; ++i) {
-      const int unit = i * THREADS + threadIdx.x;
-#pragma unroll
-      for (int j = 0; j < LOADS; ++j) {
-        const uint4 four = unit < UNITS ? row[unit * LOADS + j] : make_uint4(0, 0, 0, 0);
-        raw[i][j * 4] = four.x, raw[i][j * 4 + 1] = four.y, raw[i][j * 4 + 2] = four.z, raw[i][j * 4 + 3] = four.w;
-      }
-    }
+    units.load(x_TH + token * x_stride, threadIdx.x);
     if (warp == 0 && lane < K) {
       id_of_lane = topk_idx[token * K + lane];
       weight_of_lane = topk_weights[token * K + lane];
@@ -171,12 +150,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   for (int token = blockIdx.x; token < num_tokens; token += gridDim.x) {
     if (token != blockIdx.x) load(token);
     if constexpr (FMT == NVFP4) {
-      u32 amax = 0;
-#pragma unroll
-      for (int i = 0; i < PER_THREAD; ++i) {
-        amax_of_unit[i] = bf16_amax(raw[i]);
-        amax = max(amax, amax_of_unit[i]);
-      }
+      u32 amax = units.find_amax();
       if constexpr (!STATIC_GSF) {
         amax = __reduce_max_sync(ALL, amax);
         if (lane == 0) maxima[warp] = amax;
@@ -197,30 +171,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
     float gsf = 1.0f;
     if constexpr (FMT == NVFP4) {
-      if constexpr (STATIC_GSF) {
-        gsf = *static_gsf;
-      } else {
-        u32 amax = 0;
-#pragma unroll
-        for (int w = 0; w < WARPS; ++w) amax = max(amax, maxima[w]);
-        gsf = token_gsf(amax << 16);
-      }
+      if constexpr (STATIC_GSF) gsf = *static_gsf;
+      else gsf = units.gsf(maxima);
       if (threadIdx.x == 0) *reinterpret_cast<float*>(record + ROW_SCALE_AT) = __fdiv_rn(1.0f, gsf);
     }
-#pragma unroll
-    for (int i = 0; i < PER_THREAD; ++i) {
-      const int unit = i * THREADS + threadIdx.x;
-      if constexpr (FMT == NVFP4) {
-        quantize_nvfp4(raw[i], amax_of_unit[i], gsf, record, record + SCALES_AT, unit, unit < UNITS);
-      } else if constexpr (FMT == BF16) {
-        if (unit < UNITS) reinterpret_cast<uint4*>(record)[unit] = make_uint4(raw[i][0], raw[i][1], raw[i][2], raw[i][3]);
-      } else {
-        float values[UNIT];
-#pragma unroll
-        for (int n = 0; n < UNIT; ++n) values[n] = bf16_value(raw[i][n / 2] >> 16 * (n % 2) & 0xFFFF);
-        quantize_unit<FMT>(values, gsf, record, record + SCALES_AT, unit, unit < UNITS);
-      }
-    }
+    units.quantize(gsf, record, record + SCALES_AT, threadIdx.x);
     __syncthreads();
     int position = -1, block = 0, row = 0;
     if (good && lane < K) {
