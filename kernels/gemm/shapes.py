@@ -111,6 +111,7 @@ class DequantShape:
         warp_products: whether each warp multiplies its 16 weight rows by `mma.sync`, not its warpgroup by `wgmma`.
             Batches and buffers then mean nothing.
         blocks_per_sm: blocks that an SM has at a time.
+        static_bytes: shared memory that is left for the rest of a block; the ring has all else.
         cases: smaller numbers of token blocks that have specialized code.
     """
 
@@ -125,6 +126,7 @@ class DequantShape:
     cases: tuple[int, ...]
     warp_products: bool = False
     blocks_per_sm: int = 1
+    static_bytes: int = 20 * 1024
 
     @property
     def threads(self) -> int:
@@ -142,17 +144,12 @@ class DequantShape:
         There are at least two stages, so that one is loaded while another is multiplied.
         """
         unit_stage = self.warpgroups * unit_bytes(w_format) + self.max_blocks * 1024
-        ring_bytes = RING_BYTES if self.blocks_per_sm == 1 else SHARED_BYTES // self.blocks_per_sm - FEW_STATIC_BYTES
+        ring_bytes = SHARED_BYTES // self.blocks_per_sm - self.static_bytes
         size = stage_units(units, min(self.stage_units, ring_bytes // (2 * unit_stage)))
         stages = min(ring_bytes // (size * unit_stage), MAX_DEQUANT_STAGES)
         return stages, size, stages * size * unit_stage
 
 
-RING_BYTES = SHARED_BYTES - 20 * 1024
-"""Shared memory for the ring; the rest is static."""
-
-FEW_STATIC_BYTES = 16 * 1024
-"""Shared memory of a block of DEQUANT_FEW beside its ring, with what the driver reserves and room for FEW_TOKENS."""
 MAX_DEQUANT_STAGES = 6
 """The kernel announces at most 8 tiles in advance, and must be able to announce two more than it has stages."""
 
@@ -168,6 +165,7 @@ DEQUANT_FEW = DequantShape(
     cases=(),
     warp_products=True,
     blocks_per_sm=3,
+    static_bytes=16 * 1024,  # with what the driver reserves, and room for FEW_TOKENS
 )
 """For a token or two of each group. A tile is 64 weight rows and at most 8 tokens, and an SM works at three of them."""
 DEQUANT_DECODE = DequantShape(
