@@ -89,8 +89,7 @@ def resolve_mode(
     else `contiguous`.
 
     Args:
-        rows_per_expert: if all ranks bring `max_tokens_per_rank` and all experts are chosen alike, rounded up; None is
-            many.
+        rows_per_expert: as the function of this name says; None is many.
 
     Raises `ValueError` for another `mode`.
 
@@ -115,6 +114,11 @@ def _says_nothing(key: object, value: object) -> bool:
     """Whether a format is as if it were not given: `auto`, or no `weight_format`."""
     auto = isinstance(value, str) and value == "auto" and key in ("token_format", "weight_format")
     return auto or (key == "weight_format" and value is None)
+
+
+def rows_per_expert(world_size: int, max_tokens_per_rank: int, top_k: int, num_experts: int) -> int:
+    """Rows of an expert, rounded up, if all ranks bring `max_tokens_per_rank` and all experts are chosen alike."""
+    return ceil_div(world_size * max_tokens_per_rank * top_k, num_experts)
 
 
 class _Model(BaseModel):
@@ -344,7 +348,7 @@ class MoELayerConfig(_Model):
         Raises `ValueError` for a `world_size` that is no positive integer below 2^31.
         """
         check_integer("world_size", world_size, high=_MOST)
-        rows = ceil_div(world_size * self.max_tokens_per_rank * self.top_k, self.num_experts)
+        rows = rows_per_expert(world_size, self.max_tokens_per_rank, self.top_k, self.num_experts)
         return resolve_mode("auto", self.max_tokens_per_rank, self.token_format, rows)
 
     @property

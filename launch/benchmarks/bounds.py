@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from moe_runtime.config import OLD_MODES
 from moe_runtime.kernels.formats.number_formats import format_named
 
 SKEW_FACTOR, SKEW_US = 1.25, 12.0
@@ -65,7 +66,7 @@ def memory_bytes(result: dict[str, Any], sizes: dict[str, Any], ranks: int) -> f
     if result["operation"] == "combine":
         return tokens * top_k * 2 * hidden + 2 * arriving + 2 * tokens * hidden
     sent = 2 * tokens * hidden + arriving
-    if result["mode"] not in ("contiguous", "packed"):
+    if OLD_MODES.get(result["mode"], result["mode"]) != "contiguous":
         return sent
     fmt = format_named(result["token_format"])
     return sent + arriving + tokens * top_k * (fmt.quant_bytes(hidden) + fmt.scale_bytes(hidden))

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from moe_runtime.config import OLD_MODES
 from moe_runtime.launch.benchmarks.bounds import EVEN, memory_bytes
 from moe_runtime.launch.benchmarks.gemm_cases import BF16_TFLOP_PER_S, FP8_TFLOP_PER_S, MEMORY_TB_PER_S
 from moe_runtime.launch.benchmarks.layer_report import OURS, baselines_of, key_of
@@ -32,8 +33,6 @@ PHASES = {
 }
 """Phases that do not contain one another, in the order of a step."""
 EXCHANGE_MARKERS = {"dispatch": "o", "combine": "s"}
-MODES = {"indexed": "gathered", "packed": "contiguous"}
-"""Their names in runs of release 0.1."""
 FORMER = {"dispatch_recv": "dispatch_wait", "combine_recv": "combine_wait"}
 """Names of phases in runs of release 0.1."""
 
@@ -150,14 +149,13 @@ def _exchange(reports: Sequence[Report]) -> Any:
     Lines join the numbers of tokens of a case. A case at the slope is bound by memory, one at the level by the links,
     and one below both by latency.
     """
-    found = {
-        operation: [r for r in results if r.get("moved_bytes") and r["routing"] == EVEN and r["implementation"] == OURS]
-        for operation in ("dispatch", "combine")
-        for shown, results in [_largest(reports, "median_us", operation)]
-    }
-    shown, _ = _largest(reports, "median_us", "dispatch")
+    found = {}
+    for operation in EXCHANGE_MARKERS:
+        shown, results = _largest(reports, "median_us", operation)
+        ours = [r for r in results if r["implementation"] == OURS and r["routing"] == EVEN]
+        found[operation] = [r for r in ours if r.get("moved_bytes")]
     links = [report["link"] for report in shown if report.get("link")]
-    if not links or not any(found.values()) or ranks_of(shown[0]) < 2:
+    if not links or not any(found.values()):
         return None
     figure = _figure(7, 5)
     axes = figure.subplots()
@@ -197,7 +195,7 @@ def _exchange(reports: Sequence[Report]) -> Any:
 def _exchange_case(result: Result) -> str:
     if result["operation"] == "combine":
         return f"combine {result['combine_format']}"
-    return f"dispatch {result['token_format']}, rows {MODES.get(result['mode'], result['mode'])}"
+    return f"dispatch {result['token_format']}, rows {OLD_MODES.get(result['mode'], result['mode'])}"
 
 
 def _rate(reports: Sequence[Report]) -> str:

@@ -16,12 +16,12 @@ from moe_runtime.comm.arguments import (
     describe,
 )
 from moe_runtime.comm.signals import COUNT_BITS
-from moe_runtime.config import MAX_EXPERTS, ModeName, resolve_mode
+from moe_runtime.config import MAX_EXPERTS, ModeName, resolve_mode, rows_per_expert
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.kernels.exchange.geometry import ExchangeGeometry, worst_case_rows
 from moe_runtime.kernels.exchange.padded_rows import PaddedRows, PaddedScales
 from moe_runtime.kernels.exchange.record import RecordLayout
-from moe_runtime.kernels.formats.number_formats import TokenFormat, ceil_div, format_named
+from moe_runtime.kernels.formats.number_formats import TokenFormat, format_named
 
 BF16 = (torch.bfloat16,)
 
@@ -53,8 +53,8 @@ def exchange_geometry(
     if top_k > num_experts:
         raise ValueError(f"top_k: expected at most num_experts = {num_experts}, got {top_k}")
     check_kind("mode", mode, str)
-    rows_per_expert = ceil_div(context.world_size * max_tokens_per_rank * top_k, num_experts)
-    rows = resolve_mode(mode, max_tokens_per_rank, fmt.name, rows_per_expert)
+    many = rows_per_expert(context.world_size, max_tokens_per_rank, top_k, num_experts)
+    rows = resolve_mode(mode, max_tokens_per_rank, fmt.name, many)
     fmt.check_columns(hidden_size, "hidden_size")
     check_kind("kernel_prefix", kernel_prefix, str)
     if not re.fullmatch("[A-Za-z_]*", kernel_prefix):
