@@ -19,6 +19,8 @@ static_assert(MOST % 32 == 0 && MOST <= 128, "scales of an expert's rows are one
 static_assert(MOST * K < 65536, "rows are counted in the lower half of a word");
 
 constexpr int SENT_BYTES = (WEIGHTS_AT + 4 * K + 15) / 16 * 16;
+constexpr int ID_WORDS = (2 * K + 15) / 16;  // of 16 bytes
+static_assert(IDS_AT % 16 == 0);
 constexpr int WORDS = MOST / 32, WARPS = THREADS / 32;
 constexpr int ENTRIES = (MOST * K + THREADS - 1) / THREADS;  // of a thread
 constexpr int SCALE_WORDS = FMT == FP8_BLOCK ? SCALE_COLUMNS : (SCALE_COLUMNS + 3) / 4;
@@ -197,10 +199,13 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
     if (!good) continue;
     const u64 slot = landed + half * landing_half + static_cast<long long>(token) * RECORD_BYTES;
-    for (int i = threadIdx.x; i < SENT_BYTES / 16; i += THREADS)
+    // As `dispatch_send` does, the ids alone of a token that goes nowhere.
+    const u32 present = __ballot_sync(ALL, position >= 0);
+    const int from = present ? 0 : IDS_AT / 16, end = present ? SENT_BYTES / 16 : from + ID_WORDS;
+    for (int i = from + threadIdx.x; i < end; i += THREADS)
       reinterpret_cast<uint4*>(slot)[i] = reinterpret_cast<const uint4*>(record)[i];
     if constexpr (SCALE_WORDS > 0 || CONTIGUOUS) {
-      for (u32 left = __ballot_sync(ALL, position >= 0); left; left &= left - 1) {
+      for (u32 left = present; left; left &= left - 1) {
         const int k = __ffs(left) - 1;
         const long long at = __shfl_sync(ALL, position, k);
         if constexpr (SCALE_WORDS > 0) {
