@@ -202,18 +202,10 @@ class DispatchHandle:
         buffers, self._progress.recv_buffers = self.recv_buffers, None
         return buffers
 
-    def note_received(self, dispatches: int) -> None:
-        """Note that its rows are grouped already; `dispatches` is that of the context now."""
-        self._progress.received_in = dispatches
-
-    def is_received(self, dispatches: int) -> bool:
+    def _is_received(self, dispatches: int) -> bool:
         """Whether its rows are grouped and lie where they did; `dispatches` is that of the context now."""
         received_in = self._progress.received_in
         return received_in is not None and dispatches - received_in < 2
-
-    def note_summed(self) -> None:
-        """Note that its sum is there already."""
-        self._progress.summed = True
 
     @property
     def summed(self) -> bool:

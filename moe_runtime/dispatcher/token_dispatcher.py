@@ -360,7 +360,7 @@ class TokenDispatcher:
             alone = self._of_one_rank()
             if alone is not None and alone.dispatches(geometry, handle.num_tokens):
                 alone.dispatch(context, geometry, *tokens, handle.epoch, handle.num_parts, handle.recv_buffers)
-                handle.note_received(context.dispatches)
+                handle._progress.received_in = context.dispatches
                 return handle
             self._backend.dispatch_send(
                 context, geometry, self._starts, *tokens, handle.epoch, handle.num_parts, handle.timeout_ns
@@ -396,7 +396,7 @@ class TokenDispatcher:
             handle.enter("dispatch_recv")
             self._forward(handle)
             buffers = handle.take_recv_buffers()
-            if not handle.is_received(context.dispatches):
+            if not handle._is_received(context.dispatches):
                 self._backend.dispatch_recv(context.memory, geometry, handle.epoch, handle.timeout_ns, buffers)
             self._stepped = True
             self._raise_on_cpu()
@@ -503,7 +503,7 @@ class TokenDispatcher:
                 handle.enter("combine_send")
                 handle.allocate_output(out)
                 alone.combine(context, geometry, output, positions, handle.epoch, shared, handle.output)
-                handle.note_summed()
+                handle._progress.summed = True
                 return
             handle.enter("combine_send")
             handle.allocate_output(out)
