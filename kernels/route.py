@@ -1,7 +1,8 @@
 """Router on the GPU: logits, scores and the choice of experts in two kernels, without a host sync.
 
-`_logits_kernel` sums a part of K for a tile of tokens and experts. `_choose_kernel` adds the parts of a token in order,
-computes scores, and chooses one expert after the other. An fp32 weight is split into three bf16 values, which MMA
+`_logits_kernel` sums K for a tile of tokens and experts: one part of a split with few tokens, a whole split with many.
+`_choose_kernel` adds the parts of each split, as `_logits_kernel` does them, and then the splits, in order. It computes
+scores, and chooses one expert after the other. An fp32 weight is split into three bf16 values, which MMA
 multiplies exactly. If all weights of a tile are bf16 values, the other two are zero and are skipped, which changes no
 bit. Sums are fp32, in an order that depends only on the sizes, so a token's result does not depend on its neighbours.
 The reference, in float64, is `moe_runtime.router.Router`.
@@ -25,7 +26,10 @@ from moe_runtime.kernels.runtime import INTERPRET, AotCase
 
 BLOCK_T, BLOCK_E, BLOCK_K = 64, 64, 64
 SPLITS = 8
-"""Parts into which the sum over K is split: with few tokens there would otherwise be fewer programs than SMs."""
+"""Sums over K of the same length, each of which is a sum of parts of PART columns."""
+PART = 2 * BLOCK_K
+FEW_TILES = 8
+"""Tiles of tokens and experts up to which each part has a program of its own, so that there are as many as SMs."""
 MAX_ROUTED_EXPERTS = 4096
 
 KINDS = ("softmax", "topk_softmax", "sigmoid")
@@ -64,17 +68,24 @@ def _logits_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PART: tl.constexpr,
+    PARTS: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
-    """fp32 `partial[split, token, expert]` over `chunk` columns of K from `split * chunk` on."""
+    """fp32 `partial[program, token, expert]` over the columns of a split, `chunk` of them, or of one of its PARTS."""
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     e = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
-    split = tl.program_id(2)
+    number = tl.program_id(2)
     t_ok, e_ok = t < num_tokens, e < E
     x_row, w_row = t.to(tl.int64) * x_stride, e.to(tl.int64) * K
-    first = split * chunk
+    first = number // PARTS * chunk
+    end = tl.minimum(first + chunk, K)
+    if PARTS > 1:
+        first += number % PARTS * PART
+        end = tl.minimum(first + PART, end)
     acc = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
-    for start in range(first, tl.minimum(first + chunk, K), BLOCK_K):
+    total = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
+    for start in range(first, end, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
         x = tl.load(x_ptr + x_row[:, None] + k[None, :], mask=t_ok[:, None] & (k < K)[None, :], other=0.0)
         if INTERPRET:
@@ -84,8 +95,12 @@ def _logits_kernel(
         if tl.max(tl.max(magnitude_bits(rest), axis=1), axis=0) > 0:
             acc, rest = _dot(acc, x, rest, INTERPRET)
             acc, rest = _dot(acc, x, rest, INTERPRET)
-    to = partial_ptr + (split.to(tl.int64) * num_tokens + t[:, None]) * E + e[None, :]
-    tl.store(to, acc, mask=t_ok[:, None] & e_ok[None, :])
+        if PARTS == 1:
+            part_ends = (start - first) % PART == PART - BLOCK_K
+            total += tl.where(part_ends, acc, 0.0)
+            acc = tl.where(part_ends, 0.0, acc)
+    to = partial_ptr + (number.to(tl.int64) * num_tokens + t[:, None]) * E + e[None, :]
+    tl.store(to, total + acc, mask=t_ok[:, None] & e_ok[None, :])
 
 
 @triton.jit
@@ -146,6 +161,7 @@ def _choose_kernel(
     GROUPS: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
     SPLITS: tl.constexpr,
+    PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
@@ -155,8 +171,11 @@ def _choose_kernel(
     ok = e < E
     logits = tl.zeros([BLOCK], tl.float32)
     for split in tl.static_range(SPLITS):
-        row = token + (token * 0 + split) * num_tokens
-        logits += tl.load(partial_ptr + row * E + e, mask=ok, other=0.0)
+        of_split = tl.zeros([BLOCK], tl.float32)
+        for part in tl.static_range(PARTS):
+            row = token + (token * 0 + split * PARTS + part) * num_tokens
+            of_split += tl.load(partial_ptr + row * E + e, mask=ok, other=0.0)
+        logits += of_split
     if bias_ptr is not None:
         logits += tl.load(bias_ptr + e, mask=ok, other=0.0)
     scores = logits
@@ -249,26 +268,31 @@ def route(
     weights_TK = torch.empty(tokens, top_k, dtype=torch.float32, device=device)
     if tokens == 0:
         return idx_TK, weights_TK
-    partial_STE = torch.empty(SPLITS, tokens, experts, dtype=torch.float32, device=device)
-    _logits_kernel[(ceil_div(tokens, BLOCK_T), ceil_div(experts, BLOCK_E), SPLITS)](
+    tiles = ceil_div(tokens, BLOCK_T), ceil_div(experts, BLOCK_E)
+    chunk = ceil_div(hidden, SPLITS * BLOCK_K) * BLOCK_K
+    parts = ceil_div(chunk, PART) if tiles[0] * tiles[1] <= FEW_TILES else 1
+    partial_PTE = torch.empty(SPLITS * parts, tokens, experts, dtype=torch.float32, device=device)
+    _logits_kernel[(*tiles, SPLITS * parts)](
         raw_bits(x_TH) if INTERPRET else x_TH,
         weight_EH,
-        partial_STE,
+        partial_PTE,
         tokens,
         experts,
         hidden,
         x_TH.stride(0),
-        ceil_div(hidden, SPLITS * BLOCK_K) * BLOCK_K,
+        chunk,
         BLOCK_T=BLOCK_T,
         BLOCK_E=BLOCK_E,
         BLOCK_K=BLOCK_K,
+        PART=PART,
+        PARTS=parts,
         INTERPRET=INTERPRET,
         num_warps=4,
         num_stages=3,
         enable_fp_fusion=False,
     )
     _choose_kernel[(tokens,)](
-        partial_STE,
+        partial_PTE,
         bias_E,
         correction_bias_E,
         idx_TK,
@@ -282,6 +306,7 @@ def route(
         GROUPS=config.num_groups,
         TOP_GROUPS=config.top_groups,
         SPLITS=SPLITS,
+        PARTS=parts,
         BLOCK=triton.next_power_of_2(experts),
         BLOCK_K=triton.next_power_of_2(top_k),
         num_warps=1 if experts <= 512 else 4,
@@ -290,8 +315,9 @@ def route(
     return idx_TK, weights_TK
 
 
-def _aot_logits() -> AotCase:
+def _aot_logits(parts: int) -> AotCase:
     constants = {"BLOCK_T": BLOCK_T, "BLOCK_E": BLOCK_E, "BLOCK_K": BLOCK_K, "INTERPRET": False}
+    constants |= {"PART": PART, "PARTS": parts}
     signature = {
         "x_ptr": "*bf16",
         "w_ptr": "*fp32",
@@ -306,9 +332,11 @@ def _aot_logits() -> AotCase:
     return AotCase("route_logits", "bf16", _logits_kernel, signature, constants, options, instruction=mma)
 
 
-def _aot_choose(kind: str, experts: int, *, groups: int = 1, bias: bool = False, correction: bool = False) -> AotCase:
+def _aot_choose(
+    kind: str, experts: int, *, parts: int = 1, groups: int = 1, bias: bool = False, correction: bool = False
+) -> AotCase:
     constants: dict[str, object] = {"KIND": KINDS.index(kind), "RENORMALIZE": True, "TOP_K": 8}
-    constants |= {"GROUPS": groups, "TOP_GROUPS": max(groups // 2, 1), "SPLITS": SPLITS}
+    constants |= {"GROUPS": groups, "TOP_GROUPS": max(groups // 2, 1), "SPLITS": SPLITS, "PARTS": parts}
     constants |= {"BLOCK": triton.next_power_of_2(experts), "BLOCK_K": 8}
     constants |= {name: None for name, there in (("bias_ptr", bias), ("correction_ptr", correction)) if not there}
     signature = {"partial_ptr": "*fp32", "bias_ptr": "*fp32", "correction_ptr": "*fp32", "idx_ptr": "*i32"}
@@ -318,9 +346,10 @@ def _aot_choose(kind: str, experts: int, *, groups: int = 1, bias: bool = False,
 
 
 AOT_CASES: tuple[AotCase, ...] = (
-    _aot_logits(),
-    _aot_choose("softmax", 128),
+    _aot_logits(1),
+    _aot_logits(7),
+    _aot_choose("softmax", 128, parts=3),
     _aot_choose("topk_softmax", 128, bias=True),
-    _aot_choose("sigmoid", 256, groups=8, correction=True),
+    _aot_choose("sigmoid", 256, parts=7, groups=8, correction=True),
     _aot_choose("sigmoid", 384, correction=True),
 )

@@ -101,6 +101,20 @@ def test_a_token_has_the_same_bits_in_any_company(
     assert all(part.shape == (0, case[3]) for part in ours(x_TH[:0]))
 
 
+@pytest.mark.parametrize("hidden", [64, 1100, 3000])
+def test_parts_of_few_tokens_are_added_as_within_a_program(
+    hidden: int, rng: torch.Generator, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, _ = make((RouterConfig(kind="sigmoid"), 70, hidden, 4), rng, device)
+    x_TH = torch.randn(5, hidden, generator=rng).to(device, torch.bfloat16)
+    found = []
+    for tiles in (2, 1):  # a tile has 64 experts
+        monkeypatch.setattr(route, "FEW_TILES", tiles)
+        found.append(ours(x_TH))
+    assert_same_bits(found[0][0], found[1][0])
+    assert_same_bits(found[0][1], found[1][1])
+
+
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 def test_ids_stay_in_range_and_apart_whatever_the_tokens(
     poison: float, rng: torch.Generator, device: torch.device
