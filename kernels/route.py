@@ -22,14 +22,21 @@ import triton.language as tl
 from moe_runtime.kernels.formats.bits import bf16_bits_to_f32, f32_bits, f32_to_bf16_bits, magnitude_bits
 from moe_runtime.kernels.formats.number_formats import ceil_div
 from moe_runtime.kernels.formats.reference_quantize import raw_bits
-from moe_runtime.kernels.runtime import INTERPRET, AotCase
+from moe_runtime.kernels.runtime import ALL_ARCHS, INTERPRET, AotCase
 
-BLOCK_T, BLOCK_E, BLOCK_K = 64, 64, 64
+if not INTERPRET:
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+BLOCK_K = 64
 SPLITS = 8
 """Sums over K of the same length, each of which is a sum of parts of PART columns."""
 PART = 2 * BLOCK_K
 FEW_TILES = 8
 """Tiles of tokens and experts up to which each part has a program of its own, so that there are as many as SMs."""
+TILE, LARGE_TILE = 64, 128
+"""Tokens and experts of a program."""
+MANY_TILES = 16
+"""Large tiles from which on they are used: they read tokens and weights from L2 half as often."""
 MAX_ROUTED_EXPERTS = 4096
 
 KINDS = ("softmax", "topk_softmax", "sigmoid")
@@ -65,16 +72,18 @@ def _logits_kernel(
     K,
     x_stride,
     chunk,
-    BLOCK_T: tl.constexpr,
-    BLOCK_E: tl.constexpr,
+    TILE: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PART: tl.constexpr,
     PARTS: tl.constexpr,
+    EARLY: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
     """fp32 `partial[program, token, expert]` over the columns of a split, `chunk` of them, or of one of its PARTS."""
-    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    e = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
+    if EARLY and PARTS > 1:  # few programs, which leave room for those of `_choose_kernel` to wait
+        gdc_launch_dependents()
+    t = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    e = tl.program_id(1) * TILE + tl.arange(0, TILE)
     number = tl.program_id(2)
     t_ok, e_ok = t < num_tokens, e < E
     x_row, w_row = t.to(tl.int64) * x_stride, e.to(tl.int64) * K
@@ -83,8 +92,8 @@ def _logits_kernel(
     if PARTS > 1:
         first += number % PARTS * PART
         end = tl.minimum(first + PART, end)
-    acc = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
-    total = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
+    acc = tl.zeros([TILE, TILE], tl.float32)
+    total = tl.zeros([TILE, TILE], tl.float32)
     for start in range(first, end, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
         x = tl.load(x_ptr + x_row[:, None] + k[None, :], mask=t_ok[:, None] & (k < K)[None, :], other=0.0)
@@ -96,9 +105,9 @@ def _logits_kernel(
             acc, rest = _dot(acc, x, rest, INTERPRET)
             acc, rest = _dot(acc, x, rest, INTERPRET)
         if PARTS == 1:
-            part_ends = (start - first) % PART == PART - BLOCK_K
-            total += tl.where(part_ends, acc, 0.0)
-            acc = tl.where(part_ends, 0.0, acc)
+            if (start - first) % PART == PART - BLOCK_K:
+                total += acc
+                acc = tl.zeros([TILE, TILE], tl.float32)
     to = partial_ptr + (number.to(tl.int64) * num_tokens + t[:, None]) * E + e[None, :]
     tl.store(to, total + acc, mask=t_ok[:, None] & e_ok[None, :])
 
@@ -164,8 +173,12 @@ def _choose_kernel(
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Ids and weights of one token, as `moe_runtime.router` defines them."""
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, BLOCK)
     ok = e < E
@@ -243,6 +256,19 @@ def supports(x_TH: torch.Tensor, num_experts: int, config: RouterSettings) -> bo
     )
 
 
+def _tile_and_parts(tokens: int, experts: int, chunk: int, major: int) -> tuple[int, int]:
+    """Of `_logits_kernel`: `TILE`, and the programs of a split of `chunk` columns. No choice changes a bit.
+
+    `major` is the first number of the GPU's compute capability. Only Hopper and the large Blackwell GPUs have the
+    shared memory of large tiles.
+    """
+    large = ceil_div(tokens, LARGE_TILE) * ceil_div(experts, LARGE_TILE)
+    if large >= MANY_TILES and experts > TILE and major in (9, 10):
+        return LARGE_TILE, 1
+    few = ceil_div(tokens, TILE) * ceil_div(experts, TILE) <= FEW_TILES
+    return TILE, ceil_div(chunk, PART) if few else 1
+
+
 def route(
     x_TH: torch.Tensor,
     weight_EH: torch.Tensor,
@@ -268,9 +294,11 @@ def route(
     weights_TK = torch.empty(tokens, top_k, dtype=torch.float32, device=device)
     if tokens == 0:
         return idx_TK, weights_TK
-    tiles = ceil_div(tokens, BLOCK_T), ceil_div(experts, BLOCK_E)
+    capability = (9, 0) if INTERPRET else torch.cuda.get_device_capability(device)
+    early = not INTERPRET and capability >= (9, 0)
     chunk = ceil_div(hidden, SPLITS * BLOCK_K) * BLOCK_K
-    parts = ceil_div(chunk, PART) if tiles[0] * tiles[1] <= FEW_TILES else 1
+    tile, parts = _tile_and_parts(tokens, experts, chunk, capability[0])
+    tiles = ceil_div(tokens, tile), ceil_div(experts, tile)
     partial_PTE = torch.empty(SPLITS * parts, tokens, experts, dtype=torch.float32, device=device)
     _logits_kernel[(*tiles, SPLITS * parts)](
         raw_bits(x_TH) if INTERPRET else x_TH,
@@ -281,13 +309,13 @@ def route(
         hidden,
         x_TH.stride(0),
         chunk,
-        BLOCK_T=BLOCK_T,
-        BLOCK_E=BLOCK_E,
+        TILE=tile,
         BLOCK_K=BLOCK_K,
         PART=PART,
         PARTS=parts,
+        EARLY=early,
         INTERPRET=INTERPRET,
-        num_warps=4,
+        num_warps=4 if tile == TILE else 8,
         num_stages=3,
         enable_fp_fusion=False,
     )
@@ -309,15 +337,16 @@ def route(
         PARTS=parts,
         BLOCK=triton.next_power_of_2(experts),
         BLOCK_K=triton.next_power_of_2(top_k),
+        EARLY=early,
         num_warps=1 if experts <= 512 else 4,
         enable_fp_fusion=False,
+        **({"launch_pdl": True} if early else {}),
     )
     return idx_TK, weights_TK
 
 
-def _aot_logits(parts: int) -> AotCase:
-    constants = {"BLOCK_T": BLOCK_T, "BLOCK_E": BLOCK_E, "BLOCK_K": BLOCK_K, "INTERPRET": False}
-    constants |= {"PART": PART, "PARTS": parts}
+def _aot_logits(tile: int, parts: int, archs: tuple[int, ...] = ALL_ARCHS) -> AotCase:
+    constants = {"TILE": tile, "BLOCK_K": BLOCK_K, "PART": PART, "PARTS": parts, "EARLY": True, "INTERPRET": False}
     signature = {
         "x_ptr": "*bf16",
         "w_ptr": "*fp32",
@@ -327,9 +356,9 @@ def _aot_logits(parts: int) -> AotCase:
         "K": "i32",
     }
     signature |= {"x_stride": "i64", "chunk": "i32", **dict.fromkeys(constants, "constexpr")}
-    options = {"num_warps": 4, "num_stages": 3, "enable_fp_fusion": False}
+    options = {"num_warps": 4 if tile == TILE else 8, "num_stages": 3, "enable_fp_fusion": False}
     mma = {90: r"wgmma\.mma_async", 100: r"tcgen05\.mma", 120: r"mma\.sync"}
-    return AotCase("route_logits", "bf16", _logits_kernel, signature, constants, options, instruction=mma)
+    return AotCase("route_logits", "bf16", _logits_kernel, signature, constants, options, archs, mma)
 
 
 def _aot_choose(
@@ -337,7 +366,7 @@ def _aot_choose(
 ) -> AotCase:
     constants: dict[str, object] = {"KIND": KINDS.index(kind), "RENORMALIZE": True, "TOP_K": 8}
     constants |= {"GROUPS": groups, "TOP_GROUPS": max(groups // 2, 1), "SPLITS": SPLITS, "PARTS": parts}
-    constants |= {"BLOCK": triton.next_power_of_2(experts), "BLOCK_K": 8}
+    constants |= {"BLOCK": triton.next_power_of_2(experts), "BLOCK_K": 8, "EARLY": True}
     constants |= {name: None for name, there in (("bias_ptr", bias), ("correction_ptr", correction)) if not there}
     signature = {"partial_ptr": "*fp32", "bias_ptr": "*fp32", "correction_ptr": "*fp32", "idx_ptr": "*i32"}
     signature |= {"weights_ptr": "*fp32", "num_tokens": "i32", "E": "i32", "scaling_factor": "fp32"}
@@ -346,8 +375,9 @@ def _aot_choose(
 
 
 AOT_CASES: tuple[AotCase, ...] = (
-    _aot_logits(1),
-    _aot_logits(7),
+    _aot_logits(TILE, 1),
+    _aot_logits(TILE, 7),
+    _aot_logits(LARGE_TILE, 1, (90, 100)),
     _aot_choose("softmax", 128, parts=3),
     _aot_choose("topk_softmax", 128, bias=True),
     _aot_choose("sigmoid", 256, parts=7, groups=8, correction=True),

@@ -102,17 +102,38 @@ def test_a_token_has_the_same_bits_in_any_company(
 
 
 @pytest.mark.parametrize("hidden", [64, 1100, 3000])
-def test_parts_of_few_tokens_are_added_as_within_a_program(
-    hidden: int, rng: torch.Generator, device: torch.device, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("tokens", [5, 130])
+def test_tiles_and_parts_change_no_bit(
+    tokens: int, hidden: int, rng: torch.Generator, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Programs of a part of K each, of a split each, and with large tiles."""
     ours, _ = make((RouterConfig(kind="sigmoid"), 70, hidden, 4), rng, device)
-    x_TH = torch.randn(5, hidden, generator=rng).to(device, torch.bfloat16)
+    x_TH = torch.randn(tokens, hidden, generator=rng).to(device, torch.bfloat16)
+    shared_memory_of_hopper = device.type == "cpu" or torch.cuda.get_device_capability(device)[0] in (9, 10)
     found = []
-    for tiles in (2, 1):  # a tile has 64 experts
-        monkeypatch.setattr(route, "FEW_TILES", tiles)
-        found.append(ours(x_TH))
-    assert_same_bits(found[0][0], found[1][0])
-    assert_same_bits(found[0][1], found[1][1])
+    for few_tiles, many_tiles in ((6, 100), (0, 100), (0, 1)):
+        monkeypatch.setattr(route, "FEW_TILES", few_tiles)
+        monkeypatch.setattr(route, "MANY_TILES", many_tiles)
+        chunk = 64 * math.ceil(hidden / 64 / route.SPLITS)
+        tile, parts = route._tile_and_parts(tokens, 70, chunk, 9)
+        assert (tile, parts) == (128 if many_tiles == 1 else 64, math.ceil(chunk / route.PART) if few_tiles else 1)
+        if tile == 64 or shared_memory_of_hopper:
+            found.append(ours(x_TH))
+    assert len(found) > 1
+    for idx_TK, weights_TK in found[1:]:
+        assert_same_bits(idx_TK, found[0][0])
+        assert_same_bits(weights_TK, found[0][1])
+
+
+def test_few_tokens_fill_the_gpu_and_many_take_large_tiles() -> None:
+    chunk = 7168 // route.SPLITS
+    assert route._tile_and_parts(1, 256, chunk, 9) == (64, 7)
+    assert route._tile_and_parts(128, 256, chunk, 9) == (64, 7)
+    assert route._tile_and_parts(129, 256, chunk, 9) == (64, 1)
+    assert route._tile_and_parts(1024, 256, chunk, 9) == (128, 1)
+    assert route._tile_and_parts(4096, 128, 256, 9) == (128, 1)
+    assert route._tile_and_parts(1 << 16, 64, chunk, 9) == (64, 1)  # half of a large tile would be empty
+    assert route._tile_and_parts(1 << 16, 256, chunk, 12) == (64, 1)  # less shared memory
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
