@@ -1,11 +1,11 @@
 """Router on the GPU: logits, scores and the choice of experts in two kernels, without a host sync.
 
-`_logits_kernel` sums K for a tile of tokens and experts: one part of a split with few tokens, a whole split with many.
-`_choose_kernel` adds the parts of each split, as `_logits_kernel` does them, and then the splits, in order. It computes
-scores, and chooses one expert after the other. An fp32 weight is split into three bf16 values, which MMA
-multiplies exactly. If all weights of a tile are bf16 values, the other two are zero and are skipped, which changes no
-bit. Sums are fp32, in an order that depends only on the sizes, so a token's result does not depend on its neighbours.
-The reference, in float64, is `moe_runtime.router.Router`.
+A sum over K is a sum of `SPLITS` splits, each a sum of parts of `PART` columns. A program of `_logits_kernel` sums a
+split for a tile of tokens and experts, or, with few tokens, a part. `_choose_kernel` adds what is left to add, in the
+same order, computes scores, and chooses one expert after the other. An fp32 weight is split into three bf16 values,
+which MMA multiplies exactly. If all weights of a tile are bf16 values, the other two are zero and are skipped, which
+changes no bit. Sums are fp32, in an order that depends only on the sizes, so a token's result does not depend on its
+neighbours. The reference, in float64, is `moe_runtime.router.Router`.
 
 Cost at H = 7168, E = 256: 7.3 MB of weights, 2 us at 4.3 TB/s for any number of tokens; 15 GFLOP at 4096 tokens with
 bf16-valued weights, three times that with others.
@@ -29,14 +29,13 @@ if not INTERPRET:
 
 BLOCK_K = 64
 SPLITS = 8
-"""Sums over K of the same length, each of which is a sum of parts of PART columns."""
 PART = 2 * BLOCK_K
 FEW_TILES = 8
 """Tiles of tokens and experts up to which each part has a program of its own, so that there are as many as SMs."""
 TILE, LARGE_TILE = 64, 128
 """Tokens and experts of a program."""
 MANY_TILES = 16
-"""Large tiles from which on they are used: they read tokens and weights from L2 half as often."""
+"""Large tiles from which on there are only such: each value is read from L2 half as often."""
 MAX_ROUTED_EXPERTS = 4096
 
 KINDS = ("softmax", "topk_softmax", "sigmoid")

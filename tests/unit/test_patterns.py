@@ -79,9 +79,9 @@ def test_any_pattern_matches_as_in_re(pattern: str, names: list[str]) -> None:
     "pattern", ["(a+)+$", "(a|aa)+$", "(.*)*!", ".*" * 900 + "!", "(?:a?){40}a{40}!", "((.|..)*)*!"]
 )
 def test_patterns_that_are_catastrophic_in_re_end(pattern: str) -> None:
-    start = time.process_time()
+    start = time.thread_time()
     assert not matches(pattern, "a" * 60 + "b")
-    assert time.process_time() - start < 0.1
+    assert time.thread_time() - start < 0.1
 
 
 @pytest.mark.parametrize(
@@ -125,10 +125,10 @@ def compressed(ignore: list[str], targets: list[str]) -> dict[str, Any]:
 )
 def test_patterns_that_take_too_long_in_all_are_refused(config: dict[str, Any]) -> None:
     names = [f"model.layers.0.mlp.experts.{expert}.{part}_proj" for expert in range(384) for part in ("up", "down")]
-    start = time.process_time()
+    start = time.thread_time()
     with pytest.raises(ValueError, match=r"\Aconfig\.json: targets: expected patterns of at most"):
         Quantization(Path("config.json"), "quantization_config", config).stored(names)
-    assert time.process_time() - start < 1
+    assert time.thread_time() - start < 1
 
 
 def test_the_limits_leave_room_for_the_largest_models() -> None:
