@@ -50,6 +50,31 @@ struct Turn {
   }
 };
 
+#if !AWAIT_TOKENS
+constexpr int NO_EXPERT = 0xFFFF;
+
+// What a record says of its token's experts, and the rows that they gave. Fields of a record are 16 bytes apart.
+struct SlotRouting {
+  int position[K];
+  uint4 ids[(2 * K + 15) / 16], weights[(4 * K + 15) / 16];
+
+  __device__ __forceinline__ void load(const u8* record, const int* of_slot) {
+#pragma unroll
+    for (int k = 0; k < K; ++k) position[k] = of_slot[k];
+#pragma unroll
+    for (int i = 0; i < (2 * K + 15) / 16; ++i) ids[i] = reinterpret_cast<const uint4*>(record + IDS_AT)[i];
+#pragma unroll
+    for (int i = 0; i < (4 * K + 15) / 16; ++i) weights[i] = reinterpret_cast<const uint4*>(record + WEIGHTS_AT)[i];
+  }
+
+  static __device__ __forceinline__ u32 word_of(const uint4& four, int i) {
+    return i == 0 ? four.x : i == 1 ? four.y : i == 2 ? four.z : four.w;
+  }
+  __device__ __forceinline__ int id(int k) const { return word_of(ids[k / 8], k % 8 / 2) >> 16 * (k % 2) & 0xFFFF; }
+  __device__ __forceinline__ float weight(int k) const { return __uint_as_float(word_of(weights[k / 4], k % 4)); }
+};
+#endif
+
 extern "C" __global__ void __launch_bounds__(32 * READERS + 64 + 32 * AWAIT_TOKENS, 1)
     combine_send(const u8* output, long long row_bytes, const int* positions, const int* starts, const u64* landing,
                  const u64* combine, const u64* signals, const int* epoch_ptr, const int* handle_epoch, int* error,
@@ -83,6 +108,13 @@ extern "C" __global__ void __launch_bounds__(32 * READERS + 64 + 32 * AWAIT_TOKE
   const int end_of_lane = starts[min(lane, WORLD - 1) + 1];
 #if !AWAIT_TOKENS
   const u8* landed = reinterpret_cast<const u8*>(landing[rank]);
+  if (warp == READERS) {
+    const auto [source, token, there] = Turn(blockIdx.x, rank, num_slots);
+    const long long entry = there ? static_cast<long long>(source) * max_tokens + token : 0;
+    prefetch(positions + entry * K);
+    for (int half = 0; half < 2; ++half) prefetch(landed + half * landing_half + entry * RECORD_BYTES + IDS_AT);
+    if (lane == 0) prefetch(handle_epoch), prefetch(epoch_ptr);
+  }
 #endif
   __syncthreads();
 #if !AWAIT_TOKENS
@@ -192,6 +224,14 @@ extern "C" __global__ void __launch_bounds__(32 * READERS + 64 + 32 * AWAIT_TOKE
     }
 #else
   if (warp == READERS) {
+    // Which half is meant is not known yet: of the first slots the routing is loaded from both.
+    SlotRouting routing, other;
+    {
+      const auto [source, token, there] = Turn(blockIdx.x, rank, num_slots);
+      const long long entry = there ? static_cast<long long>(source) * max_tokens + token : 0;
+      routing.load(landed + entry * RECORD_BYTES, positions + entry * K);
+      other.load(landed + landing_half + entry * RECORD_BYTES, positions + entry * K);
+    }
     // A stale handle's slots hold another step's records: their routing must not be used as addresses.
     const bool stale = ahead(load_relaxed(epoch_ptr), epoch) >= 2;
     if (stale) {
@@ -205,22 +245,18 @@ extern "C" __global__ void __launch_bounds__(32 * READERS + 64 + 32 * AWAIT_TOKE
     int signalled = 0;
     for (int first = blockIdx.x; first < everything; first += 32 * gridDim.x) {
       const auto [source, token, there] = Turn(first, rank, num_slots);
-      const long long entry = static_cast<long long>(source) * max_tokens + token;
-      const u8* record = landed + half * landing_half + entry * RECORD_BYTES;
-      int position[K], id[K];
-      float weight[K];
-#pragma unroll
-      for (int k = 0; k < K; ++k) {
-        position[k] = positions[entry * K + k];
-        id[k] = reinterpret_cast<const u16*>(record + IDS_AT)[k];
-        weight[k] = reinterpret_cast<const float*>(record + WEIGHTS_AT)[k];
+      if (first != blockIdx.x) {
+        const long long entry = static_cast<long long>(source) * max_tokens + token;
+        routing.load(landed + half * landing_half + entry * RECORD_BYTES, positions + entry * K);
+      } else if (half) {
+        routing = other;
       }
       u32 present = 0, ranks = 0;
 #pragma unroll
       for (int k = 0; k < K; ++k) {
-        const int owner = owner_of(id[k], end_of_lane);
-        if (id[k] != 0xFFFF) ranks |= 1u << owner;
-        if (there && position[k] >= 0) present |= 1u << k;
+        const int owner = owner_of(routing.id(k), end_of_lane);
+        if (routing.id(k) != NO_EXPERT) ranks |= 1u << owner;
+        if (there && routing.position[k] >= 0) present |= 1u << k;
       }
       const int part = __popc(ranks & ((1u << rank) - 1));
       const u64 to = __shfl_sync(ALL, combine_of_lane, source) + half * combine_half +
@@ -233,8 +269,8 @@ extern "C" __global__ void __launch_bounds__(32 * READERS + 64 + 32 * AWAIT_TOKE
         for (; signalled < before; ++signalled) rows.push(nullptr, 0, {SIGNAL, 0.0f, LAST});
 #pragma unroll
         for (int k = 0; k < K; ++k) {
-          const int at = __shfl_sync(ALL, position[k], from);
-          const Note note{home, __shfl_sync(ALL, weight[k], from), OUTPUT | (chosen >> k == 1 ? LAST : 0)};
+          const int at = __shfl_sync(ALL, routing.position[k], from);
+          const Note note{home, __shfl_sync(ALL, routing.weight(k), from), OUTPUT | (chosen >> k == 1 ? LAST : 0)};
           if (chosen >> k & 1) rows.push(output + at * row_bytes, HIDDEN * OUTPUT_BYTES, note);
         }
       }
