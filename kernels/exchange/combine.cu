@@ -108,13 +108,6 @@ extern "C" __global__ void __launch_bounds__(32 * READERS + 64 + 32 * AWAIT_TOKE
   const int end_of_lane = starts[min(lane, WORLD - 1) + 1];
 #if !AWAIT_TOKENS
   const u8* landed = reinterpret_cast<const u8*>(landing[rank]);
-  if (warp == READERS) {
-    const auto [source, token, there] = Turn(blockIdx.x, rank, num_slots);
-    const long long entry = there ? static_cast<long long>(source) * max_tokens + token : 0;
-    prefetch(positions + entry * K);
-    for (int half = 0; half < 2; ++half) prefetch(landed + half * landing_half + entry * RECORD_BYTES + IDS_AT);
-    if (lane == 0) prefetch(handle_epoch), prefetch(epoch_ptr);
-  }
 #endif
   __syncthreads();
 #if !AWAIT_TOKENS
@@ -388,11 +381,14 @@ extern "C" __global__ void __launch_bounds__(32 * WAITING + 32, 1)
       asm volatile("fence.proxy.async.global;" ::: "memory");
       arrived = part + 1;
     };
+    // The dispatch of these tokens had ended when this kernel began.
+    const int first_token = blockIdx.x + lane * gridDim.x;
+    int parts_of_lane = first_token < num_tokens ? num_parts[first_token] : 0;
     await_part(0);
     const u8* partials = landed + half * combine_half;
     for (int first = blockIdx.x; first < num_tokens; first += 32 * gridDim.x) {
       const int mine = first + lane * gridDim.x;
-      const int parts_of_lane = mine < num_tokens ? num_parts[mine] : 0;
+      if (first != blockIdx.x) parts_of_lane = mine < num_tokens ? num_parts[mine] : 0;
       for (int i = 0; i < 32 && first + i * gridDim.x < num_tokens; ++i) {
         const int token = first + i * gridDim.x, part = min(token / part_tokens, early_parts);
         if (part >= arrived && !failed) await_part(part);

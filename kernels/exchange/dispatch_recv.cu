@@ -178,6 +178,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, PADDED ? 1 : 2)
       places.local[s][k] = static_cast<u16>(expert);
       atomicOr(&places.bits[expert][s / 32], 1u << s % 32);
     };
+    u32 words[LANE_SCALES > 0 ? LANE_SCALES : 1];  // block scales of a slot
+    [[maybe_unused]] const auto load_scales = [&](int s) {
+      const u8* record = arrived.record(min(first_slot + s, num_slots - 1));
+#pragma unroll
+      for (int i = 0; i < LANE_SCALES; ++i) {
+        const int word = i * 32 + lane;
+        words[i] = word < SCALE_WORDS ? __ldcg(reinterpret_cast<const u32*>(record + SCALES_AT) + word) : 0;
+        if (FMT != FP8_BLOCK && SCALE_COLUMNS % 4 != 0 && word == SCALE_WORDS - 1)
+          words[i] &= (1u << 8 * (SCALE_COLUMNS % 4)) - 1;
+      }
+    };
 #if PER_TOKEN_FLAGS
     __syncthreads();
     check_handle(x, epoch_ptr, epoch);
@@ -195,6 +206,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, PADDED ? 1 : 2)
     }
     // All warps have looked; the answer is block-uniform.
     bool good = __syncthreads_or(failed) == 0;
+    // The scales of a warp's first slot are on their way while rows are counted.
+    if constexpr (SCALE_WORDS > 0) load_scales((warp * split + part) % CHUNK);
 #else
     // `recv_count` has awaited all sources; failures are still looked for.
     bool good = await_tokens(x, own, epoch_ptr, epoch, 0, -1);
@@ -328,16 +341,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, PADDED ? 1 : 2)
 #endif
       // Loaded with the block scales, stored after them.
       const float decode = FMT != NVFP4 ? 0.0f : PER_TOKEN_FLAGS ? places.row_scale[s] : arrived.row_scale(slot);
-      u32 words[LANE_SCALES > 0 ? LANE_SCALES : 1];
-      if constexpr (SCALE_WORDS > 0 && !TILED_SCALES) {
-#pragma unroll
-        for (int i = 0; i < LANE_SCALES; ++i) {
-          const int word = i * 32 + lane;
-          words[i] = word < SCALE_WORDS ? __ldcg(reinterpret_cast<const u32*>(record + SCALES_AT) + word) : 0;
-          if (FMT != FP8_BLOCK && SCALE_COLUMNS % 4 != 0 && word == SCALE_WORDS - 1)
-            words[i] &= (1u << 8 * (SCALE_COLUMNS % 4)) - 1;
-        }
-      }
+      if constexpr (SCALE_WORDS > 0 && !TILED_SCALES)
+        if (!PER_TOKEN_FLAGS || unit != warp * split + part) load_scales(s);
       [[maybe_unused]] const auto store_scales = [&] {
         for (u32 left = present; left; left &= left - 1) {
           const int k = __ffs(left) - 1;

@@ -67,7 +67,6 @@ extern "C" __global__ void __launch_bounds__(TEAM* TEAMS, MAX_THREADS / (TEAM * 
   int* const words_of_lane = x.words(peer);
   const u64 landing_of_lane = landing[peer], token_flags_of_lane = token_flags[peer];
   const int end_of_lane = starts[peer + 1];
-  if (threadIdx.x < 32) prefetch(own + READY + peer), prefetch(own + COMBINE_FLAG + peer), prefetch(epoch_ptr);
   asm volatile("griddepcontrol.wait;" ::: "memory");
   // All loads of this warp are in flight before the first is awaited.
   const int last_epoch = load_relaxed(epoch_ptr);

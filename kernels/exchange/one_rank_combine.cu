@@ -33,10 +33,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   // Tables that never change are read while the kernel before still runs.
   int* const own = x.words(0);
   const u8* const landed = reinterpret_cast<const u8*>(landing[0]);
-  if (const int token = blockIdx.x / SLICES; threadIdx.x == 0 && token < num_tokens) {
-    prefetch(handle_epoch), prefetch(epoch_ptr), prefetch(positions + token * K);
-    for (int half = 0; half < 2; ++half) prefetch(landed + half * landing_half + token * RECORD_BYTES + WEIGHTS_AT);
-  }
   asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;");
   const int epoch = load_relaxed(handle_epoch), last_epoch = load_relaxed(epoch_ptr);

@@ -56,7 +56,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   // Tables that never change are read while the kernel before still runs.
   int* const own = x.words(0);
   const u64 landed = landing[0], flags = token_flags[0];
-  if (threadIdx.x == 0) prefetch(epoch_ptr), prefetch(latch), prefetch(counter);
   for (int i = threadIdx.x; i < EXPERTS * WORDS; i += THREADS) bits[i] = 0;
   __syncthreads();
   asm volatile("griddepcontrol.wait;" ::: "memory");

@@ -16,9 +16,6 @@ __device__ __forceinline__ int load_acquire(const int* at) {
   return value;
 }
 
-// Asks for a line that is read soon. Between the exchanges of a step, weights of experts pass through L2 and take its place.
-__device__ __forceinline__ void prefetch(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
-
 __device__ __forceinline__ int load_relaxed(const int* at) {
   int value;
   asm volatile("ld.relaxed.sys.global.s32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");

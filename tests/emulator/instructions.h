@@ -23,8 +23,6 @@ inline void fence_acq_rel_gpu() {}
 inline void fence_proxy_async_shared_cta() {}
 inline void fence_proxy_async_global() {}
 
-inline void prefetch_global_L2(const void*) {}
-
 // Kernels launched early.
 inline void griddepcontrol_wait() { emulator::kernels_before_have_ended(); }
 inline void griddepcontrol_launch_dependents() { emulator::next_kernel_may_start(); }
