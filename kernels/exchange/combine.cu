@@ -11,7 +11,7 @@
 // itself, and `positions` are rows of an earlier dispatch of the same tokens. An entry without an expert has no part in the sum.
 // One warp brings rows, by their positions alone, while another waits for the weights.
 //
-// Macros: those of signalling.cuh (with AWAIT_TOKENS those of arrival.cuh), AWAIT_TOKENS, HIDDEN, WIRE (FormatCode), PARTS
+// Macros: those of signalling.cuh (with AWAIT_TOKENS those of arrival.cuh), AWAIT_TOKENS, BOTH_HALVES, HIDDEN, WIRE (FormatCode), PARTS
 // (partial results of a token), PARTIAL_BYTES, PARTIAL_SCALES_AT, COMBINE_FLAG, PROGRESS, PROGRESS_PARTS, K, READERS (warps of combine_send that read rows), PLACES (of its
 // ring), WAITING (warps of combine_recv that read rows), PARTIALS (places of its ring), OUTPUT_BF16, RECORD_BYTES, IDS_AT,
 // WEIGHTS_AT, HAS_SHARED, STALE_HANDLE (ErrorCode), COMBINE_SEND and COMBINE_RECV (Phase).
@@ -58,13 +58,22 @@ struct SlotRouting {
   int position[K];
   uint4 ids[(2 * K + 15) / 16], weights[(4 * K + 15) / 16];
 
-  __device__ __forceinline__ void load(const u8* record, const int* of_slot) {
+  __device__ __forceinline__ void load_positions(const int* of_slot) {
 #pragma unroll
     for (int k = 0; k < K; ++k) position[k] = of_slot[k];
+  }
+  __device__ __forceinline__ void load(const u8* record) {
 #pragma unroll
     for (int i = 0; i < (2 * K + 15) / 16; ++i) ids[i] = reinterpret_cast<const uint4*>(record + IDS_AT)[i];
 #pragma unroll
     for (int i = 0; i < (4 * K + 15) / 16; ++i) weights[i] = reinterpret_cast<const uint4*>(record + WEIGHTS_AT)[i];
+  }
+
+  __device__ __forceinline__ void take_record(const SlotRouting& other) {
+#pragma unroll
+    for (int i = 0; i < (2 * K + 15) / 16; ++i) ids[i] = other.ids[i];
+#pragma unroll
+    for (int i = 0; i < (4 * K + 15) / 16; ++i) weights[i] = other.weights[i];
   }
 
   static __device__ __forceinline__ u32 word_of(const uint4& four, int i) {
@@ -217,13 +226,14 @@ extern "C" __global__ void __launch_bounds__(32 * READERS + 64 + 32 * AWAIT_TOKE
     }
 #else
   if (warp == READERS) {
-    // Which half is meant is not known yet: of the first slots the routing is loaded from both.
+    // Which half is meant is not known yet: with few slots their routing is loaded from both.
     SlotRouting routing, other;
-    {
+    if constexpr (BOTH_HALVES) {
       const auto [source, token, there] = Turn(blockIdx.x, rank, num_slots);
       const long long entry = there ? static_cast<long long>(source) * max_tokens + token : 0;
-      routing.load(landed + entry * RECORD_BYTES, positions + entry * K);
-      other.load(landed + landing_half + entry * RECORD_BYTES, positions + entry * K);
+      routing.load_positions(positions + entry * K);
+      routing.load(landed + entry * RECORD_BYTES);
+      other.load(landed + landing_half + entry * RECORD_BYTES);
     }
     // A stale handle's slots hold another step's records: their routing must not be used as addresses.
     const bool stale = ahead(load_relaxed(epoch_ptr), epoch) >= 2;
@@ -238,11 +248,12 @@ extern "C" __global__ void __launch_bounds__(32 * READERS + 64 + 32 * AWAIT_TOKE
     int signalled = 0;
     for (int first = blockIdx.x; first < everything; first += 32 * gridDim.x) {
       const auto [source, token, there] = Turn(first, rank, num_slots);
-      if (first != blockIdx.x) {
+      if (!BOTH_HALVES || first != blockIdx.x) {
         const long long entry = static_cast<long long>(source) * max_tokens + token;
-        routing.load(landed + half * landing_half + entry * RECORD_BYTES, positions + entry * K);
+        routing.load_positions(positions + entry * K);
+        routing.load(landed + half * landing_half + entry * RECORD_BYTES);
       } else if (half) {
-        routing = other;
+        routing.take_record(other);
       }
       u32 present = 0, ranks = 0;
 #pragma unroll

@@ -13,6 +13,9 @@ from moe_runtime.kernels.formats.number_formats import COMBINE_FORMATS, FORMATS
 from moe_runtime.kernels.nvrtc import Defines
 from moe_runtime.kernels.runtime import CudaCase
 
+MOST_LOOKED_AT = 16
+"""Experts of a token up to which `combine_send` has registers for its routing in both halves."""
+
 KERNELS = (
     "dispatch_send",
     "recv_count",
@@ -110,6 +113,7 @@ def combine_macros(
             **shared_macros(geometry),
             **(token_macros(geometry) | {"MISMATCH": int(ErrorCode.MISMATCH)} if await_tokens else {}),
             "AWAIT_TOKENS": int(await_tokens),
+            "BOTH_HALVES": int(plan.per_token_flags and geometry.top_k <= MOST_LOOKED_AT),
             "HIDDEN": geometry.output_hidden,
             "WIRE": int(geometry.combine_format.code),
             "PARTS": geometry.parts,
