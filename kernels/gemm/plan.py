@@ -28,8 +28,8 @@ from moe_runtime.kernels.gemm.shapes import (
     HALF,
     MANY_TOKENS,
     MAX_STAGES,
-    TILE_ROWS,
     TMA_DECODE,
+    TMA_FEW,
     TMA_PREFILL,
     DequantShape,
     GemmTile,
@@ -109,6 +109,8 @@ MAX_TMA_GROUPS = 1024
 MAX_INDEX = 2**31 - 1
 TMA_DECODE_ROWS = 64
 """Average rows of a group up to which a launch uses TMA_DECODE."""
+TMA_FEW_ROWS = 16
+"""Average rows of a group up to which it uses TMA_FEW."""
 
 
 @dataclass(frozen=True)
@@ -126,8 +128,13 @@ class TmaPlan:
     starts_early: bool
 
 
-def choose_tma_shape(rows: int, num_groups: int) -> TmaShape:
-    """The shape for `rows` expected rows; both shapes give the same bits for any number of rows."""
+def choose_tma_shape(rows: int, num_groups: int, *, limited: bool = False) -> TmaShape:
+    """The shape for `rows` expected rows; all shapes give the same bits for any number of rows.
+
+    `limited` leaves out TMA_FEW, whose blocks would spread over more SMs than they need.
+    """
+    if rows <= TMA_FEW_ROWS * num_groups and num_groups > 0 and not limited:
+        return TMA_FEW
     return TMA_DECODE if rows <= TMA_DECODE_ROWS * num_groups else TMA_PREFILL
 
 
@@ -380,7 +387,7 @@ def _tma_takes(p: GemmProblem) -> bool:
 
 
 def _plan_tma(p: GemmProblem) -> GemmPlan:
-    shape = choose_tma_shape(p.rows, p.groups)
+    shape = choose_tma_shape(p.rows, p.groups, limited=p.sm_limit is not None)
     # For many contiguous rows only: with few rows, most of the 128 scales of a copy would belong to other groups.
     copies_scales = (
         p.token_format == FP8_BLOCK
@@ -390,10 +397,10 @@ def _plan_tma(p: GemmProblem) -> GemmPlan:
         and ceil_div(p.k, HALF) % MAX_STAGES == 0
         and p.scales_aligned
     )
-    blocks = max(_limited(p) // shape.cluster, 1) * shape.cluster
-    tile = TILE_ROWS, 2 * HALF, 128 * 8 // p.token_format.element_bits
+    blocks = max(_limited(p) * shape.blocks_per_sm // shape.cluster, 1) * shape.cluster
+    tile = shape.tile_rows, shape.halves * HALF, 128 * 8 // p.token_format.element_bits
     # An early start gains with few rows, for which the launch is a part of the time. It was not measured with many.
-    how = TmaPlan(shape, copies_scales, starts_early=shape is TMA_DECODE and p.sm_limit is None)
+    how = TmaPlan(shape, copies_scales, starts_early=shape is not TMA_PREFILL and p.sm_limit is None)
     return GemmPlan(GemmKernel.TMA, shape.regime, tile, blocks, tma=how)
 
 

@@ -7,7 +7,11 @@
 // the same columns and share the weights. For the odd row tile of a group they work on two column tiles and share the rows.
 // If the last round of plain tiles has work for at most half of the clusters, its tiles are halved along the columns.
 //
-// Macros: FP8 (1: e4m3 with fp32 scales of 1x128 and 128x128; 0: bf16), STAGES, CLUSTER 1 or 2, GATHER (rows through
+// FEW is for a few rows of each group: a tile is 64 rows times 128 weight rows, which are gate and up of 64 columns of a
+// gated result. One warpgroup multiplies, and an SM has two blocks. In a cluster of two, which a gated result with block
+// scales needs, the blocks work on both halves of 128 columns and tell each other the largest values of a row.
+//
+// Macros: FEW, FP8 (1: e4m3 with fp32 scales of 1x128 and 128x128; 0: bf16), STAGES, CLUSTER 1 or 2, GATHER (rows through
 // row_index), ACTIVATED (the result is activated), GATED (and the weights are gate and up), FUNCTION
 // (`ActivationFunction.code`), GATE_SOFTCAP and UP_SOFTCAP (of `Activation`; none if not defined), ORDER (`GateUpOrder.code`, 0 for none), OUT (0 bf16, 1 fp16, 2 fp32, 3 e4m3 with 1x128 scales),
 // EXTRAS (row scale, expert scales or bias exist), A_BOX (rows of a box of the rows' tensor map), TMA_SCALES (TMA copies the
@@ -32,30 +36,39 @@ struct Tile {
     bool pair_rows;                   // the blocks of the cluster share the weights (else the rows)
 };
 
-constexpr int BM = 128, MATH_WGS = 2;
+constexpr int MATH_WGS = FEW ? 1 : 2, BM = 64 * MATH_WGS;
 constexpr int HALF = 128;
-constexpr int TILE_COLUMNS = GATED ? HALF : 2 * HALF;
+constexpr int TILE_COLUMNS = (FEW ? 1 : 2) * HALF / (GATED ? 2 : 1);
+constexpr bool PAIRED = FEW && CLUSTER > 1;                          // the blocks of a cluster share 128 columns
+constexpr int ITEM_COLUMNS = PAIRED ? 2 * TILE_COLUMNS : TILE_COLUMNS;  // of a work item
+constexpr int TEAM = FEW ? 1 : CLUSTER;                              // blocks that share loads
+static_assert(!PAIRED || (GATED && OUT == 3), "other results need no other block");
 constexpr int BK = FP8 ? 128 : 64;  // columns of K in a stage: 128 bytes, the span of the swizzle
 constexpr int A_BYTES = BM * 128;
 constexpr int HALF_BYTES = HALF * 128;
-constexpr int STAGE_BYTES = A_BYTES + 2 * HALF_BYTES;
+constexpr int BOXES = FEW && !GATED ? 1 : 2, BOX_ROWS = FEW && GATED ? HALF / 2 : HALF;  // of a tile's weights
+constexpr int BOX_BYTES = BOX_ROWS * 128;
+constexpr int STAGE_BYTES = A_BYTES + BOXES * BOX_BYTES;
 constexpr int WARP_STAGING = 2048;  // 16 rows of 128 bytes
 // Scales of a stage: those of 128 rows, then of two halves. TMA copies them for the 4 stages of a round at once, 4 for each
 // row. The memory of all stages holds the scales of two rounds.
 constexpr int ROUND_BYTES = (128 + 2) * 16 + 96;  // a multiple of 128
-constexpr int SCALE_BYTES = TMA_SCALES ? 2 * ROUND_BYTES / STAGES : FP8 ? 544 : 0;
-static_assert(!TMA_SCALES || (FP8 && !GATHER && STAGES == 4), "one copy brings the scales of 4 stages");
+constexpr int SCALE_BYTES = TMA_SCALES ? 2 * ROUND_BYTES / STAGES : FP8 ? (BM + 8) * 4 : 0;
+static_assert(!TMA_SCALES || (FP8 && !GATHER && !FEW && STAGES == 4), "one copy brings the scales of 4 stages");
+constexpr int MAXIMA_BYTES = PAIRED ? 2 * BM * 4 : 0;  // of the rows of the other block's half, for two tiles
 constexpr int TILES_AHEAD = 8;         // tiles that the producers may announce to the math warps in advance
 constexpr int FEW_PAIRS = 2;           // most pairs of row tiles of a group whose odd tile comes after each band
 constexpr int NO_MORE = -0x7FFFFFFF;   // rows of the announcement after the last tile
-constexpr bool HALVES = !GATED;         // whether there are tiles of one half
+constexpr bool HALVES = !GATED && !FEW;  // whether there are tiles of one half
 constexpr int ONE_HALF = 1 << 30;      // marks a tile of one half in the announced column
-constexpr int SUMS = 128, PARTIAL_SUMS = 64;  // sums of a thread: of a tile, and of the half that FP8 multiplies at a time
-constexpr int PRODUCER_REGISTERS = FP8 && !GATHER ? 24 : 40;  // the rest goes to the math warpgroups
-constexpr int MATH_REGISTERS = FP8 && !GATHER ? 240 : 232;
+// Sums of a thread: of a tile, and of the 128 weight rows that FP8 multiplies at a time.
+constexpr int SUMS = FEW ? 64 : 128, PARTIAL_SUMS = 64;
+constexpr int PRODUCER_REGISTERS = FP8 && !GATHER && !FEW ? 24 : 40;  // the rest goes to the math warpgroups
+constexpr int MATH_REGISTERS = FEW ? 216 : FP8 && !GATHER ? 240 : 232;
 constexpr int MATH_WARPS = 4 * MATH_WGS;
+constexpr bool THREADS_GATHER = GATHER && !FEW;  // threads copy gathered rows, else TMA does, row by row
 // Arrivals at a stage for copies by threads: one per warp for gathered rows and their scales, one per thread for scales only.
-constexpr int OF_COPIES = GATHER ? 4 * ARRIVALS_OF_WARP : FP8 && !TMA_SCALES ? 128 : 0;
+constexpr int OF_COPIES = THREADS_GATHER ? 4 * ARRIVALS_OF_WARP : FP8 && !TMA_SCALES ? 128 : 0;
 constexpr float SMALLEST = 1.17549435e-38f, LARGEST = 3.40282347e38f;  // normal numbers
 constexpr int GATE_UP = 1, UP_GATE = 2, INTERLEAVED = 3;
 
@@ -109,7 +122,7 @@ __device__ __forceinline__ void load_rows(const TensorMap* map, u32 to, u32 barr
     }
 }
 
-// One half of a weight tile: 128 rows of `expert` from `column`. The map is [expert][half][row][k], or, interleaved,
+// One half of a weight tile: BOX_ROWS rows of `expert` from `column`. The map is [expert][half][row][k], or, interleaved,
 // [expert][row][half][k]; without gate and up there is one half of all rows.
 __device__ __forceinline__ void load_half(
     const TensorMap* map, u32 to, u32 barrier, int k, int column, int half, int expert, bool multicast) {
@@ -136,15 +149,16 @@ __device__ __forceinline__ void load_half(
 
 // --- tiles ----------------------------------------------------------------------------------------------------------
 
-// Called by a warp that has consumed a stage. Lane r arrives at `barrier` in the memory of block r, because the other block
-// of the cluster may also load into the stage. `share` is 2 if the warp also arrives for the other warpgroup.
+// Called by a warp that has consumed a stage. Lane r arrives at `barrier` in the memory of block r of the team, because the
+// other block may also load into the stage. `share` is 2 if the warp also arrives for the other warpgroup.
 __device__ __forceinline__ void release(u32 barrier, u32 share) {
 #ifdef EACH_LANE_ARRIVES
-    for (u32 r = 0; r < CLUSTER; ++r) barrier_arrive_there(address_at(barrier, r), share);
+    if (TEAM == 1) barrier_arrive(barrier, share);
+    for (u32 r = 0; r < TEAM && TEAM > 1; ++r) barrier_arrive_there(address_at(barrier, r), share);
 #else
-    if (threadIdx.x % 32 >= CLUSTER) return;
-    if (CLUSTER == 1) barrier_arrive(barrier, share);
-    if (CLUSTER > 1) barrier_arrive_there(barrier, share);
+    if (threadIdx.x % 32 >= TEAM) return;
+    if (TEAM == 1) barrier_arrive(barrier, share);
+    if (TEAM > 1) barrier_arrive_there(barrier, share);
 #endif
 }
 
@@ -156,12 +170,14 @@ __device__ __forceinline__ void copy_word(u32 to, const float* from) {
 __device__ __forceinline__ int blocks_of(int columns) { return SHORT_BLOCKS ? (columns + 127) / 128 : columns / 128; }
 
 // Row of the weight's scales, counted over all experts, for half 0 or 1 of a tile (128 rows share one). If gate and up are
-// interleaved, both halves use both rows, the first one for the first 64 columns.
+// interleaved, both halves use both rows, the first one for the first 64 columns. With FEW, only gate and up that are not
+// interleaved have different ones.
 __device__ __forceinline__ long long weight_scales(int expert, int column, int columns, int half) {
     int blocks = (GATED ? 2 * columns : columns) + 127 >> 7, block = column / 128 + (half > 0);
     if (GATED) block = column / 128 + ((half > 0) == (ORDER == GATE_UP) ? blocks_of(columns) : 0);
     if (GATED && SHORT_BLOCKS && ORDER != INTERLEAVED) blocks = 2 * blocks_of(columns);
-    if (GATED && ORDER == INTERLEAVED) block = column / 64 + (half > 0);
+    if (GATED && ORDER == INTERLEAVED) block = column / 64 + (!FEW && half > 0);
+    if (!GATED && FEW) block = column / 128;
     return (long long)expert * blocks + min(block, blocks - 1);
 }
 
@@ -184,32 +200,35 @@ __device__ __forceinline__ bool all_of_warpgroup(int wg, bool value) {
 // Number of work items of a group; a cluster works on one at a time.
 __device__ __forceinline__ int tiles_of(int rows, int tiles_n) {
     int tiles_m = ceil_div(rows, BM);
-    if (CLUSTER == 1) return tiles_m * tiles_n;
+    if (TEAM == 1) return tiles_m * tiles_n;
     return tiles_m / 2 * tiles_n + tiles_m % 2 * ceil_div(tiles_n, 2);
 }
 
-// Called by one warp: lists the groups that have tiles, and counts these. A search then passes over no others, of which there
-// are many where each of few tokens has its own experts. `groups[num_groups].first` is the number of all tiles.
+// Called by the whole block: lists the groups that have tiles, and counts these. A search then passes over no others, of
+// which there are many where each of few tokens has its own experts. `groups[num_groups].first` is the number of all tiles.
+// All threads load first, so that memory is waited for once; then one warp moves the groups forward.
 __device__ void count_tiles(Group* groups, const int* offsets, const int* expert_ids, const int* num_active,
                             int num_groups, int num_experts, int capacity, int tiles_n) {
-    int lane = threadIdx.x % 32, total = 0, listed = 0;
     int active = num_active ? min(num_groups, *num_active) : num_groups;
-    for (int base = 0; base < num_groups; base += 32) {
-        int g = base + lane, start = 0, rows = 0, expert = -1;
-        if (g < num_groups) {
-            start = offsets[g];
-            rows = min(offsets[g + 1], capacity) - start;
-            expert = expert_ids[g];
-        }
+    for (int g = threadIdx.x; g < num_groups; g += 128 * (MATH_WGS + 1)) {
+        int start = offsets[g], rows = min(offsets[g + 1], capacity) - start, expert = expert_ids[g];
         if (g >= active || rows < 0 || expert < 0 || expert >= num_experts) rows = 0;
-        int tiles = tiles_of(rows, tiles_n), last = tiles;
+        groups[g] = {tiles_of(rows, tiles_n), start, rows, expert};
+    }
+    __syncthreads();
+    if (threadIdx.x >= 32) return;
+    int lane = threadIdx.x, total = 0, listed = 0;
+    for (int base = 0; base < num_groups; base += 32) {
+        Group group = {0, 0, 0, 0};
+        if (base + lane < num_groups) group = groups[base + lane];
+        int tiles = group.first, last = tiles;
         for (int step = 1; step < 32; step *= 2) {
             int before = __shfl_up_sync(~0u, last, step);
             if (lane >= step) last += before;
         }
         u32 with_tiles = __ballot_sync(~0u, tiles > 0);
-        if (tiles > 0)
-            groups[listed + __popc(with_tiles & ((1u << lane) - 1))] = {total + last - tiles, start, rows, expert};
+        group.first = total + last - tiles;
+        if (tiles > 0) groups[listed + __popc(with_tiles & ((1u << lane) - 1))] = group;
         listed += __popc(with_tiles);
         total += __shfl_sync(~0u, last, 31);
     }
@@ -221,9 +240,27 @@ __device__ void count_tiles(Group* groups, const int* offsets, const int* expert
 __device__ __forceinline__ bool find_tile(
     const Group* groups, int num_groups, int index, int tiles_n, int band_width, u32 rank, int& g, Tile& tile) {
     if (index >= groups[num_groups].first) return false;
-    while (index >= groups[g + 1].first) ++g;
+    if (FEW) {
+        // The lanes of the warp look at 32 groups at a time.
+        for (int lane = threadIdx.x % 32;; g += 32) {
+            u32 behind = __ballot_sync(~0u, index < groups[min(g + 1 + lane, num_groups)].first);
+            if (behind != 0) {
+                g += __ffs(behind) - 1;
+                break;
+            }
+        }
+    } else {
+        while (index >= groups[g + 1].first) ++g;
+    }
     Group group = groups[g];
-    int u = index - group.first, tiles_m = ceil_div(group.rows, BM), odd = tiles_m % CLUSTER, m, n;
+    int u = index - group.first, tiles_m = ceil_div(group.rows, BM);
+    if (FEW) {
+        int n = u / tiles_m, m = u - n * tiles_m;
+        tile = {group.start + m * BM, group.rows - m * BM, group.expert, n * ITEM_COLUMNS, false};
+        if (PAIRED) tile.column += (int)rank * TILE_COLUMNS;
+        return true;
+    }
+    int odd = tiles_m % CLUSTER, m, n;
     tiles_m /= CLUSTER;
     // The odd row tile comes after each band of columns, or after all of them.
     int span = tiles_m <= FEW_PAIRS ? band_width : tiles_n, of_span = tiles_m * span + odd * ceil_div(span, 2);
@@ -313,7 +350,8 @@ __device__ __forceinline__ void multiply(float (&part)[PARTIAL_SUMS], u32 a, u32
 }
 
 // Like `mma_fp8` for bf16, into the first 64 sums.
-__device__ __forceinline__ void mma_bf16_half(float (&d)[128], u32 a, u32 b, int add) {
+template <int N>
+__device__ __forceinline__ void mma_bf16_half(float (&d)[N], u32 a, u32 b, int add) {
     asm volatile(DESCRIPTORS("%64", "%65", "%66")
                  "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" SUMS_64 "}, a, b, p, 1, 1, 0, 0;\n}"
                  : F64(d, 0)
@@ -357,7 +395,7 @@ __device__ __forceinline__ void add_up(float (&acc)[SUMS], float (&part)[PARTIAL
     keep(part);
 #pragma unroll
     for (int i = 0; i < PARTIAL_SUMS; ++i) {
-        int r = i / 2 % 2, h = GATED && ORDER == INTERLEAVED ? i / 32 : FIRST / PARTIAL_SUMS;
+        int r = i / 2 % 2, h = GATED && (ORDER == INTERLEAVED) != FEW ? i / 32 : FIRST / PARTIAL_SUMS;
         bool apart = !PLAIN && factors.apart(r, h);
         float first = PLAIN ? part[i] : __fmul_rn(part[i], apart ? factors.a[r] : 1.0f);
         acc[FIRST + i] = __fmaf_rn(first, apart ? factors.w[h] : factors.product[r][h], acc[FIRST + i]);
@@ -452,29 +490,63 @@ __device__ __forceinline__ void store(
     }
 }
 
-// Quantizes 128 columns of each row from `r[FIRST]` on, one block, as `quantize.quantize_tile` does, and stores `columns` of
-// them, past which there are zeros. `scales` is that of the first row.
-template <int FIRST, int N>
-__device__ __forceinline__ void store_quantized(
-    const float (&r)[N], u8* staging, u8* out, long long stride, int rows, int columns, float* scales, int scale_stride) {
+// The largest magnitude of a thread's first or second row in 8 COLUMNS_8 columns from `r[FIRST]` on, as bits.
+template <int FIRST, int COLUMNS_8, int N>
+__device__ __forceinline__ u32 largest_bits(const float (&r)[N], int second) {
+    u32 bits = 0;
+#pragma unroll
+    for (int j = 0; j < COLUMNS_8; ++j) {
+        bits = max(bits, __float_as_uint(r[FIRST + 4 * j + 2 * second]) & 0x7FFFFFFF);
+        bits = max(bits, __float_as_uint(r[FIRST + 4 * j + 2 * second + 1]) & 0x7FFFFFFF);
+    }
+    return max_of_row(bits);
+}
+
+// What a warp and the one of the same number in the other block tell each other of a tile: the largest bits of 16 rows. Two
+// tiles in turn use one of two places. A block writes into the next but one only when it knows the next of the other block,
+// which then has read this one.
+struct Maxima {
+    const u64* here;                           // of this thread's two rows
+    u32 there, arrived, arrived_there, parity;  // shared-memory addresses: in the other block, and of barriers
+};
+
+// Makes `first` and `second`, the largest bits of this thread's rows, those of both blocks.
+__device__ __forceinline__ void exchange_maxima(const Maxima& x, u32& first, u32& second) {
+    int lane = threadIdx.x % 32;
+    if (lane == 0) barrier_expect(x.arrived, 16 * 4);
+    if (lane % 4 == 0) {
+        asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];" ::"r"(x.there),
+                     "l"((u64)second << 32 | first), "r"(x.arrived_there)
+                     : "memory");
+    }
+    barrier_wait(x.arrived, x.parity);
+    u64 other = *x.here;
+    first = max(first, (u32)other), second = max(second, (u32)(other >> 32));
+}
+
+// Quantizes 8 COLUMNS_8 columns of each row from `r[FIRST]` on, one block, or half of it if there is another block's, as
+// `quantize.quantize_tile` does, and stores `columns` of them, past which there are zeros. `scales` is that of the first row;
+// null stores none.
+template <int FIRST, int COLUMNS_8, int N>
+__device__ __forceinline__ void store_quantized(const float (&r)[N], u8* staging, u8* out, long long stride, int rows,
+                                                int columns, float* scales, int scale_stride, const Maxima& maxima) {
     int lane = threadIdx.x % 32, quad = lane % 4;
+    u32 largest[2];
+#pragma unroll
+    for (int second = 0; second < 2; ++second) largest[second] = largest_bits<FIRST, COLUMNS_8>(r, second);
+    if (PAIRED) exchange_maxima(maxima, largest[0], largest[1]);
 #pragma unroll
     for (int second = 0; second < 2; ++second) {
-        u32 bits = 0;
-#pragma unroll
-        for (int j = 0; j < 16; ++j) {
-            bits = max(bits, __float_as_uint(r[FIRST + 4 * j + 2 * second]) & 0x7FFFFFFF);
-            bits = max(bits, __float_as_uint(r[FIRST + 4 * j + 2 * second + 1]) & 0x7FFFFFFF);
-        }
-        bits = max_of_row(bits);
+        u32 bits = largest[second];
         bool poisoned = bits >= 0x7F800000;  // NaN or Inf
         u32 amax = poisoned ? 0 : bits;
         float scale = __fdiv_rn(__uint_as_float(max(amax, 0x38D1B717)), 448.0f);  // amax at least 1e-4
         float inverse = __frcp_rn(scale);
         int row = lane / 4 + 8 * second;
-        if (quad == 0 && row < rows) scales[row * scale_stride] = poisoned ? __uint_as_float(0x7FC00000) : scale;
+        if (quad == 0 && row < rows && (!PAIRED || scales))
+            scales[row * scale_stride] = poisoned ? __uint_as_float(0x7FC00000) : scale;
 #pragma unroll
-        for (int j = 0; j < 16; ++j) {
+        for (int j = 0; j < COLUMNS_8; ++j) {
             float low = divide(r[FIRST + 4 * j + 2 * second], scale, inverse);
             float high = divide(r[FIRST + 4 * j + 2 * second + 1], scale, inverse);
             u16 codes;
@@ -483,7 +555,7 @@ __device__ __forceinline__ void store_quantized(
             *(u16*)(staging + at) = poisoned ? (u16)0 : codes;
         }
     }
-    write_rows(staging, out, stride, rows, SHORT_BLOCKS ? columns : 128);
+    write_rows(staging, out, stride, rows, SHORT_BLOCKS ? columns : 8 * COLUMNS_8);
 }
 
 // acc * row_scale * expert_scale + bias, one after the other.
@@ -503,7 +575,8 @@ __device__ __forceinline__ void apply_extras(
     for (int j = 0; j < SUMS / 4; ++j) {
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
-            int h = j / 16, n = column + 8 * (GATED ? j % 16 : j) + 2 * quad + c, up = h, weight_row = n;
+            constexpr int OF_HALF = GATED ? TILE_COLUMNS / 8 : 16;
+            int h = j / OF_HALF, n = column + 8 * (GATED ? j % OF_HALF : j) + 2 * quad + c, up = h, weight_row = n;
             if (GATED) {
                 weight_row = ORDER == INTERLEAVED ? 2 * n + h : n + (h == (ORDER == GATE_UP) ? columns : 0);
             } else if (ORDER == INTERLEAVED) {
@@ -524,12 +597,12 @@ __device__ __forceinline__ void apply_extras(
 
 extern __shared__ __align__(1024) u8 shared[];
 
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(128 * (MATH_WGS + 1), 1)
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(128 * (MATH_WGS + 1), FEW ? 2 : 1)
 tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap w_map,
          const __grid_constant__ TensorMap scales_map, const u8* a_rows, long long a_stride, const int* row_index,
          const float* a_scales, const float* w_scales, Extras extras, u8* out, long long out_stride, float* out_scales,
          const int* offsets, const int* expert_ids, const int* num_active, int num_groups, int num_experts,
-         int capacity, int columns, int k_blocks, int row_bytes, int band_width, float alpha, float limit,
+         int capacity, int columns, int k_blocks, int row_bytes, int band_width, int settled, float alpha, float limit,
          float up_offset) {
     u8* staging = shared + STAGES * STAGE_BYTES;
     float* scales = (float*)(staging + MATH_WARPS * WARP_STAGING);
@@ -537,28 +610,33 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
     // Tiles that the producers announce to the math warps: start, rows, expert, column.
     int4* tiles = (int4*)(barriers + 2 * STAGES + TILES_AHEAD);
     Group* groups = (Group*)(tiles + TILES_AHEAD);
+    u64* told = (u64*)(groups + num_groups + 1);  // barriers of the other block's maxima, of each warp for two tiles
+    u64* maxima = told + 2 * MATH_WARPS;
     u32 full = shared_address(barriers), empty = full + 8 * STAGES, known = empty + 8 * STAGES, ring = shared_address(shared);
     int wg = uniform(threadIdx.x / 128), warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
-    int tiles_n = ceil_div(columns, TILE_COLUMNS), step = gridDim.x / CLUSTER;
+    int tiles_n = ceil_div(columns, ITEM_COLUMNS), step = gridDim.x / CLUSTER;
     u32 rank = cluster_rank();
 
     if (threadIdx.x == 32) {
         for (int s = 0; s < STAGES; ++s) {
             barrier_init(full + 8 * s, 1 + OF_COPIES);
-            barrier_init(empty + 8 * s, MATH_WARPS * CLUSTER * ARRIVALS_OF_WARP);
+            barrier_init(empty + 8 * s, MATH_WARPS * TEAM * ARRIVALS_OF_WARP);
         }
         for (int i = 0; i < TILES_AHEAD; ++i) barrier_init(known + 8 * i, 1);
+        for (int i = 0; i < 2 * MATH_WARPS && PAIRED; ++i) barrier_init(shared_address(told) + 8 * i, 1);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     if (threadIdx.x == 64) {
         asm volatile("prefetch.tensormap [%0];" ::"l"(&w_map) : "memory");
-        if (!GATHER) asm volatile("prefetch.tensormap [%0];" ::"l"(&a_map) : "memory");
+        if (!THREADS_GATHER) asm volatile("prefetch.tensormap [%0];" ::"l"(&a_map) : "memory");
     }
-    // This kernel may have started before the one that writes its rows has ended.
-    asm volatile("griddepcontrol.wait;" ::: "memory");
+    // This kernel may have started before the one that writes its rows has ended. If `settled`, that one has not written
+    // the table of groups, which then can be read, and the weights of the first tile loaded, before it ends.
+    auto wait_for_rows = [] { asm volatile("griddepcontrol.wait;" ::: "memory"); };
+    if (!FEW || !settled) wait_for_rows();
     // The next kernel is the product that reads these results.
     if (ACTIVATED) asm volatile("griddepcontrol.launch_dependents;");
-    if (warp == 0) count_tiles(groups, offsets, expert_ids, num_active, num_groups, num_experts, capacity, tiles_n);
+    count_tiles(groups, offsets, expert_ids, num_active, num_groups, num_experts, capacity, tiles_n);
     __syncthreads();
     sync_cluster();
 
@@ -570,7 +648,8 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
     Tile tile;
     if (wg == MATH_WGS) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
-        // One thread starts the TMA copies. All threads copy gathered rows, and scales that TMA does not copy.
+        // One thread starts the TMA copies, except for those of single rows, which a warp starts. All threads copy other
+        // gathered rows, and scales that TMA does not copy.
         int thread = threadIdx.x % 128, chunk = thread % 8, first = thread / 8, under_way = -1;
         bool leader = thread == 0;
         int announced = 0;
@@ -587,7 +666,7 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
         u32 to = first * 128 + ((chunk ^ first % 8) << 4);
         // This thread handles the tiles below `last`. If one thread copies, its whole warp loops, so that values stay
         // warp-uniform.
-        bool idle = TMA_SCALES ? warp != MATH_WARPS : !FP8 && !GATHER && !leader;
+        bool idle = TMA_SCALES || (FEW && !FP8) ? warp != MATH_WARPS : !FP8 && !GATHER && !leader;
         int last = idle ? 0 : 0x7FFFFFFF;
         // Gathered rows of a stage are handed over when the copies of the next stage have started, or if there is no next.
         auto hand_over = [&] {
@@ -599,21 +678,47 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
             asm volatile("cp.async.wait_group 0;" ::: "memory");
             hand_over();
         };
+        // Stages of the first tile whose weights need not wait for the kernel before this one.
+        int ahead = 0;
+        bool waits = FEW && settled;
         // From `whole` on, tiles are halved.
         int total = groups[num_groups].first, rest = total % step;
         int whole = HALVES && 2 * rest <= step ? total - rest : total;
         for (int t = blockIdx.x / CLUSTER; t < last; t += step) {
-            int halved = max(t - whole, 0), halves = HALVES && t >= whole ? 1 : 2;
+            int halved = max(t - whole, 0), halves = HALVES && t >= whole ? 1 : BOXES;
             if (!find_tile(groups, num_groups, t - ceil_div(halved, 2), tiles_n, band_width, rank, g, tile)) break;
             tile.column += halved % 2 * HALF;
+            bool shared_rows = TEAM > 1 && !tile.pair_rows, shared_weights = TEAM > 1 && tile.pair_rows;
+            int boxes = GATHER ? 0 : min(BM / A_BOX, ceil_div(tile.rows, A_BOX)), box_bytes = boxes * A_BOX * 128;
+            int single_rows = FEW && GATHER ? min(BM, tile.rows) : 0;
+            if (FEW && GATHER) box_bytes = single_rows * 128;
+            auto load_weights = [&](u32 b, u32 ready, int kb) {
+                for (int h = shared_weights ? rank : 0; h < halves; h += shared_weights ? TEAM : 1)
+                    load_half(&w_map, b + h * BOX_BYTES, ready, kb * BK, tile.column, h, tile.expert, shared_weights);
+            };
+            if (waits) {
+                ahead = min(STAGES, k_blocks);
+                for (int s = 0; s < ahead && leader; ++s) {
+                    barrier_expect(full + 8 * s, box_bytes + halves * BOX_BYTES);
+                    load_weights(ring + s * STAGE_BYTES + A_BYTES, full + 8 * s, s);
+                }
+                wait_for_rows();
+                waits = false;
+            }
             announce(make_int4(tile.start, tile.rows, tile.expert, tile.column | (halves == 1 ? ONE_HALF : 0)));
-            bool shared_rows = CLUSTER > 1 && !tile.pair_rows, shared_weights = CLUSTER > 1 && tile.pair_rows;
-            int boxes = GATHER ? 0 : min(BM / A_BOX, ceil_div(tile.rows, A_BOX));
+            int rows_of_lane[FEW && GATHER ? BM / 32 : 1];
+            if (FEW && GATHER) {
+#pragma unroll
+                for (int i = 0; i < BM / 32; ++i) {
+                    int row = lane + 32 * i;
+                    rows_of_lane[i] = row < tile.rows ? row_index[tile.start + row] : 0;
+                }
+            }
             const float* a_scale = a_scales + (long long)(tile.start + min(thread, tile.rows - 1)) * k_blocks;
             const float* w_scale = w_scales + weight_scales(tile.expert, tile.column, columns, thread) * k_blocks;
             const float* of_second = w_scales + weight_scales(tile.expert, tile.column, columns, 1) * k_blocks;
             const u8* from[BM / 16];
-            if (GATHER) {
+            if (THREADS_GATHER) {
 #pragma unroll
                 for (int i = 0; i < BM / 16; ++i) {
                     int row = first + 16 * i;
@@ -628,17 +733,16 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
                 u32 a = ring + stage * STAGE_BYTES, b = a + A_BYTES, ready = full + 8 * stage;
                 // A tile may end with the first stage of the next tile, which cannot be freed before it was filled, or with
                 // the stage after it, for which math warps wait before they free the first.
-                if (GATHER && kb == 0 && (u32)under_way <= 1) hand_over_last();
+                if (THREADS_GATHER && kb == 0 && (u32)under_way <= 1) hand_over_last();
                 barrier_wait(empty + 8 * stage, ~phase >> stage & 1);
-                if (TMA_SCALES) __syncwarp();  // a late lane would wait for the following round
+                if (TMA_SCALES || FEW) __syncwarp();  // a late lane would wait for the following round
                 if (leader) {
                     bool scales_too = TMA_SCALES && stage == 0;
-                    barrier_expect(ready, boxes * A_BOX * 128 + halves * HALF_BYTES + (scales_too ? (BM + 2) * 16 : 0));
-                    for (int i = shared_rows ? rank : 0; i < boxes; i += shared_rows ? CLUSTER : 1)
+                    if (!FEW || ahead <= 0)
+                        barrier_expect(ready, box_bytes + halves * BOX_BYTES + (scales_too ? (BM + 2) * 16 : 0));
+                    for (int i = shared_rows ? rank : 0; i < boxes; i += shared_rows ? TEAM : 1)
                         load_rows(&a_map, a + i * A_BOX * 128, ready, kb * BK, tile.start + i * A_BOX, shared_rows);
-                    for (int h = shared_weights ? rank : 0; h < halves; h += shared_weights ? CLUSTER : 1)
-                        load_half(
-                            &w_map, b + h * HALF_BYTES, ready, kb * BK, tile.column, h, tile.expert, shared_weights);
+                    if (!FEW || ahead <= 0) load_weights(b, ready, kb);
                     if (scales_too) {
                         u32 scale = shared_address(scales) + round;
                         load_rows(&scales_map, scale, ready, kb, tile.start, false);
@@ -647,14 +751,22 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
                         round = ROUND_BYTES - round;
                     }
                 }
+                --ahead;
+                if (FEW && GATHER && warp == MATH_WARPS) {
+#pragma unroll
+                    for (int i = 0; i < BM / 32; ++i) {
+                        int row = lane + 32 * i;
+                        if (row < single_rows) load_rows(&a_map, a + row * 128, ready, kb * BK, rows_of_lane[i], false);
+                    }
+                }
                 if (FP8 && !TMA_SCALES) {
                     u32 scale = shared_address(scales) + stage * SCALE_BYTES;
-                    copy_word(scale + thread * 4, a_scale + kb);
-                    if (thread < 2) copy_word(scale + 512 + thread * 4, w_scale + kb);
+                    if (thread < BM) copy_word(scale + thread * 4, a_scale + kb);
+                    if (thread < 2) copy_word(scale + BM * 4 + thread * 4, w_scale + kb);
                 }
-                if (FP8 && !TMA_SCALES && !GATHER)
+                if (FP8 && !TMA_SCALES && !THREADS_GATHER)
                     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(ready) : "memory");
-                if (GATHER) {
+                if (THREADS_GATHER) {
                     // Past the end of a row nothing is read and zeros are written.
                     int bytes = kb * 128 + chunk * 16 < row_bytes ? 16 : 0;
 #pragma unroll
@@ -675,9 +787,11 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
             }
         }
         if (under_way >= 0) hand_over_last();
+        if (waits) wait_for_rows();  // the next kernel takes the end of this one for the end of the one before, too
         announce(make_int4(0, NO_MORE, 0, 0));
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MATH_REGISTERS));
+        if (FEW) wait_for_rows();
         float acc[SUMS];
         // Position of the scales of the next round of stages, and whether a tile swaps the two positions.
         u32 round = 0;
@@ -686,14 +800,14 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
         int turn = 0;  // the warpgroup that gets the next tile of at most 64 rows
         bool waits = false;
         u8* warp_staging = staging + warp * WARP_STAGING;
-        u32 freed = CLUSTER > 1 && ARRIVALS_OF_WARP == 1 ? address_at(empty, lane % CLUSTER) : empty;
+        u32 freed = TEAM > 1 && ARRIVALS_OF_WARP == 1 ? address_at(empty, lane % TEAM) : empty;
         for (int number = 0;; ++number) {
             barrier_wait(known + 8 * (number % TILES_AHEAD), number / TILES_AHEAD & 1);
             int4 what = tiles[number % TILES_AHEAD];
             if (what.y == NO_MORE) break;
             bool one_half = HALVES && what.w & ONE_HALF;
             tile.start = what.x, tile.rows = what.y, tile.expert = what.z, tile.column = what.w & ~ONE_HALF;
-            bool alone = tile.rows <= 64;
+            bool alone = !FEW && tile.rows <= 64;
             int share = alone ? 2 : 1;
             if (alone) {
                 turn ^= 1;
@@ -710,7 +824,48 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
             u32 a = uniform(descriptor(ring + first_row * 128)), b = descriptor(ring + A_BYTES), phase = phases;
             phases ^= used;
             constexpr u32 STEP = STAGE_BYTES >> 4, SECOND = HALF_BYTES >> 4;  // in descriptors
+#if FEW
+            int stage = 0;
 #if FP8
+#pragma unroll
+            for (int i = 0; i < SUMS; ++i) acc[i] = 0.0f;
+            Factors factors;
+            float part[PARTIAL_SUMS];
+            const float* row_scales = scales + row_of_warp + lane / 4;
+            for (int kb = 0; kb < k_blocks; ++kb) {
+                barrier_wait(full + 8 * stage, phase >> stage & 1);
+                multiply(part, a + stage * STEP, b + stage * STEP);
+                const float* of_stage = row_scales + stage * (SCALE_BYTES / 4);
+                const float* of_weights = scales + stage * (SCALE_BYTES / 4) + BM;
+                factors.a[0] = of_stage[0], factors.a[1] = of_stage[8];
+                factors.w[0] = of_weights[0], factors.w[1] = of_weights[1];
+                bool plain = __all_sync(~0u, factors.multiply(LARGEST));
+                mma_wait<0>();
+                release(freed + 8 * stage, 1);
+                if (plain) add_up<0, true>(acc, part, factors);
+                if (!plain) add_up<0, false>(acc, part, factors);
+                if (++stage == STAGES) stage = 0, phase = ~phase;
+            }
+#else
+            int before = 0;
+            for (int kb = 0; kb < k_blocks; ++kb) {
+                u32 at = stage * STEP;
+                barrier_wait(full + 8 * stage, phase >> stage & 1);
+                keep(acc);
+                mma_fence();
+#pragma unroll
+                for (int k = 0; k < 4; ++k) mma_bf16_half(acc, a + at + 2 * k, b + at + 2 * k, kb > 0 || k > 0);
+                mma_commit();
+                mma_wait<1>();
+                if (kb > 0) release(freed + 8 * before, 1);
+                before = stage;
+                if (++stage == STAGES) stage = 0, phase = ~phase;
+            }
+            mma_wait<0>();
+            keep(acc);
+            release(freed + 8 * before, 1);
+#endif
+#elif FP8
 #pragma unroll
             for (int i = 0; i < SUMS; ++i) acc[i] = 0.0f;
             if (waits) wait_turn(wg), waits = false;
@@ -819,7 +974,7 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
             u8* to = out + position * stride + (long long)tile.column * SIZE;
             if (GATED) {
 #pragma unroll
-                for (int i = 0; i < 64; ++i) acc[i] = activated(acc[i], acc[64 + i], alpha, limit, up_offset);
+                for (int i = 0; i < SUMS / 2; ++i) acc[i] = activated(acc[i], acc[SUMS / 2 + i], alpha, limit, up_offset);
             } else if (ACTIVATED) {
 #pragma unroll
                 for (int i = 0; i < SUMS; ++i) acc[i] = function_of(acc[i], alpha);
@@ -827,10 +982,22 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
             if (OUT == 3) {
                 int scale_columns = blocks_of(columns);
                 float* scales = out_scales + position * scale_columns + tile.column / 128;
-                store_quantized<0>(acc, warp_staging, to, stride, rows, width, scales, scale_columns);
-                if (!GATED && width > HALF) {
+                Maxima of_pair;
+                if (PAIRED) {
+                    u32 place = number % 2 * MATH_WARPS + warp;
+                    of_pair.here = maxima + place * 8 + lane / 4;
+                    of_pair.arrived = shared_address(told + place);
+                    of_pair.there = address_at(shared_address(of_pair.here), rank ^ 1);
+                    of_pair.arrived_there = address_at(of_pair.arrived, rank ^ 1);
+                    of_pair.parity = number / 2 & 1;
+                    if (rank > 0) scales = nullptr;  // the other block stores them
+                }
+                constexpr int COLUMNS_8 = PAIRED ? 8 : 16;
+                store_quantized<0, COLUMNS_8>(acc, warp_staging, to, stride, rows, width, scales, scale_columns, of_pair);
+                if (!GATED && !FEW && width > HALF) {
                     width -= HALF;
-                    store_quantized<64>(acc, warp_staging, to + HALF, stride, rows, width, scales + 1, scale_columns);
+                    store_quantized<SUMS - 64, COLUMNS_8>(
+                        acc, warp_staging, to + HALF, stride, rows, width, scales + 1, scale_columns, of_pair);
                 }
             } else {
                 store<TILE_COLUMNS>(acc, warp_staging, to, stride, rows, width);

@@ -29,6 +29,10 @@ inline void mbarrier_arrive_shared_cluster_b64(unsigned barrier, unsigned count)
   emulator::mbarrier_arrive_in_cluster(barrier, count);
 }
 
+inline void st_async_shared_cluster_mbarrier_complete_tx_bytes_b64(unsigned to, Long value, unsigned barrier) {
+  emulator::async_store(to, value, barrier);
+}
+
 // Barriers of some warps.
 inline void bar_arrive(unsigned id, unsigned threads) { emulator::bar_arrive(id, threads); }
 inline void setp_ne_b32__bar_red_and_pred__selp_b32(unsigned& all, unsigned value, unsigned id, unsigned zero,

@@ -19,7 +19,7 @@ from moe_runtime.kernels.gemm import tma_gemm as tma
 from moe_runtime.kernels.gemm.arguments import empty_intermediate
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.gemm.plan import MAX_TMA_GROUPS, GemmKernel
-from moe_runtime.kernels.gemm.shapes import TMA_DECODE, TMA_PREFILL, TmaShape
+from moe_runtime.kernels.gemm.shapes import TMA_DECODE, TMA_FEW, TMA_PREFILL, TmaShape
 from moe_runtime.kernels.gemm.weights import (
     GEGLU,
     GEGLU_TANH,
@@ -42,7 +42,7 @@ from tests.support.gemm_cases import (
 from tests.support.gemm_checks import check_quantized, check_untouched, parts_of, poisoned
 from tests.support.gemm_plans import planned, tma_grouped_gemm, tma_grouped_gemm_swiglu, tma_plan
 
-REGIMES = [TMA_DECODE, TMA_PREFILL]
+REGIMES = [TMA_FEW, TMA_DECODE, TMA_PREFILL]
 NAMES = ["fp8_block", "bf16"]
 IDS = [shape.regime.name.lower() for shape in REGIMES]
 
@@ -353,7 +353,7 @@ def test_requantization_is_that_of_the_quantizer(rng: torch.Generator, device: t
 @gpu
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_have_the_same_bits_in_any_company(name: str, rng: torch.Generator, device: torch.device) -> None:
-    """In both regimes, alone, among others, gathered, and again."""
+    """In all regimes, alone, among others, gathered, and again."""
     k, n = 1024, 520
     w = random_weights(name, 2, n, k, rng, device)
     x = torch.randn(331, k, generator=rng)
@@ -361,7 +361,7 @@ def test_rows_have_the_same_bits_in_any_company(name: str, rng: torch.Generator,
     one = make_rows(name, [0, 1], k, rng, device, num_experts=2, x=x[300:301])
     gathered = make_rows(name, [5, 326], k, rng, device, num_experts=2, x=x, gather=True)
     want = tma_grouped_gemm(many, w, out_dtype=torch.float32, shape=TMA_PREFILL)
-    for regime in (TMA_PREFILL, TMA_DECODE):
+    for regime in REGIMES:
         assert_same_bits(tma_grouped_gemm(many, w, out_dtype=torch.float32, shape=regime), want, regime.regime.name)
         assert_same_bits(tma_grouped_gemm(gathered, w, out_dtype=torch.float32, shape=regime), want, "gathered")
         assert_same_bits(tma_grouped_gemm(one, w, out_dtype=torch.float32, shape=regime)[0], want[300], "alone")
@@ -401,7 +401,7 @@ def test_scales_whose_product_leaves_fp32(rng: torch.Generator, device: torch.de
 
 @gpu
 @pytest.mark.parametrize("k", [256, 512])
-def test_far_scales_give_the_same_bits_in_both_regimes(k: int, rng: torch.Generator, device: torch.device) -> None:
+def test_far_scales_give_the_same_bits_in_all_regimes(k: int, rng: torch.Generator, device: torch.device) -> None:
     """Whichever columns share a tile: a pair of scales is taken apart by what it is, not by its neighbours."""
     n = 648
     a = make_rows("fp8_block", [70, 193], k, rng, device, num_experts=2)
@@ -412,8 +412,9 @@ def test_far_scales_give_the_same_bits_in_both_regimes(k: int, rng: torch.Genera
     scales[1][:, 1] *= 2.0**-66
     scales[1][:, 4] *= 2.0**70
     a, w = replace(a, scales=scales[0]), replace(w, scales=scales[1])
-    first, second = (tma_grouped_gemm(a, w, out_dtype=torch.float32, shape=regime) for regime in REGIMES)
-    assert_same_bits(second, first)
+    first, *others = (tma_grouped_gemm(a, w, out_dtype=torch.float32, shape=regime) for regime in REGIMES)
+    for other in others:
+        assert_same_bits(other, first)
     check_inside(first, exact_gemm(a, w, device), UNIT[torch.float32])
 
 

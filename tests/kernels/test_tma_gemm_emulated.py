@@ -244,7 +244,7 @@ def test_requantization_is_that_of_the_quantizer(emulator: Emulator, rng: torch.
 
 def test_rows_have_the_same_bits_in_any_company(emulator: Emulator, rng: torch.Generator) -> None:
     on_gpu.test_rows_have_the_same_bits_in_any_company("bf16", rng, CPU)
-    check_runs(emulator, 7)
+    check_runs(emulator, 10)
 
 
 def test_scales_whose_product_leaves_fp32(emulator: Emulator, rng: torch.Generator) -> None:
@@ -253,9 +253,9 @@ def test_scales_whose_product_leaves_fp32(emulator: Emulator, rng: torch.Generat
 
 
 @pytest.mark.parametrize("k", [256, 512])
-def test_far_scales_give_the_same_bits_in_both_regimes(k: int, emulator: Emulator, rng: torch.Generator) -> None:
-    on_gpu.test_far_scales_give_the_same_bits_in_both_regimes(k, rng, CPU)
-    check_runs(emulator, 2)
+def test_far_scales_give_the_same_bits_in_all_regimes(k: int, emulator: Emulator, rng: torch.Generator) -> None:
+    on_gpu.test_far_scales_give_the_same_bits_in_all_regimes(k, rng, CPU)
+    check_runs(emulator, 3)
 
 
 def test_scales_past_the_last_row_may_be_anything(emulator: Emulator, rng: torch.Generator) -> None:
@@ -295,8 +295,8 @@ MISTAKES = {
         "changed while their product was under way",
     ),
     "a stage is free when all warps but one are through": (
-        "barrier_init(empty + 8 * s, MATH_WARPS * 2 * ARRIVALS_OF_WARP)",
-        "barrier_init(empty + 8 * s, MATH_WARPS * 2 - 1)",
+        "barrier_init(empty + 8 * s, MATH_WARPS * TEAM * ARRIVALS_OF_WARP)",
+        "barrier_init(empty + 8 * s, MATH_WARPS * TEAM - 1)",
         "changed while their product was under way|waits for",
     ),
     "rows are handed over one stage early": (
