@@ -219,7 +219,7 @@ def _scales_map(scales: torch.Tensor) -> Any:
 
 
 def _weight_map(w: ExpertWeights, order: GateUpOrder | None, box_rows: int) -> Any:
-    """Map of `[E, halves, rows, K]`, or `[E, rows, halves, K]` where gate and up alternate: boxes of `box_rows` rows."""
+    """Map of `[E, halves, rows, K]`, or `[E, rows, halves, K]` where gate and up alternate: boxes of `box_rows`."""
     size = w.quants.element_size()
     experts, n, k = w.quants.shape
     row, expert, box_k = k * size, n * k * size, 128 // size

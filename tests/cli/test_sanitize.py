@@ -22,6 +22,7 @@ from moe_runtime.kernels.gemm.shapes import (
     DEQUANT_MIDDLE,
     DEQUANT_PREFILL,
     TMA_DECODE,
+    TMA_FEW,
     TMA_PREFILL,
     Regime,
 )
@@ -54,7 +55,7 @@ def test_cases_take_both_regimes_of_each_kernel() -> None:
         gathers.add((case.format, rows.row_index is not None))
     for name, fmt in FORMATS.items():
         dequant_shapes = {DEQUANT_FEW, DEQUANT_DECODE, DEQUANT_MIDDLE, DEQUANT_PREFILL}
-        assert seen[name] == (dequant_shapes if fmt in DEQUANT_FORMATS else {TMA_DECODE, TMA_PREFILL})
+        assert seen[name] == (dequant_shapes if fmt in DEQUANT_FORMATS else {TMA_FEW, TMA_DECODE, TMA_PREFILL})
         assert {(name, True), (name, False)} <= gathers
     assert set(others) == {("mxfp4", "bf16"), ("mxfp4", "mxfp8")}
     for shapes in others.values():

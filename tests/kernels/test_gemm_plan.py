@@ -19,6 +19,7 @@ from moe_runtime.kernels.formats.number_formats import (
 from moe_runtime.kernels.gemm.operands import NativeForm
 from moe_runtime.kernels.gemm.plan import (
     MAX_TMA_GROUPS,
+    TMA_FEW_ROWS,
     DequantOverlap,
     GemmKernel,
     GemmPlan,
@@ -35,9 +36,11 @@ from moe_runtime.kernels.gemm.shapes import (
     MAX_STAGES,
     SHARED_BYTES,
     TMA_DECODE,
+    TMA_FEW,
     TMA_PREFILL,
     GemmTile,
     Regime,
+    TmaShape,
 )
 
 H200 = {"engine": "cuda", "capability": (9, 0), "sms": 132}
@@ -70,17 +73,25 @@ def plan(*arguments: object, **more: object) -> GemmPlan:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "shape"), [(1, TMA_DECODE), (128, TMA_DECODE), (256, TMA_DECODE), (257, TMA_PREFILL)]
+    ("tokens", "shape"),
+    [
+        (1, TMA_FEW),
+        (4 * TMA_FEW_ROWS, TMA_FEW),
+        (4 * TMA_FEW_ROWS + 1, TMA_DECODE),
+        (256, TMA_DECODE),
+        (257, TMA_PREFILL),
+    ],
 )
-def test_deepseek_v3_in_fp8(tokens: int, shape: object) -> None:
+def test_deepseek_v3_in_fp8(tokens: int, shape: TmaShape) -> None:
     """256 tokens of a rank are 64 rows of an expert."""
     gate_up = plan(FP8_BLOCK, 32, 4096, 7168, 8 * tokens, out_format=FP8_BLOCK, gathered=True)
     down = plan(FP8_BLOCK, 32, 7168, 2048, 8 * tokens)
     for found in (gate_up, down):
         assert found.kernel is GemmKernel.TMA and found.tma is not None and found.tma.shape is shape
         # A tile has 128 bytes of K.
-        assert found.tile == (128, 256, 128) and found.blocks == 132
-        assert found.regime is (Regime.DECODE if shape is TMA_DECODE else Regime.PREFILL)
+        few = shape is TMA_FEW
+        assert found.tile == ((64, 128, 128) if few else (128, 256, 128)) and found.blocks == (264 if few else 132)
+        assert found.regime is shape.regime
     assert gate_up.tma is not None and not gate_up.tma.copies_scales
     assert down.tma is not None and down.tma.copies_scales == (shape is TMA_PREFILL)
 
@@ -204,16 +215,18 @@ def test_scales_are_copied_for_many_rows_in_order() -> None:
 
 
 def test_shared_memory_of_tma_fits_whatever_the_number_of_groups() -> None:
-    for shape in (TMA_DECODE, TMA_PREFILL):
+    for shape in (TMA_FEW, TMA_DECODE, TMA_PREFILL):
         for groups in (1, 32, 256, MAX_TMA_GROUPS):
             assert 3 <= shape.stages(groups) <= MAX_STAGES
-            assert shape.shared_bytes(groups) <= SHARED_BYTES
+            # The driver takes 1 KB of an SM's 228 KB for each block.
+            assert shape.blocks_per_sm * (shape.shared_bytes(groups) + 1024) <= SHARED_BYTES + 1024
 
 
 def test_shape_of_tma_is_a_function_of_sizes() -> None:
     assert choose_tma_shape(8 * 64, 8) is TMA_DECODE
     assert choose_tma_shape(8 * 64 + 1, 8) is TMA_PREFILL
-    assert choose_tma_shape(0, 1) is TMA_DECODE
+    assert choose_tma_shape(8 * TMA_FEW_ROWS, 8) is choose_tma_shape(0, 1) is TMA_FEW
+    assert choose_tma_shape(8 * TMA_FEW_ROWS + 1, 8) is choose_tma_shape(8, 8, limited=True) is TMA_DECODE
 
 
 def test_a_limit_on_sms_keeps_dequantization_before_the_product() -> None:
