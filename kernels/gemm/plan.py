@@ -109,8 +109,8 @@ MAX_TMA_GROUPS = 1024
 MAX_INDEX = 2**31 - 1
 TMA_DECODE_ROWS = 64
 """Average rows of a group up to which a launch uses TMA_DECODE."""
-TMA_FEW_ROWS = 16
-"""Average rows of a group up to which it uses TMA_FEW."""
+TMA_FEW_ROWS = 4
+"""Average rows of a group up to which it uses TMA_FEW. With more, some groups have more than the 8 rows of a tile."""
 
 
 @dataclass(frozen=True)
@@ -128,12 +128,9 @@ class TmaPlan:
     starts_early: bool
 
 
-def choose_tma_shape(rows: int, num_groups: int, *, limited: bool = False) -> TmaShape:
-    """The shape for `rows` expected rows; all shapes give the same bits for any number of rows.
-
-    `limited` leaves out TMA_FEW, whose blocks would spread over more SMs than they need.
-    """
-    if rows <= TMA_FEW_ROWS * num_groups and num_groups > 0 and not limited:
+def choose_tma_shape(rows: int, num_groups: int) -> TmaShape:
+    """The shape for `rows` expected rows; all shapes give the same bits for any number of rows."""
+    if rows <= TMA_FEW_ROWS * num_groups:
         return TMA_FEW
     return TMA_DECODE if rows <= TMA_DECODE_ROWS * num_groups else TMA_PREFILL
 
@@ -387,7 +384,7 @@ def _tma_takes(p: GemmProblem) -> bool:
 
 
 def _plan_tma(p: GemmProblem) -> GemmPlan:
-    shape = choose_tma_shape(p.rows, p.groups, limited=p.sm_limit is not None)
+    shape = choose_tma_shape(p.rows, p.groups)
     # For many contiguous rows only: with few rows, most of the 128 scales of a copy would belong to other groups.
     copies_scales = (
         p.token_format == FP8_BLOCK
@@ -397,7 +394,9 @@ def _plan_tma(p: GemmProblem) -> GemmPlan:
         and ceil_div(p.k, HALF) % MAX_STAGES == 0
         and p.scales_aligned
     )
-    blocks = max(_limited(p) * shape.blocks_per_sm // shape.cluster, 1) * shape.cluster
+    # With a limit, blocks that share an SM could spread over more SMs.
+    blocks = _limited(p) * (shape.blocks_per_sm if p.sm_limit is None else 1)
+    blocks = max(blocks // shape.cluster, 1) * shape.cluster
     tile = shape.tile_rows, shape.halves * HALF, 128 * 8 // p.token_format.element_bits
     # An early start gains with few rows, for which the launch is a part of the time. It was not measured with many.
     how = TmaPlan(shape, copies_scales, starts_early=shape is not TMA_PREFILL and p.sm_limit is None)

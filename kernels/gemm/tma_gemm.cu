@@ -7,11 +7,12 @@
 // the same columns and share the weights. For the odd row tile of a group they work on two column tiles and share the rows.
 // If the last round of plain tiles has work for at most half of the clusters, its tiles are halved along the columns.
 //
-// FEW is for a few rows of each group: a tile is 64 rows times 128 weight rows, which are gate and up of 64 columns of a
-// gated result. One warpgroup multiplies, and an SM has two blocks. In a cluster of two, which a gated result with block
-// scales needs, the blocks work on both halves of 128 columns and tell each other the largest values of a row.
+// With ROWS 64 or 8 (NARROW), for few rows of each group, a tile is so many rows times 128 weight rows, which are gate and up
+// of 64 columns of a gated result. One warpgroup multiplies, and an SM has two blocks. In a cluster of two, which a gated
+// result with block scales needs, the blocks work on both halves of 128 columns and tell each other the largest values of a
+// row. The tensor cores multiply 64 rows all the same: of 8, they take the weights behind for the others.
 //
-// Macros: FEW, FP8 (1: e4m3 with fp32 scales of 1x128 and 128x128; 0: bf16), STAGES, CLUSTER 1 or 2, GATHER (rows through
+// Macros: ROWS (of a tile), FP8 (1: e4m3 with fp32 scales of 1x128 and 128x128; 0: bf16), STAGES, CLUSTER 1 or 2, GATHER (rows through
 // row_index), ACTIVATED (the result is activated), GATED (and the weights are gate and up), FUNCTION
 // (`ActivationFunction.code`), GATE_SOFTCAP and UP_SOFTCAP (of `Activation`; none if not defined), ORDER (`GateUpOrder.code`, 0 for none), OUT (0 bf16, 1 fp16, 2 fp32, 3 e4m3 with 1x128 scales),
 // EXTRAS (row scale, expert scales or bias exist), A_BOX (rows of a box of the rows' tensor map), TMA_SCALES (TMA copies the
@@ -36,37 +37,41 @@ struct Tile {
     bool pair_rows;                   // the blocks of the cluster share the weights (else the rows)
 };
 
-constexpr int MATH_WGS = FEW ? 1 : 2, BM = 64 * MATH_WGS;
+constexpr int BM = ROWS;
+constexpr bool NARROW = BM < 128, FEW = BM == 8;
+constexpr int MATH_WGS = NARROW ? 1 : 2;
 constexpr int HALF = 128;
-constexpr int TILE_COLUMNS = (FEW ? 1 : 2) * HALF / (GATED ? 2 : 1);
-constexpr bool PAIRED = FEW && CLUSTER > 1;                          // the blocks of a cluster share 128 columns
+constexpr int TILE_COLUMNS = (NARROW ? 1 : 2) * HALF / (GATED ? 2 : 1);
+constexpr bool PAIRED = NARROW && CLUSTER > 1;                          // the blocks of a cluster share 128 columns
 constexpr int ITEM_COLUMNS = PAIRED ? 2 * TILE_COLUMNS : TILE_COLUMNS;  // of a work item
-constexpr int TEAM = FEW ? 1 : CLUSTER;                              // blocks that share loads
+constexpr int TEAM = NARROW ? 1 : CLUSTER;                           // blocks that share loads
 static_assert(!PAIRED || (GATED && OUT == 3), "other results need no other block");
 constexpr int BK = FP8 ? 128 : 64;  // columns of K in a stage: 128 bytes, the span of the swizzle
 constexpr int A_BYTES = BM * 128;
 constexpr int HALF_BYTES = HALF * 128;
-constexpr int BOXES = FEW && !GATED ? 1 : 2, BOX_ROWS = FEW && GATED ? HALF / 2 : HALF;  // of a tile's weights
+constexpr int BOXES = NARROW && !GATED ? 1 : 2, BOX_ROWS = NARROW && GATED ? HALF / 2 : HALF;  // of a tile's weights
 constexpr int BOX_BYTES = BOX_ROWS * 128;
 constexpr int STAGE_BYTES = A_BYTES + BOXES * BOX_BYTES;
 constexpr int WARP_STAGING = 2048;  // 16 rows of 128 bytes
+constexpr int SUMS_STRIDE = HALF + 8;  // floats between rows of FEW's sums in shared memory
+constexpr int STAGING_BYTES = FEW ? BM * SUMS_STRIDE * 4 : 4 * MATH_WGS * WARP_STAGING;
 // Scales of a stage: those of 128 rows, then of two halves. TMA copies them for the 4 stages of a round at once, 4 for each
 // row. The memory of all stages holds the scales of two rounds.
 constexpr int ROUND_BYTES = (128 + 2) * 16 + 96;  // a multiple of 128
 constexpr int SCALE_BYTES = TMA_SCALES ? 2 * ROUND_BYTES / STAGES : FP8 ? (BM + 8) * 4 : 0;
-static_assert(!TMA_SCALES || (FP8 && !GATHER && !FEW && STAGES == 4), "one copy brings the scales of 4 stages");
-constexpr int MAXIMA_BYTES = PAIRED ? 2 * BM * 4 : 0;  // of the rows of the other block's half, for two tiles
+static_assert(!TMA_SCALES || (FP8 && !GATHER && !NARROW && STAGES == 4), "one copy brings the scales of 4 stages");
 constexpr int TILES_AHEAD = 8;         // tiles that the producers may announce to the math warps in advance
+constexpr int FETCHED_STAGES = 8;      // of weights that a block fetches into L2 while it waits for rows
 constexpr int FEW_PAIRS = 2;           // most pairs of row tiles of a group whose odd tile comes after each band
 constexpr int NO_MORE = -0x7FFFFFFF;   // rows of the announcement after the last tile
-constexpr bool HALVES = !GATED && !FEW;  // whether there are tiles of one half
+constexpr bool HALVES = !GATED && !NARROW;  // whether there are tiles of one half
 constexpr int ONE_HALF = 1 << 30;      // marks a tile of one half in the announced column
 // Sums of a thread: of a tile, and of the 128 weight rows that FP8 multiplies at a time.
-constexpr int SUMS = FEW ? 64 : 128, PARTIAL_SUMS = 64;
-constexpr int PRODUCER_REGISTERS = FP8 && !GATHER && !FEW ? 24 : 40;  // the rest goes to the math warpgroups
-constexpr int MATH_REGISTERS = FEW ? 216 : FP8 && !GATHER ? 240 : 232;
+constexpr int SUMS = NARROW ? 64 : 128, PARTIAL_SUMS = 64;
+constexpr int PRODUCER_REGISTERS = FP8 && !GATHER && !NARROW ? 24 : 40;  // the rest goes to the math warpgroups
+constexpr int MATH_REGISTERS = NARROW ? 216 : FP8 && !GATHER ? 240 : 232;
 constexpr int MATH_WARPS = 4 * MATH_WGS;
-constexpr bool THREADS_GATHER = GATHER && !FEW;  // threads copy gathered rows, else TMA does, row by row
+constexpr bool THREADS_GATHER = GATHER && !NARROW;  // threads copy gathered rows, else TMA does, row by row
 // Arrivals at a stage for copies by threads: one per warp for gathered rows and their scales, one per thread for scales only.
 constexpr int OF_COPIES = THREADS_GATHER ? 4 * ARRIVALS_OF_WARP : FP8 && !TMA_SCALES ? 128 : 0;
 constexpr float SMALLEST = 1.17549435e-38f, LARGEST = 3.40282347e38f;  // normal numbers
@@ -83,10 +88,13 @@ __device__ __forceinline__ u32 cluster_rank() {
     return rank;
 }
 
-__device__ __forceinline__ void sync_cluster() {
-    if (CLUSTER > 1) {
-        asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
-    }
+// The first barrier of the cluster, behind which the barriers of the other block are initialized.
+__device__ __forceinline__ void enter_cluster() {
+    if (CLUSTER > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void await_cluster() {
+    if (CLUSTER > 1) asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
 }
 
 // The last barrier: the other block may still have to arrive at barriers in this block's memory.
@@ -122,16 +130,22 @@ __device__ __forceinline__ void load_rows(const TensorMap* map, u32 to, u32 barr
     }
 }
 
-// One half of a weight tile: BOX_ROWS rows of `expert` from `column`. The map is [expert][half][row][k], or, interleaved,
-// [expert][row][half][k]; without gate and up there is one half of all rows.
-__device__ __forceinline__ void load_half(
-    const TensorMap* map, u32 to, u32 barrier, int k, int column, int half, int expert, bool multicast) {
-    int c1 = GATED ? column : column + half * HALF, c2 = GATED ? half : 0;
+// Where one half of a weight tile is in the map, which is [expert][half][row][k], or, interleaved, [expert][row][half][k];
+// without gate and up there is one half of all rows.
+__device__ __forceinline__ void coordinates_of_half(int column, int half, int& c1, int& c2) {
+    c1 = GATED ? column : column + half * HALF, c2 = GATED ? half : 0;
     if (GATED && ORDER == UP_GATE) c2 = 1 - half;
     if (GATED && ORDER == INTERLEAVED) {
         c1 = half;
         c2 = column;
     }
+}
+
+// BOX_ROWS rows of a half of `expert` from `column`.
+__device__ __forceinline__ void load_half(
+    const TensorMap* map, u32 to, u32 barrier, int k, int column, int half, int expert, bool multicast) {
+    int c1, c2;
+    coordinates_of_half(column, half, c1, c2);
     if (multicast) {
         asm volatile(
             "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
@@ -145,6 +159,15 @@ __device__ __forceinline__ void load_half(
             "r"(expert)
             : "memory");
     }
+}
+
+// Fetches what `load_half` would load into L2.
+__device__ __forceinline__ void fetch_half(const TensorMap* map, int k, int column, int half, int expert) {
+    int c1, c2;
+    coordinates_of_half(column, half, c1, c2);
+    asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(map), "r"(k), "r"(c1),
+                 "r"(c2), "r"(expert)
+                 : "memory");
 }
 
 // --- tiles ----------------------------------------------------------------------------------------------------------
@@ -170,14 +193,14 @@ __device__ __forceinline__ void copy_word(u32 to, const float* from) {
 __device__ __forceinline__ int blocks_of(int columns) { return SHORT_BLOCKS ? (columns + 127) / 128 : columns / 128; }
 
 // Row of the weight's scales, counted over all experts, for half 0 or 1 of a tile (128 rows share one). If gate and up are
-// interleaved, both halves use both rows, the first one for the first 64 columns. With FEW, only gate and up that are not
+// interleaved, both halves use both rows, the first one for the first 64 columns. With NARROW, only gate and up that are not
 // interleaved have different ones.
 __device__ __forceinline__ long long weight_scales(int expert, int column, int columns, int half) {
     int blocks = (GATED ? 2 * columns : columns) + 127 >> 7, block = column / 128 + (half > 0);
     if (GATED) block = column / 128 + ((half > 0) == (ORDER == GATE_UP) ? blocks_of(columns) : 0);
     if (GATED && SHORT_BLOCKS && ORDER != INTERLEAVED) blocks = 2 * blocks_of(columns);
-    if (GATED && ORDER == INTERLEAVED) block = column / 64 + (!FEW && half > 0);
-    if (!GATED && FEW) block = column / 128;
+    if (GATED && ORDER == INTERLEAVED) block = column / 64 + (!NARROW && half > 0);
+    if (!GATED && NARROW) block = column / 128;
     return (long long)expert * blocks + min(block, blocks - 1);
 }
 
@@ -206,33 +229,39 @@ __device__ __forceinline__ int tiles_of(int rows, int tiles_n) {
 
 // Called by the whole block: lists the groups that have tiles, and counts these. A search then passes over no others, of
 // which there are many where each of few tokens has its own experts. `groups[num_groups].first` is the number of all tiles.
-// All threads load first, so that memory is waited for once; then one warp moves the groups forward.
-__device__ void count_tiles(Group* groups, const int* offsets, const int* expert_ids, const int* num_active,
+// Each warp takes 32 groups, so that memory is mostly waited for once; `totals` has the tiles and groups of each warp.
+__device__ void count_tiles(Group* groups, int2* totals, const int* offsets, const int* expert_ids, const int* num_active,
                             int num_groups, int num_experts, int capacity, int tiles_n) {
-    int active = num_active ? min(num_groups, *num_active) : num_groups;
-    for (int g = threadIdx.x; g < num_groups; g += 128 * (MATH_WGS + 1)) {
-        int start = offsets[g], rows = min(offsets[g + 1], capacity) - start, expert = expert_ids[g];
+    constexpr int WARPS = MATH_WARPS + 4;
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, total = 0, listed = 0;
+    for (int base = 0; base < num_groups; base += 32 * WARPS) {
+        int g = base + threadIdx.x, start = 0, rows = 0, expert = -1, active = num_groups;
+        if (num_active) active = min(num_groups, *num_active);
+        if (g < num_groups) {
+            start = offsets[g];
+            rows = min(offsets[g + 1], capacity) - start;
+            expert = expert_ids[g];
+        }
         if (g >= active || rows < 0 || expert < 0 || expert >= num_experts) rows = 0;
-        groups[g] = {tiles_of(rows, tiles_n), start, rows, expert};
-    }
-    __syncthreads();
-    if (threadIdx.x >= 32) return;
-    int lane = threadIdx.x, total = 0, listed = 0;
-    for (int base = 0; base < num_groups; base += 32) {
-        Group group = {0, 0, 0, 0};
-        if (base + lane < num_groups) group = groups[base + lane];
-        int tiles = group.first, last = tiles;
+        int tiles = tiles_of(rows, tiles_n), last = tiles;
         for (int step = 1; step < 32; step *= 2) {
             int before = __shfl_up_sync(~0u, last, step);
             if (lane >= step) last += before;
         }
         u32 with_tiles = __ballot_sync(~0u, tiles > 0);
-        group.first = total + last - tiles;
-        if (tiles > 0) groups[listed + __popc(with_tiles & ((1u << lane) - 1))] = group;
-        listed += __popc(with_tiles);
-        total += __shfl_sync(~0u, last, 31);
+        if (lane == 31) totals[warp] = {last, __popc(with_tiles)};
+        __syncthreads();
+        int2 of_warp = {0, 0};
+        if (lane < WARPS) of_warp = totals[lane];
+        int first = total + __reduce_add_sync(~0u, lane < warp ? of_warp.x : 0) + last - tiles;
+        int place = listed + __reduce_add_sync(~0u, lane < warp ? of_warp.y : 0) + __popc(with_tiles & ((1u << lane) - 1));
+        if (tiles > 0) groups[place] = {first, start, rows, expert};
+        total += __reduce_add_sync(~0u, of_warp.x);
+        listed += __reduce_add_sync(~0u, of_warp.y);
+        __syncthreads();
     }
-    if (lane == 0) groups[listed].first = groups[num_groups].first = total;
+    if (threadIdx.x == 0) groups[listed].first = groups[num_groups].first = total;
+    __syncthreads();
 }
 
 // The tile of this block in work item `index`. `g` is a group at or before the tile's, and advances to it. False past the
@@ -240,7 +269,7 @@ __device__ void count_tiles(Group* groups, const int* offsets, const int* expert
 __device__ __forceinline__ bool find_tile(
     const Group* groups, int num_groups, int index, int tiles_n, int band_width, u32 rank, int& g, Tile& tile) {
     if (index >= groups[num_groups].first) return false;
-    if (FEW) {
+    if (NARROW) {
         // The lanes of the warp look at 32 groups at a time.
         for (int lane = threadIdx.x % 32;; g += 32) {
             u32 behind = __ballot_sync(~0u, index < groups[min(g + 1 + lane, num_groups)].first);
@@ -254,7 +283,7 @@ __device__ __forceinline__ bool find_tile(
     }
     Group group = groups[g];
     int u = index - group.first, tiles_m = ceil_div(group.rows, BM);
-    if (FEW) {
+    if (NARROW) {
         int n = u / tiles_m, m = u - n * tiles_m;
         tile = {group.start + m * BM, group.rows - m * BM, group.expert, n * ITEM_COLUMNS, false};
         if (PAIRED) tile.column += (int)rank * TILE_COLUMNS;
@@ -395,7 +424,9 @@ __device__ __forceinline__ void add_up(float (&acc)[SUMS], float (&part)[PARTIAL
     keep(part);
 #pragma unroll
     for (int i = 0; i < PARTIAL_SUMS; ++i) {
-        int r = i / 2 % 2, h = GATED && (ORDER == INTERLEAVED) != FEW ? i / 32 : FIRST / PARTIAL_SUMS;
+        int r = i / 2 % 2;
+        if (FEW && r > 0) continue;  // a row past the tile
+        int h = GATED && (ORDER == INTERLEAVED) != NARROW ? i / 32 : FIRST / PARTIAL_SUMS;
         bool apart = !PLAIN && factors.apart(r, h);
         float first = PLAIN ? part[i] : __fmul_rn(part[i], apart ? factors.a[r] : 1.0f);
         acc[FIRST + i] = __fmaf_rn(first, apart ? factors.w[h] : factors.product[r][h], acc[FIRST + i]);
@@ -490,6 +521,28 @@ __device__ __forceinline__ void store(
     }
 }
 
+// Quantizes numbers of a block whose largest magnitude has these bits, as `quantize.quantize_tile` does.
+struct Quantizer {
+    bool poisoned;  // by NaN or Inf
+    float scale, inverse;
+
+    __device__ __forceinline__ explicit Quantizer(u32 bits) {
+        poisoned = bits >= 0x7F800000;
+        u32 amax = poisoned ? 0 : bits;
+        scale = __fdiv_rn(__uint_as_float(max(amax, 0x38D1B717)), 448.0f);  // amax at least 1e-4
+        inverse = __frcp_rn(scale);
+    }
+
+    __device__ __forceinline__ float stored_scale() const { return poisoned ? __uint_as_float(0x7FC00000) : scale; }
+
+    __device__ __forceinline__ u16 codes(float low, float high) const {
+        u16 codes;
+        low = divide(low, scale, inverse), high = divide(high, scale, inverse);
+        asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
+        return poisoned ? (u16)0 : codes;
+    }
+};
+
 // The largest magnitude of a thread's first or second row in 8 COLUMNS_8 columns from `r[FIRST]` on, as bits.
 template <int FIRST, int COLUMNS_8, int N>
 __device__ __forceinline__ u32 largest_bits(const float (&r)[N], int second) {
@@ -502,7 +555,7 @@ __device__ __forceinline__ u32 largest_bits(const float (&r)[N], int second) {
     return max_of_row(bits);
 }
 
-// What a warp and the one of the same number in the other block tell each other of a tile: the largest bits of 16 rows. Two
+// What a warp and the one of the same number in the other block tell each other of a tile: the largest bits of its rows. Two
 // tiles in turn use one of two places. A block writes into the next but one only when it knows the next of the other block,
 // which then has read this one.
 struct Maxima {
@@ -510,11 +563,12 @@ struct Maxima {
     u32 there, arrived, arrived_there, parity;  // shared-memory addresses: in the other block, and of barriers
 };
 
-// Makes `first` and `second`, the largest bits of this thread's rows, those of both blocks.
+// Makes `first` and `second`, the largest bits of this thread's rows, those of both blocks. LANES have the same rows.
+template <int LANES>
 __device__ __forceinline__ void exchange_maxima(const Maxima& x, u32& first, u32& second) {
     int lane = threadIdx.x % 32;
-    if (lane == 0) barrier_expect(x.arrived, 16 * 4);
-    if (lane % 4 == 0) {
+    if (lane == 0) barrier_expect(x.arrived, 32 / LANES * 8);
+    if (lane % LANES == 0) {
         asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];" ::"r"(x.there),
                      "l"((u64)second << 32 | first), "r"(x.arrived_there)
                      : "memory");
@@ -524,8 +578,7 @@ __device__ __forceinline__ void exchange_maxima(const Maxima& x, u32& first, u32
     first = max(first, (u32)other), second = max(second, (u32)(other >> 32));
 }
 
-// Quantizes 8 COLUMNS_8 columns of each row from `r[FIRST]` on, one block, or half of it if there is another block's, as
-// `quantize.quantize_tile` does, and stores `columns` of them, past which there are zeros. `scales` is that of the first row;
+// Quantizes 8 COLUMNS_8 columns of each row from `r[FIRST]` on, one block, or half of it if there is another block's, and stores `columns` of them, past which there are zeros. `scales` is that of the first row;
 // null stores none.
 template <int FIRST, int COLUMNS_8, int N>
 __device__ __forceinline__ void store_quantized(const float (&r)[N], u8* staging, u8* out, long long stride, int rows,
@@ -534,25 +587,18 @@ __device__ __forceinline__ void store_quantized(const float (&r)[N], u8* staging
     u32 largest[2];
 #pragma unroll
     for (int second = 0; second < 2; ++second) largest[second] = largest_bits<FIRST, COLUMNS_8>(r, second);
-    if (PAIRED) exchange_maxima(maxima, largest[0], largest[1]);
+    if (PAIRED) exchange_maxima<4>(maxima, largest[0], largest[1]);
 #pragma unroll
     for (int second = 0; second < 2; ++second) {
-        u32 bits = largest[second];
-        bool poisoned = bits >= 0x7F800000;  // NaN or Inf
-        u32 amax = poisoned ? 0 : bits;
-        float scale = __fdiv_rn(__uint_as_float(max(amax, 0x38D1B717)), 448.0f);  // amax at least 1e-4
-        float inverse = __frcp_rn(scale);
+        Quantizer quantizer(largest[second]);
         int row = lane / 4 + 8 * second;
         if (quad == 0 && row < rows && (!PAIRED || scales))
-            scales[row * scale_stride] = poisoned ? __uint_as_float(0x7FC00000) : scale;
+            scales[row * scale_stride] = quantizer.stored_scale();
 #pragma unroll
         for (int j = 0; j < COLUMNS_8; ++j) {
-            float low = divide(r[FIRST + 4 * j + 2 * second], scale, inverse);
-            float high = divide(r[FIRST + 4 * j + 2 * second + 1], scale, inverse);
-            u16 codes;
-            asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
+            u16 codes = quantizer.codes(r[FIRST + 4 * j + 2 * second], r[FIRST + 4 * j + 2 * second + 1]);
             u32 at = row * 128 + ((j / 2 ^ row % 8) << 4) + j % 2 * 8 + quad * 2;
-            *(u16*)(staging + at) = poisoned ? (u16)0 : codes;
+            *(u16*)(staging + at) = codes;
         }
     }
     write_rows(staging, out, stride, rows, SHORT_BLOCKS ? columns : 8 * COLUMNS_8);
@@ -563,6 +609,22 @@ struct Extras {
     const float *row_scale, *expert_scales, *bias;
     int scales_per_expert;
 };
+
+// One sum of half `h` of a tile and column `n` of the result.
+__device__ __forceinline__ float with_extras(float sum, const Extras& x, int row, int expert, int n, int h, int columns) {
+    int num_rows = GATED ? 2 * columns : columns, up = h, weight_row = n;
+    if (GATED) {
+        weight_row = ORDER == INTERLEAVED ? 2 * n + h : n + (h == (ORDER == GATE_UP) ? columns : 0);
+    } else if (ORDER == INTERLEAVED) {
+        up = n % 2;
+    } else {
+        up = (n >= columns / 2) == (ORDER == GATE_UP);
+    }
+    float r = x.row_scale ? x.row_scale[row] : 1.0f, s = 1.0f;
+    if (x.expert_scales) s = x.expert_scales[(long long)expert * x.scales_per_expert + (x.scales_per_expert == 2 ? up : 0)];
+    float b = x.bias && n < columns ? x.bias[(long long)expert * num_rows + weight_row] : -0.0f;
+    return __fadd_rn(__fmul_rn(__fmul_rn(sum, r), s), b);
+}
 
 __device__ __forceinline__ void apply_extras(
     float (&acc)[SUMS], const Extras& x, int row, int last_row, int expert, int column, int columns) {
@@ -593,11 +655,95 @@ __device__ __forceinline__ void apply_extras(
     }
 }
 
+// --- epilogue of few rows -------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void sync_warpgroup() { asm volatile("bar.sync %0, 128;" ::"r"(1) : "memory"); }
+
+// Spreads the sums of 8 rows, which one warp has, over the warpgroup: writes them to shared memory as [8, SUMS_STRIDE].
+__device__ __forceinline__ void share_sums(const float (&acc)[SUMS], float* sums) {
+    int lane = threadIdx.x % 32;
+    sync_warpgroup();  // the last tile's have been read
+    if (threadIdx.x < 32) {
+#pragma unroll
+        for (int j = 0; j < SUMS / 4; ++j)
+            *(float2*)(sums + lane / 4 * SUMS_STRIDE + 8 * j + lane % 4 * 2) = make_float2(acc[4 * j], acc[4 * j + 1]);
+    }
+    sync_warpgroup();
+}
+
+// The rest of a tile of 8 rows: 16 threads have a row, each OF_THREAD neighbouring columns. `out_scales` null stores none.
+__device__ __forceinline__ void store_few(const float* sums, const Extras& extras, const Tile& tile, int last_row,
+                                          int columns, int width, float alpha, float limit, float up_offset, u8* out,
+                                          long long out_stride, float* out_scales, const Maxima& maxima) {
+    constexpr int OF_THREAD = TILE_COLUMNS / 16, SIZE = OUT == 3 ? 1 : (OUT == 2 ? 4 : 2);
+    constexpr int HALVES_OF_SUMS = GATED ? 2 : 1, BYTES = OF_THREAD * SIZE;
+    int row = threadIdx.x / 16, first = threadIdx.x % 16 * OF_THREAD, lane = threadIdx.x % 32;
+    long long position = tile.start + row;
+    float x[HALVES_OF_SUMS][OF_THREAD];
+#pragma unroll
+    for (int h = 0; h < HALVES_OF_SUMS; ++h)
+#pragma unroll
+        for (int i = 0; i < OF_THREAD; ++i) {
+            x[h][i] = sums[row * SUMS_STRIDE + h * TILE_COLUMNS + first + i];
+            if (EXTRAS) x[h][i] = with_extras(x[h][i], extras, min((int)position, last_row), tile.expert,
+                                              tile.column + first + i, h, columns);
+        }
+#pragma unroll
+    for (int i = 0; i < OF_THREAD; ++i) {
+        if (GATED) x[0][i] = activated(x[0][i], x[HALVES_OF_SUMS - 1][i], alpha, limit, up_offset);
+        if (ACTIVATED && !GATED) x[0][i] = function_of(x[0][i], alpha);
+    }
+    u32 words[(BYTES + 3) / 4];
+    bool stored = row < tile.rows && first < width;
+    if (OUT == 3) {
+        u32 bits = 0;
+#pragma unroll
+        for (int i = 0; i < OF_THREAD; ++i) bits = max(bits, __float_as_uint(x[0][i]) & 0x7FFFFFFF);
+#pragma unroll
+        for (int step = 1; step < 16; step *= 2) bits = max(bits, __shfl_xor_sync(~0u, bits, step));
+        if (PAIRED) {
+            u32 upper = __shfl_sync(~0u, bits, 0), lower = __shfl_sync(~0u, bits, 16);
+            exchange_maxima<32>(maxima, upper, lower);
+            bits = lane < 16 ? upper : lower;
+        }
+        Quantizer quantizer(bits);
+        if (threadIdx.x % 16 == 0 && row < tile.rows && width > 0 && out_scales)
+            out_scales[position * blocks_of(columns) + tile.column / 128] = quantizer.stored_scale();
+#pragma unroll
+        for (int i = 0; i < OF_THREAD; i += 4) {
+            u32 low = quantizer.codes(x[0][i], x[0][i + 1]), high = quantizer.codes(x[0][i + 2], x[0][i + 3]);
+            words[i / 4] = low | high << 16;
+        }
+    } else if (OUT == 2) {
+#pragma unroll
+        for (int i = 0; i < OF_THREAD; ++i) words[i * SIZE / 4] = __float_as_uint(x[0][i]);
+    } else {
+#pragma unroll
+        for (int i = 0; i < OF_THREAD; i += 2) words[i * SIZE / 4] = pack(x[0][i], x[0][i + 1]);
+    }
+    u8* to = out + (position * out_stride + tile.column + first) * SIZE;
+    if (!stored) return;
+#pragma unroll
+    for (int at = 0; at < BYTES / 4;) {
+        if (first + 4 * at / SIZE >= width) return;
+        if (BYTES % 16 == 0) {
+            *(uint4*)(to + 4 * at) = make_uint4(words[at], words[at + 1], words[at + 2], words[at + 3]);
+            at += 4;
+        } else if (BYTES % 8 == 0) {
+            *(uint2*)(to + 4 * at) = make_uint2(words[at], words[at + 1]);
+            at += 2;
+        } else {
+            *(u32*)(to + 4 * at) = words[at];
+            ++at;
+        }
+    }
+}
+
 // --- kernel ---------------------------------------------------------------------------------------------------------
 
 extern __shared__ __align__(1024) u8 shared[];
 
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(128 * (MATH_WGS + 1), FEW ? 2 : 1)
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(128 * (MATH_WGS + 1), NARROW ? 2 : 1)
 tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap w_map,
          const __grid_constant__ TensorMap scales_map, const u8* a_rows, long long a_stride, const int* row_index,
          const float* a_scales, const float* w_scales, Extras extras, u8* out, long long out_stride, float* out_scales,
@@ -605,13 +751,14 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
          int capacity, int columns, int k_blocks, int row_bytes, int band_width, int settled, float alpha, float limit,
          float up_offset) {
     u8* staging = shared + STAGES * STAGE_BYTES;
-    float* scales = (float*)(staging + MATH_WARPS * WARP_STAGING);
+    float* scales = (float*)(staging + STAGING_BYTES);
     u64* barriers = (u64*)((u8*)scales + STAGES * SCALE_BYTES);
     // Tiles that the producers announce to the math warps: start, rows, expert, column.
     int4* tiles = (int4*)(barriers + 2 * STAGES + TILES_AHEAD);
     Group* groups = (Group*)(tiles + TILES_AHEAD);
     u64* told = (u64*)(groups + num_groups + 1);  // barriers of the other block's maxima, of each warp for two tiles
     u64* maxima = told + 2 * MATH_WARPS;
+    int2* totals = (int2*)staging;  // of the groups of each warp
     u32 full = shared_address(barriers), empty = full + 8 * STAGES, known = empty + 8 * STAGES, ring = shared_address(shared);
     int wg = uniform(threadIdx.x / 128), warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
     int tiles_n = ceil_div(columns, ITEM_COLUMNS), step = gridDim.x / CLUSTER;
@@ -626,6 +773,8 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
         for (int i = 0; i < 2 * MATH_WARPS && PAIRED; ++i) barrier_init(shared_address(told) + 8 * i, 1);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
+    __syncwarp();
+    enter_cluster();
     if (threadIdx.x == 64) {
         asm volatile("prefetch.tensormap [%0];" ::"l"(&w_map) : "memory");
         if (!THREADS_GATHER) asm volatile("prefetch.tensormap [%0];" ::"l"(&a_map) : "memory");
@@ -633,12 +782,11 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
     // This kernel may have started before the one that writes its rows has ended. If `settled`, that one has not written
     // the table of groups, which then can be read, and the weights of the first tile loaded, before it ends.
     auto wait_for_rows = [] { asm volatile("griddepcontrol.wait;" ::: "memory"); };
-    if (!FEW || !settled) wait_for_rows();
+    if (!NARROW || !settled) wait_for_rows();
     // The next kernel is the product that reads these results.
     if (ACTIVATED) asm volatile("griddepcontrol.launch_dependents;");
-    count_tiles(groups, offsets, expert_ids, num_active, num_groups, num_experts, capacity, tiles_n);
-    __syncthreads();
-    sync_cluster();
+    count_tiles(groups, totals, offsets, expert_ids, num_active, num_groups, num_experts, capacity, tiles_n);
+    await_cluster();
 
     // A tile starts at the first stage and goes round the ring until K is done. Bit s of `phases`: whether all previous tiles
     // used stage s an odd number of times. Bit s of `used`: whether one tile does.
@@ -666,7 +814,7 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
         u32 to = first * 128 + ((chunk ^ first % 8) << 4);
         // This thread handles the tiles below `last`. If one thread copies, its whole warp loops, so that values stay
         // warp-uniform.
-        bool idle = TMA_SCALES || (FEW && !FP8) ? warp != MATH_WARPS : !FP8 && !GATHER && !leader;
+        bool idle = TMA_SCALES || (NARROW && !FP8) ? warp != MATH_WARPS : !FP8 && !GATHER && !leader;
         int last = idle ? 0 : 0x7FFFFFFF;
         // Gathered rows of a stage are handed over when the copies of the next stage have started, or if there is no next.
         auto hand_over = [&] {
@@ -678,9 +826,21 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
             asm volatile("cp.async.wait_group 0;" ::: "memory");
             hand_over();
         };
-        // Stages of the first tile whose weights need not wait for the kernel before this one.
+        // The first stages of the first tile, whose weights wait neither for row numbers nor, if `settled`, for the kernel
+        // before this one.
         int ahead = 0;
-        bool waits = FEW && settled;
+        bool begins = NARROW;
+        // Fetches the next weights into L2 while this kernel waits for rows.
+        auto fetch_ahead = [&](int t, int g, Tile tile) {
+            int kb = ahead;
+            for (int left = FETCHED_STAGES; left > 0; --left, ++kb) {
+                if (kb == k_blocks) {
+                    kb = 0;
+                    if (!find_tile(groups, num_groups, t += step, tiles_n, band_width, rank, g, tile)) return;
+                }
+                for (int h = 0; h < BOXES && leader; ++h) fetch_half(&w_map, kb * BK, tile.column, h, tile.expert);
+            }
+        };
         // From `whole` on, tiles are halved.
         int total = groups[num_groups].first, rest = total % step;
         int whole = HALVES && 2 * rest <= step ? total - rest : total;
@@ -690,26 +850,27 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
             tile.column += halved % 2 * HALF;
             bool shared_rows = TEAM > 1 && !tile.pair_rows, shared_weights = TEAM > 1 && tile.pair_rows;
             int boxes = GATHER ? 0 : min(BM / A_BOX, ceil_div(tile.rows, A_BOX)), box_bytes = boxes * A_BOX * 128;
-            int single_rows = FEW && GATHER ? min(BM, tile.rows) : 0;
-            if (FEW && GATHER) box_bytes = single_rows * 128;
+            int single_rows = NARROW && GATHER ? min(BM, tile.rows) : 0;
+            if (NARROW && GATHER) box_bytes = single_rows * 128;
             auto load_weights = [&](u32 b, u32 ready, int kb) {
                 for (int h = shared_weights ? rank : 0; h < halves; h += shared_weights ? TEAM : 1)
                     load_half(&w_map, b + h * BOX_BYTES, ready, kb * BK, tile.column, h, tile.expert, shared_weights);
             };
-            if (waits) {
+            if (begins) {
                 ahead = min(STAGES, k_blocks);
                 for (int s = 0; s < ahead && leader; ++s) {
                     barrier_expect(full + 8 * s, box_bytes + halves * BOX_BYTES);
                     load_weights(ring + s * STAGE_BYTES + A_BYTES, full + 8 * s, s);
                 }
+                if (settled) fetch_ahead(t, g, tile);
                 wait_for_rows();
-                waits = false;
+                begins = false;
             }
             announce(make_int4(tile.start, tile.rows, tile.expert, tile.column | (halves == 1 ? ONE_HALF : 0)));
-            int rows_of_lane[FEW && GATHER ? BM / 32 : 1];
-            if (FEW && GATHER) {
+            int rows_of_lane[NARROW && GATHER ? (BM + 31) / 32 : 1];
+            if (NARROW && GATHER) {
 #pragma unroll
-                for (int i = 0; i < BM / 32; ++i) {
+                for (int i = 0; i < (BM + 31) / 32; ++i) {
                     int row = lane + 32 * i;
                     rows_of_lane[i] = row < tile.rows ? row_index[tile.start + row] : 0;
                 }
@@ -717,10 +878,11 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
             const float* a_scale = a_scales + (long long)(tile.start + min(thread, tile.rows - 1)) * k_blocks;
             const float* w_scale = w_scales + weight_scales(tile.expert, tile.column, columns, thread) * k_blocks;
             const float* of_second = w_scales + weight_scales(tile.expert, tile.column, columns, 1) * k_blocks;
-            const u8* from[BM / 16];
+            constexpr int ROWS_OF_THREAD = THREADS_GATHER ? BM / 16 : 1;
+            const u8* from[ROWS_OF_THREAD];
             if (THREADS_GATHER) {
 #pragma unroll
-                for (int i = 0; i < BM / 16; ++i) {
+                for (int i = 0; i < ROWS_OF_THREAD; ++i) {
                     int row = first + 16 * i;
                     from[i] = a_rows + chunk * 16;
                     if (row < tile.rows) from[i] += row_index[tile.start + row] * a_stride;
@@ -735,14 +897,14 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
                 // the stage after it, for which math warps wait before they free the first.
                 if (THREADS_GATHER && kb == 0 && (u32)under_way <= 1) hand_over_last();
                 barrier_wait(empty + 8 * stage, ~phase >> stage & 1);
-                if (TMA_SCALES || FEW) __syncwarp();  // a late lane would wait for the following round
+                if (TMA_SCALES || NARROW) __syncwarp();  // a late lane would wait for the following round
                 if (leader) {
                     bool scales_too = TMA_SCALES && stage == 0;
-                    if (!FEW || ahead <= 0)
+                    if (!NARROW || ahead <= 0)
                         barrier_expect(ready, box_bytes + halves * BOX_BYTES + (scales_too ? (BM + 2) * 16 : 0));
                     for (int i = shared_rows ? rank : 0; i < boxes; i += shared_rows ? TEAM : 1)
                         load_rows(&a_map, a + i * A_BOX * 128, ready, kb * BK, tile.start + i * A_BOX, shared_rows);
-                    if (!FEW || ahead <= 0) load_weights(b, ready, kb);
+                    if (!NARROW || ahead <= 0) load_weights(b, ready, kb);
                     if (scales_too) {
                         u32 scale = shared_address(scales) + round;
                         load_rows(&scales_map, scale, ready, kb, tile.start, false);
@@ -752,9 +914,9 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
                     }
                 }
                 --ahead;
-                if (FEW && GATHER && warp == MATH_WARPS) {
+                if (NARROW && GATHER && warp == MATH_WARPS) {
 #pragma unroll
-                    for (int i = 0; i < BM / 32; ++i) {
+                    for (int i = 0; i < (BM + 31) / 32; ++i) {
                         int row = lane + 32 * i;
                         if (row < single_rows) load_rows(&a_map, a + row * 128, ready, kb * BK, rows_of_lane[i], false);
                     }
@@ -770,7 +932,7 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
                     // Past the end of a row nothing is read and zeros are written.
                     int bytes = kb * 128 + chunk * 16 < row_bytes ? 16 : 0;
 #pragma unroll
-                    for (int i = 0; i < BM / 16; ++i) {
+                    for (int i = 0; i < ROWS_OF_THREAD; ++i) {
                         if (first + 16 * i < tile.rows)
                             asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(a + to + i * 2048),
                                          "l"(bytes ? from[i] + kb * 128 : a_rows), "r"(bytes)
@@ -787,16 +949,29 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
             }
         }
         if (under_way >= 0) hand_over_last();
-        if (waits) wait_for_rows();  // the next kernel takes the end of this one for the end of the one before, too
+        if (begins) wait_for_rows();  // the next kernel takes the end of this one for the end of the one before, too
         announce(make_int4(0, NO_MORE, 0, 0));
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MATH_REGISTERS));
-        if (FEW) wait_for_rows();
+        if (NARROW) wait_for_rows();
         float acc[SUMS];
         // Position of the scales of the next round of stages, and whether a tile swaps the two positions.
         u32 round = 0;
         bool turned = TMA_SCALES && k_blocks / STAGES % 2;
         auto other = [](u32 of_round) { return TMA_SCALES ? ROUND_BYTES - of_round : 0; };
+        auto maxima_of = [&](int number) {
+            Maxima of_pair = {};
+            if (PAIRED) {
+                constexpr int OF_WARP = FEW ? 1 : 8;  // pairs of rows of a warp
+                u32 place = number % 2 * MATH_WARPS + warp;
+                of_pair.here = maxima + place * OF_WARP + (FEW ? 0 : lane / 4);
+                of_pair.arrived = shared_address(told + place);
+                of_pair.there = address_at(shared_address(of_pair.here), rank ^ 1);
+                of_pair.arrived_there = address_at(of_pair.arrived, rank ^ 1);
+                of_pair.parity = number / 2 & 1;
+            }
+            return of_pair;
+        };
         int turn = 0;  // the warpgroup that gets the next tile of at most 64 rows
         bool waits = false;
         u8* warp_staging = staging + warp * WARP_STAGING;
@@ -807,7 +982,7 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
             if (what.y == NO_MORE) break;
             bool one_half = HALVES && what.w & ONE_HALF;
             tile.start = what.x, tile.rows = what.y, tile.expert = what.z, tile.column = what.w & ~ONE_HALF;
-            bool alone = !FEW && tile.rows <= 64;
+            bool alone = !NARROW && tile.rows <= 64;
             int share = alone ? 2 : 1;
             if (alone) {
                 turn ^= 1;
@@ -824,20 +999,20 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
             u32 a = uniform(descriptor(ring + first_row * 128)), b = descriptor(ring + A_BYTES), phase = phases;
             phases ^= used;
             constexpr u32 STEP = STAGE_BYTES >> 4, SECOND = HALF_BYTES >> 4;  // in descriptors
-#if FEW
+#if ROWS < 128
             int stage = 0;
 #if FP8
 #pragma unroll
             for (int i = 0; i < SUMS; ++i) acc[i] = 0.0f;
             Factors factors;
             float part[PARTIAL_SUMS];
-            const float* row_scales = scales + row_of_warp + lane / 4;
+            const float* row_scales = scales + (FEW ? 0 : row_of_warp) + lane / 4;
             for (int kb = 0; kb < k_blocks; ++kb) {
                 barrier_wait(full + 8 * stage, phase >> stage & 1);
                 multiply(part, a + stage * STEP, b + stage * STEP);
-                const float* of_stage = row_scales + stage * (SCALE_BYTES / 4);
+                const float* of_rows = row_scales + stage * (SCALE_BYTES / 4);
                 const float* of_weights = scales + stage * (SCALE_BYTES / 4) + BM;
-                factors.a[0] = of_stage[0], factors.a[1] = of_stage[8];
+                factors.a[0] = of_rows[0], factors.a[1] = of_rows[FEW ? 0 : 8];
                 factors.w[0] = of_weights[0], factors.w[1] = of_weights[1];
                 bool plain = __all_sync(~0u, factors.multiply(LARGEST));
                 mma_wait<0>();
@@ -963,6 +1138,15 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
             keep(acc);
             release(freed + 8 * before, share);
 #endif
+            if (FEW) {
+                float* sums = (float*)staging;
+                share_sums(acc, sums);
+                Maxima of_pair = maxima_of(number);
+                int width = min(columns - tile.column, TILE_COLUMNS);
+                store_few(sums, extras, tile, capacity - 1, columns, width, alpha, limit, up_offset, out, out_stride,
+                          rank > 0 ? nullptr : out_scales, of_pair);
+                continue;
+            }
             if (alone) give_turn(wg);
             if (EXTRAS) apply_extras(acc, extras, row, capacity - 1, tile.expert, tile.column, columns);
             constexpr int SIZE = OUT == 3 ? 1 : (OUT == 2 ? 4 : 2);
@@ -982,19 +1166,11 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
             if (OUT == 3) {
                 int scale_columns = blocks_of(columns);
                 float* scales = out_scales + position * scale_columns + tile.column / 128;
-                Maxima of_pair;
-                if (PAIRED) {
-                    u32 place = number % 2 * MATH_WARPS + warp;
-                    of_pair.here = maxima + place * 8 + lane / 4;
-                    of_pair.arrived = shared_address(told + place);
-                    of_pair.there = address_at(shared_address(of_pair.here), rank ^ 1);
-                    of_pair.arrived_there = address_at(of_pair.arrived, rank ^ 1);
-                    of_pair.parity = number / 2 & 1;
-                    if (rank > 0) scales = nullptr;  // the other block stores them
-                }
+                Maxima of_pair = maxima_of(number);
+                if (PAIRED && rank > 0) scales = nullptr;  // the other block stores them
                 constexpr int COLUMNS_8 = PAIRED ? 8 : 16;
                 store_quantized<0, COLUMNS_8>(acc, warp_staging, to, stride, rows, width, scales, scale_columns, of_pair);
-                if (!GATED && !FEW && width > HALF) {
+                if (!GATED && !NARROW && width > HALF) {
                     width -= HALF;
                     store_quantized<SUMS - 64, COLUMNS_8>(
                         acc, warp_staging, to + HALF, stride, rows, width, scales + 1, scale_columns, of_pair);

@@ -17,10 +17,8 @@ inline void mov_u32_cluster_ctarank(unsigned& rank) { rank = emulator::rank_in_c
 inline void mapa_shared_cluster_u32(unsigned& there, unsigned address, unsigned rank) {
   there = emulator::in_block_of_cluster(address, rank);
 }
-inline void barrier_cluster_arrive_relaxed_aligned__barrier_cluster_wait_aligned() {
-  emulator::cluster_arrive();
-  emulator::cluster_wait();
-}
+inline void barrier_cluster_arrive_relaxed_aligned() { emulator::cluster_arrive(); }
+inline void barrier_cluster_wait_aligned() { emulator::cluster_wait(); }
 inline void barrier_cluster_arrive_release_aligned__barrier_cluster_wait_acquire_aligned() {
   emulator::cluster_arrive();
   emulator::cluster_wait();
@@ -44,6 +42,7 @@ inline void setp_ne_b32__bar_red_and_pred__selp_b32(unsigned& all, unsigned valu
 // Of no effect here.
 inline void fence_mbarrier_init_release_cluster() {}
 inline void prefetch_tensormap(const void*) {}
+inline void cp_async_bulk_prefetch_tensor_4d_L2_global_tile(const void*, int, int, int, int) {}
 inline void setmaxnreg_dec_sync_aligned_u32(int) { emulator::meet("setmaxnreg.dec", 0); }
 inline void setmaxnreg_inc_sync_aligned_u32(int) { emulator::meet("setmaxnreg.inc", 0); }
 
