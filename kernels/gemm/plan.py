@@ -30,6 +30,7 @@ from moe_runtime.kernels.gemm.shapes import (
     MAX_STAGES,
     TMA_DECODE,
     TMA_FEW,
+    TMA_SOME,
     TMA_PREFILL,
     DequantShape,
     GemmTile,
@@ -111,6 +112,8 @@ TMA_DECODE_ROWS = 64
 """Average rows of a group up to which a launch uses TMA_DECODE."""
 TMA_FEW_ROWS = 4
 """Average rows of a group up to which it uses TMA_FEW. With more, some groups have more than the 8 rows of a tile."""
+TMA_SOME_ROWS = 10
+"""The same for TMA_SOME, whose tiles have 16 rows."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +135,8 @@ def choose_tma_shape(rows: int, num_groups: int) -> TmaShape:
     """The shape for `rows` expected rows; all shapes give the same bits for any number of rows."""
     if rows <= TMA_FEW_ROWS * num_groups:
         return TMA_FEW
+    if rows <= TMA_SOME_ROWS * num_groups:
+        return TMA_SOME
     return TMA_DECODE if rows <= TMA_DECODE_ROWS * num_groups else TMA_PREFILL
 
 

@@ -21,6 +21,7 @@ class Regime(Enum):
     """How many rows a group has on average."""
 
     FEW = "a row or two"
+    SOME = "several rows"
     DECODE = "few rows"
     MIDDLE = "medium rows"
     PREFILL = "many rows"
@@ -48,9 +49,9 @@ STAGING_BYTES = 2048
 SCALE_BYTES = 1088
 """Shared memory for the scales of a stage. TMA copies scales of four stages at once; four stages hold two copies."""
 MAX_STAGES = 4
-MAX_NARROW_STAGES = 6
-FEW_STAGING_BYTES = 8 * (HALF + 8) * 4
-"""Shared memory by which the threads of TMA_FEW share the sums of 8 rows."""
+MAX_FEW_STAGES = 6
+FEW_STAGING_BYTES = (HALF + 8) * 4
+"""Shared memory of a tile's row by which, in a tile of few rows, the threads of a warpgroup share its sums."""
 TILES_AHEAD = 8
 """Tiles that the producers of a block may announce to its math warps in advance."""
 
@@ -61,11 +62,11 @@ class TmaShape:
 
     Attributes:
         regime: the number of rows that it is for.
-        cluster: blocks that share loads by multicast, or, if `narrow`, 128 columns of a quantized gated result.
+        cluster: blocks that share loads by multicast, or, if `few`, 128 columns of a quantized gated result.
         box_rows: rows of one TMA box of the rows' tensor map; without a cluster, boxes without rows of the group are
             skipped.
         band: column tiles of a band; all row tiles of a band come before the next band. Even if there is a cluster.
-        tile_rows: most rows of a tile. With less than TILE_ROWS (`narrow`), a tile has half of the columns, and an SM two
+        tile_rows: most rows of a tile. With less than TILE_ROWS (`few`), a tile has half of the columns, and an SM two
             blocks.
     """
 
@@ -76,19 +77,19 @@ class TmaShape:
     tile_rows: int = TILE_ROWS
 
     @property
-    def narrow(self) -> bool:
+    def few(self) -> bool:
         """Whether a tile has half of the columns."""
         return self.tile_rows < TILE_ROWS
 
     @property
     def halves(self) -> int:
         """Halves of a tile: each has HALF rows of the weights."""
-        return 1 if self.narrow else 2
+        return 1 if self.few else 2
 
     @property
     def blocks_per_sm(self) -> int:
         """Blocks that an SM has at a time."""
-        return 2 if self.narrow else 1
+        return 2 if self.few else 1
 
     @property
     def threads(self) -> int:
@@ -97,7 +98,7 @@ class TmaShape:
 
     def stages(self, num_groups: int) -> int:
         """Stages of the ring: as many as fit into the rest of shared memory, at most MAX_STAGES."""
-        most = MAX_NARROW_STAGES if self.narrow else MAX_STAGES
+        most = MAX_FEW_STAGES if self.few else MAX_STAGES
         # The driver reserves 1 KB for each block.
         bytes_of_block = (SHARED_BYTES + 1024) // self.blocks_per_sm - 1024
         return min((bytes_of_block - self._bytes_without_ring(num_groups)) // self._stage_bytes, most)
@@ -113,15 +114,15 @@ class TmaShape:
 
     def _bytes_without_ring(self, num_groups: int) -> int:
         """Staging, scales and barriers of the stages, announced tiles, the table of groups, maxima of two tiles."""
-        staging = FEW_STAGING_BYTES if self.tile_rows == 8 else 4 * self.halves * STAGING_BYTES
-        scales = MAX_NARROW_STAGES * (4 * (self.tile_rows + 8) + 16) if self.narrow else MAX_STAGES * (SCALE_BYTES + 16)
-        maxima = 2 * (4 * 8 + 4 * self.tile_rows) if self.narrow else 0
+        staging = self.tile_rows * FEW_STAGING_BYTES if self.few else 8 * STAGING_BYTES
+        scales = MAX_FEW_STAGES * (4 * (self.tile_rows + 8) + 16) if self.few else MAX_STAGES * (SCALE_BYTES + 16)
+        maxima = 2 * (4 * 8 + 4 * self.tile_rows) if self.few else 0
         return staging + scales + TILES_AHEAD * (8 + 16) + 16 * (num_groups + 1) + maxima
 
 
 TMA_FEW = TmaShape(Regime.FEW, cluster=2, box_rows=8, band=1, tile_rows=8)
-TMA_DECODE = TmaShape(Regime.DECODE, cluster=2, box_rows=16, band=1, tile_rows=64)
-TMA_OLD = TmaShape(Regime.DECODE, cluster=1, box_rows=16, band=1)
+TMA_SOME = TmaShape(Regime.SOME, cluster=2, box_rows=16, band=1, tile_rows=16)
+TMA_DECODE = TmaShape(Regime.DECODE, cluster=1, box_rows=16, band=1)
 # 66 clusters run at a time. 8 column tiles by 8 pairs of row tiles read least: as many rows as weights.
 TMA_PREFILL = TmaShape(Regime.PREFILL, cluster=2, box_rows=TILE_ROWS, band=8)
 

@@ -7,10 +7,10 @@
 // the same columns and share the weights. For the odd row tile of a group they work on two column tiles and share the rows.
 // If the last round of plain tiles has work for at most half of the clusters, its tiles are halved along the columns.
 //
-// With ROWS 64 or 8 (NARROW), for few rows of each group, a tile is so many rows times 128 weight rows, which are gate and up
-// of 64 columns of a gated result. One warpgroup multiplies, and an SM has two blocks. In a cluster of two, which a gated
-// result with block scales needs, the blocks work on both halves of 128 columns and tell each other the largest values of a
-// row. The tensor cores multiply 64 rows all the same: of 8, they take the weights behind for the others.
+// FEW, for a few rows of each group, has tiles of ROWS 8 or 16 times 128 weight rows, which are gate and up of 64 columns of
+// a gated result. One warpgroup multiplies, and an SM has two blocks. In a cluster of two, which a gated result with block
+// scales needs, the blocks work on both halves of 128 columns and tell each other the largest values of a row. The tensor
+// cores multiply 64 rows all the same: behind those of the tile, they take the weights for more.
 //
 // Macros: ROWS (of a tile), FP8 (1: e4m3 with fp32 scales of 1x128 and 128x128; 0: bf16), STAGES, CLUSTER 1 or 2, GATHER (rows through
 // row_index), ACTIVATED (the result is activated), GATED (and the weights are gate and up), FUNCTION
@@ -38,18 +38,18 @@ struct Tile {
 };
 
 constexpr int BM = ROWS;
-constexpr bool NARROW = BM < 128, FEW = BM == 8;
-constexpr int MATH_WGS = NARROW ? 1 : 2;
+constexpr bool FEW = BM < 128;
+constexpr int MATH_WGS = FEW ? 1 : 2;
 constexpr int HALF = 128;
-constexpr int TILE_COLUMNS = (NARROW ? 1 : 2) * HALF / (GATED ? 2 : 1);
-constexpr bool PAIRED = NARROW && CLUSTER > 1;                          // the blocks of a cluster share 128 columns
+constexpr int TILE_COLUMNS = (FEW ? 1 : 2) * HALF / (GATED ? 2 : 1);
+constexpr bool PAIRED = FEW && CLUSTER > 1;                          // the blocks of a cluster share 128 columns
 constexpr int ITEM_COLUMNS = PAIRED ? 2 * TILE_COLUMNS : TILE_COLUMNS;  // of a work item
-constexpr int TEAM = NARROW ? 1 : CLUSTER;                           // blocks that share loads
+constexpr int TEAM = FEW ? 1 : CLUSTER;                           // blocks that share loads
 static_assert(!PAIRED || (GATED && OUT == 3), "other results need no other block");
 constexpr int BK = FP8 ? 128 : 64;  // columns of K in a stage: 128 bytes, the span of the swizzle
 constexpr int A_BYTES = BM * 128;
 constexpr int HALF_BYTES = HALF * 128;
-constexpr int BOXES = NARROW && !GATED ? 1 : 2, BOX_ROWS = NARROW && GATED ? HALF / 2 : HALF;  // of a tile's weights
+constexpr int BOXES = FEW && !GATED ? 1 : 2, BOX_ROWS = FEW && GATED ? HALF / 2 : HALF;  // of a tile's weights
 constexpr int BOX_BYTES = BOX_ROWS * 128;
 constexpr int STAGE_BYTES = A_BYTES + BOXES * BOX_BYTES;
 constexpr int WARP_STAGING = 2048;  // 16 rows of 128 bytes
@@ -59,19 +59,18 @@ constexpr int STAGING_BYTES = FEW ? BM * SUMS_STRIDE * 4 : 4 * MATH_WGS * WARP_S
 // row. The memory of all stages holds the scales of two rounds.
 constexpr int ROUND_BYTES = (128 + 2) * 16 + 96;  // a multiple of 128
 constexpr int SCALE_BYTES = TMA_SCALES ? 2 * ROUND_BYTES / STAGES : FP8 ? (BM + 8) * 4 : 0;
-static_assert(!TMA_SCALES || (FP8 && !GATHER && !NARROW && STAGES == 4), "one copy brings the scales of 4 stages");
+static_assert(!TMA_SCALES || (FP8 && !GATHER && !FEW && STAGES == 4), "one copy brings the scales of 4 stages");
 constexpr int TILES_AHEAD = 8;         // tiles that the producers may announce to the math warps in advance
-constexpr int FETCHED_STAGES = 8;      // of weights that a block fetches into L2 while it waits for rows
 constexpr int FEW_PAIRS = 2;           // most pairs of row tiles of a group whose odd tile comes after each band
 constexpr int NO_MORE = -0x7FFFFFFF;   // rows of the announcement after the last tile
-constexpr bool HALVES = !GATED && !NARROW;  // whether there are tiles of one half
+constexpr bool HALVES = !GATED && !FEW;  // whether there are tiles of one half
 constexpr int ONE_HALF = 1 << 30;      // marks a tile of one half in the announced column
 // Sums of a thread: of a tile, and of the 128 weight rows that FP8 multiplies at a time.
-constexpr int SUMS = NARROW ? 64 : 128, PARTIAL_SUMS = 64;
-constexpr int PRODUCER_REGISTERS = FP8 && !GATHER && !NARROW ? 24 : 40;  // the rest goes to the math warpgroups
-constexpr int MATH_REGISTERS = NARROW ? 216 : FP8 && !GATHER ? 240 : 232;
+constexpr int SUMS = FEW ? 64 : 128, PARTIAL_SUMS = 64;
+constexpr int PRODUCER_REGISTERS = FP8 && !GATHER && !FEW ? 24 : 40;  // the rest goes to the math warpgroups
+constexpr int MATH_REGISTERS = FEW ? 216 : FP8 && !GATHER ? 240 : 232;
 constexpr int MATH_WARPS = 4 * MATH_WGS;
-constexpr bool THREADS_GATHER = GATHER && !NARROW;  // threads copy gathered rows, else TMA does, row by row
+constexpr bool THREADS_GATHER = GATHER && !FEW;  // threads copy gathered rows, else TMA does, row by row
 // Arrivals at a stage for copies by threads: one per warp for gathered rows and their scales, one per thread for scales only.
 constexpr int OF_COPIES = THREADS_GATHER ? 4 * ARRIVALS_OF_WARP : FP8 && !TMA_SCALES ? 128 : 0;
 constexpr float SMALLEST = 1.17549435e-38f, LARGEST = 3.40282347e38f;  // normal numbers
@@ -130,22 +129,16 @@ __device__ __forceinline__ void load_rows(const TensorMap* map, u32 to, u32 barr
     }
 }
 
-// Where one half of a weight tile is in the map, which is [expert][half][row][k], or, interleaved, [expert][row][half][k];
-// without gate and up there is one half of all rows.
-__device__ __forceinline__ void coordinates_of_half(int column, int half, int& c1, int& c2) {
-    c1 = GATED ? column : column + half * HALF, c2 = GATED ? half : 0;
+// One half of a weight tile: BOX_ROWS rows of `expert` from `column`. The map is [expert][half][row][k], or, interleaved,
+// [expert][row][half][k]; without gate and up there is one half of all rows.
+__device__ __forceinline__ void load_half(
+    const TensorMap* map, u32 to, u32 barrier, int k, int column, int half, int expert, bool multicast) {
+    int c1 = GATED ? column : column + half * HALF, c2 = GATED ? half : 0;
     if (GATED && ORDER == UP_GATE) c2 = 1 - half;
     if (GATED && ORDER == INTERLEAVED) {
         c1 = half;
         c2 = column;
     }
-}
-
-// BOX_ROWS rows of a half of `expert` from `column`.
-__device__ __forceinline__ void load_half(
-    const TensorMap* map, u32 to, u32 barrier, int k, int column, int half, int expert, bool multicast) {
-    int c1, c2;
-    coordinates_of_half(column, half, c1, c2);
     if (multicast) {
         asm volatile(
             "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
@@ -159,15 +152,6 @@ __device__ __forceinline__ void load_half(
             "r"(expert)
             : "memory");
     }
-}
-
-// Fetches what `load_half` would load into L2.
-__device__ __forceinline__ void fetch_half(const TensorMap* map, int k, int column, int half, int expert) {
-    int c1, c2;
-    coordinates_of_half(column, half, c1, c2);
-    asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(map), "r"(k), "r"(c1),
-                 "r"(c2), "r"(expert)
-                 : "memory");
 }
 
 // --- tiles ----------------------------------------------------------------------------------------------------------
@@ -193,14 +177,14 @@ __device__ __forceinline__ void copy_word(u32 to, const float* from) {
 __device__ __forceinline__ int blocks_of(int columns) { return SHORT_BLOCKS ? (columns + 127) / 128 : columns / 128; }
 
 // Row of the weight's scales, counted over all experts, for half 0 or 1 of a tile (128 rows share one). If gate and up are
-// interleaved, both halves use both rows, the first one for the first 64 columns. With NARROW, only gate and up that are not
+// interleaved, both halves use both rows, the first one for the first 64 columns. With FEW, only gate and up that are not
 // interleaved have different ones.
 __device__ __forceinline__ long long weight_scales(int expert, int column, int columns, int half) {
     int blocks = (GATED ? 2 * columns : columns) + 127 >> 7, block = column / 128 + (half > 0);
     if (GATED) block = column / 128 + ((half > 0) == (ORDER == GATE_UP) ? blocks_of(columns) : 0);
     if (GATED && SHORT_BLOCKS && ORDER != INTERLEAVED) blocks = 2 * blocks_of(columns);
-    if (GATED && ORDER == INTERLEAVED) block = column / 64 + (!NARROW && half > 0);
-    if (!GATED && NARROW) block = column / 128;
+    if (GATED && ORDER == INTERLEAVED) block = column / 64 + (!FEW && half > 0);
+    if (!GATED && FEW) block = column / 128;
     return (long long)expert * blocks + min(block, blocks - 1);
 }
 
@@ -269,7 +253,7 @@ __device__ void count_tiles(Group* groups, int2* totals, const int* offsets, con
 __device__ __forceinline__ bool find_tile(
     const Group* groups, int num_groups, int index, int tiles_n, int band_width, u32 rank, int& g, Tile& tile) {
     if (index >= groups[num_groups].first) return false;
-    if (NARROW) {
+    if (FEW) {
         // The lanes of the warp look at 32 groups at a time.
         for (int lane = threadIdx.x % 32;; g += 32) {
             u32 behind = __ballot_sync(~0u, index < groups[min(g + 1 + lane, num_groups)].first);
@@ -283,7 +267,7 @@ __device__ __forceinline__ bool find_tile(
     }
     Group group = groups[g];
     int u = index - group.first, tiles_m = ceil_div(group.rows, BM);
-    if (NARROW) {
+    if (FEW) {
         int n = u / tiles_m, m = u - n * tiles_m;
         tile = {group.start + m * BM, group.rows - m * BM, group.expert, n * ITEM_COLUMNS, false};
         if (PAIRED) tile.column += (int)rank * TILE_COLUMNS;
@@ -425,8 +409,8 @@ __device__ __forceinline__ void add_up(float (&acc)[SUMS], float (&part)[PARTIAL
 #pragma unroll
     for (int i = 0; i < PARTIAL_SUMS; ++i) {
         int r = i / 2 % 2;
-        if (FEW && r > 0) continue;  // a row past the tile
-        int h = GATED && (ORDER == INTERLEAVED) != NARROW ? i / 32 : FIRST / PARTIAL_SUMS;
+        if (BM == 8 && r > 0) continue;  // a row past the tile
+        int h = GATED && (ORDER == INTERLEAVED) != FEW ? i / 32 : FIRST / PARTIAL_SUMS;
         bool apart = !PLAIN && factors.apart(r, h);
         float first = PLAIN ? part[i] : __fmul_rn(part[i], apart ? factors.a[r] : 1.0f);
         acc[FIRST + i] = __fmaf_rn(first, apart ? factors.w[h] : factors.product[r][h], acc[FIRST + i]);
@@ -543,65 +527,31 @@ struct Quantizer {
     }
 };
 
-// The largest magnitude of a thread's first or second row in 8 COLUMNS_8 columns from `r[FIRST]` on, as bits.
-template <int FIRST, int COLUMNS_8, int N>
-__device__ __forceinline__ u32 largest_bits(const float (&r)[N], int second) {
-    u32 bits = 0;
-#pragma unroll
-    for (int j = 0; j < COLUMNS_8; ++j) {
-        bits = max(bits, __float_as_uint(r[FIRST + 4 * j + 2 * second]) & 0x7FFFFFFF);
-        bits = max(bits, __float_as_uint(r[FIRST + 4 * j + 2 * second + 1]) & 0x7FFFFFFF);
-    }
-    return max_of_row(bits);
-}
-
-// What a warp and the one of the same number in the other block tell each other of a tile: the largest bits of its rows. Two
-// tiles in turn use one of two places. A block writes into the next but one only when it knows the next of the other block,
-// which then has read this one.
-struct Maxima {
-    const u64* here;                           // of this thread's two rows
-    u32 there, arrived, arrived_there, parity;  // shared-memory addresses: in the other block, and of barriers
-};
-
-// Makes `first` and `second`, the largest bits of this thread's rows, those of both blocks. LANES have the same rows.
-template <int LANES>
-__device__ __forceinline__ void exchange_maxima(const Maxima& x, u32& first, u32& second) {
-    int lane = threadIdx.x % 32;
-    if (lane == 0) barrier_expect(x.arrived, 32 / LANES * 8);
-    if (lane % LANES == 0) {
-        asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];" ::"r"(x.there),
-                     "l"((u64)second << 32 | first), "r"(x.arrived_there)
-                     : "memory");
-    }
-    barrier_wait(x.arrived, x.parity);
-    u64 other = *x.here;
-    first = max(first, (u32)other), second = max(second, (u32)(other >> 32));
-}
-
-// Quantizes 8 COLUMNS_8 columns of each row from `r[FIRST]` on, one block, or half of it if there is another block's, and stores `columns` of them, past which there are zeros. `scales` is that of the first row;
-// null stores none.
-template <int FIRST, int COLUMNS_8, int N>
-__device__ __forceinline__ void store_quantized(const float (&r)[N], u8* staging, u8* out, long long stride, int rows,
-                                                int columns, float* scales, int scale_stride, const Maxima& maxima) {
+// Quantizes 128 columns of each row from `r[FIRST]` on, one block, and stores `columns` of them, past which there are zeros.
+// `scales` is that of the first row.
+template <int FIRST, int N>
+__device__ __forceinline__ void store_quantized(
+    const float (&r)[N], u8* staging, u8* out, long long stride, int rows, int columns, float* scales, int scale_stride) {
     int lane = threadIdx.x % 32, quad = lane % 4;
-    u32 largest[2];
-#pragma unroll
-    for (int second = 0; second < 2; ++second) largest[second] = largest_bits<FIRST, COLUMNS_8>(r, second);
-    if (PAIRED) exchange_maxima<4>(maxima, largest[0], largest[1]);
 #pragma unroll
     for (int second = 0; second < 2; ++second) {
-        Quantizer quantizer(largest[second]);
-        int row = lane / 4 + 8 * second;
-        if (quad == 0 && row < rows && (!PAIRED || scales))
-            scales[row * scale_stride] = quantizer.stored_scale();
+        u32 bits = 0;
 #pragma unroll
-        for (int j = 0; j < COLUMNS_8; ++j) {
+        for (int j = 0; j < 16; ++j) {
+            bits = max(bits, __float_as_uint(r[FIRST + 4 * j + 2 * second]) & 0x7FFFFFFF);
+            bits = max(bits, __float_as_uint(r[FIRST + 4 * j + 2 * second + 1]) & 0x7FFFFFFF);
+        }
+        Quantizer quantizer(max_of_row(bits));
+        int row = lane / 4 + 8 * second;
+        if (quad == 0 && row < rows) scales[row * scale_stride] = quantizer.stored_scale();
+#pragma unroll
+        for (int j = 0; j < 16; ++j) {
             u16 codes = quantizer.codes(r[FIRST + 4 * j + 2 * second], r[FIRST + 4 * j + 2 * second + 1]);
             u32 at = row * 128 + ((j / 2 ^ row % 8) << 4) + j % 2 * 8 + quad * 2;
             *(u16*)(staging + at) = codes;
         }
     }
-    write_rows(staging, out, stride, rows, SHORT_BLOCKS ? columns : 8 * COLUMNS_8);
+    write_rows(staging, out, stride, rows, SHORT_BLOCKS ? columns : 128);
 }
 
 // acc * row_scale * expert_scale + bias, one after the other.
@@ -637,8 +587,7 @@ __device__ __forceinline__ void apply_extras(
     for (int j = 0; j < SUMS / 4; ++j) {
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
-            constexpr int OF_HALF = GATED ? TILE_COLUMNS / 8 : 16;
-            int h = j / OF_HALF, n = column + 8 * (GATED ? j % OF_HALF : j) + 2 * quad + c, up = h, weight_row = n;
+            int h = j / 16, n = column + 8 * (GATED ? j % 16 : j) + 2 * quad + c, up = h, weight_row = n;
             if (GATED) {
                 weight_row = ORDER == INTERLEAVED ? 2 * n + h : n + (h == (ORDER == GATE_UP) ? columns : 0);
             } else if (ORDER == INTERLEAVED) {
@@ -657,63 +606,96 @@ __device__ __forceinline__ void apply_extras(
 
 // --- epilogue of few rows -------------------------------------------------------------------------------------------
 
+constexpr int ROW_THREADS = FEW ? 128 / BM : 1;  // that have a row
+
+// What a warp and the one of the same number in the other block tell each other of a tile: the largest bits of its rows. Two
+// tiles in turn use one of two places. A block writes into the next but one only when it knows the next of the other block,
+// which then has read this one.
+struct Maxima {
+    const u32* here;                            // of this thread's row
+    u32 there, arrived, arrived_there, parity;  // shared-memory addresses: in the other block, and of barriers
+};
+
+// The larger of this block's and of the other one's bits of a row.
+__device__ __forceinline__ u32 largest_of_pair(const Maxima& x, u32 bits) {
+    int lane = threadIdx.x % 32;
+    if (lane == 0) barrier_expect(x.arrived, 32 / ROW_THREADS * 4);
+    if (lane % ROW_THREADS == 0) {
+        asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(x.there), "r"(bits),
+                     "r"(x.arrived_there)
+                     : "memory");
+    }
+    barrier_wait(x.arrived, x.parity);
+    return max(bits, *x.here);
+}
+
 __device__ __forceinline__ void sync_warpgroup() { asm volatile("bar.sync %0, 128;" ::"r"(1) : "memory"); }
 
-// Spreads the sums of 8 rows, which one warp has, over the warpgroup: writes them to shared memory as [8, SUMS_STRIDE].
+// Spreads the sums of a tile, which one warp has, over the warpgroup: writes them to shared memory as [BM, SUMS_STRIDE].
 __device__ __forceinline__ void share_sums(const float (&acc)[SUMS], float* sums) {
     int lane = threadIdx.x % 32;
-    sync_warpgroup();  // the last tile's have been read
+    sync_warpgroup();  // those of the last tile have been read
     if (threadIdx.x < 32) {
+        float* of_lane = sums + lane / 4 * SUMS_STRIDE + lane % 4 * 2;
 #pragma unroll
-        for (int j = 0; j < SUMS / 4; ++j)
-            *(float2*)(sums + lane / 4 * SUMS_STRIDE + 8 * j + lane % 4 * 2) = make_float2(acc[4 * j], acc[4 * j + 1]);
+        for (int j = 0; j < SUMS / 4; ++j) {
+            *(float2*)(of_lane + 8 * j) = make_float2(acc[4 * j], acc[4 * j + 1]);
+            if (BM == 16) *(float2*)(of_lane + 8 * SUMS_STRIDE + 8 * j) = make_float2(acc[4 * j + 2], acc[4 * j + 3]);
+        }
     }
     sync_warpgroup();
 }
 
-// The rest of a tile of 8 rows: 16 threads have a row, each OF_THREAD neighbouring columns. `out_scales` null stores none.
-__device__ __forceinline__ void store_few(const float* sums, const Extras& extras, const Tile& tile, int last_row,
-                                          int columns, int width, float alpha, float limit, float up_offset, u8* out,
-                                          long long out_stride, float* out_scales, const Maxima& maxima) {
-    constexpr int OF_THREAD = TILE_COLUMNS / 16, SIZE = OUT == 3 ? 1 : (OUT == 2 ? 4 : 2);
-    constexpr int HALVES_OF_SUMS = GATED ? 2 : 1, BYTES = OF_THREAD * SIZE;
-    int row = threadIdx.x / 16, first = threadIdx.x % 16 * OF_THREAD, lane = threadIdx.x % 32;
-    long long position = tile.start + row;
-    float x[HALVES_OF_SUMS][OF_THREAD];
+// Writes the rest of a row of `bytes` from a thread's part of it on.
+template <int WORDS>
+__device__ __forceinline__ void write_words(u8* to, const u32 (&words)[WORDS], int bytes) {
+    if (WORDS == 1 && bytes > 0) *(u32*)to = words[0];
+    if (WORDS == 2 && bytes > 0) *(uint2*)to = make_uint2(words[0], words[WORDS - 1]);
 #pragma unroll
-    for (int h = 0; h < HALVES_OF_SUMS; ++h)
+    for (int i = 0; i + 3 < WORDS; i += 4)
+        if (4 * i < bytes) *(uint4*)(to + 4 * i) = make_uint4(words[i], words[i + 1], words[i + 2], words[i + 3]);
+}
+
+// The rest of a tile: each thread has OF_THREAD neighbouring columns of a row. `out_scales` null stores none.
+__device__ __forceinline__ void store_few(const float* sums, const Extras& extras, const Tile& tile, int last_row,
+                                          int columns, float alpha, float limit, float up_offset, u8* out,
+                                          long long out_stride, float* out_scales, const Maxima& maxima) {
+    constexpr int OF_THREAD = TILE_COLUMNS / ROW_THREADS, SIZE = OUT == 3 ? 1 : (OUT == 2 ? 4 : 2), PARTS = GATED ? 2 : 1;
+    int row = threadIdx.x / ROW_THREADS, first = threadIdx.x % ROW_THREADS * OF_THREAD;
+    long long position = tile.start + row;
+    // A cluster may reach past the last column; that is not stored.
+    int width = row < tile.rows ? min(columns - tile.column, TILE_COLUMNS) : 0;
+    float x[PARTS][OF_THREAD];
+#pragma unroll
+    for (int h = 0; h < PARTS; ++h) {
 #pragma unroll
         for (int i = 0; i < OF_THREAD; ++i) {
             x[h][i] = sums[row * SUMS_STRIDE + h * TILE_COLUMNS + first + i];
-            if (EXTRAS) x[h][i] = with_extras(x[h][i], extras, min((int)position, last_row), tile.expert,
-                                              tile.column + first + i, h, columns);
+            if (EXTRAS) {
+                int of_row = min((int)position, last_row);
+                x[h][i] = with_extras(x[h][i], extras, of_row, tile.expert, tile.column + first + i, h, columns);
+            }
         }
+    }
 #pragma unroll
     for (int i = 0; i < OF_THREAD; ++i) {
-        if (GATED) x[0][i] = activated(x[0][i], x[HALVES_OF_SUMS - 1][i], alpha, limit, up_offset);
+        if (GATED) x[0][i] = activated(x[0][i], x[PARTS - 1][i], alpha, limit, up_offset);
         if (ACTIVATED && !GATED) x[0][i] = function_of(x[0][i], alpha);
     }
-    u32 words[(BYTES + 3) / 4];
-    bool stored = row < tile.rows && first < width;
+    u32 words[OF_THREAD * SIZE / 4];
     if (OUT == 3) {
         u32 bits = 0;
 #pragma unroll
         for (int i = 0; i < OF_THREAD; ++i) bits = max(bits, __float_as_uint(x[0][i]) & 0x7FFFFFFF);
 #pragma unroll
-        for (int step = 1; step < 16; step *= 2) bits = max(bits, __shfl_xor_sync(~0u, bits, step));
-        if (PAIRED) {
-            u32 upper = __shfl_sync(~0u, bits, 0), lower = __shfl_sync(~0u, bits, 16);
-            exchange_maxima<32>(maxima, upper, lower);
-            bits = lane < 16 ? upper : lower;
-        }
+        for (int step = 1; step < ROW_THREADS; step *= 2) bits = max(bits, __shfl_xor_sync(~0u, bits, step));
+        if (PAIRED) bits = largest_of_pair(maxima, bits);
         Quantizer quantizer(bits);
-        if (threadIdx.x % 16 == 0 && row < tile.rows && width > 0 && out_scales)
+        if (first == 0 && width > 0 && out_scales)
             out_scales[position * blocks_of(columns) + tile.column / 128] = quantizer.stored_scale();
 #pragma unroll
-        for (int i = 0; i < OF_THREAD; i += 4) {
-            u32 low = quantizer.codes(x[0][i], x[0][i + 1]), high = quantizer.codes(x[0][i + 2], x[0][i + 3]);
-            words[i / 4] = low | high << 16;
-        }
+        for (int i = 0; i < OF_THREAD; i += 4)
+            words[i / 4] = quantizer.codes(x[0][i], x[0][i + 1]) | (u32)quantizer.codes(x[0][i + 2], x[0][i + 3]) << 16;
     } else if (OUT == 2) {
 #pragma unroll
         for (int i = 0; i < OF_THREAD; ++i) words[i * SIZE / 4] = __float_as_uint(x[0][i]);
@@ -721,29 +703,14 @@ __device__ __forceinline__ void store_few(const float* sums, const Extras& extra
 #pragma unroll
         for (int i = 0; i < OF_THREAD; i += 2) words[i * SIZE / 4] = pack(x[0][i], x[0][i + 1]);
     }
-    u8* to = out + (position * out_stride + tile.column + first) * SIZE;
-    if (!stored) return;
-#pragma unroll
-    for (int at = 0; at < BYTES / 4;) {
-        if (first + 4 * at / SIZE >= width) return;
-        if (BYTES % 16 == 0) {
-            *(uint4*)(to + 4 * at) = make_uint4(words[at], words[at + 1], words[at + 2], words[at + 3]);
-            at += 4;
-        } else if (BYTES % 8 == 0) {
-            *(uint2*)(to + 4 * at) = make_uint2(words[at], words[at + 1]);
-            at += 2;
-        } else {
-            *(u32*)(to + 4 * at) = words[at];
-            ++at;
-        }
-    }
+    write_words(out + (position * out_stride + tile.column + first) * SIZE, words, (width - first) * SIZE);
 }
 
 // --- kernel ---------------------------------------------------------------------------------------------------------
 
 extern __shared__ __align__(1024) u8 shared[];
 
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(128 * (MATH_WGS + 1), NARROW ? 2 : 1)
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(128 * (MATH_WGS + 1), FEW ? 2 : 1)
 tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap w_map,
          const __grid_constant__ TensorMap scales_map, const u8* a_rows, long long a_stride, const int* row_index,
          const float* a_scales, const float* w_scales, Extras extras, u8* out, long long out_stride, float* out_scales,
@@ -757,11 +724,11 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
     int4* tiles = (int4*)(barriers + 2 * STAGES + TILES_AHEAD);
     Group* groups = (Group*)(tiles + TILES_AHEAD);
     u64* told = (u64*)(groups + num_groups + 1);  // barriers of the other block's maxima, of each warp for two tiles
-    u64* maxima = told + 2 * MATH_WARPS;
+    u32* maxima = (u32*)(told + 2 * MATH_WARPS);
     int2* totals = (int2*)staging;  // of the groups of each warp
     u32 full = shared_address(barriers), empty = full + 8 * STAGES, known = empty + 8 * STAGES, ring = shared_address(shared);
     int wg = uniform(threadIdx.x / 128), warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
-    int tiles_n = ceil_div(columns, ITEM_COLUMNS), step = gridDim.x / CLUSTER;
+    int tiles_n = ceil_div(columns, ITEM_COLUMNS), step = gridDim.x / CLUSTER;  // between work items of a cluster
     u32 rank = cluster_rank();
 
     if (threadIdx.x == 32) {
@@ -782,9 +749,9 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
     // This kernel may have started before the one that writes its rows has ended. If `settled`, that one has not written
     // the table of groups, which then can be read, and the weights of the first tile loaded, before it ends.
     auto wait_for_rows = [] { asm volatile("griddepcontrol.wait;" ::: "memory"); };
-    if (!NARROW || !settled) wait_for_rows();
-    // The next kernel is the product that reads these results.
-    if (ACTIVATED) asm volatile("griddepcontrol.launch_dependents;");
+    if (!FEW || !settled) wait_for_rows();
+    // The next kernel is the product that reads these results, or, behind that, the one that combines the rows.
+    if (ACTIVATED || FEW) asm volatile("griddepcontrol.launch_dependents;");
     count_tiles(groups, totals, offsets, expert_ids, num_active, num_groups, num_experts, capacity, tiles_n);
     await_cluster();
 
@@ -814,7 +781,7 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
         u32 to = first * 128 + ((chunk ^ first % 8) << 4);
         // This thread handles the tiles below `last`. If one thread copies, its whole warp loops, so that values stay
         // warp-uniform.
-        bool idle = TMA_SCALES || (NARROW && !FP8) ? warp != MATH_WARPS : !FP8 && !GATHER && !leader;
+        bool idle = TMA_SCALES || (FEW && !FP8) ? warp != MATH_WARPS : !FP8 && !GATHER && !leader;
         int last = idle ? 0 : 0x7FFFFFFF;
         // Gathered rows of a stage are handed over when the copies of the next stage have started, or if there is no next.
         auto hand_over = [&] {
@@ -829,29 +796,22 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
         // The first stages of the first tile, whose weights wait neither for row numbers nor, if `settled`, for the kernel
         // before this one.
         int ahead = 0;
-        bool begins = NARROW;
-        // Fetches the next weights into L2 while this kernel waits for rows.
-        auto fetch_ahead = [&](int t, int g, Tile tile) {
-            int kb = ahead;
-            for (int left = FETCHED_STAGES; left > 0; --left, ++kb) {
-                if (kb == k_blocks) {
-                    kb = 0;
-                    if (!find_tile(groups, num_groups, t += step, tiles_n, band_width, rank, g, tile)) return;
-                }
-                for (int h = 0; h < BOXES && leader; ++h) fetch_half(&w_map, kb * BK, tile.column, h, tile.expert);
-            }
-        };
+        bool begins = FEW;
+        // With few rows, all blocks that work have as many tiles, and memory is busy to the end.
+        int total = groups[num_groups].first;
+        if (FEW && total > step) step = ceil_div(total, ceil_div(total, step));
         // From `whole` on, tiles are halved.
-        int total = groups[num_groups].first, rest = total % step;
-        int whole = HALVES && 2 * rest <= step ? total - rest : total;
-        for (int t = blockIdx.x / CLUSTER; t < last; t += step) {
+        int rest = total % step, whole = HALVES && 2 * rest <= step ? total - rest : total;
+        int begin = (int)blockIdx.x / CLUSTER;
+        if (FEW && begin >= step) last = 0;
+        for (int t = begin; t < last; t += step) {
             int halved = max(t - whole, 0), halves = HALVES && t >= whole ? 1 : BOXES;
             if (!find_tile(groups, num_groups, t - ceil_div(halved, 2), tiles_n, band_width, rank, g, tile)) break;
             tile.column += halved % 2 * HALF;
             bool shared_rows = TEAM > 1 && !tile.pair_rows, shared_weights = TEAM > 1 && tile.pair_rows;
             int boxes = GATHER ? 0 : min(BM / A_BOX, ceil_div(tile.rows, A_BOX)), box_bytes = boxes * A_BOX * 128;
-            int single_rows = NARROW && GATHER ? min(BM, tile.rows) : 0;
-            if (NARROW && GATHER) box_bytes = single_rows * 128;
+            int single_rows = FEW && GATHER ? min(BM, tile.rows) : 0;
+            if (FEW && GATHER) box_bytes = single_rows * 128;
             auto load_weights = [&](u32 b, u32 ready, int kb) {
                 for (int h = shared_weights ? rank : 0; h < halves; h += shared_weights ? TEAM : 1)
                     load_half(&w_map, b + h * BOX_BYTES, ready, kb * BK, tile.column, h, tile.expert, shared_weights);
@@ -862,13 +822,12 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
                     barrier_expect(full + 8 * s, box_bytes + halves * BOX_BYTES);
                     load_weights(ring + s * STAGE_BYTES + A_BYTES, full + 8 * s, s);
                 }
-                if (settled) fetch_ahead(t, g, tile);
                 wait_for_rows();
                 begins = false;
             }
             announce(make_int4(tile.start, tile.rows, tile.expert, tile.column | (halves == 1 ? ONE_HALF : 0)));
-            int rows_of_lane[NARROW && GATHER ? (BM + 31) / 32 : 1];
-            if (NARROW && GATHER) {
+            int rows_of_lane[FEW && GATHER ? (BM + 31) / 32 : 1];
+            if (FEW && GATHER) {
 #pragma unroll
                 for (int i = 0; i < (BM + 31) / 32; ++i) {
                     int row = lane + 32 * i;
@@ -897,14 +856,14 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
                 // the stage after it, for which math warps wait before they free the first.
                 if (THREADS_GATHER && kb == 0 && (u32)under_way <= 1) hand_over_last();
                 barrier_wait(empty + 8 * stage, ~phase >> stage & 1);
-                if (TMA_SCALES || NARROW) __syncwarp();  // a late lane would wait for the following round
+                if (TMA_SCALES || FEW) __syncwarp();  // a late lane would wait for the following round
                 if (leader) {
                     bool scales_too = TMA_SCALES && stage == 0;
-                    if (!NARROW || ahead <= 0)
+                    if (!FEW || ahead <= 0)
                         barrier_expect(ready, box_bytes + halves * BOX_BYTES + (scales_too ? (BM + 2) * 16 : 0));
                     for (int i = shared_rows ? rank : 0; i < boxes; i += shared_rows ? TEAM : 1)
                         load_rows(&a_map, a + i * A_BOX * 128, ready, kb * BK, tile.start + i * A_BOX, shared_rows);
-                    if (!NARROW || ahead <= 0) load_weights(b, ready, kb);
+                    if (!FEW || ahead <= 0) load_weights(b, ready, kb);
                     if (scales_too) {
                         u32 scale = shared_address(scales) + round;
                         load_rows(&scales_map, scale, ready, kb, tile.start, false);
@@ -914,7 +873,7 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
                     }
                 }
                 --ahead;
-                if (NARROW && GATHER && warp == MATH_WARPS) {
+                if (FEW && GATHER && warp == MATH_WARPS) {
 #pragma unroll
                     for (int i = 0; i < (BM + 31) / 32; ++i) {
                         int row = lane + 32 * i;
@@ -953,25 +912,12 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
         announce(make_int4(0, NO_MORE, 0, 0));
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MATH_REGISTERS));
-        if (NARROW) wait_for_rows();
+        if (FEW) wait_for_rows();
         float acc[SUMS];
         // Position of the scales of the next round of stages, and whether a tile swaps the two positions.
         u32 round = 0;
         bool turned = TMA_SCALES && k_blocks / STAGES % 2;
         auto other = [](u32 of_round) { return TMA_SCALES ? ROUND_BYTES - of_round : 0; };
-        auto maxima_of = [&](int number) {
-            Maxima of_pair = {};
-            if (PAIRED) {
-                constexpr int OF_WARP = FEW ? 1 : 8;  // pairs of rows of a warp
-                u32 place = number % 2 * MATH_WARPS + warp;
-                of_pair.here = maxima + place * OF_WARP + (FEW ? 0 : lane / 4);
-                of_pair.arrived = shared_address(told + place);
-                of_pair.there = address_at(shared_address(of_pair.here), rank ^ 1);
-                of_pair.arrived_there = address_at(of_pair.arrived, rank ^ 1);
-                of_pair.parity = number / 2 & 1;
-            }
-            return of_pair;
-        };
         int turn = 0;  // the warpgroup that gets the next tile of at most 64 rows
         bool waits = false;
         u8* warp_staging = staging + warp * WARP_STAGING;
@@ -982,7 +928,7 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
             if (what.y == NO_MORE) break;
             bool one_half = HALVES && what.w & ONE_HALF;
             tile.start = what.x, tile.rows = what.y, tile.expert = what.z, tile.column = what.w & ~ONE_HALF;
-            bool alone = !NARROW && tile.rows <= 64;
+            bool alone = !FEW && tile.rows <= 64;
             int share = alone ? 2 : 1;
             if (alone) {
                 turn ^= 1;
@@ -1004,22 +950,41 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
 #if FP8
 #pragma unroll
             for (int i = 0; i < SUMS; ++i) acc[i] = 0.0f;
-            Factors factors;
-            float part[PARTIAL_SUMS];
-            const float* row_scales = scales + (FEW ? 0 : row_of_warp) + lane / 4;
-            for (int kb = 0; kb < k_blocks; ++kb) {
-                barrier_wait(full + 8 * stage, phase >> stage & 1);
-                multiply(part, a + stage * STEP, b + stage * STEP);
-                const float* of_rows = row_scales + stage * (SCALE_BYTES / 4);
+            // The products of a stage are under way while the sums of the one before are added up.
+            float even[PARTIAL_SUMS], odd[PARTIAL_SUMS];
+            int next = 0;  // the stage that is multiplied next
+            auto begin = [&](float (&part)[PARTIAL_SUMS]) {
+                barrier_wait(full + 8 * next, phase >> next & 1);
+                multiply(part, a + next * STEP, b + next * STEP);
+                if (++next == STAGES) next = 0, phase = ~phase;
+            };
+            auto end = [&](float (&part)[PARTIAL_SUMS], bool last) {
+                Factors factors;
+                const float* of_rows = scales + stage * (SCALE_BYTES / 4) + lane / 4;
                 const float* of_weights = scales + stage * (SCALE_BYTES / 4) + BM;
-                factors.a[0] = of_rows[0], factors.a[1] = of_rows[FEW ? 0 : 8];
+                factors.a[0] = of_rows[0], factors.a[1] = of_rows[BM - 8];
                 factors.w[0] = of_weights[0], factors.w[1] = of_weights[1];
-                bool plain = __all_sync(~0u, factors.multiply(LARGEST));
-                mma_wait<0>();
+                factors.multiply(LARGEST);
+                if (last) mma_wait<0>();
+                if (!last) mma_wait<1>();
                 release(freed + 8 * stage, 1);
-                if (plain) add_up<0, true>(acc, part, factors);
-                if (!plain) add_up<0, false>(acc, part, factors);
-                if (++stage == STAGES) stage = 0, phase = ~phase;
+                add_up<0, false>(acc, part, factors);
+                if (++stage == STAGES) stage = 0;
+            };
+            begin(even);
+            int left = k_blocks;
+            for (; left > 2; left -= 2) {
+                begin(odd);
+                end(even, false);
+                begin(even);
+                end(odd, false);
+            }
+            if (left == 2) {
+                begin(odd);
+                end(even, false);
+                end(odd, true);
+            } else {
+                end(even, true);
             }
 #else
             int before = 0;
@@ -1139,11 +1104,18 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
             release(freed + 8 * before, share);
 #endif
             if (FEW) {
-                float* sums = (float*)staging;
-                share_sums(acc, sums);
-                Maxima of_pair = maxima_of(number);
-                int width = min(columns - tile.column, TILE_COLUMNS);
-                store_few(sums, extras, tile, capacity - 1, columns, width, alpha, limit, up_offset, out, out_stride,
+                Maxima of_pair = {};
+                if (PAIRED) {
+                    u32 place = number % 2 * MATH_WARPS + warp;
+                    of_pair.here = maxima + place * (32 / ROW_THREADS) + lane / ROW_THREADS;
+                    of_pair.there = address_at(shared_address(of_pair.here), rank ^ 1);
+                    of_pair.arrived = shared_address(told + place);
+                    of_pair.arrived_there = address_at(of_pair.arrived, rank ^ 1);
+                    of_pair.parity = number / 2 & 1;
+                }
+                share_sums(acc, (float*)staging);
+                // The first block of a cluster stores the scales of both.
+                store_few((float*)staging, extras, tile, capacity - 1, columns, alpha, limit, up_offset, out, out_stride,
                           rank > 0 ? nullptr : out_scales, of_pair);
                 continue;
             }
@@ -1166,14 +1138,11 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
             if (OUT == 3) {
                 int scale_columns = blocks_of(columns);
                 float* scales = out_scales + position * scale_columns + tile.column / 128;
-                Maxima of_pair = maxima_of(number);
-                if (PAIRED && rank > 0) scales = nullptr;  // the other block stores them
-                constexpr int COLUMNS_8 = PAIRED ? 8 : 16;
-                store_quantized<0, COLUMNS_8>(acc, warp_staging, to, stride, rows, width, scales, scale_columns, of_pair);
-                if (!GATED && !NARROW && width > HALF) {
+                store_quantized<0>(acc, warp_staging, to, stride, rows, width, scales, scale_columns);
+                if (!GATED && !FEW && width > HALF) {
                     width -= HALF;
-                    store_quantized<SUMS - 64, COLUMNS_8>(
-                        acc, warp_staging, to + HALF, stride, rows, width, scales + 1, scale_columns, of_pair);
+                    store_quantized<SUMS - 64>(
+                        acc, warp_staging, to + HALF, stride, rows, width, scales + 1, scale_columns);
                 }
             } else {
                 store<TILE_COLUMNS>(acc, warp_staging, to, stride, rows, width);

@@ -101,7 +101,7 @@ def macros(
             "STAGES": shape.stages(num_groups),
             "ROWS": shape.tile_rows,
             # A block whose result needs no other block is alone.
-            "CLUSTER": 1 if shape.narrow and not (gated and out_code == 3) else shape.cluster,
+            "CLUSTER": 1 if shape.few and not (gated and out_code == 3) else shape.cluster,
             "A_BOX": shape.box_rows,
             "GATHER": int(gather),
             "ACTIVATED": int(activation is not None),
@@ -152,7 +152,7 @@ def _launch(
     w_map = _weight_map(w, gate_up, HALF if gate_up is None else shape.halves * HALF // 2)
     # Copies of gathered rows by TMA are of one row.
     box_rows = 1 if gather else shape.box_rows
-    a_map = w_map if gather and not shape.narrow else _rows_map(a.rows, a.num_columns, box_rows)
+    a_map = w_map if gather and not shape.few else _rows_map(a.rows, a.num_columns, box_rows)
     row_bytes = a.num_columns * a.rows.element_size()
     formula = activation or SILU
     nvrtc.launch(

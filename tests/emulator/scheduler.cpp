@@ -645,15 +645,15 @@ void bulk_commit() {
 
 void bulk_await(Word pending, bool read_only) { finish(self()->groups, pending, read_only); }
 
-void async_store(Word to, Long value, Word barrier) {
+void async_store(Word to, Word value, Word barrier) {
   Block* block = block_of(barrier);
   made_mbarrier(block, barrier);
   if (block_of(to) != block) fail("a store to %08x counts at %08x, in another block", to, barrier);
-  unsigned char* place = in_memory(block, to, 8);
-  check_aligned(nullptr, place, 8, 8);
-  auto copy = add_copy(block, {{nullptr, place, 8}}, barrier, 8);
-  copy->content.resize(8);
-  memcpy(copy->content.data(), &value, 8);
+  unsigned char* place = in_memory(block, to, 4);
+  check_aligned(nullptr, place, 8, 4);
+  auto copy = add_copy(block, {{nullptr, place, 4}}, barrier, 4);
+  copy->content.resize(4);
+  memcpy(copy->content.data(), &value, 4);
   copy->has_read = true;
 }
 

@@ -27,7 +27,7 @@ inline void mbarrier_arrive_shared_cluster_b64(unsigned barrier, unsigned count)
   emulator::mbarrier_arrive_in_cluster(barrier, count);
 }
 
-inline void st_async_shared_cluster_mbarrier_complete_tx_bytes_b64(unsigned to, Long value, unsigned barrier) {
+inline void st_async_shared_cluster_mbarrier_complete_tx_bytes_b32(unsigned to, unsigned value, unsigned barrier) {
   emulator::async_store(to, value, barrier);
 }
 
@@ -42,7 +42,6 @@ inline void setp_ne_b32__bar_red_and_pred__selp_b32(unsigned& all, unsigned valu
 // Of no effect here.
 inline void fence_mbarrier_init_release_cluster() {}
 inline void prefetch_tensormap(const void*) {}
-inline void cp_async_bulk_prefetch_tensor_4d_L2_global_tile(const void*, int, int, int, int) {}
 inline void setmaxnreg_dec_sync_aligned_u32(int) { emulator::meet("setmaxnreg.dec", 0); }
 inline void setmaxnreg_inc_sync_aligned_u32(int) { emulator::meet("setmaxnreg.inc", 0); }
 

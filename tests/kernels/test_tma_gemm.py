@@ -19,7 +19,7 @@ from moe_runtime.kernels.gemm import tma_gemm as tma
 from moe_runtime.kernels.gemm.arguments import empty_intermediate
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.gemm.plan import MAX_TMA_GROUPS, GemmKernel
-from moe_runtime.kernels.gemm.shapes import TMA_DECODE, TMA_FEW, TMA_PREFILL, TmaShape
+from moe_runtime.kernels.gemm.shapes import TMA_DECODE, TMA_FEW, TMA_PREFILL, TMA_SOME, TmaShape
 from moe_runtime.kernels.gemm.weights import (
     GEGLU,
     GEGLU_TANH,
@@ -42,7 +42,7 @@ from tests.support.gemm_cases import (
 from tests.support.gemm_checks import check_quantized, check_untouched, parts_of, poisoned
 from tests.support.gemm_plans import planned, tma_grouped_gemm, tma_grouped_gemm_swiglu, tma_plan
 
-REGIMES = [TMA_FEW, TMA_DECODE, TMA_PREFILL]
+REGIMES = [TMA_FEW, TMA_SOME, TMA_DECODE, TMA_PREFILL]
 NAMES = ["fp8_block", "bf16"]
 IDS = [shape.regime.name.lower() for shape in REGIMES]
 
