@@ -112,7 +112,7 @@ TMA_DECODE_ROWS = 64
 """Average rows of a group up to which a launch uses TMA_DECODE."""
 TMA_FEW_ROWS = 4
 """Average rows of a group up to which it uses TMA_FEW. With more, some groups have more than the 8 rows of a tile."""
-TMA_SOME_ROWS = 10
+TMA_SOME_ROWS = 8
 """The same for TMA_SOME, whose tiles have 16 rows."""
 
 

@@ -797,14 +797,10 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
         // before this one.
         int ahead = 0;
         bool begins = FEW;
-        // With few rows, all blocks that work have as many tiles, and memory is busy to the end.
-        int total = groups[num_groups].first;
-        if (FEW && total > step) step = ceil_div(total, ceil_div(total, step));
         // From `whole` on, tiles are halved.
-        int rest = total % step, whole = HALVES && 2 * rest <= step ? total - rest : total;
-        int begin = (int)blockIdx.x / CLUSTER;
-        if (FEW && begin >= step) last = 0;
-        for (int t = begin; t < last; t += step) {
+        int total = groups[num_groups].first, rest = total % step;
+        int whole = HALVES && 2 * rest <= step ? total - rest : total;
+        for (int t = blockIdx.x / CLUSTER; t < last; t += step) {
             int halved = max(t - whole, 0), halves = HALVES && t >= whole ? 1 : BOXES;
             if (!find_tile(groups, num_groups, t - ceil_div(halved, 2), tiles_n, band_width, rank, g, tile)) break;
             tile.column += halved % 2 * HALF;
@@ -812,6 +808,14 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
             int boxes = GATHER ? 0 : min(BM / A_BOX, ceil_div(tile.rows, A_BOX)), box_bytes = boxes * A_BOX * 128;
             int single_rows = FEW && GATHER ? min(BM, tile.rows) : 0;
             if (FEW && GATHER) box_bytes = single_rows * 128;
+            int rows_of_lane[FEW && GATHER ? (BM + 31) / 32 : 1];
+            if (FEW && GATHER) {
+#pragma unroll
+                for (int i = 0; i < (BM + 31) / 32; ++i) {
+                    int row = lane + 32 * i;
+                    rows_of_lane[i] = row < tile.rows ? row_index[tile.start + row] : 0;
+                }
+            }
             auto load_weights = [&](u32 b, u32 ready, int kb) {
                 for (int h = shared_weights ? rank : 0; h < halves; h += shared_weights ? TEAM : 1)
                     load_half(&w_map, b + h * BOX_BYTES, ready, kb * BK, tile.column, h, tile.expert, shared_weights);
@@ -826,14 +830,6 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
                 begins = false;
             }
             announce(make_int4(tile.start, tile.rows, tile.expert, tile.column | (halves == 1 ? ONE_HALF : 0)));
-            int rows_of_lane[FEW && GATHER ? (BM + 31) / 32 : 1];
-            if (FEW && GATHER) {
-#pragma unroll
-                for (int i = 0; i < (BM + 31) / 32; ++i) {
-                    int row = lane + 32 * i;
-                    rows_of_lane[i] = row < tile.rows ? row_index[tile.start + row] : 0;
-                }
-            }
             const float* a_scale = a_scales + (long long)(tile.start + min(thread, tile.rows - 1)) * k_blocks;
             const float* w_scale = w_scales + weight_scales(tile.expert, tile.column, columns, thread) * k_blocks;
             const float* of_second = w_scales + weight_scales(tile.expert, tile.column, columns, 1) * k_blocks;
