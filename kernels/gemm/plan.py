@@ -30,8 +30,8 @@ from moe_runtime.kernels.gemm.shapes import (
     MAX_STAGES,
     TMA_DECODE,
     TMA_FEW,
-    TMA_SOME,
     TMA_PREFILL,
+    TMA_SOME,
     DequantShape,
     GemmTile,
     Regime,
@@ -401,7 +401,8 @@ def _plan_tma(p: GemmProblem) -> GemmPlan:
     )
     # With a limit, blocks that share an SM could spread over more SMs.
     blocks = _limited(p) * (shape.blocks_per_sm if p.sm_limit is None else 1)
-    blocks = max(blocks // shape.cluster, 1) * shape.cluster
+    cluster = shape.blocks_of_cluster(quantized=p.gated and p.out_format == FP8_BLOCK)
+    blocks = max(blocks // cluster, 1) * cluster
     tile = shape.tile_rows, shape.halves * HALF, 128 * 8 // p.token_format.element_bits
     # An early start gains with few rows, for which the launch is a part of the time. It was not measured with many.
     how = TmaPlan(shape, copies_scales, starts_early=shape is not TMA_PREFILL and p.sm_limit is None)

@@ -81,6 +81,10 @@ class TmaShape:
         """Whether a tile has half of the columns."""
         return self.tile_rows < TILE_ROWS
 
+    def blocks_of_cluster(self, *, quantized: bool) -> int:
+        """Blocks of a cluster; `quantized` is whether the result is gated and has block scales."""
+        return self.cluster if quantized or not self.few else 1
+
     @property
     def halves(self) -> int:
         """Halves of a tile: each has HALF rows of the weights."""

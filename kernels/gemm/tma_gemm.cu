@@ -12,12 +12,13 @@
 // scales needs, the blocks work on both halves of 128 columns and tell each other the largest values of a row. The tensor
 // cores multiply 64 rows all the same: behind those of the tile, they take the weights for more.
 //
-// Macros: ROWS (of a tile), FP8 (1: e4m3 with fp32 scales of 1x128 and 128x128; 0: bf16), STAGES, CLUSTER 1 or 2, GATHER (rows through
-// row_index), ACTIVATED (the result is activated), GATED (and the weights are gate and up), FUNCTION
-// (`ActivationFunction.code`), GATE_SOFTCAP and UP_SOFTCAP (of `Activation`; none if not defined), ORDER (`GateUpOrder.code`, 0 for none), OUT (0 bf16, 1 fp16, 2 fp32, 3 e4m3 with 1x128 scales),
-// EXTRAS (row scale, expert scales or bias exist), A_BOX (rows of a box of the rows' tensor map), TMA_SCALES (TMA copies the
-// scales too, so that one thread produces; needs FP8 without GATHER, 4 stages, scales of a row a multiple of 4),
-// SHORT_BLOCKS (the columns of an activated result end within a block of 128, and so do gate and up unless interleaved).
+// Macros: ROWS (of a tile), FP8 (1: e4m3 with fp32 scales of 1x128 and 128x128; 0: bf16), STAGES, CLUSTER 1 or 2, GATHER
+// (rows through row_index), ACTIVATED (the result is activated), GATED (and the weights are gate and up), FUNCTION
+// (`ActivationFunction.code`), GATE_SOFTCAP and UP_SOFTCAP (of `Activation`; none if not defined), ORDER
+// (`GateUpOrder.code`, 0 for none), OUT (0 bf16, 1 fp16, 2 fp32, 3 e4m3 with 1x128 scales), EXTRAS (row scale, expert scales
+// or bias exist), A_BOX (rows of a box of the rows' tensor map), TMA_SCALES (TMA copies the scales too, so that one thread
+// produces; needs FP8 without GATHER, 4 stages, scales of a row a multiple of 4), SHORT_BLOCKS (the columns of an activated
+// result end within a block of 128, and so do gate and up unless interleaved).
 // The last stage of K may be short too: past its end TMA and the gathering threads write zeros, which add nothing.
 
 #include "activation.cuh"
@@ -42,9 +43,9 @@ constexpr bool FEW = BM < 128;
 constexpr int MATH_WGS = FEW ? 1 : 2;
 constexpr int HALF = 128;
 constexpr int TILE_COLUMNS = (FEW ? 1 : 2) * HALF / (GATED ? 2 : 1);
-constexpr bool PAIRED = FEW && CLUSTER > 1;                          // the blocks of a cluster share 128 columns
+constexpr bool PAIRED = FEW && CLUSTER > 1;                             // the blocks of a cluster share 128 columns
 constexpr int ITEM_COLUMNS = PAIRED ? 2 * TILE_COLUMNS : TILE_COLUMNS;  // of a work item
-constexpr int TEAM = FEW ? 1 : CLUSTER;                           // blocks that share loads
+constexpr int TEAM = FEW ? 1 : CLUSTER;                                 // blocks that share loads
 static_assert(!PAIRED || (GATED && OUT == 3), "other results need no other block");
 constexpr int BK = FP8 ? 128 : 64;  // columns of K in a stage: 128 bytes, the span of the swizzle
 constexpr int A_BYTES = BM * 128;
@@ -53,7 +54,7 @@ constexpr int BOXES = FEW && !GATED ? 1 : 2, BOX_ROWS = FEW && GATED ? HALF / 2 
 constexpr int BOX_BYTES = BOX_ROWS * 128;
 constexpr int STAGE_BYTES = A_BYTES + BOXES * BOX_BYTES;
 constexpr int WARP_STAGING = 2048;  // 16 rows of 128 bytes
-constexpr int SUMS_STRIDE = HALF + 8;  // floats between rows of FEW's sums in shared memory
+constexpr int SUMS_STRIDE = HALF + 8;  // floats between rows of sums in shared memory, for FEW
 constexpr int STAGING_BYTES = FEW ? BM * SUMS_STRIDE * 4 : 4 * MATH_WGS * WARP_STAGING;
 // Scales of a stage: those of 128 rows, then of two halves. TMA copies them for the 4 stages of a round at once, 4 for each
 // row. The memory of all stages holds the scales of two rounds.
@@ -806,16 +807,9 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
             tile.column += halved % 2 * HALF;
             bool shared_rows = TEAM > 1 && !tile.pair_rows, shared_weights = TEAM > 1 && tile.pair_rows;
             int boxes = GATHER ? 0 : min(BM / A_BOX, ceil_div(tile.rows, A_BOX)), box_bytes = boxes * A_BOX * 128;
-            int single_rows = FEW && GATHER ? min(BM, tile.rows) : 0;
-            if (FEW && GATHER) box_bytes = single_rows * 128;
-            int rows_of_lane[FEW && GATHER ? (BM + 31) / 32 : 1];
-            if (FEW && GATHER) {
-#pragma unroll
-                for (int i = 0; i < (BM + 31) / 32; ++i) {
-                    int row = lane + 32 * i;
-                    rows_of_lane[i] = row < tile.rows ? row_index[tile.start + row] : 0;
-                }
-            }
+            int single_rows = FEW && GATHER ? min(BM, tile.rows) : 0;  // each is copied by a lane
+            box_bytes += single_rows * 128;
+            int row_of_lane = FEW && GATHER && lane < single_rows ? row_index[tile.start + lane] : 0;
             auto load_weights = [&](u32 b, u32 ready, int kb) {
                 for (int h = shared_weights ? rank : 0; h < halves; h += shared_weights ? TEAM : 1)
                     load_half(&w_map, b + h * BOX_BYTES, ready, kb * BK, tile.column, h, tile.expert, shared_weights);
@@ -869,13 +863,8 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
                     }
                 }
                 --ahead;
-                if (FEW && GATHER && warp == MATH_WARPS) {
-#pragma unroll
-                    for (int i = 0; i < (BM + 31) / 32; ++i) {
-                        int row = lane + 32 * i;
-                        if (row < single_rows) load_rows(&a_map, a + row * 128, ready, kb * BK, rows_of_lane[i], false);
-                    }
-                }
+                if (warp == MATH_WARPS && lane < single_rows)
+                    load_rows(&a_map, a + lane * 128, ready, kb * BK, row_of_lane, false);
                 if (FP8 && !TMA_SCALES) {
                     u32 scale = shared_address(scales) + stage * SCALE_BYTES;
                     if (thread < BM) copy_word(scale + thread * 4, a_scale + kb);
@@ -946,41 +935,20 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
 #if FP8
 #pragma unroll
             for (int i = 0; i < SUMS; ++i) acc[i] = 0.0f;
-            // The products of a stage are under way while the sums of the one before are added up.
-            float even[PARTIAL_SUMS], odd[PARTIAL_SUMS];
-            int next = 0;  // the stage that is multiplied next
-            auto begin = [&](float (&part)[PARTIAL_SUMS]) {
-                barrier_wait(full + 8 * next, phase >> next & 1);
-                multiply(part, a + next * STEP, b + next * STEP);
-                if (++next == STAGES) next = 0, phase = ~phase;
-            };
-            auto end = [&](float (&part)[PARTIAL_SUMS], bool last) {
+            float part[PARTIAL_SUMS];
+            for (int kb = 0; kb < k_blocks; ++kb) {
+                barrier_wait(full + 8 * stage, phase >> stage & 1);
+                multiply(part, a + stage * STEP, b + stage * STEP);
                 Factors factors;
                 const float* of_rows = scales + stage * (SCALE_BYTES / 4) + lane / 4;
                 const float* of_weights = scales + stage * (SCALE_BYTES / 4) + BM;
                 factors.a[0] = of_rows[0], factors.a[1] = of_rows[BM - 8];
                 factors.w[0] = of_weights[0], factors.w[1] = of_weights[1];
                 factors.multiply(LARGEST);
-                if (last) mma_wait<0>();
-                if (!last) mma_wait<1>();
+                mma_wait<0>();
                 release(freed + 8 * stage, 1);
                 add_up<0, false>(acc, part, factors);
-                if (++stage == STAGES) stage = 0;
-            };
-            begin(even);
-            int left = k_blocks;
-            for (; left > 2; left -= 2) {
-                begin(odd);
-                end(even, false);
-                begin(even);
-                end(odd, false);
-            }
-            if (left == 2) {
-                begin(odd);
-                end(even, false);
-                end(odd, true);
-            } else {
-                end(even, true);
+                if (++stage == STAGES) stage = 0, phase = ~phase;
             }
 #else
             int before = 0;
@@ -1099,22 +1067,21 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
             keep(acc);
             release(freed + 8 * before, share);
 #endif
-            if (FEW) {
-                Maxima of_pair = {};
-                if (PAIRED) {
-                    u32 place = number % 2 * MATH_WARPS + warp;
-                    of_pair.here = maxima + place * (32 / ROW_THREADS) + lane / ROW_THREADS;
-                    of_pair.there = address_at(shared_address(of_pair.here), rank ^ 1);
-                    of_pair.arrived = shared_address(told + place);
-                    of_pair.arrived_there = address_at(of_pair.arrived, rank ^ 1);
-                    of_pair.parity = number / 2 & 1;
-                }
-                share_sums(acc, (float*)staging);
-                // The first block of a cluster stores the scales of both.
-                store_few((float*)staging, extras, tile, capacity - 1, columns, alpha, limit, up_offset, out, out_stride,
-                          rank > 0 ? nullptr : out_scales, of_pair);
-                continue;
+#if ROWS < 128
+            Maxima of_pair = {};
+            if (PAIRED) {
+                u32 place = number % 2 * MATH_WARPS + warp;
+                of_pair.here = maxima + place * (32 / ROW_THREADS) + lane / ROW_THREADS;
+                of_pair.there = address_at(shared_address(of_pair.here), rank ^ 1);
+                of_pair.arrived = shared_address(told + place);
+                of_pair.arrived_there = address_at(of_pair.arrived, rank ^ 1);
+                of_pair.parity = number / 2 & 1;
             }
+            share_sums(acc, (float*)staging);
+            // The first block of a cluster stores the scales of both.
+            store_few((float*)staging, extras, tile, capacity - 1, columns, alpha, limit, up_offset, out, out_stride,
+                      rank > 0 ? nullptr : out_scales, of_pair);
+#else
             if (alone) give_turn(wg);
             if (EXTRAS) apply_extras(acc, extras, row, capacity - 1, tile.expert, tile.column, columns);
             constexpr int SIZE = OUT == 3 ? 1 : (OUT == 2 ? 4 : 2);
@@ -1126,7 +1093,7 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
             u8* to = out + position * stride + (long long)tile.column * SIZE;
             if (GATED) {
 #pragma unroll
-                for (int i = 0; i < SUMS / 2; ++i) acc[i] = activated(acc[i], acc[SUMS / 2 + i], alpha, limit, up_offset);
+                for (int i = 0; i < 64; ++i) acc[i] = activated(acc[i], acc[64 + i], alpha, limit, up_offset);
             } else if (ACTIVATED) {
 #pragma unroll
                 for (int i = 0; i < SUMS; ++i) acc[i] = function_of(acc[i], alpha);
@@ -1135,14 +1102,14 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
                 int scale_columns = blocks_of(columns);
                 float* scales = out_scales + position * scale_columns + tile.column / 128;
                 store_quantized<0>(acc, warp_staging, to, stride, rows, width, scales, scale_columns);
-                if (!GATED && !FEW && width > HALF) {
+                if (!GATED && width > HALF) {
                     width -= HALF;
-                    store_quantized<SUMS - 64>(
-                        acc, warp_staging, to + HALF, stride, rows, width, scales + 1, scale_columns);
+                    store_quantized<64>(acc, warp_staging, to + HALF, stride, rows, width, scales + 1, scale_columns);
                 }
             } else {
                 store<TILE_COLUMNS>(acc, warp_staging, to, stride, rows, width);
             }
+#endif
         }
         if (waits) wait_turn(wg);
     }

@@ -100,8 +100,7 @@ def macros(
             "FP8": int(fmt.code == FormatCode.FP8_BLOCK),
             "STAGES": shape.stages(num_groups),
             "ROWS": shape.tile_rows,
-            # A block whose result needs no other block is alone.
-            "CLUSTER": 1 if shape.few and not (gated and out_code == 3) else shape.cluster,
+            "CLUSTER": shape.blocks_of_cluster(quantized=gated and out_code == 3),
             "A_BOX": shape.box_rows,
             "GATHER": int(gather),
             "ACTIVATED": int(activation is not None),

@@ -19,7 +19,7 @@ from moe_runtime.kernels.gemm import tma_gemm as tma
 from moe_runtime.kernels.gemm.arguments import empty_intermediate
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.gemm.plan import MAX_TMA_GROUPS, GemmKernel
-from moe_runtime.kernels.gemm.shapes import TMA_DECODE, TMA_FEW, TMA_PREFILL, TMA_SOME, TmaShape
+from moe_runtime.kernels.gemm.shapes import TILE_ROWS, TMA_DECODE, TMA_FEW, TMA_PREFILL, TMA_SOME, TmaShape
 from moe_runtime.kernels.gemm.weights import (
     GEGLU,
     GEGLU_TANH,
@@ -92,22 +92,37 @@ def test_variants_multiply_in_tensor_cores_and_keep_their_sums_in_registers(tmp_
         file = tmp_path / "kernel.cubin"
         file.write_bytes(nvrtc.compile_source(tma.SOURCE, variant))
         sass = subprocess.run([str(cuobjdump), "-sass", str(file)], capture_output=True, text=True, check=True)
-        wgmma = "QGMMA.64x128x32.F32.E4M3.E4M3" if variant["FP8"] else "HGMMA.64x256x16.F32.BF16"
+        few = variant["ROWS"] < TILE_ROWS
+        columns = 128 if few or variant["FP8"] else 256
+        wgmma = f"QGMMA.64x{columns}x32.F32.E4M3.E4M3" if variant["FP8"] else f"HGMMA.64x{columns}x16.F32.BF16"
         assert wgmma in sass.stdout and "UTMALDG.4D" in sass.stdout and "USETMAXREG" in sass.stdout, variant
-        assert ("UTMALDG.4D.MULTICAST" in sass.stdout) == (variant["CLUSTER"] == 2), variant
+        assert ("UTMALDG.4D.MULTICAST" in sass.stdout) == (variant["CLUSTER"] == 2 and not few), variant
+        # Both blocks of a cluster tell each other the largest values of rows.
+        assert ("STAS" in sass.stdout) == (few and variant["CLUSTER"] == 2), variant
         names = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@\S+\s+)?(\w+)", sass.stdout, re.MULTILINE)
         products = [place for place, name in enumerate(names) if name in ("QGMMA", "HGMMA")]
         # Of FP8 the first four before the loop, which begins where the first half is under way, then those of both
         # halves, unrolled over the stages; then come those for other scales. Tiles of one half have theirs in bf16.
-        count = 4 + 8 * variant["STAGES"] if variant["FP8"] else 4
-        others = 8 if variant["FP8"] else 4 * (not variant["GATED"])
+        count = 4 + 8 * variant["STAGES"] if variant["FP8"] and not few else 4
+        others = 0 if few else 8 if variant["FP8"] else 4 * (not variant["GATED"])
         assert len(products) == count + others, variant
-        assert not {"STL", "LDL"} & set(names[products[0] : products[count - 1]]), variant
+        assert not {"STL", "LDL"} & set(names if few else names[products[0] : products[count - 1]]), variant
 
 
-@pytest.mark.parametrize(("expected", "cluster"), [(3 * 64, 1), (3 * 64 + 1, 2), (0, 1), (None, 2)])
+@pytest.mark.parametrize(
+    ("expected", "rows", "cluster"),
+    [
+        (0, 8, 1),
+        (3 * 4, 8, 1),
+        (3 * 4 + 1, 16, 1),
+        (3 * 8 + 1, 128, 1),
+        (3 * 64, 128, 1),
+        (3 * 64 + 1, 128, 2),
+        (None, 128, 2),
+    ],
+)
 def test_a_launch_takes_the_shape_of_the_rows_that_are_expected(
-    expected: int | None, cluster: int, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
+    expected: int | None, rows: int, cluster: int, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not of the room that there is."""
     cpu, launched = torch.device("cpu"), []
@@ -115,9 +130,9 @@ def test_a_launch_takes_the_shape_of_the_rows_that_are_expected(
     w = random_weights("bf16", 1, 128, 128, rng, cpu)
     monkeypatch.setattr(tma, "_tensor_map", lambda *sizes: None)
     monkeypatch.setattr(tma.nvrtc, "most_sms", lambda *limits: 8)
-    monkeypatch.setattr(tma.nvrtc, "launch", lambda file, name, defines, **more: launched.append(defines["CLUSTER"]))
+    monkeypatch.setattr(tma.nvrtc, "launch", lambda file, name, defines, **more: launched.append(defines))
     tma_grouped_gemm(a, w)
-    assert launched == [cluster]
+    assert [(defines["ROWS"], defines["CLUSTER"]) for defines in launched] == [(rows, cluster)]
 
 
 def test_operands_lie_on_16_byte_boundaries(rng: torch.Generator) -> None:
