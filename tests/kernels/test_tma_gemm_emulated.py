@@ -373,16 +373,11 @@ MISTAKES_OF_FEW = {
         "of_pair.parity = 1",
         "differ|go on",
     ),
-    "the last row is not copied": ("if (row < single_rows)", "if (row + 1 < single_rows)", "go on"),
-    "the sums of the next tile come before all have read": (
-        "sync_warpgroup();\n    if (threadIdx.x < 32)",
-        "if (threadIdx.x < 32)",
-        "differ",
-    ),
+    "the last row is not copied": ("lane < single_rows)\n", "lane + 1 < single_rows)\n", "go on"),
     "a stage has too few arrivals": (
         "barrier_init(empty + 8 * s, MATH_WARPS * TEAM * ARRIVALS_OF_WARP)",
         "barrier_init(empty + 8 * s, MATH_WARPS * TEAM - 1)",
-        "changed while their product was under way|waits for",
+        "changed while their product was under way|waits for|go on",
     ),
 }
 
