@@ -58,7 +58,9 @@ from moe_runtime.kernels.gemm.shapes import (
     DEQUANT_MIDDLE,
     DEQUANT_PREFILL,
     TMA_DECODE,
+    TMA_FEW,
     TMA_PREFILL,
+    TMA_SOME,
     DequantShape,
     TmaShape,
     overlapped_token_shape,
@@ -286,7 +288,7 @@ def _hopper_cases() -> Iterator[CudaCase]:
                 formula = None if operation == PLAIN else SILU
                 yield _dequant(operation, fmt, dequant_shape, torch.bfloat16, formula, **more)
     for fmt in (FP8_BLOCK, BF16):
-        for tma_shape in (TMA_DECODE, TMA_PREFILL):
+        for tma_shape in (TMA_FEW, TMA_SOME, TMA_DECODE, TMA_PREFILL):
             for operation in (PLAIN, GATED):
                 out_code = 3 if operation == GATED and fmt is FP8_BLOCK else 0
                 formula = None if operation == PLAIN else SILU

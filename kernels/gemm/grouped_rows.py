@@ -37,6 +37,8 @@ class GroupedRows:
             through `row_index`. Only for prepacked weights and Hopper's kernels, which gather the rows anyway.
         expected_rows: the host's estimate of the rows of all groups; None stands for `capacity`. It chooses the kernel;
             results do not depend on it.
+        settled: whether all else that a product reads, offsets, ids, indices and weights, was written before the kernel
+            that wrote the rows began. A product may then read that before this kernel has ended.
     """
 
     format: TokenFormat
@@ -53,6 +55,7 @@ class GroupedRows:
     dequantized: torch.Tensor | None = None
     scales_in_record: bool = False
     expected_rows: int | None = None
+    settled: bool = False
 
     @property
     def num_groups(self) -> int:

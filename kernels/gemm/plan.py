@@ -28,9 +28,10 @@ from moe_runtime.kernels.gemm.shapes import (
     HALF,
     MANY_TOKENS,
     MAX_STAGES,
-    TILE_ROWS,
     TMA_DECODE,
+    TMA_FEW,
     TMA_PREFILL,
+    TMA_SOME,
     DequantShape,
     GemmTile,
     Regime,
@@ -109,6 +110,10 @@ MAX_TMA_GROUPS = 1024
 MAX_INDEX = 2**31 - 1
 TMA_DECODE_ROWS = 64
 """Average rows of a group up to which a launch uses TMA_DECODE."""
+TMA_FEW_ROWS = 4
+"""Average rows of a group up to which it uses TMA_FEW. With more, some groups have more than the 8 rows of a tile."""
+TMA_SOME_ROWS = 8
+"""The same for TMA_SOME, whose tiles have 16 rows."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +132,11 @@ class TmaPlan:
 
 
 def choose_tma_shape(rows: int, num_groups: int) -> TmaShape:
-    """The shape for `rows` expected rows; both shapes give the same bits for any number of rows."""
+    """The shape for `rows` expected rows; all shapes give the same bits for any number of rows."""
+    if rows <= TMA_FEW_ROWS * num_groups:
+        return TMA_FEW
+    if rows <= TMA_SOME_ROWS * num_groups:
+        return TMA_SOME
     return TMA_DECODE if rows <= TMA_DECODE_ROWS * num_groups else TMA_PREFILL
 
 
@@ -390,10 +399,13 @@ def _plan_tma(p: GemmProblem) -> GemmPlan:
         and ceil_div(p.k, HALF) % MAX_STAGES == 0
         and p.scales_aligned
     )
-    blocks = max(_limited(p) // shape.cluster, 1) * shape.cluster
-    tile = TILE_ROWS, 2 * HALF, 128 * 8 // p.token_format.element_bits
+    # With a limit, blocks that share an SM could spread over more SMs.
+    blocks = _limited(p) * (shape.blocks_per_sm if p.sm_limit is None else 1)
+    cluster = shape.blocks_of_cluster(quantized=p.gated and p.out_format == FP8_BLOCK)
+    blocks = max(blocks // cluster, 1) * cluster
+    tile = shape.tile_rows, shape.halves * HALF, 128 * 8 // p.token_format.element_bits
     # An early start gains with few rows, for which the launch is a part of the time. It was not measured with many.
-    how = TmaPlan(shape, copies_scales, starts_early=shape is TMA_DECODE and p.sm_limit is None)
+    how = TmaPlan(shape, copies_scales, starts_early=shape is not TMA_PREFILL and p.sm_limit is None)
     return GemmPlan(GemmKernel.TMA, shape.regime, tile, blocks, tma=how)
 
 

@@ -21,6 +21,7 @@ class Regime(Enum):
     """How many rows a group has on average."""
 
     FEW = "a row or two"
+    SOME = "several rows"
     DECODE = "few rows"
     MIDDLE = "medium rows"
     PREFILL = "many rows"
@@ -43,13 +44,14 @@ class GemmTile:
 HALF = 128
 """Weight rows of half a tile: a plain tile has 256 columns, a gated one 128 of gate and 128 of up."""
 TILE_ROWS = 128
-STAGE_BYTES = (TILE_ROWS + 2 * HALF) * 128
-"""Bytes of one stage of the ring: 128 bytes of K of each row of a tile."""
 STAGING_BYTES = 2048
 """Shared memory in which a warp transposes its results into rows."""
 SCALE_BYTES = 1088
 """Shared memory for the scales of a stage. TMA copies scales of four stages at once; four stages hold two copies."""
 MAX_STAGES = 4
+MAX_FEW_STAGES = 6
+FEW_STAGING_BYTES = (HALF + 8) * 4
+"""Shared memory of a tile's row by which, in a tile of few rows, the threads of a warpgroup share its sums."""
 TILES_AHEAD = 8
 """Tiles that the producers of a block may announce to its math warps in advance."""
 
@@ -60,31 +62,70 @@ class TmaShape:
 
     Attributes:
         regime: the number of rows that it is for.
-        cluster: blocks that share loads by multicast.
+        cluster: blocks that share loads by multicast, or, if `few`, 128 columns of a quantized gated result.
         box_rows: rows of one TMA box of the rows' tensor map; without a cluster, boxes without rows of the group are
             skipped.
         band: column tiles of a band; all row tiles of a band come before the next band. Even if there is a cluster.
+        tile_rows: most rows of a tile. With less than TILE_ROWS (`few`), a tile has half of the columns, and an SM two
+            blocks.
     """
 
     regime: Regime
     cluster: int
     box_rows: int
     band: int
+    tile_rows: int = TILE_ROWS
+
+    @property
+    def few(self) -> bool:
+        """Whether a tile has half of the columns."""
+        return self.tile_rows < TILE_ROWS
+
+    def blocks_of_cluster(self, *, quantized: bool) -> int:
+        """Blocks of a cluster; `quantized` is whether the result is gated and has block scales."""
+        return self.cluster if quantized or not self.few else 1
+
+    @property
+    def halves(self) -> int:
+        """Halves of a tile: each has HALF rows of the weights."""
+        return 1 if self.few else 2
+
+    @property
+    def blocks_per_sm(self) -> int:
+        """Blocks that an SM has at a time."""
+        return 2 if self.few else 1
+
+    @property
+    def threads(self) -> int:
+        """Of a block: one or two warpgroups that multiply, and one that loads."""
+        return 128 * (1 + self.halves)
 
     def stages(self, num_groups: int) -> int:
-        """Stages of the ring: as many as fit into the rest of shared memory."""
-        return (SHARED_BYTES - _bytes_without_ring(num_groups)) // STAGE_BYTES
+        """Stages of the ring: as many as fit into the rest of shared memory, at most MAX_STAGES."""
+        most = MAX_FEW_STAGES if self.few else MAX_STAGES
+        # The driver reserves 1 KB for each block.
+        bytes_of_block = (SHARED_BYTES + 1024) // self.blocks_per_sm - 1024
+        return min((bytes_of_block - self._bytes_without_ring(num_groups)) // self._stage_bytes, most)
 
     def shared_bytes(self, num_groups: int) -> int:
         """Dynamic shared memory of a block."""
-        return self.stages(num_groups) * STAGE_BYTES + _bytes_without_ring(num_groups)
+        return self.stages(num_groups) * self._stage_bytes + self._bytes_without_ring(num_groups)
+
+    @property
+    def _stage_bytes(self) -> int:
+        """128 bytes of K of each row of a tile."""
+        return (self.tile_rows + self.halves * HALF) * 128
+
+    def _bytes_without_ring(self, num_groups: int) -> int:
+        """Staging, scales and barriers of the stages, announced tiles, the table of groups, maxima of two tiles."""
+        staging = self.tile_rows * FEW_STAGING_BYTES if self.few else 8 * STAGING_BYTES
+        scales = MAX_FEW_STAGES * (4 * (self.tile_rows + 8) + 16) if self.few else MAX_STAGES * (SCALE_BYTES + 16)
+        maxima = 2 * (4 * 8 + 4 * self.tile_rows) if self.few else 0
+        return staging + scales + TILES_AHEAD * (8 + 16) + 16 * (num_groups + 1) + maxima
 
 
-def _bytes_without_ring(num_groups: int) -> int:
-    """Staging, scales and barriers of the stages, announced tiles, the table of groups."""
-    return 8 * STAGING_BYTES + MAX_STAGES * (SCALE_BYTES + 16) + TILES_AHEAD * (8 + 16) + 16 * (num_groups + 1)
-
-
+TMA_FEW = TmaShape(Regime.FEW, cluster=2, box_rows=8, band=1, tile_rows=8)
+TMA_SOME = TmaShape(Regime.SOME, cluster=2, box_rows=16, band=1, tile_rows=16)
 TMA_DECODE = TmaShape(Regime.DECODE, cluster=1, box_rows=16, band=1)
 # 66 clusters run at a time. 8 column tiles by 8 pairs of row tiles read least: as many rows as weights.
 TMA_PREFILL = TmaShape(Regime.PREFILL, cluster=2, box_rows=TILE_ROWS, band=8)

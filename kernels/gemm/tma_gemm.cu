@@ -7,12 +7,18 @@
 // the same columns and share the weights. For the odd row tile of a group they work on two column tiles and share the rows.
 // If the last round of plain tiles has work for at most half of the clusters, its tiles are halved along the columns.
 //
-// Macros: FP8 (1: e4m3 with fp32 scales of 1x128 and 128x128; 0: bf16), STAGES, CLUSTER 1 or 2, GATHER (rows through
-// row_index), ACTIVATED (the result is activated), GATED (and the weights are gate and up), FUNCTION
-// (`ActivationFunction.code`), GATE_SOFTCAP and UP_SOFTCAP (of `Activation`; none if not defined), ORDER (`GateUpOrder.code`, 0 for none), OUT (0 bf16, 1 fp16, 2 fp32, 3 e4m3 with 1x128 scales),
-// EXTRAS (row scale, expert scales or bias exist), A_BOX (rows of a box of the rows' tensor map), TMA_SCALES (TMA copies the
-// scales too, so that one thread produces; needs FP8 without GATHER, 4 stages, scales of a row a multiple of 4),
-// SHORT_BLOCKS (the columns of an activated result end within a block of 128, and so do gate and up unless interleaved).
+// FEW, for a few rows of each group, has tiles of ROWS 8 or 16 times 128 weight rows, which are gate and up of 64 columns of
+// a gated result. One warpgroup multiplies, and an SM has two blocks. In a cluster of two, which a gated result with block
+// scales needs, the blocks work on both halves of 128 columns and tell each other the largest values of a row. The tensor
+// cores multiply 64 rows all the same: behind those of the tile, they take the weights for more.
+//
+// Macros: ROWS (of a tile), FP8 (1: e4m3 with fp32 scales of 1x128 and 128x128; 0: bf16), STAGES, CLUSTER 1 or 2, GATHER
+// (rows through row_index), ACTIVATED (the result is activated), GATED (and the weights are gate and up), FUNCTION
+// (`ActivationFunction.code`), GATE_SOFTCAP and UP_SOFTCAP (of `Activation`; none if not defined), ORDER
+// (`GateUpOrder.code`, 0 for none), OUT (0 bf16, 1 fp16, 2 fp32, 3 e4m3 with 1x128 scales), EXTRAS (row scale, expert scales
+// or bias exist), A_BOX (rows of a box of the rows' tensor map), TMA_SCALES (TMA copies the scales too, so that one thread
+// produces; needs FP8 without GATHER, 4 stages, scales of a row a multiple of 4), SHORT_BLOCKS (the columns of an activated
+// result end within a block of 128, and so do gate and up unless interleaved).
 // The last stage of K may be short too: past its end TMA and the gathering threads write zeros, which add nothing.
 
 #include "activation.cuh"
@@ -32,30 +38,42 @@ struct Tile {
     bool pair_rows;                   // the blocks of the cluster share the weights (else the rows)
 };
 
-constexpr int BM = 128, MATH_WGS = 2;
+constexpr int BM = ROWS;
+constexpr bool FEW = BM < 128;
+constexpr int MATH_WGS = FEW ? 1 : 2;
 constexpr int HALF = 128;
-constexpr int TILE_COLUMNS = GATED ? HALF : 2 * HALF;
+constexpr int TILE_COLUMNS = (FEW ? 1 : 2) * HALF / (GATED ? 2 : 1);
+constexpr bool PAIRED = FEW && CLUSTER > 1;                             // the blocks of a cluster share 128 columns
+constexpr int ITEM_COLUMNS = PAIRED ? 2 * TILE_COLUMNS : TILE_COLUMNS;  // of a work item
+constexpr int TEAM = FEW ? 1 : CLUSTER;                                 // blocks that share loads
+static_assert(!PAIRED || (GATED && OUT == 3), "other results need no other block");
 constexpr int BK = FP8 ? 128 : 64;  // columns of K in a stage: 128 bytes, the span of the swizzle
 constexpr int A_BYTES = BM * 128;
 constexpr int HALF_BYTES = HALF * 128;
-constexpr int STAGE_BYTES = A_BYTES + 2 * HALF_BYTES;
+constexpr int BOXES = FEW && !GATED ? 1 : 2, BOX_ROWS = FEW && GATED ? HALF / 2 : HALF;  // of a tile's weights
+constexpr int BOX_BYTES = BOX_ROWS * 128;
+constexpr int STAGE_BYTES = A_BYTES + BOXES * BOX_BYTES;
 constexpr int WARP_STAGING = 2048;  // 16 rows of 128 bytes
+constexpr int SUMS_STRIDE = HALF + 8;  // floats between rows of sums in shared memory, for FEW
+constexpr int STAGING_BYTES = FEW ? BM * SUMS_STRIDE * 4 : 4 * MATH_WGS * WARP_STAGING;
 // Scales of a stage: those of 128 rows, then of two halves. TMA copies them for the 4 stages of a round at once, 4 for each
 // row. The memory of all stages holds the scales of two rounds.
 constexpr int ROUND_BYTES = (128 + 2) * 16 + 96;  // a multiple of 128
-constexpr int SCALE_BYTES = TMA_SCALES ? 2 * ROUND_BYTES / STAGES : FP8 ? 544 : 0;
-static_assert(!TMA_SCALES || (FP8 && !GATHER && STAGES == 4), "one copy brings the scales of 4 stages");
+constexpr int SCALE_BYTES = TMA_SCALES ? 2 * ROUND_BYTES / STAGES : FP8 ? (BM + 8) * 4 : 0;
+static_assert(!TMA_SCALES || (FP8 && !GATHER && !FEW && STAGES == 4), "one copy brings the scales of 4 stages");
 constexpr int TILES_AHEAD = 8;         // tiles that the producers may announce to the math warps in advance
 constexpr int FEW_PAIRS = 2;           // most pairs of row tiles of a group whose odd tile comes after each band
 constexpr int NO_MORE = -0x7FFFFFFF;   // rows of the announcement after the last tile
-constexpr bool HALVES = !GATED;         // whether there are tiles of one half
+constexpr bool HALVES = !GATED && !FEW;  // whether there are tiles of one half
 constexpr int ONE_HALF = 1 << 30;      // marks a tile of one half in the announced column
-constexpr int SUMS = 128, PARTIAL_SUMS = 64;  // sums of a thread: of a tile, and of the half that FP8 multiplies at a time
-constexpr int PRODUCER_REGISTERS = FP8 && !GATHER ? 24 : 40;  // the rest goes to the math warpgroups
-constexpr int MATH_REGISTERS = FP8 && !GATHER ? 240 : 232;
+// Sums of a thread: of a tile, and of the 128 weight rows that FP8 multiplies at a time.
+constexpr int SUMS = FEW ? 64 : 128, PARTIAL_SUMS = 64;
+constexpr int PRODUCER_REGISTERS = FP8 && !GATHER && !FEW ? 24 : 40;  // the rest goes to the math warpgroups
+constexpr int MATH_REGISTERS = FEW ? 216 : FP8 && !GATHER ? 240 : 232;
 constexpr int MATH_WARPS = 4 * MATH_WGS;
+constexpr bool THREADS_GATHER = GATHER && !FEW;  // threads copy gathered rows, else TMA does, row by row
 // Arrivals at a stage for copies by threads: one per warp for gathered rows and their scales, one per thread for scales only.
-constexpr int OF_COPIES = GATHER ? 4 * ARRIVALS_OF_WARP : FP8 && !TMA_SCALES ? 128 : 0;
+constexpr int OF_COPIES = THREADS_GATHER ? 4 * ARRIVALS_OF_WARP : FP8 && !TMA_SCALES ? 128 : 0;
 constexpr float SMALLEST = 1.17549435e-38f, LARGEST = 3.40282347e38f;  // normal numbers
 constexpr int GATE_UP = 1, UP_GATE = 2, INTERLEAVED = 3;
 
@@ -70,10 +88,13 @@ __device__ __forceinline__ u32 cluster_rank() {
     return rank;
 }
 
-__device__ __forceinline__ void sync_cluster() {
-    if (CLUSTER > 1) {
-        asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
-    }
+// The first barrier of the cluster, behind which the barriers of the other block are initialized.
+__device__ __forceinline__ void enter_cluster() {
+    if (CLUSTER > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void await_cluster() {
+    if (CLUSTER > 1) asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
 }
 
 // The last barrier: the other block may still have to arrive at barriers in this block's memory.
@@ -109,7 +130,7 @@ __device__ __forceinline__ void load_rows(const TensorMap* map, u32 to, u32 barr
     }
 }
 
-// One half of a weight tile: 128 rows of `expert` from `column`. The map is [expert][half][row][k], or, interleaved,
+// One half of a weight tile: BOX_ROWS rows of `expert` from `column`. The map is [expert][half][row][k], or, interleaved,
 // [expert][row][half][k]; without gate and up there is one half of all rows.
 __device__ __forceinline__ void load_half(
     const TensorMap* map, u32 to, u32 barrier, int k, int column, int half, int expert, bool multicast) {
@@ -136,15 +157,16 @@ __device__ __forceinline__ void load_half(
 
 // --- tiles ----------------------------------------------------------------------------------------------------------
 
-// Called by a warp that has consumed a stage. Lane r arrives at `barrier` in the memory of block r, because the other block
-// of the cluster may also load into the stage. `share` is 2 if the warp also arrives for the other warpgroup.
+// Called by a warp that has consumed a stage. Lane r arrives at `barrier` in the memory of block r of the team, because the
+// other block may also load into the stage. `share` is 2 if the warp also arrives for the other warpgroup.
 __device__ __forceinline__ void release(u32 barrier, u32 share) {
 #ifdef EACH_LANE_ARRIVES
-    for (u32 r = 0; r < CLUSTER; ++r) barrier_arrive_there(address_at(barrier, r), share);
+    if (TEAM == 1) barrier_arrive(barrier, share);
+    for (u32 r = 0; r < TEAM && TEAM > 1; ++r) barrier_arrive_there(address_at(barrier, r), share);
 #else
-    if (threadIdx.x % 32 >= CLUSTER) return;
-    if (CLUSTER == 1) barrier_arrive(barrier, share);
-    if (CLUSTER > 1) barrier_arrive_there(barrier, share);
+    if (threadIdx.x % 32 >= TEAM) return;
+    if (TEAM == 1) barrier_arrive(barrier, share);
+    if (TEAM > 1) barrier_arrive_there(barrier, share);
 #endif
 }
 
@@ -156,12 +178,14 @@ __device__ __forceinline__ void copy_word(u32 to, const float* from) {
 __device__ __forceinline__ int blocks_of(int columns) { return SHORT_BLOCKS ? (columns + 127) / 128 : columns / 128; }
 
 // Row of the weight's scales, counted over all experts, for half 0 or 1 of a tile (128 rows share one). If gate and up are
-// interleaved, both halves use both rows, the first one for the first 64 columns.
+// interleaved, both halves use both rows, the first one for the first 64 columns. With FEW, only gate and up that are not
+// interleaved have different ones.
 __device__ __forceinline__ long long weight_scales(int expert, int column, int columns, int half) {
     int blocks = (GATED ? 2 * columns : columns) + 127 >> 7, block = column / 128 + (half > 0);
     if (GATED) block = column / 128 + ((half > 0) == (ORDER == GATE_UP) ? blocks_of(columns) : 0);
     if (GATED && SHORT_BLOCKS && ORDER != INTERLEAVED) blocks = 2 * blocks_of(columns);
-    if (GATED && ORDER == INTERLEAVED) block = column / 64 + (half > 0);
+    if (GATED && ORDER == INTERLEAVED) block = column / 64 + (!FEW && half > 0);
+    if (!GATED && FEW) block = column / 128;
     return (long long)expert * blocks + min(block, blocks - 1);
 }
 
@@ -184,18 +208,20 @@ __device__ __forceinline__ bool all_of_warpgroup(int wg, bool value) {
 // Number of work items of a group; a cluster works on one at a time.
 __device__ __forceinline__ int tiles_of(int rows, int tiles_n) {
     int tiles_m = ceil_div(rows, BM);
-    if (CLUSTER == 1) return tiles_m * tiles_n;
+    if (TEAM == 1) return tiles_m * tiles_n;
     return tiles_m / 2 * tiles_n + tiles_m % 2 * ceil_div(tiles_n, 2);
 }
 
-// Called by one warp: lists the groups that have tiles, and counts these. A search then passes over no others, of which there
-// are many where each of few tokens has its own experts. `groups[num_groups].first` is the number of all tiles.
-__device__ void count_tiles(Group* groups, const int* offsets, const int* expert_ids, const int* num_active,
+// Called by the whole block: lists the groups that have tiles, and counts these. A search then passes over no others, of
+// which there are many where each of few tokens has its own experts. `groups[num_groups].first` is the number of all tiles.
+// Each warp takes 32 groups, so that memory is mostly waited for once; `totals` has the tiles and groups of each warp.
+__device__ void count_tiles(Group* groups, int2* totals, const int* offsets, const int* expert_ids, const int* num_active,
                             int num_groups, int num_experts, int capacity, int tiles_n) {
-    int lane = threadIdx.x % 32, total = 0, listed = 0;
-    int active = num_active ? min(num_groups, *num_active) : num_groups;
-    for (int base = 0; base < num_groups; base += 32) {
-        int g = base + lane, start = 0, rows = 0, expert = -1;
+    constexpr int WARPS = MATH_WARPS + 4;
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, total = 0, listed = 0;
+    for (int base = 0; base < num_groups; base += 32 * WARPS) {
+        int g = base + threadIdx.x, start = 0, rows = 0, expert = -1, active = num_groups;
+        if (num_active) active = min(num_groups, *num_active);
         if (g < num_groups) {
             start = offsets[g];
             rows = min(offsets[g + 1], capacity) - start;
@@ -208,12 +234,19 @@ __device__ void count_tiles(Group* groups, const int* offsets, const int* expert
             if (lane >= step) last += before;
         }
         u32 with_tiles = __ballot_sync(~0u, tiles > 0);
-        if (tiles > 0)
-            groups[listed + __popc(with_tiles & ((1u << lane) - 1))] = {total + last - tiles, start, rows, expert};
-        listed += __popc(with_tiles);
-        total += __shfl_sync(~0u, last, 31);
+        if (lane == 31) totals[warp] = {last, __popc(with_tiles)};
+        __syncthreads();
+        int2 of_warp = {0, 0};
+        if (lane < WARPS) of_warp = totals[lane];
+        int first = total + __reduce_add_sync(~0u, lane < warp ? of_warp.x : 0) + last - tiles;
+        int place = listed + __reduce_add_sync(~0u, lane < warp ? of_warp.y : 0) + __popc(with_tiles & ((1u << lane) - 1));
+        if (tiles > 0) groups[place] = {first, start, rows, expert};
+        total += __reduce_add_sync(~0u, of_warp.x);
+        listed += __reduce_add_sync(~0u, of_warp.y);
+        __syncthreads();
     }
-    if (lane == 0) groups[listed].first = groups[num_groups].first = total;
+    if (threadIdx.x == 0) groups[listed].first = groups[num_groups].first = total;
+    __syncthreads();
 }
 
 // The tile of this block in work item `index`. `g` is a group at or before the tile's, and advances to it. False past the
@@ -221,9 +254,27 @@ __device__ void count_tiles(Group* groups, const int* offsets, const int* expert
 __device__ __forceinline__ bool find_tile(
     const Group* groups, int num_groups, int index, int tiles_n, int band_width, u32 rank, int& g, Tile& tile) {
     if (index >= groups[num_groups].first) return false;
-    while (index >= groups[g + 1].first) ++g;
+    if (FEW) {
+        // The lanes of the warp look at 32 groups at a time.
+        for (int lane = threadIdx.x % 32;; g += 32) {
+            u32 behind = __ballot_sync(~0u, index < groups[min(g + 1 + lane, num_groups)].first);
+            if (behind != 0) {
+                g += __ffs(behind) - 1;
+                break;
+            }
+        }
+    } else {
+        while (index >= groups[g + 1].first) ++g;
+    }
     Group group = groups[g];
-    int u = index - group.first, tiles_m = ceil_div(group.rows, BM), odd = tiles_m % CLUSTER, m, n;
+    int u = index - group.first, tiles_m = ceil_div(group.rows, BM);
+    if (FEW) {
+        int n = u / tiles_m, m = u - n * tiles_m;
+        tile = {group.start + m * BM, group.rows - m * BM, group.expert, n * ITEM_COLUMNS, false};
+        if (PAIRED) tile.column += (int)rank * TILE_COLUMNS;
+        return true;
+    }
+    int odd = tiles_m % CLUSTER, m, n;
     tiles_m /= CLUSTER;
     // The odd row tile comes after each band of columns, or after all of them.
     int span = tiles_m <= FEW_PAIRS ? band_width : tiles_n, of_span = tiles_m * span + odd * ceil_div(span, 2);
@@ -313,7 +364,8 @@ __device__ __forceinline__ void multiply(float (&part)[PARTIAL_SUMS], u32 a, u32
 }
 
 // Like `mma_fp8` for bf16, into the first 64 sums.
-__device__ __forceinline__ void mma_bf16_half(float (&d)[128], u32 a, u32 b, int add) {
+template <int N>
+__device__ __forceinline__ void mma_bf16_half(float (&d)[N], u32 a, u32 b, int add) {
     asm volatile(DESCRIPTORS("%64", "%65", "%66")
                  "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" SUMS_64 "}, a, b, p, 1, 1, 0, 0;\n}"
                  : F64(d, 0)
@@ -357,7 +409,9 @@ __device__ __forceinline__ void add_up(float (&acc)[SUMS], float (&part)[PARTIAL
     keep(part);
 #pragma unroll
     for (int i = 0; i < PARTIAL_SUMS; ++i) {
-        int r = i / 2 % 2, h = GATED && ORDER == INTERLEAVED ? i / 32 : FIRST / PARTIAL_SUMS;
+        int r = i / 2 % 2;
+        if (BM == 8 && r > 0) continue;  // a row past the tile
+        int h = GATED && (ORDER == INTERLEAVED) != FEW ? i / 32 : FIRST / PARTIAL_SUMS;
         bool apart = !PLAIN && factors.apart(r, h);
         float first = PLAIN ? part[i] : __fmul_rn(part[i], apart ? factors.a[r] : 1.0f);
         acc[FIRST + i] = __fmaf_rn(first, apart ? factors.w[h] : factors.product[r][h], acc[FIRST + i]);
@@ -452,8 +506,30 @@ __device__ __forceinline__ void store(
     }
 }
 
-// Quantizes 128 columns of each row from `r[FIRST]` on, one block, as `quantize.quantize_tile` does, and stores `columns` of
-// them, past which there are zeros. `scales` is that of the first row.
+// Quantizes numbers of a block whose largest magnitude has these bits, as `quantize.quantize_tile` does.
+struct Quantizer {
+    bool poisoned;  // by NaN or Inf
+    float scale, inverse;
+
+    __device__ __forceinline__ explicit Quantizer(u32 bits) {
+        poisoned = bits >= 0x7F800000;
+        u32 amax = poisoned ? 0 : bits;
+        scale = __fdiv_rn(__uint_as_float(max(amax, 0x38D1B717)), 448.0f);  // amax at least 1e-4
+        inverse = __frcp_rn(scale);
+    }
+
+    __device__ __forceinline__ float stored_scale() const { return poisoned ? __uint_as_float(0x7FC00000) : scale; }
+
+    __device__ __forceinline__ u16 codes(float low, float high) const {
+        u16 codes;
+        low = divide(low, scale, inverse), high = divide(high, scale, inverse);
+        asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
+        return poisoned ? (u16)0 : codes;
+    }
+};
+
+// Quantizes 128 columns of each row from `r[FIRST]` on, one block, and stores `columns` of them, past which there are zeros.
+// `scales` is that of the first row.
 template <int FIRST, int N>
 __device__ __forceinline__ void store_quantized(
     const float (&r)[N], u8* staging, u8* out, long long stride, int rows, int columns, float* scales, int scale_stride) {
@@ -466,21 +542,14 @@ __device__ __forceinline__ void store_quantized(
             bits = max(bits, __float_as_uint(r[FIRST + 4 * j + 2 * second]) & 0x7FFFFFFF);
             bits = max(bits, __float_as_uint(r[FIRST + 4 * j + 2 * second + 1]) & 0x7FFFFFFF);
         }
-        bits = max_of_row(bits);
-        bool poisoned = bits >= 0x7F800000;  // NaN or Inf
-        u32 amax = poisoned ? 0 : bits;
-        float scale = __fdiv_rn(__uint_as_float(max(amax, 0x38D1B717)), 448.0f);  // amax at least 1e-4
-        float inverse = __frcp_rn(scale);
+        Quantizer quantizer(max_of_row(bits));
         int row = lane / 4 + 8 * second;
-        if (quad == 0 && row < rows) scales[row * scale_stride] = poisoned ? __uint_as_float(0x7FC00000) : scale;
+        if (quad == 0 && row < rows) scales[row * scale_stride] = quantizer.stored_scale();
 #pragma unroll
         for (int j = 0; j < 16; ++j) {
-            float low = divide(r[FIRST + 4 * j + 2 * second], scale, inverse);
-            float high = divide(r[FIRST + 4 * j + 2 * second + 1], scale, inverse);
-            u16 codes;
-            asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
+            u16 codes = quantizer.codes(r[FIRST + 4 * j + 2 * second], r[FIRST + 4 * j + 2 * second + 1]);
             u32 at = row * 128 + ((j / 2 ^ row % 8) << 4) + j % 2 * 8 + quad * 2;
-            *(u16*)(staging + at) = poisoned ? (u16)0 : codes;
+            *(u16*)(staging + at) = codes;
         }
     }
     write_rows(staging, out, stride, rows, SHORT_BLOCKS ? columns : 128);
@@ -491,6 +560,22 @@ struct Extras {
     const float *row_scale, *expert_scales, *bias;
     int scales_per_expert;
 };
+
+// One sum of half `h` of a tile and column `n` of the result.
+__device__ __forceinline__ float with_extras(float sum, const Extras& x, int row, int expert, int n, int h, int columns) {
+    int num_rows = GATED ? 2 * columns : columns, up = h, weight_row = n;
+    if (GATED) {
+        weight_row = ORDER == INTERLEAVED ? 2 * n + h : n + (h == (ORDER == GATE_UP) ? columns : 0);
+    } else if (ORDER == INTERLEAVED) {
+        up = n % 2;
+    } else {
+        up = (n >= columns / 2) == (ORDER == GATE_UP);
+    }
+    float r = x.row_scale ? x.row_scale[row] : 1.0f, s = 1.0f;
+    if (x.expert_scales) s = x.expert_scales[(long long)expert * x.scales_per_expert + (x.scales_per_expert == 2 ? up : 0)];
+    float b = x.bias && n < columns ? x.bias[(long long)expert * num_rows + weight_row] : -0.0f;
+    return __fadd_rn(__fmul_rn(__fmul_rn(sum, r), s), b);
+}
 
 __device__ __forceinline__ void apply_extras(
     float (&acc)[SUMS], const Extras& x, int row, int last_row, int expert, int column, int columns) {
@@ -520,47 +605,156 @@ __device__ __forceinline__ void apply_extras(
     }
 }
 
+// --- epilogue of few rows -------------------------------------------------------------------------------------------
+
+constexpr int ROW_THREADS = FEW ? 128 / BM : 1;  // that have a row
+
+// What a warp and the one of the same number in the other block tell each other of a tile: the largest bits of its rows. Two
+// tiles in turn use one of two places. A block writes into the next but one only when it knows the next of the other block,
+// which then has read this one.
+struct Maxima {
+    const u32* here;                            // of this thread's row
+    u32 there, arrived, arrived_there, parity;  // shared-memory addresses: in the other block, and of barriers
+};
+
+// The larger of this block's and of the other one's bits of a row.
+__device__ __forceinline__ u32 largest_of_pair(const Maxima& x, u32 bits) {
+    int lane = threadIdx.x % 32;
+    if (lane == 0) barrier_expect(x.arrived, 32 / ROW_THREADS * 4);
+    if (lane % ROW_THREADS == 0) {
+        asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(x.there), "r"(bits),
+                     "r"(x.arrived_there)
+                     : "memory");
+    }
+    barrier_wait(x.arrived, x.parity);
+    return max(bits, *x.here);
+}
+
+__device__ __forceinline__ void sync_warpgroup() { asm volatile("bar.sync %0, 128;" ::"r"(1) : "memory"); }
+
+// Spreads the sums of a tile, which one warp has, over the warpgroup: writes them to shared memory as [BM, SUMS_STRIDE].
+__device__ __forceinline__ void share_sums(const float (&acc)[SUMS], float* sums) {
+    int lane = threadIdx.x % 32;
+    sync_warpgroup();  // those of the last tile have been read
+    if (threadIdx.x < 32) {
+        float* of_lane = sums + lane / 4 * SUMS_STRIDE + lane % 4 * 2;
+#pragma unroll
+        for (int j = 0; j < SUMS / 4; ++j) {
+            *(float2*)(of_lane + 8 * j) = make_float2(acc[4 * j], acc[4 * j + 1]);
+            if (BM == 16) *(float2*)(of_lane + 8 * SUMS_STRIDE + 8 * j) = make_float2(acc[4 * j + 2], acc[4 * j + 3]);
+        }
+    }
+    sync_warpgroup();
+}
+
+// Writes the rest of a row of `bytes` from a thread's part of it on.
+template <int WORDS>
+__device__ __forceinline__ void write_words(u8* to, const u32 (&words)[WORDS], int bytes) {
+    if (WORDS == 1 && bytes > 0) *(u32*)to = words[0];
+    if (WORDS == 2 && bytes > 0) *(uint2*)to = make_uint2(words[0], words[WORDS - 1]);
+#pragma unroll
+    for (int i = 0; i + 3 < WORDS; i += 4)
+        if (4 * i < bytes) *(uint4*)(to + 4 * i) = make_uint4(words[i], words[i + 1], words[i + 2], words[i + 3]);
+}
+
+// The rest of a tile: each thread has OF_THREAD neighbouring columns of a row. `out_scales` null stores none.
+__device__ __forceinline__ void store_few(const float* sums, const Extras& extras, const Tile& tile, int last_row,
+                                          int columns, float alpha, float limit, float up_offset, u8* out,
+                                          long long out_stride, float* out_scales, const Maxima& maxima) {
+    constexpr int OF_THREAD = TILE_COLUMNS / ROW_THREADS, SIZE = OUT == 3 ? 1 : (OUT == 2 ? 4 : 2), PARTS = GATED ? 2 : 1;
+    int row = threadIdx.x / ROW_THREADS, first = threadIdx.x % ROW_THREADS * OF_THREAD;
+    long long position = tile.start + row;
+    // A cluster may reach past the last column; that is not stored.
+    int width = row < tile.rows ? min(columns - tile.column, TILE_COLUMNS) : 0;
+    float x[PARTS][OF_THREAD];
+#pragma unroll
+    for (int h = 0; h < PARTS; ++h) {
+#pragma unroll
+        for (int i = 0; i < OF_THREAD; ++i) {
+            x[h][i] = sums[row * SUMS_STRIDE + h * TILE_COLUMNS + first + i];
+            if (EXTRAS) {
+                int of_row = min((int)position, last_row);
+                x[h][i] = with_extras(x[h][i], extras, of_row, tile.expert, tile.column + first + i, h, columns);
+            }
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < OF_THREAD; ++i) {
+        if (GATED) x[0][i] = activated(x[0][i], x[PARTS - 1][i], alpha, limit, up_offset);
+        if (ACTIVATED && !GATED) x[0][i] = function_of(x[0][i], alpha);
+    }
+    u32 words[OF_THREAD * SIZE / 4];
+    if (OUT == 3) {
+        u32 bits = 0;
+#pragma unroll
+        for (int i = 0; i < OF_THREAD; ++i) bits = max(bits, __float_as_uint(x[0][i]) & 0x7FFFFFFF);
+#pragma unroll
+        for (int step = 1; step < ROW_THREADS; step *= 2) bits = max(bits, __shfl_xor_sync(~0u, bits, step));
+        if (PAIRED) bits = largest_of_pair(maxima, bits);
+        Quantizer quantizer(bits);
+        if (first == 0 && width > 0 && out_scales)
+            out_scales[position * blocks_of(columns) + tile.column / 128] = quantizer.stored_scale();
+#pragma unroll
+        for (int i = 0; i < OF_THREAD; i += 4)
+            words[i / 4] = quantizer.codes(x[0][i], x[0][i + 1]) | (u32)quantizer.codes(x[0][i + 2], x[0][i + 3]) << 16;
+    } else if (OUT == 2) {
+#pragma unroll
+        for (int i = 0; i < OF_THREAD; ++i) words[i * SIZE / 4] = __float_as_uint(x[0][i]);
+    } else {
+#pragma unroll
+        for (int i = 0; i < OF_THREAD; i += 2) words[i * SIZE / 4] = pack(x[0][i], x[0][i + 1]);
+    }
+    write_words(out + (position * out_stride + tile.column + first) * SIZE, words, (width - first) * SIZE);
+}
+
 // --- kernel ---------------------------------------------------------------------------------------------------------
 
 extern __shared__ __align__(1024) u8 shared[];
 
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(128 * (MATH_WGS + 1), 1)
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(128 * (MATH_WGS + 1), FEW ? 2 : 1)
 tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap w_map,
          const __grid_constant__ TensorMap scales_map, const u8* a_rows, long long a_stride, const int* row_index,
          const float* a_scales, const float* w_scales, Extras extras, u8* out, long long out_stride, float* out_scales,
          const int* offsets, const int* expert_ids, const int* num_active, int num_groups, int num_experts,
-         int capacity, int columns, int k_blocks, int row_bytes, int band_width, float alpha, float limit,
+         int capacity, int columns, int k_blocks, int row_bytes, int band_width, int settled, float alpha, float limit,
          float up_offset) {
     u8* staging = shared + STAGES * STAGE_BYTES;
-    float* scales = (float*)(staging + MATH_WARPS * WARP_STAGING);
+    float* scales = (float*)(staging + STAGING_BYTES);
     u64* barriers = (u64*)((u8*)scales + STAGES * SCALE_BYTES);
     // Tiles that the producers announce to the math warps: start, rows, expert, column.
     int4* tiles = (int4*)(barriers + 2 * STAGES + TILES_AHEAD);
     Group* groups = (Group*)(tiles + TILES_AHEAD);
+    u64* told = (u64*)(groups + num_groups + 1);  // barriers of the other block's maxima, of each warp for two tiles
+    u32* maxima = (u32*)(told + 2 * MATH_WARPS);
+    int2* totals = (int2*)staging;  // of the groups of each warp
     u32 full = shared_address(barriers), empty = full + 8 * STAGES, known = empty + 8 * STAGES, ring = shared_address(shared);
     int wg = uniform(threadIdx.x / 128), warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
-    int tiles_n = ceil_div(columns, TILE_COLUMNS), step = gridDim.x / CLUSTER;
+    int tiles_n = ceil_div(columns, ITEM_COLUMNS), step = gridDim.x / CLUSTER;  // between work items of a cluster
     u32 rank = cluster_rank();
 
     if (threadIdx.x == 32) {
         for (int s = 0; s < STAGES; ++s) {
             barrier_init(full + 8 * s, 1 + OF_COPIES);
-            barrier_init(empty + 8 * s, MATH_WARPS * CLUSTER * ARRIVALS_OF_WARP);
+            barrier_init(empty + 8 * s, MATH_WARPS * TEAM * ARRIVALS_OF_WARP);
         }
         for (int i = 0; i < TILES_AHEAD; ++i) barrier_init(known + 8 * i, 1);
+        for (int i = 0; i < 2 * MATH_WARPS && PAIRED; ++i) barrier_init(shared_address(told) + 8 * i, 1);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
+    __syncwarp();
+    enter_cluster();
     if (threadIdx.x == 64) {
         asm volatile("prefetch.tensormap [%0];" ::"l"(&w_map) : "memory");
-        if (!GATHER) asm volatile("prefetch.tensormap [%0];" ::"l"(&a_map) : "memory");
+        if (!THREADS_GATHER) asm volatile("prefetch.tensormap [%0];" ::"l"(&a_map) : "memory");
     }
-    // This kernel may have started before the one that writes its rows has ended.
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-    // The next kernel is the product that reads these results.
-    if (ACTIVATED) asm volatile("griddepcontrol.launch_dependents;");
-    if (warp == 0) count_tiles(groups, offsets, expert_ids, num_active, num_groups, num_experts, capacity, tiles_n);
-    __syncthreads();
-    sync_cluster();
+    // This kernel may have started before the one that writes its rows has ended. If `settled`, that one has not written
+    // the table of groups, which then can be read, and the weights of the first tile loaded, before it ends.
+    auto wait_for_rows = [] { asm volatile("griddepcontrol.wait;" ::: "memory"); };
+    if (!FEW || !settled) wait_for_rows();
+    // The next kernel is the product that reads these results, or, behind that, the one that combines the rows.
+    if (ACTIVATED || FEW) asm volatile("griddepcontrol.launch_dependents;");
+    count_tiles(groups, totals, offsets, expert_ids, num_active, num_groups, num_experts, capacity, tiles_n);
+    await_cluster();
 
     // A tile starts at the first stage and goes round the ring until K is done. Bit s of `phases`: whether all previous tiles
     // used stage s an odd number of times. Bit s of `used`: whether one tile does.
@@ -570,7 +764,8 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
     Tile tile;
     if (wg == MATH_WGS) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
-        // One thread starts the TMA copies. All threads copy gathered rows, and scales that TMA does not copy.
+        // One thread starts the TMA copies, except for those of single rows, which a warp starts. All threads copy other
+        // gathered rows, and scales that TMA does not copy.
         int thread = threadIdx.x % 128, chunk = thread % 8, first = thread / 8, under_way = -1;
         bool leader = thread == 0;
         int announced = 0;
@@ -587,7 +782,7 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
         u32 to = first * 128 + ((chunk ^ first % 8) << 4);
         // This thread handles the tiles below `last`. If one thread copies, its whole warp loops, so that values stay
         // warp-uniform.
-        bool idle = TMA_SCALES ? warp != MATH_WARPS : !FP8 && !GATHER && !leader;
+        bool idle = TMA_SCALES || (FEW && !FP8) ? warp != MATH_WARPS : !FP8 && !GATHER && !leader;
         int last = idle ? 0 : 0x7FFFFFFF;
         // Gathered rows of a stage are handed over when the copies of the next stage have started, or if there is no next.
         auto hand_over = [&] {
@@ -599,23 +794,44 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
             asm volatile("cp.async.wait_group 0;" ::: "memory");
             hand_over();
         };
+        // The first stages of the first tile, whose weights wait neither for row numbers nor, if `settled`, for the kernel
+        // before this one.
+        int ahead = 0;
+        bool begins = FEW;
         // From `whole` on, tiles are halved.
         int total = groups[num_groups].first, rest = total % step;
         int whole = HALVES && 2 * rest <= step ? total - rest : total;
         for (int t = blockIdx.x / CLUSTER; t < last; t += step) {
-            int halved = max(t - whole, 0), halves = HALVES && t >= whole ? 1 : 2;
+            int halved = max(t - whole, 0), halves = HALVES && t >= whole ? 1 : BOXES;
             if (!find_tile(groups, num_groups, t - ceil_div(halved, 2), tiles_n, band_width, rank, g, tile)) break;
             tile.column += halved % 2 * HALF;
+            bool shared_rows = TEAM > 1 && !tile.pair_rows, shared_weights = TEAM > 1 && tile.pair_rows;
+            int boxes = GATHER ? 0 : min(BM / A_BOX, ceil_div(tile.rows, A_BOX)), box_bytes = boxes * A_BOX * 128;
+            int single_rows = FEW && GATHER ? min(BM, tile.rows) : 0;  // each is copied by a lane
+            box_bytes += single_rows * 128;
+            int row_of_lane = FEW && GATHER && lane < single_rows ? row_index[tile.start + lane] : 0;
+            auto load_weights = [&](u32 b, u32 ready, int kb) {
+                for (int h = shared_weights ? rank : 0; h < halves; h += shared_weights ? TEAM : 1)
+                    load_half(&w_map, b + h * BOX_BYTES, ready, kb * BK, tile.column, h, tile.expert, shared_weights);
+            };
+            if (begins) {
+                ahead = min(STAGES, k_blocks);
+                for (int s = 0; s < ahead && leader; ++s) {
+                    barrier_expect(full + 8 * s, box_bytes + halves * BOX_BYTES);
+                    load_weights(ring + s * STAGE_BYTES + A_BYTES, full + 8 * s, s);
+                }
+                wait_for_rows();
+                begins = false;
+            }
             announce(make_int4(tile.start, tile.rows, tile.expert, tile.column | (halves == 1 ? ONE_HALF : 0)));
-            bool shared_rows = CLUSTER > 1 && !tile.pair_rows, shared_weights = CLUSTER > 1 && tile.pair_rows;
-            int boxes = GATHER ? 0 : min(BM / A_BOX, ceil_div(tile.rows, A_BOX));
             const float* a_scale = a_scales + (long long)(tile.start + min(thread, tile.rows - 1)) * k_blocks;
             const float* w_scale = w_scales + weight_scales(tile.expert, tile.column, columns, thread) * k_blocks;
             const float* of_second = w_scales + weight_scales(tile.expert, tile.column, columns, 1) * k_blocks;
-            const u8* from[BM / 16];
-            if (GATHER) {
+            constexpr int ROWS_OF_THREAD = THREADS_GATHER ? BM / 16 : 1;
+            const u8* from[ROWS_OF_THREAD];
+            if (THREADS_GATHER) {
 #pragma unroll
-                for (int i = 0; i < BM / 16; ++i) {
+                for (int i = 0; i < ROWS_OF_THREAD; ++i) {
                     int row = first + 16 * i;
                     from[i] = a_rows + chunk * 16;
                     if (row < tile.rows) from[i] += row_index[tile.start + row] * a_stride;
@@ -628,17 +844,16 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
                 u32 a = ring + stage * STAGE_BYTES, b = a + A_BYTES, ready = full + 8 * stage;
                 // A tile may end with the first stage of the next tile, which cannot be freed before it was filled, or with
                 // the stage after it, for which math warps wait before they free the first.
-                if (GATHER && kb == 0 && (u32)under_way <= 1) hand_over_last();
+                if (THREADS_GATHER && kb == 0 && (u32)under_way <= 1) hand_over_last();
                 barrier_wait(empty + 8 * stage, ~phase >> stage & 1);
-                if (TMA_SCALES) __syncwarp();  // a late lane would wait for the following round
+                if (TMA_SCALES || FEW) __syncwarp();  // a late lane would wait for the following round
                 if (leader) {
                     bool scales_too = TMA_SCALES && stage == 0;
-                    barrier_expect(ready, boxes * A_BOX * 128 + halves * HALF_BYTES + (scales_too ? (BM + 2) * 16 : 0));
-                    for (int i = shared_rows ? rank : 0; i < boxes; i += shared_rows ? CLUSTER : 1)
+                    if (!FEW || ahead <= 0)
+                        barrier_expect(ready, box_bytes + halves * BOX_BYTES + (scales_too ? (BM + 2) * 16 : 0));
+                    for (int i = shared_rows ? rank : 0; i < boxes; i += shared_rows ? TEAM : 1)
                         load_rows(&a_map, a + i * A_BOX * 128, ready, kb * BK, tile.start + i * A_BOX, shared_rows);
-                    for (int h = shared_weights ? rank : 0; h < halves; h += shared_weights ? CLUSTER : 1)
-                        load_half(
-                            &w_map, b + h * HALF_BYTES, ready, kb * BK, tile.column, h, tile.expert, shared_weights);
+                    if (!FEW || ahead <= 0) load_weights(b, ready, kb);
                     if (scales_too) {
                         u32 scale = shared_address(scales) + round;
                         load_rows(&scales_map, scale, ready, kb, tile.start, false);
@@ -647,18 +862,21 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
                         round = ROUND_BYTES - round;
                     }
                 }
+                --ahead;
+                if (warp == MATH_WARPS && lane < single_rows)
+                    load_rows(&a_map, a + lane * 128, ready, kb * BK, row_of_lane, false);
                 if (FP8 && !TMA_SCALES) {
                     u32 scale = shared_address(scales) + stage * SCALE_BYTES;
-                    copy_word(scale + thread * 4, a_scale + kb);
-                    if (thread < 2) copy_word(scale + 512 + thread * 4, w_scale + kb);
+                    if (thread < BM) copy_word(scale + thread * 4, a_scale + kb);
+                    if (thread < 2) copy_word(scale + BM * 4 + thread * 4, w_scale + kb);
                 }
-                if (FP8 && !TMA_SCALES && !GATHER)
+                if (FP8 && !TMA_SCALES && !THREADS_GATHER)
                     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(ready) : "memory");
-                if (GATHER) {
+                if (THREADS_GATHER) {
                     // Past the end of a row nothing is read and zeros are written.
                     int bytes = kb * 128 + chunk * 16 < row_bytes ? 16 : 0;
 #pragma unroll
-                    for (int i = 0; i < BM / 16; ++i) {
+                    for (int i = 0; i < ROWS_OF_THREAD; ++i) {
                         if (first + 16 * i < tile.rows)
                             asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(a + to + i * 2048),
                                          "l"(bytes ? from[i] + kb * 128 : a_rows), "r"(bytes)
@@ -675,9 +893,11 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
             }
         }
         if (under_way >= 0) hand_over_last();
+        if (begins) wait_for_rows();  // the next kernel takes the end of this one for the end of the one before, too
         announce(make_int4(0, NO_MORE, 0, 0));
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MATH_REGISTERS));
+        if (FEW) wait_for_rows();
         float acc[SUMS];
         // Position of the scales of the next round of stages, and whether a tile swaps the two positions.
         u32 round = 0;
@@ -686,14 +906,14 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
         int turn = 0;  // the warpgroup that gets the next tile of at most 64 rows
         bool waits = false;
         u8* warp_staging = staging + warp * WARP_STAGING;
-        u32 freed = CLUSTER > 1 && ARRIVALS_OF_WARP == 1 ? address_at(empty, lane % CLUSTER) : empty;
+        u32 freed = TEAM > 1 && ARRIVALS_OF_WARP == 1 ? address_at(empty, lane % TEAM) : empty;
         for (int number = 0;; ++number) {
             barrier_wait(known + 8 * (number % TILES_AHEAD), number / TILES_AHEAD & 1);
             int4 what = tiles[number % TILES_AHEAD];
             if (what.y == NO_MORE) break;
             bool one_half = HALVES && what.w & ONE_HALF;
             tile.start = what.x, tile.rows = what.y, tile.expert = what.z, tile.column = what.w & ~ONE_HALF;
-            bool alone = tile.rows <= 64;
+            bool alone = !FEW && tile.rows <= 64;
             int share = alone ? 2 : 1;
             if (alone) {
                 turn ^= 1;
@@ -710,7 +930,46 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
             u32 a = uniform(descriptor(ring + first_row * 128)), b = descriptor(ring + A_BYTES), phase = phases;
             phases ^= used;
             constexpr u32 STEP = STAGE_BYTES >> 4, SECOND = HALF_BYTES >> 4;  // in descriptors
+#if ROWS < 128
+            int stage = 0;
 #if FP8
+#pragma unroll
+            for (int i = 0; i < SUMS; ++i) acc[i] = 0.0f;
+            float part[PARTIAL_SUMS];
+            for (int kb = 0; kb < k_blocks; ++kb) {
+                barrier_wait(full + 8 * stage, phase >> stage & 1);
+                multiply(part, a + stage * STEP, b + stage * STEP);
+                Factors factors;
+                const float* of_rows = scales + stage * (SCALE_BYTES / 4) + lane / 4;
+                const float* of_weights = scales + stage * (SCALE_BYTES / 4) + BM;
+                factors.a[0] = of_rows[0], factors.a[1] = of_rows[BM - 8];
+                factors.w[0] = of_weights[0], factors.w[1] = of_weights[1];
+                factors.multiply(LARGEST);
+                mma_wait<0>();
+                release(freed + 8 * stage, 1);
+                add_up<0, false>(acc, part, factors);
+                if (++stage == STAGES) stage = 0, phase = ~phase;
+            }
+#else
+            int before = 0;
+            for (int kb = 0; kb < k_blocks; ++kb) {
+                u32 at = stage * STEP;
+                barrier_wait(full + 8 * stage, phase >> stage & 1);
+                keep(acc);
+                mma_fence();
+#pragma unroll
+                for (int k = 0; k < 4; ++k) mma_bf16_half(acc, a + at + 2 * k, b + at + 2 * k, kb > 0 || k > 0);
+                mma_commit();
+                mma_wait<1>();
+                if (kb > 0) release(freed + 8 * before, 1);
+                before = stage;
+                if (++stage == STAGES) stage = 0, phase = ~phase;
+            }
+            mma_wait<0>();
+            keep(acc);
+            release(freed + 8 * before, 1);
+#endif
+#elif FP8
 #pragma unroll
             for (int i = 0; i < SUMS; ++i) acc[i] = 0.0f;
             if (waits) wait_turn(wg), waits = false;
@@ -808,6 +1067,21 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
             keep(acc);
             release(freed + 8 * before, share);
 #endif
+#if ROWS < 128
+            Maxima of_pair = {};
+            if (PAIRED) {
+                u32 place = number % 2 * MATH_WARPS + warp;
+                of_pair.here = maxima + place * (32 / ROW_THREADS) + lane / ROW_THREADS;
+                of_pair.there = address_at(shared_address(of_pair.here), rank ^ 1);
+                of_pair.arrived = shared_address(told + place);
+                of_pair.arrived_there = address_at(of_pair.arrived, rank ^ 1);
+                of_pair.parity = number / 2 & 1;
+            }
+            share_sums(acc, (float*)staging);
+            // The first block of a cluster stores the scales of both.
+            store_few((float*)staging, extras, tile, capacity - 1, columns, alpha, limit, up_offset, out, out_stride,
+                      rank > 0 ? nullptr : out_scales, of_pair);
+#else
             if (alone) give_turn(wg);
             if (EXTRAS) apply_extras(acc, extras, row, capacity - 1, tile.expert, tile.column, columns);
             constexpr int SIZE = OUT == 3 ? 1 : (OUT == 2 ? 4 : 2);
@@ -835,6 +1109,7 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
             } else {
                 store<TILE_COLUMNS>(acc, warp_staging, to, stride, rows, width);
             }
+#endif
         }
         if (waits) wait_turn(wg);
     }

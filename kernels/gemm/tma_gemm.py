@@ -4,7 +4,7 @@ The host side of `tma_gemm.cu`: tensor maps and launches. `plan.py` chooses when
 contract is that of `grouped_gemm.py`, whose Triton kernel runs everything else. `fp8_block` sums each 128 of K from
 zero in the tensor cores and adds `partial * (row scale * weight scale)` in fp32. Where that product of scales is not a
 normal number, it adds `(partial * row scale) * weight scale`. `bf16` sums in the tensor cores. Every row sums K in
-ascending order, in any shape, tile and neighbourhood, so both shapes give the same bits.
+ascending order, in any shape, tile and neighbourhood, so all shapes give the same bits.
 
 Least times on one H200. Prefill, FP8, 8 groups x 4096 rows, (N, K) = (4096, 7168): 1.92e12 flops take 1.34 ms at the
 1437 TFLOP/s of torch's dense 8192^3, 0.74 GB take 0.17 ms. Decode, FP8, 32 groups x 32 rows, both products of the
@@ -40,7 +40,6 @@ from moe_runtime.kernels.gemm.shapes import HALF, MAX_STAGES, TILE_ROWS, TmaShap
 from moe_runtime.kernels.gemm.weights import SILU, Activation, ExpertWeights, GateUpOrder
 
 SOURCE = "tma_gemm.cu"
-THREADS = 384
 MAPS_KEPT = 1024
 """Size of the cache of tensor maps, by address and shape."""
 
@@ -95,15 +94,17 @@ def macros(
     short_blocks: bool = False,
 ) -> nvrtc.Defines:
     """Macros of `tma_gemm.cu`; `out_code` is 0 bf16, 1 fp16, 2 fp32, 3 e4m3 with block scales."""
+    gated = activation is not None and activation.gated
     return nvrtc.Defines(
         {
             "FP8": int(fmt.code == FormatCode.FP8_BLOCK),
             "STAGES": shape.stages(num_groups),
-            "CLUSTER": shape.cluster,
+            "ROWS": shape.tile_rows,
+            "CLUSTER": shape.blocks_of_cluster(quantized=gated and out_code == 3),
             "A_BOX": shape.box_rows,
             "GATHER": int(gather),
             "ACTIVATED": int(activation is not None),
-            "GATED": int(activation is not None and activation.gated),
+            "GATED": int(gated),
             "FUNCTION": 0 if activation is None else activation.function.code,
             "ORDER": 0 if order is None else order.code,
             "OUT": out_code,
@@ -145,8 +146,12 @@ def _launch(
         short_blocks=w.blocks_apart or (out_code == 3 and columns % HALF != 0),
     )
     extras = _Extras(_pointer(a.row_scale), _pointer(w.expert_scales), _pointer(w.bias), scales_per_expert)
-    w_map = _weight_map(w, None if activation is None else activation.gate_up)
-    a_map = w_map if gather else _rows_map(a.rows, a.num_columns, shape.box_rows)
+    # A tile of a gated result has as many rows of gate as of up.
+    gate_up = None if activation is None else activation.gate_up
+    w_map = _weight_map(w, gate_up, HALF if gate_up is None else shape.halves * HALF // 2)
+    # Copies of gathered rows by TMA are of one row.
+    box_rows = 1 if gather else shape.box_rows
+    a_map = w_map if gather and not shape.few else _rows_map(a.rows, a.num_columns, box_rows)
     row_bytes = a.num_columns * a.rows.element_size()
     formula = activation or SILU
     nvrtc.launch(
@@ -154,7 +159,7 @@ def _launch(
         "tma_gemm",
         defines,
         grid=(plan.blocks, 1, 1),
-        block=THREADS,
+        block=shape.threads,
         arguments=[
             a_map,
             w_map,
@@ -178,6 +183,7 @@ def _launch(
             ceil_div(row_bytes, 128),
             row_bytes,
             shape.band,
+            int(a.settled),
             ctypes.c_float(formula.alpha),
             ctypes.c_float(float("inf") if formula.limit is None else formula.limit),
             # Adding -0 changes no value.
@@ -211,17 +217,17 @@ def _scales_map(scales: torch.Tensor) -> Any:
     return _tensor_map(scales.data_ptr(), 4, (v, rows), (4 * v,), (MAX_STAGES, TILE_ROWS))
 
 
-def _weight_map(w: ExpertWeights, order: GateUpOrder | None) -> Any:
-    """Map of `[E, halves, rows, K]`, or `[E, rows, halves, K]` where gate and up alternate: boxes of 128 rows."""
+def _weight_map(w: ExpertWeights, order: GateUpOrder | None, box_rows: int) -> Any:
+    """Map of `[E, halves, rows, K]`, or `[E, rows, halves, K]` where gate and up alternate: boxes of `box_rows`."""
     size = w.quants.element_size()
     experts, n, k = w.quants.shape
     row, expert, box_k = k * size, n * k * size, 128 // size
     if order is None:
-        dims, strides, box = (k, n, 1, experts), (row, expert, expert), (box_k, HALF, 1, 1)
+        dims, strides, box = (k, n, 1, experts), (row, expert, expert), (box_k, box_rows, 1, 1)
     elif order is GateUpOrder.INTERLEAVED:
-        dims, strides, box = (k, 2, n // 2, experts), (row, 2 * row, expert), (box_k, 1, HALF, 1)
+        dims, strides, box = (k, 2, n // 2, experts), (row, 2 * row, expert), (box_k, 1, box_rows, 1)
     else:
-        dims, strides, box = (k, n // 2, 2, experts), (row, n // 2 * row, expert), (box_k, HALF, 1, 1)
+        dims, strides, box = (k, n // 2, 2, experts), (row, n // 2 * row, expert), (box_k, box_rows, 1, 1)
     return _tensor_map(w.quants.data_ptr(), size, dims, strides, box)
 
 

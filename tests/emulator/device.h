@@ -32,6 +32,9 @@ inline unsigned max(unsigned a, int b) { return std::max(a, unsigned(b)); }
 struct alignas(8) uint2 {
   unsigned x, y;
 };
+struct alignas(8) int2 {
+  int x, y;
+};
 struct alignas(16) uint4 {
   unsigned x, y, z, w;
 };

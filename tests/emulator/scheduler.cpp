@@ -645,6 +645,18 @@ void bulk_commit() {
 
 void bulk_await(Word pending, bool read_only) { finish(self()->groups, pending, read_only); }
 
+void async_store(Word to, Word value, Word barrier) {
+  Block* block = block_of(barrier);
+  made_mbarrier(block, barrier);
+  if (block_of(to) != block) fail("a store to %08x counts at %08x, in another block", to, barrier);
+  unsigned char* place = in_memory(block, to, 4);
+  check_aligned(nullptr, place, 8, 4);
+  auto copy = add_copy(block, {{nullptr, place, 4}}, barrier, 4);
+  copy->content.resize(4);
+  memcpy(copy->content.data(), &value, 4);
+  copy->has_read = true;
+}
+
 void async_copy(Word to, const void* from, Word bytes, Word present) {
   Block* block = self()->block;
   unsigned char* place = in_memory(block, to, bytes);

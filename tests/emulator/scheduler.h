@@ -79,6 +79,9 @@ struct Piece {
 };
 void load_pieces(const Piece* pieces, Word count, Word bytes, Word barrier);
 
+// A value that a thread stores in a block of the cluster, which comes late and counts its bytes at a barrier of that block.
+void async_store(Word to, Word value, Word barrier);
+
 // Copies that a thread begins and goes on: the first `present` bytes of `bytes`, then zeros. An arrival comes after all
 // those before it.
 void async_copy(Word to, const void* from, Word bytes, Word present);

@@ -17,16 +17,18 @@ inline void mov_u32_cluster_ctarank(unsigned& rank) { rank = emulator::rank_in_c
 inline void mapa_shared_cluster_u32(unsigned& there, unsigned address, unsigned rank) {
   there = emulator::in_block_of_cluster(address, rank);
 }
-inline void barrier_cluster_arrive_relaxed_aligned__barrier_cluster_wait_aligned() {
-  emulator::cluster_arrive();
-  emulator::cluster_wait();
-}
+inline void barrier_cluster_arrive_relaxed_aligned() { emulator::cluster_arrive(); }
+inline void barrier_cluster_wait_aligned() { emulator::cluster_wait(); }
 inline void barrier_cluster_arrive_release_aligned__barrier_cluster_wait_acquire_aligned() {
   emulator::cluster_arrive();
   emulator::cluster_wait();
 }
 inline void mbarrier_arrive_shared_cluster_b64(unsigned barrier, unsigned count) {
   emulator::mbarrier_arrive_in_cluster(barrier, count);
+}
+
+inline void st_async_shared_cluster_mbarrier_complete_tx_bytes_b32(unsigned to, unsigned value, unsigned barrier) {
+  emulator::async_store(to, value, barrier);
 }
 
 // Barriers of some warps.

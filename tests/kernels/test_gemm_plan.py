@@ -19,6 +19,8 @@ from moe_runtime.kernels.formats.number_formats import (
 from moe_runtime.kernels.gemm.operands import NativeForm
 from moe_runtime.kernels.gemm.plan import (
     MAX_TMA_GROUPS,
+    TMA_FEW_ROWS,
+    TMA_SOME_ROWS,
     DequantOverlap,
     GemmKernel,
     GemmPlan,
@@ -32,12 +34,16 @@ from moe_runtime.kernels.gemm.shapes import (
     DEQUANT_PREFILL,
     FEW_TOKENS,
     MANY_TOKENS,
+    MAX_FEW_STAGES,
     MAX_STAGES,
     SHARED_BYTES,
     TMA_DECODE,
+    TMA_FEW,
     TMA_PREFILL,
+    TMA_SOME,
     GemmTile,
     Regime,
+    TmaShape,
 )
 
 H200 = {"engine": "cuda", "capability": (9, 0), "sms": 132}
@@ -70,17 +76,27 @@ def plan(*arguments: object, **more: object) -> GemmPlan:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "shape"), [(1, TMA_DECODE), (128, TMA_DECODE), (256, TMA_DECODE), (257, TMA_PREFILL)]
+    ("tokens", "shape"),
+    [
+        (1, TMA_FEW),
+        (4 * TMA_FEW_ROWS, TMA_FEW),
+        (4 * TMA_FEW_ROWS + 1, TMA_SOME),
+        (4 * TMA_SOME_ROWS, TMA_SOME),
+        (4 * TMA_SOME_ROWS + 1, TMA_DECODE),
+        (256, TMA_DECODE),
+        (257, TMA_PREFILL),
+    ],
 )
-def test_deepseek_v3_in_fp8(tokens: int, shape: object) -> None:
+def test_deepseek_v3_in_fp8(tokens: int, shape: TmaShape) -> None:
     """256 tokens of a rank are 64 rows of an expert."""
     gate_up = plan(FP8_BLOCK, 32, 4096, 7168, 8 * tokens, out_format=FP8_BLOCK, gathered=True)
     down = plan(FP8_BLOCK, 32, 7168, 2048, 8 * tokens)
     for found in (gate_up, down):
         assert found.kernel is GemmKernel.TMA and found.tma is not None and found.tma.shape is shape
         # A tile has 128 bytes of K.
-        assert found.tile == (128, 256, 128) and found.blocks == 132
-        assert found.regime is (Regime.DECODE if shape is TMA_DECODE else Regime.PREFILL)
+        assert found.tile == ((shape.tile_rows, 128, 128) if shape.few else (128, 256, 128))
+        assert found.blocks == (264 if shape.few else 132)
+        assert found.regime is shape.regime
     assert gate_up.tma is not None and not gate_up.tma.copies_scales
     assert down.tma is not None and down.tma.copies_scales == (shape is TMA_PREFILL)
 
@@ -128,6 +144,7 @@ def test_qwen3_in_bf16() -> None:
     assert many.kernel is GemmKernel.TMA and many.tile == (128, 256, 64)
     assert many.tma is not None and many.tma.shape is TMA_PREFILL and not many.tma.copies_scales
     assert plan(BF16, 16, 3072, 4096, 8, out_format=BF16, sm_limit=7).blocks == 7
+    assert plan(FP8_BLOCK, 16, 3072, 4096, 8, out_format=FP8_BLOCK, sm_limit=7).blocks == 6
     assert plan(BF16, 16, 3072, 4096, 8 * 1024, out_format=BF16, sm_limit=7).blocks == 6
     assert plan(BF16, 16, 3072, 4096, 8 * 1024, out_format=BF16, sm_limit=1).blocks == 2
 
@@ -204,16 +221,19 @@ def test_scales_are_copied_for_many_rows_in_order() -> None:
 
 
 def test_shared_memory_of_tma_fits_whatever_the_number_of_groups() -> None:
-    for shape in (TMA_DECODE, TMA_PREFILL):
+    for shape in (TMA_FEW, TMA_SOME, TMA_DECODE, TMA_PREFILL):
         for groups in (1, 32, 256, MAX_TMA_GROUPS):
-            assert 3 <= shape.stages(groups) <= MAX_STAGES
-            assert shape.shared_bytes(groups) <= SHARED_BYTES
+            assert 3 <= shape.stages(groups) <= (MAX_FEW_STAGES if shape.few else MAX_STAGES)
+            # The driver takes 1 KB of an SM's 228 KB for each block.
+            assert shape.blocks_per_sm * (shape.shared_bytes(groups) + 1024) <= SHARED_BYTES + 1024
 
 
 def test_shape_of_tma_is_a_function_of_sizes() -> None:
     assert choose_tma_shape(8 * 64, 8) is TMA_DECODE
     assert choose_tma_shape(8 * 64 + 1, 8) is TMA_PREFILL
-    assert choose_tma_shape(0, 1) is TMA_DECODE
+    assert choose_tma_shape(8 * TMA_FEW_ROWS, 8) is choose_tma_shape(0, 1) is TMA_FEW
+    assert choose_tma_shape(8 * TMA_FEW_ROWS + 1, 8) is choose_tma_shape(8 * TMA_SOME_ROWS, 8) is TMA_SOME
+    assert choose_tma_shape(8 * TMA_SOME_ROWS + 1, 8) is TMA_DECODE
 
 
 def test_a_limit_on_sms_keeps_dequantization_before_the_product() -> None:

@@ -19,7 +19,7 @@ from moe_runtime.kernels.gemm import tma_gemm as tma
 from moe_runtime.kernels.gemm.arguments import empty_intermediate
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.gemm.plan import MAX_TMA_GROUPS, GemmKernel
-from moe_runtime.kernels.gemm.shapes import TMA_DECODE, TMA_PREFILL, TmaShape
+from moe_runtime.kernels.gemm.shapes import TILE_ROWS, TMA_DECODE, TMA_FEW, TMA_PREFILL, TMA_SOME, TmaShape
 from moe_runtime.kernels.gemm.weights import (
     GEGLU,
     GEGLU_TANH,
@@ -42,7 +42,7 @@ from tests.support.gemm_cases import (
 from tests.support.gemm_checks import check_quantized, check_untouched, parts_of, poisoned
 from tests.support.gemm_plans import planned, tma_grouped_gemm, tma_grouped_gemm_swiglu, tma_plan
 
-REGIMES = [TMA_DECODE, TMA_PREFILL]
+REGIMES = [TMA_FEW, TMA_SOME, TMA_DECODE, TMA_PREFILL]
 NAMES = ["fp8_block", "bf16"]
 IDS = [shape.regime.name.lower() for shape in REGIMES]
 
@@ -92,22 +92,37 @@ def test_variants_multiply_in_tensor_cores_and_keep_their_sums_in_registers(tmp_
         file = tmp_path / "kernel.cubin"
         file.write_bytes(nvrtc.compile_source(tma.SOURCE, variant))
         sass = subprocess.run([str(cuobjdump), "-sass", str(file)], capture_output=True, text=True, check=True)
-        wgmma = "QGMMA.64x128x32.F32.E4M3.E4M3" if variant["FP8"] else "HGMMA.64x256x16.F32.BF16"
+        few = variant["ROWS"] < TILE_ROWS
+        columns = 128 if few or variant["FP8"] else 256
+        wgmma = f"QGMMA.64x{columns}x32.F32.E4M3.E4M3" if variant["FP8"] else f"HGMMA.64x{columns}x16.F32.BF16"
         assert wgmma in sass.stdout and "UTMALDG.4D" in sass.stdout and "USETMAXREG" in sass.stdout, variant
-        assert ("UTMALDG.4D.MULTICAST" in sass.stdout) == (variant["CLUSTER"] == 2), variant
+        assert ("UTMALDG.4D.MULTICAST" in sass.stdout) == (variant["CLUSTER"] == 2 and not few), variant
+        # Both blocks of a cluster tell each other the largest values of rows.
+        assert ("STAS" in sass.stdout) == (few and variant["CLUSTER"] == 2), variant
         names = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@\S+\s+)?(\w+)", sass.stdout, re.MULTILINE)
         products = [place for place, name in enumerate(names) if name in ("QGMMA", "HGMMA")]
         # Of FP8 the first four before the loop, which begins where the first half is under way, then those of both
         # halves, unrolled over the stages; then come those for other scales. Tiles of one half have theirs in bf16.
-        count = 4 + 8 * variant["STAGES"] if variant["FP8"] else 4
-        others = 8 if variant["FP8"] else 4 * (not variant["GATED"])
+        count = 4 + 8 * variant["STAGES"] if variant["FP8"] and not few else 4
+        others = 0 if few else 8 if variant["FP8"] else 4 * (not variant["GATED"])
         assert len(products) == count + others, variant
-        assert not {"STL", "LDL"} & set(names[products[0] : products[count - 1]]), variant
+        assert not {"STL", "LDL"} & set(names if few else names[products[0] : products[count - 1]]), variant
 
 
-@pytest.mark.parametrize(("expected", "cluster"), [(3 * 64, 1), (3 * 64 + 1, 2), (0, 1), (None, 2)])
+@pytest.mark.parametrize(
+    ("expected", "rows", "cluster"),
+    [
+        (0, 8, 1),
+        (3 * 4, 8, 1),
+        (3 * 4 + 1, 16, 1),
+        (3 * 8 + 1, 128, 1),
+        (3 * 64, 128, 1),
+        (3 * 64 + 1, 128, 2),
+        (None, 128, 2),
+    ],
+)
 def test_a_launch_takes_the_shape_of_the_rows_that_are_expected(
-    expected: int | None, cluster: int, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
+    expected: int | None, rows: int, cluster: int, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not of the room that there is."""
     cpu, launched = torch.device("cpu"), []
@@ -115,9 +130,9 @@ def test_a_launch_takes_the_shape_of_the_rows_that_are_expected(
     w = random_weights("bf16", 1, 128, 128, rng, cpu)
     monkeypatch.setattr(tma, "_tensor_map", lambda *sizes: None)
     monkeypatch.setattr(tma.nvrtc, "most_sms", lambda *limits: 8)
-    monkeypatch.setattr(tma.nvrtc, "launch", lambda file, name, defines, **more: launched.append(defines["CLUSTER"]))
+    monkeypatch.setattr(tma.nvrtc, "launch", lambda file, name, defines, **more: launched.append(defines))
     tma_grouped_gemm(a, w)
-    assert launched == [cluster]
+    assert [(defines["ROWS"], defines["CLUSTER"]) for defines in launched] == [(rows, cluster)]
 
 
 def test_operands_lie_on_16_byte_boundaries(rng: torch.Generator) -> None:
@@ -353,7 +368,7 @@ def test_requantization_is_that_of_the_quantizer(rng: torch.Generator, device: t
 @gpu
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_have_the_same_bits_in_any_company(name: str, rng: torch.Generator, device: torch.device) -> None:
-    """In both regimes, alone, among others, gathered, and again."""
+    """In all regimes, alone, among others, gathered, and again."""
     k, n = 1024, 520
     w = random_weights(name, 2, n, k, rng, device)
     x = torch.randn(331, k, generator=rng)
@@ -361,7 +376,7 @@ def test_rows_have_the_same_bits_in_any_company(name: str, rng: torch.Generator,
     one = make_rows(name, [0, 1], k, rng, device, num_experts=2, x=x[300:301])
     gathered = make_rows(name, [5, 326], k, rng, device, num_experts=2, x=x, gather=True)
     want = tma_grouped_gemm(many, w, out_dtype=torch.float32, shape=TMA_PREFILL)
-    for regime in (TMA_PREFILL, TMA_DECODE):
+    for regime in REGIMES:
         assert_same_bits(tma_grouped_gemm(many, w, out_dtype=torch.float32, shape=regime), want, regime.regime.name)
         assert_same_bits(tma_grouped_gemm(gathered, w, out_dtype=torch.float32, shape=regime), want, "gathered")
         assert_same_bits(tma_grouped_gemm(one, w, out_dtype=torch.float32, shape=regime)[0], want[300], "alone")
@@ -401,7 +416,7 @@ def test_scales_whose_product_leaves_fp32(rng: torch.Generator, device: torch.de
 
 @gpu
 @pytest.mark.parametrize("k", [256, 512])
-def test_far_scales_give_the_same_bits_in_both_regimes(k: int, rng: torch.Generator, device: torch.device) -> None:
+def test_far_scales_give_the_same_bits_in_all_regimes(k: int, rng: torch.Generator, device: torch.device) -> None:
     """Whichever columns share a tile: a pair of scales is taken apart by what it is, not by its neighbours."""
     n = 648
     a = make_rows("fp8_block", [70, 193], k, rng, device, num_experts=2)
@@ -412,8 +427,9 @@ def test_far_scales_give_the_same_bits_in_both_regimes(k: int, rng: torch.Genera
     scales[1][:, 1] *= 2.0**-66
     scales[1][:, 4] *= 2.0**70
     a, w = replace(a, scales=scales[0]), replace(w, scales=scales[1])
-    first, second = (tma_grouped_gemm(a, w, out_dtype=torch.float32, shape=regime) for regime in REGIMES)
-    assert_same_bits(second, first)
+    first, *others = (tma_grouped_gemm(a, w, out_dtype=torch.float32, shape=regime) for regime in REGIMES)
+    for other in others:
+        assert_same_bits(other, first)
     check_inside(first, exact_gemm(a, w, device), UNIT[torch.float32])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from inspect import unwrap
 from typing import Any
 from unittest.mock import patch
@@ -78,7 +79,7 @@ def tma_plan(
     num_sms: int | None = None,
 ) -> GemmPlan:
     """The plan that takes `tma_gemm.cu`, in `shape` where that is given."""
-    choices = {} if shape is None else {"choose_tma_shape": lambda *_: shape}
+    choices = {} if shape is None else {"choose_tma_shape": lambda *_, **__: shape}
     plan = planned(a, w, out=out, out_format=out_format, activation=activation, num_sms=num_sms, **choices)
     assert plan.kernel is GemmKernel.TMA
     return plan
@@ -116,4 +117,4 @@ def tma_grouped_gemm_swiglu(
     fmt = format_named(out_format)
     plan = tma_plan(a, w, out_format=fmt, activation=activation, shape=shape, num_sms=num_sms)
     tma_gemm.multiply_swiglu(a, w, activation, out, plan)
-    return out
+    return replace(out, settled=True)
