@@ -158,26 +158,35 @@ class Membership:
     def ask(self, limit_s: float, read: Reader[T]) -> tuple[dict[int, int], T]:
         """For a process that takes the place of a rank that is out: ask the members, and wait for their answer.
 
-        Returns the steps that each member has done, and what `answer` was given.
+        Returns the steps that each member has done, and what `answer` was given. If the members miss a rank before they
+        go over to this process, their answer does not count, and it asks again.
 
-        Raises `PeerTimeoutError` if there is no answer within `limit_s`.
+        Raises `PeerTimeoutError` if it is not one of them within `limit_s`.
         """
-        word = secrets.token_hex(8)
-        self._ask(lambda store, prefix: store.set(f"{prefix}/ask/{self.rank}", _encoded(word)))
         deadline = time.monotonic() + limit_s
         fields = messages.row(integer(1), _pairs, read)
         while True:
-            answer = self._got(f"join/{word}", lambda v: fields([v["generation"], v["members"], v["more"]]))
-            if answer is not None:
-                break
-            if time.monotonic() > deadline:
-                raise PeerTimeoutError(
-                    f"rejoin: no rank has admitted rank {self.rank} within {limit_s:g} s", -1, Phase.START_UP
-                )
-            time.sleep(_POLL_S)
-        self.generation, pairs, more = answer
-        self.members = tuple(rank for rank, _ in pairs)
-        return dict(pairs), more
+            word = secrets.token_hex(8)
+            self._ask(lambda store, prefix, word=word: store.set(f"{prefix}/ask/{self.rank}", _encoded(word)))
+            key = f"join/{word}"
+            while (raw := self._raw(key)) is None:
+                self._pause(deadline, limit_s)
+            generation, pairs, more = self._decoded(
+                key, raw, lambda v: fields([v["generation"], v["members"], v["more"]])
+            )
+            self.generation, record = generation - 1, dict(pairs)
+            while (raw := self._raw(self._keys("members"))) is None:
+                self._pause(deadline, limit_s)
+            if self._read(raw) == record:
+                self.generation, self.members = generation, tuple(record)
+                return record, more
+
+    def _pause(self, deadline: float, limit_s: float) -> None:
+        """Between two looks for what members have to say to this process, which `ask` waits for."""
+        if time.monotonic() > deadline:
+            text = f"rejoin: no rank has admitted rank {self.rank} within {limit_s:g} s"
+            raise PeerTimeoutError(text, -1, Phase.START_UP)
+        time.sleep(_POLL_S)
 
     def leaving(self) -> bool:
         """Whether a member wants to go over to the next generation."""
@@ -200,12 +209,20 @@ class Membership:
             raise MoERuntimeError(message, phase=Phase.HOST) from None
 
     def _got(self, key: str, read: Reader[T]) -> T | None:
+        raw = self._raw(key)
+        return None if raw is None else self._decoded(key, raw, read)
+
+    def _raw(self, key: str) -> bytes | None:
+        """What is in the store under `key`; None if nothing is."""
+
         def look(store: Any, prefix: str) -> bytes | None:
             return store.get(f"{prefix}/{key}") if store.check([f"{prefix}/{key}"]) else None
 
-        raw = self._ask(look)
+        return self._ask(look)
+
+    def _decoded(self, key: str, raw: bytes, read: Reader[T]) -> T:
         try:
-            return None if raw is None else read(messages.decode(raw, MAX_BYTES))
+            return read(messages.decode(raw, MAX_BYTES))
         except (KeyError, TypeError, ValueError) as error:
             message = f"recovery: {key} is none that this program writes: {error}"
             raise MoERuntimeError(message, phase=Phase.HOST) from None
