@@ -223,7 +223,10 @@ class ExpertParallelContext:
 
     @property
     def steps_repeated(self) -> int:
-        """How many steps of layers this rank has run again since a rank died in them, for itself or for others."""
+        """How many steps this rank has run again since a rank died in them, for itself or for others.
+
+        `admit` and `release` count too.
+        """
         return 0 if self.recovery is None else self.recovery.steps_repeated
 
     @property
@@ -382,7 +385,7 @@ class ExpertParallelContext:
         except BaseException as error:
             # The others go on without this rank. They would all end if it told them that it gives up.
             known = error if isinstance(error, Exception) else None
-            self.fail(known or PeerAbortedError(reason_of(error), self.rank, Phase.HOST))
+            self._end(known or PeerAbortedError(reason_of(error), self.rank, Phase.HOST))
             raise
         self._agreement.take_as_compared()
 

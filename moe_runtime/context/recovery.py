@@ -270,7 +270,12 @@ class Recovery:
             raise MoERuntimeError(f"rejoin: {text}")
         for follower, held in zip(self._followers, present, strict=True):
             follower._take_as_present(tuple(before), held)
-        self._go_over(tuple(before))
+        try:
+            self._go_over(tuple(before))
+        except PeerTimeoutError as error:
+            # Of no phase of a step: this rank has not all experts, so it must not go on with the others, nor help them.
+            text = f"rejoin: rank {self.membership.rank} could not come back, a rank died meanwhile: {error}"
+            raise PeerTimeoutError(text, error.rank, Phase.START_UP) from error
         _LOG.warning("rank %d: is in again, generation %d", self.membership.rank, self.membership.generation)
 
     def _change(self, record: dict[int, int]) -> None:
@@ -306,16 +311,15 @@ class Recovery:
         except Exception as failure:
             self._end(failure)
             raise
-        fewest = min(record.values())
-        self._others_lack_last = fewest < self.steps_done
+        self._others_lack_last = min(record.values()) < self.steps_done
         _LOG.warning(
-            "rank %d: generation %d: rank %s left after %d steps, %s go on after %.2f s (%s)",
+            "rank %d: generation %d: rank %s left, %s go on after %.2f s; %d steps of layers are done here (%s)",
             self.membership.rank,
             self.membership.generation,
             _listed(sorted(set(before) - set(record))),
-            fewest,
             _listed(list(record)),
             time.monotonic() - began,
+            self.layer_steps,
             error,
         )
 

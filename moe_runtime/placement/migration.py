@@ -66,7 +66,8 @@ class ExpertMover:
         plan: what moves. Memory for one more expert is allocated where it needs the spare place of this rank, and two
             chunks where this rank sends or receives experts over the network.
         into: experts of the same layout in other memory, which moves write to. None is `experts` themselves.
-        phase: what a wait in vain is called in errors.
+        phase: what a wait in vain is called in errors. In `RECOVERY` it names the rank that is waited for, without a
+            search for another that this one may wait for itself: the survivors find out who is there.
     """
 
     def __init__(
@@ -257,7 +258,7 @@ class ExpertMover:
             context.check_peers()
             self._look()
             if time.monotonic() > begun + limit_s:
-                about = self._missing(peer)
+                about = peer if self._phase is Phase.RECOVERY else self._missing(peer)
                 if about is None and self.rail is not None and limit_s < 2 * self.rail.limit_s:
                     limit_s = 2 * self.rail.limit_s
                     continue
