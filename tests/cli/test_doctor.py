@@ -191,7 +191,8 @@ def test_under_torchrun_rank_0_speaks_for_all(transport: str, copies: int, tmp_p
     report = json.loads(done.stdout)
     assert report["ranks"] == report["world_size"] == 2
     assert report["transport"]["name"] == ("shared" if transport == "auto" else transport)
-    assert ("on_failure: continue" in report["transport"]["after_death"]) == (transport == "auto")
+    for possible in ("on_failure: continue", "gets its experts from the others", "ranks can leave in order"):
+        assert (possible in report["transport"]["after_death"]) == (transport == "auto")
     assert "one rank only" in report["transport"]["why_not"]["private"]
     assert report["copies"] == copies
 

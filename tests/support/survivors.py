@@ -143,7 +143,7 @@ def during_rejoin() -> list[str]:
     A rank that has given its last expert may die, while the new process waits for others.
     """
     memory = [f"{place} (2)" for place in ("make memory, begin", "new memory, end")]
-    moves = [f"move, begin ({number})" for number in (1, 2, 5)]
+    moves = [f"move, begin ({number})" for number in (1, 2)]
     return [
         *memory,
         *moves,
