@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import random
+import re
 import shutil
 import time
 from collections.abc import Iterator
@@ -16,7 +18,7 @@ import torch.distributed as dist
 
 from moe_runtime.build import random_expert
 from moe_runtime.checkpoints.checkpoint import Checkpoint, write_qwen3_moe_checkpoint
-from moe_runtime.comm.errors import PeerTimeoutError, RankRemovedError
+from moe_runtime.comm.errors import ExpertsLostError, PeerTimeoutError, RankRemovedError
 from moe_runtime.comm.messages import text
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.layer import MoELayer
@@ -85,13 +87,18 @@ def admitted(context: ExpertParallelContext) -> tuple[int, ...]:
 
 def come_and_go(
     rank: int, world: int, fmt: str, start: Placement | None, gone: list[int], folder: Path | None, moves: bool
-) -> list[Step]:
+) -> tuple[list[Step], list[str]]:
     """The ranks `gone` leave one after another, and come back in the same order; two layers, a step of each between.
 
     With `moves` the first layer goes over to other placements meanwhile. The number, the members, the placement and `y`
-    of each step.
+    of each step, and what was logged.
     """
     results: list[Step] = []
+    records: list[logging.LogRecord] = []
+    collector = logging.Handler()
+    collector.emit = records.append  # type: ignore[method-assign]
+    logging.getLogger("moe_runtime").addHandler(collector)
+    logging.getLogger("moe_runtime").setLevel(logging.INFO)
     limits: dict[str, Any] = {"timeout_s": PATIENCE_S, "startup_timeout_s": PATIENCE_S}
 
     def steps() -> None:
@@ -147,7 +154,7 @@ def come_and_go(
         store.set(f"{comer} is in", "yes")
     steps()
     context.close()
-    return results
+    return results, [record.getMessage() for record in records]
 
 
 CASES = {
@@ -171,7 +178,7 @@ def test_experts_of_a_rank_that_comes_back_come_from_the_others(case: str, tmp_p
     assert all(outcome.error is None for outcome in outcomes), "\n".join(outcome.trace for outcome in outcomes)
     found: dict[tuple[int, tuple[int, ...], Placement | None], dict[int, torch.Tensor]] = {}
     for rank, outcome in enumerate(outcomes):
-        for number, members, placement, y in outcome.result:
+        for number, members, placement, y in outcome.result[0]:
             found.setdefault((number, members, placement), {})[rank] = y
     assert {len(members) for _, members, _ in found} == set(range(WORLD - len(gone), WORLD + 1))
     for (number, members, placement), ys in found.items():
@@ -183,8 +190,22 @@ def test_experts_of_a_rank_that_comes_back_come_from_the_others(case: str, tmp_p
             expected = ranks([i.x for i in given], [(i.topk_idx, i.topk_weights) for i in given])
             for rank, y in zip(members, expected, strict=True):
                 assert_same_bits(ys[rank], y, f"{case}: rank {rank}, step {number}, {placement}")
+    for rank, outcome in enumerate(outcomes):
+        check_log(rank, gone, "\n".join(outcome.result[1]))
     last = max(found, key=lambda step: step[0])
     assert last[1] == tuple(range(WORLD)) and last[2] == start
+
+
+def check_log(rank: int, gone: list[int], lines: str) -> None:
+    """There is a line for each change."""
+    if rank in gone:
+        assert f"rank {rank}: is in again, generation" in lines
+        for layer in range(2):
+            assert re.search(rf"rank {rank}: layer {layer}: \d+ experts came from rank \d", lines)
+        return
+    for other in gone:
+        assert re.search(rf"rank {rank}: generation \d: rank none came, rank {other} left, .* go on", lines)
+        assert re.search(rf"rank {rank}: generation \d: rank {other} came, rank none left, .* go on", lines)
 
 
 def fill(layer: MoELayer, fmt: str, folder: Path | None) -> None:
@@ -224,6 +245,27 @@ def test_a_layer_without_weights_does_not_come_back() -> None:
     outcomes = run_once(not_loaded, 3)
     assert all(outcome.error is None for outcome in outcomes), "\n".join(outcome.trace for outcome in outcomes)
     assert outcomes[1].result
+
+
+def release_what_others_lack(rank: int, world: int) -> None:
+    """Rank 1 may not leave: it alone has experts that cannot be loaded again. Steps go on as if nobody had asked."""
+    with ExpertParallelContext(
+        transport="shared", on_failure="continue", timeout_s=PATIENCE_S, startup_timeout_s=PATIENCE_S
+    ) as context:
+        layer = loaded(context, "bf16", None, None)
+        mine = rank_input(0, rank, TOKENS - rank, HIDDEN, EXPERTS, TOP_K)
+        ys = []
+        for _ in range(2):
+            ys.append(layer(mine.x, topk_idx=mine.topk_idx, topk_weights=mine.topk_weights))
+            with pytest.raises(ExpertsLostError, match="layer 0: no rank that is left holds expert 4, 5, 6, which did"):
+                context.release([1])
+        assert_same_bits(ys[0], ys[1])
+        assert (context.generation, context.members, layer.placement) == (0, (0, 1, 2), None)
+
+
+def test_a_rank_whose_experts_would_be_lost_stays() -> None:
+    outcomes = run_once(release_what_others_lack, 3)
+    assert all(outcome.error is None for outcome in outcomes), "\n".join(outcome.trace for outcome in outcomes)
 
 
 def test_copies_fill_all_slots_that_ranks_do_not_have() -> None:
