@@ -91,7 +91,7 @@ def test_other_bits_and_other_groups_are_found(fates: list[list[Fate]]) -> None:
 
 def test_faults_are_chosen_at_random_from_all_places() -> None:
     chooser = random.Random(0)
-    jobs = [survivors.random_job(chooser) for _ in range(1000)]
+    jobs = [survivors.random_job(chooser) for _ in range(3000)]
     faults = [fault for job in jobs for fault in job.faults]
     assert {fault.place for fault in faults} == {*places(4), *places(8), *survivors.during_recovery()}
     meanwhile = [(job.meanwhile.place, job.meanwhile.rank == job.faults[0].rank) for job in jobs if job.meanwhile]

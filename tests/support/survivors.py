@@ -11,7 +11,8 @@ its results must be, bit for bit, that of virtual ranks which had the group and 
 start. A stopped rank must raise `RankRemovedError`. Without replicas, survivors load the experts that died (`wait`).
 
 With `rejoin` a new process takes the place of the rank that died, and gets its experts from the others. It, or one of
-them, may die meanwhile (`Job.meanwhile`). Then more processes come, until all ranks are there.
+them, may die or stall meanwhile (`Job.meanwhile`). Then more processes come, until all ranks are there. One that was
+stopped is continued as soon as the others have gone on, and must raise that it is out, or that it could not come back.
 """
 
 from __future__ import annotations
@@ -110,12 +111,16 @@ class Result:
 
 @dataclass
 class Fate:
-    """What became of a rank: its results, where it was last, when that was, its last word, and how often it began."""
+    """What became of a rank: its results, where it was last, and when that was.
+
+    And its last word, the errors of its processes, and how many of these there were.
+    """
 
     results: list[Result] = field(default_factory=list)
     place: str = ""
     at: float = 0.0
     word: tuple[Any, ...] = ()
+    errors: list[str] = field(default_factory=list)
     began: int = 1
 
 
@@ -211,7 +216,8 @@ def run_job(job: Job) -> list[Fate]:
     processes = ranks.processes
     for rank in range(job.world):
         ranks.start(rank, run_rank, job, rank, server.port, 1)
-    stopped = {fault.rank for fault in job.faults if fault.stop}
+    newest = dict(enumerate(processes))
+    stopped = {fault.rank for fault in job.all_faults if fault.stop}
     end = time.monotonic() + JOB_S
     while ranks.talking and time.monotonic() < end:
         for rank, word in ranks.words(0.5):
@@ -221,6 +227,7 @@ def run_job(job: Job) -> list[Fate]:
                     fates[rank].word = ()
                     fates[rank].began += 1
                     ranks.start(rank, run_rank, job, rank, server.port, fates[rank].began)
+                    newest[rank] = processes[-1]
                 continue
             kind, *said = word
             if kind == "at":
@@ -229,16 +236,26 @@ def run_job(job: Job) -> list[Fate]:
                 fates[rank].results.append(Result(*said))
             else:
                 fates[rank].word = (kind, *said)
-        done = all(len(fates[rank].results) == job.steps or fates[rank].word for rank in job.survivors)
-        for rank in stopped if done else ():
+                fates[rank].errors += said[:1]
+        for rank in stopped if others_are_done(job, fates) else ():
             with contextlib.suppress(ProcessLookupError):
-                os.kill(processes[rank].pid or 0, signal.SIGCONT)
+                os.kill(newest[rank].pid or 0, signal.SIGCONT)
     for process in processes:
         process.join(END_S)
         if process.is_alive():
             process.kill()
             process.join()
     return fates
+
+
+def others_are_done(job: Job, fates: list[Fate]) -> bool:
+    """Whether survivors have done all steps; with another fault meanwhile, whether they have gone on since that."""
+    if job.meanwhile is None:
+        return all(len(fates[rank].results) == job.steps or fates[rank].word for rank in job.survivors)
+    stalled = fates[job.meanwhile.rank]
+    return stalled.place == job.meanwhile.place and all(
+        any(result.at > stalled.at for result in fates[rank].results) or fates[rank].word for rank in job.survivors
+    )
 
 
 def faults_of(job: Job, fates: list[Fate]) -> list[str]:
@@ -253,6 +270,10 @@ def faults_of(job: Job, fates: list[Fate]) -> list[str]:
     last = max((fates[fault.rank].at for fault in job.all_faults), default=0.0)
     if job.meanwhile is not None and fates[job.meanwhile.rank].place != job.meanwhile.place:
         wrong.append(f"rank {job.meanwhile.rank} was not killed at {job.meanwhile.place!r} meanwhile")
+    if job.meanwhile is not None and job.meanwhile.stop:
+        errors = fates[job.meanwhile.rank].errors
+        if not errors or not set(errors) <= {"RankRemovedError", "PeerTimeoutError"}:
+            wrong.append(f"rank {job.meanwhile.rank}, which was stopped meanwhile, raised {errors}")
     for rank in range(job.world):
         fate = fates[rank]
         for result in fate.results:
@@ -417,9 +438,10 @@ def random_job(chooser: random.Random) -> Job:
     replicas = chooser.choice((1, 3)) if kind == "one" else 3
     rejoin = kind == "one" and not faults[0].stop and chooser.random() < 0.5
     same_memory = not rejoin and not any(fault.stop or "memory" in fault.place for fault in faults)
-    meanwhile = Fault(chooser.choice((first, second)), chooser.choice(during_rejoin())) if rejoin else None
-    if chooser.random() < 0.5:
-        meanwhile = None
+    meanwhile = None
+    if rejoin and chooser.random() < 0.5:
+        place = chooser.choice(during_rejoin())
+        meanwhile = Fault(chooser.choice((first, second)), place, stop=chooser.random() < 0.2)
     return Job(world, tuple(faults), replicas, rejoin, same_memory and chooser.random() < 0.5, meanwhile)
 
 
