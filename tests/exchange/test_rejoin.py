@@ -299,6 +299,22 @@ def test_copies_of_a_refill_come_from_slots_of_before() -> None:
     assert {(m.target_rank, m.target_slot) for m in moves} == {(0, 2), (1, 0), (1, 1), (1, 2), (2, 2)}
 
 
+def test_a_process_that_gives_up_does_not_ask_any_more() -> None:
+    members = memberships(3)
+    for member in members[:2]:
+        member.generation, member.members = 1, (0, 1)
+    words: list[Any] = []
+
+    def watch() -> None:
+        while not (asks := members[0].askers()):
+            time.sleep(0.01)
+        words.extend(asks)
+
+    _, error = together([watch, lambda: members[2].ask(0.5, text)])
+    assert isinstance(error, PeerTimeoutError) and "no rank has admitted rank 2 within 0.5 s" in str(error)
+    assert [rank for rank, _ in words] == [2] and members[0].askers() == []
+
+
 def test_a_process_that_is_not_admitted_after_all_asks_again() -> None:
     """A member dies before the others go over to the process that they have answered."""
     members = memberships(3)
