@@ -7,6 +7,7 @@ once, whoever comes first, and is final. A rank that is not in it is out, and le
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import time
 from collections.abc import Collection
@@ -143,7 +144,7 @@ class Membership:
         """Ranks that are out, and whose place a process asks for, with the word under which that is answered."""
         out = [rank for rank in self.everyone if rank not in self.members]
         found = [(rank, self._got(f"ask/{rank}", messages.text)) for rank in out]
-        return [(rank, word) for rank, word in found if word is not None]
+        return [(rank, word) for rank, word in found if word]
 
     def answer(self, rank: int, word: str, record: dict[int, int], more: object) -> None:
         """Tell a process that it is `rank` in the next generation, whose members `record` has. Once."""
@@ -158,26 +159,48 @@ class Membership:
     def ask(self, limit_s: float, read: Reader[T]) -> tuple[dict[int, int], T]:
         """For a process that takes the place of a rank that is out: ask the members, and wait for their answer.
 
-        Returns the steps that each member has done, and what `answer` was given.
+        Returns the steps that each member has done, and what `answer` was given. If the members miss a rank before they
+        go over to this process, their answer does not count, and it asks again.
 
-        Raises `PeerTimeoutError` if there is no answer within `limit_s`.
+        Raises `PeerTimeoutError` if it is not one of them within `limit_s`.
         """
+        deadline, found = time.monotonic() + limit_s, None
+        while found is None:
+            found = self._ask_once(read, deadline, limit_s)
+        return found
+
+    def _ask_once(self, read: Reader[T], deadline: float, limit_s: float) -> tuple[dict[int, int], T] | None:
         word = secrets.token_hex(8)
-        self._ask(lambda store, prefix: store.set(f"{prefix}/ask/{self.rank}", _encoded(word)))
-        deadline = time.monotonic() + limit_s
-        fields = messages.row(integer(1), _pairs, read)
-        while True:
-            answer = self._got(f"join/{word}", lambda v: fields([v["generation"], v["members"], v["more"]]))
-            if answer is not None:
-                break
-            if time.monotonic() > deadline:
-                raise PeerTimeoutError(
-                    f"rejoin: no rank has admitted rank {self.rank} within {limit_s:g} s", -1, Phase.START_UP
-                )
-            time.sleep(_POLL_S)
-        self.generation, pairs, more = answer
-        self.members = tuple(rank for rank, _ in pairs)
-        return dict(pairs), more
+        key, value = f"ask/{self.rank}", _encoded(word)
+        self._ask(lambda store, prefix: store.set(f"{prefix}/{key}", value))
+        try:
+            return self._answered(word, read, deadline, limit_s)
+        except BaseException:
+            # Else the members would wait for a process that is not there any more.
+            with contextlib.suppress(MoERuntimeError):
+                self._ask(lambda store, prefix: store.compare_set(f"{prefix}/{key}", value, _NOBODY))
+            raise
+
+    def _answered(self, word: str, read: Reader[T], deadline: float, limit_s: float) -> tuple[dict[int, int], T] | None:
+        """What members answer to `word`, and go over to them; None if they have gone over to others."""
+        key, fields = f"join/{word}", messages.row(integer(1), _pairs, read)
+        while (raw := self._raw(key)) is None:
+            self._pause(deadline, limit_s)
+        generation, pairs, more = self._decoded(key, raw, lambda v: fields([v["generation"], v["members"], v["more"]]))
+        self.generation, record = generation - 1, dict(pairs)
+        while (raw := self._raw(self._keys("members"))) is None:
+            self._pause(deadline, limit_s)
+        if self._read(raw) != record:
+            return None
+        self.generation, self.members = generation, tuple(record)
+        return record, more
+
+    def _pause(self, deadline: float, limit_s: float) -> None:
+        """Between two looks for what members have to say to this process, which `ask` waits for."""
+        if time.monotonic() > deadline:
+            text = f"rejoin: no rank has admitted rank {self.rank} within {limit_s:g} s"
+            raise PeerTimeoutError(text, -1, Phase.START_UP)
+        time.sleep(_POLL_S)
 
     def leaving(self) -> bool:
         """Whether a member wants to go over to the next generation."""
@@ -200,12 +223,20 @@ class Membership:
             raise MoERuntimeError(message, phase=Phase.HOST) from None
 
     def _got(self, key: str, read: Reader[T]) -> T | None:
+        raw = self._raw(key)
+        return None if raw is None else self._decoded(key, raw, read)
+
+    def _raw(self, key: str) -> bytes | None:
+        """What is in the store under `key`; None if nothing is."""
+
         def look(store: Any, prefix: str) -> bytes | None:
             return store.get(f"{prefix}/{key}") if store.check([f"{prefix}/{key}"]) else None
 
-        raw = self._ask(look)
+        return self._ask(look)
+
+    def _decoded(self, key: str, raw: bytes, read: Reader[T]) -> T:
         try:
-            return None if raw is None else read(messages.decode(raw, MAX_BYTES))
+            return read(messages.decode(raw, MAX_BYTES))
         except (KeyError, TypeError, ValueError) as error:
             message = f"recovery: {key} is none that this program writes: {error}"
             raise MoERuntimeError(message, phase=Phase.HOST) from None
@@ -238,6 +269,9 @@ def _encoded(value: Any) -> str:
 def _record(pairs: list[tuple[int, int]]) -> str:
     return _encoded({"members": [list(pair) for pair in pairs]})
 
+
+_NOBODY = _encoded("")
+"""The word of a process that does not ask any more."""
 
 _pairs = messages.many_of(messages.row(integer(0), integer(0)))
 """Reads `[rank, progress]` of each member."""

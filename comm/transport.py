@@ -23,10 +23,12 @@ SURVIVABLE = ("nvshmem", "shared", "private")
 RESTART = "restart all ranks, with weights from host memory where checkpoint: {keep_in_host_memory: true} kept them"
 
 AFTER_DEATH = {
-    "shared": "the others can go on (on_failure: continue): they make new memory among themselves",
+    "shared": "the others can go on (on_failure: continue): they make new memory among themselves. A new process can "
+    "take the place of a rank that is out, and gets its experts from the others; ranks can leave in order",
     "private": "there are no others",
     "nvshmem": "the others can go on (on_failure: continue) with the memory that they have, and kill a rank that is "
-    "out; no process can take its place, and graphs must be captured again. To have all again: " + RESTART,
+    "out; no process can take its place, no rank can leave in order, and graphs must be captured again. To have all "
+    "again: " + RESTART,
     "hierarchical": "the others end (on_failure: abort): NCCL and gloo cannot leave a rank out; " + RESTART,
     "collective": "the others end (on_failure: abort): the process group cannot leave a rank out; " + RESTART,
 }

@@ -79,12 +79,14 @@ def examine(
     A rank holds `copies` times its `reserved_bytes`: the collective transport stages one copy for each peer.
     `expert_bytes` are those of the weights of one layer's experts on a rank, in the format of its config, and
     `reserved_bytes` is by `max_tokens_per_rank` (those of `tokens`, or the layer's own), format and region; `placed`
-    layers have a placement, and where peers are mapped a region to move experts through. `exchange_plans` and
+    layers have a placement, and where peers are mapped a region to move experts through. So have layers of `parallel`
+    with `on_failure: continue` where ranks can come back. `exchange_plans` and
     `gemm_plans` (gate/up and down) are by tokens of each rank; `hopper` asks for those of an H100 or H200 instead of
     this machine's. `num_hosts` is how many hosts the reserved bytes are for, by default those that are there.
     """
     transport = _transport(parallel, group, device)
-    placed = placed and transport["name"] != "collective"
+    comes_back = parallel.on_failure == "continue" and transport["name"] == "shared"
+    placed = comes_back or (placed and transport["name"] != "collective")
     if num_hosts is None:
         num_hosts = transport["hosts"] if world_size == group.world_size else 1
     return {

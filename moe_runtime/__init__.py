@@ -12,9 +12,10 @@ Layers, from the top. A module imports from its own layer or from those below it
     virtual, integrations
     layer, ops, checkpoints.conversion
     layer_members, kept_experts
-    build, lost_experts, expert_slots, placement.rebalance, checkpoints.converted_experts, checkpoints.calibration
-    experts, placement.migration
-    placement.rail
+    build, lost_experts, placement.rebalance, checkpoints.converted_experts, checkpoints.calibration
+    placement.migration
+    expert_slots
+    experts, placement.rail
     step, warming
     deep_ep
     dispatcher

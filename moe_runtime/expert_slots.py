@@ -25,11 +25,16 @@ def tensors_of(experts: Experts) -> dict[str, torch.Tensor]:
     return found
 
 
+def rows_of(tensor: torch.Tensor) -> torch.Tensor:
+    """uint8 `[E, bytes of an expert]`: a view."""
+    return tensor.view(tensor.shape[0], math.prod(tensor.shape[1:])).view(torch.uint8)
+
+
 def with_slots(experts: Experts, kept: int, added: int) -> Experts:
     """The first `kept` of `experts`, and room for `added` more behind them, zeros, in new memory."""
 
     def longer(tensor: torch.Tensor) -> torch.Tensor:
-        rows = _rows(tensor)[:kept]
+        rows = rows_of(tensor)[:kept]
         whole = torch.cat([rows, rows.new_zeros(added, rows.shape[1])])
         return whole.view(tensor.dtype).view(kept + added, *tensor.shape[1:])
 
@@ -46,8 +51,8 @@ def put(target: Experts, slots: Sequence[int], source: Experts) -> None:
     """Copy the experts of `source` into these slots of `target`, one for each."""
     tensors = tensors_of(target)
     for name, tensor in tensors_of(source).items():
-        into = _rows(tensors[name])
-        for slot, row in zip(slots, _rows(tensor), strict=True):
+        into = rows_of(tensors[name])
+        for slot, row in zip(slots, rows_of(tensor), strict=True):
             into[slot].copy_(row)
 
 
@@ -59,8 +64,3 @@ def _of_tensors(like: Experts, tensors: dict[str, torch.Tensor]) -> Experts:
 
     gate_up = replace(like.gate_up, **part("gate_up"))  # type: ignore[arg-type]
     return replace(like, gate_up=gate_up, down=replace(like.down, **part("down")))  # type: ignore[arg-type]
-
-
-def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    """uint8 `[E, bytes of an expert]`: a view."""
-    return tensor.view(tensor.shape[0], math.prod(tensor.shape[1:])).view(torch.uint8)

@@ -116,8 +116,8 @@ class MoELayer(nn.Module):
             self._check_placement(placement)
             self.slots = SlotTable(placement, device)
             agree["placement"] = placement.fingerprint
-            if self.context.host_transport is None:
-                self.context.register(staging_bytes=staging_bytes(config, self.context.heap.world_size))
+        if self.context.host_transport is None and (placement is not None or self.context.can_rejoin):
+            self.context.register(staging_bytes=staging_bytes(config, self.context.heap.world_size))
         self.router: Router | None = None
         if router:
             sizes = (config.hidden_size, config.num_experts, config.top_k)
@@ -429,6 +429,8 @@ class MoELayer(nn.Module):
         and the layer has none, `shared_elsewhere` says that the caller adds it (see `shared` of `forward`). Experts of
         a checkpoint with `keep_in_host_memory` come from copies there, or are kept there.
 
+        In a process that comes back (`ExpertParallelContext.rejoin`) experts are not read: the others send theirs.
+
         Raises `ValueError` as `Checkpoint` and `load_experts` do, and, naming the field, where the layer's config
         contradicts the checkpoint; the peers get `PeerAbortedError`. Formats may be others; a layer without a router
         may be of any `top_k`.
@@ -445,7 +447,10 @@ class MoELayer(nn.Module):
             files.check_fits(self.config, but_for=elsewhere)
             load_dense(files, layer, self.router, self.shared_expert)
             context.check()
-            self.experts = self._read(files, layer, self.local_experts, shown=context.rank == 0)
+            if context.joins:
+                self.experts = self._none(len(self.local_experts))
+            else:
+                self.experts = self._read(files, layer, self.local_experts, shown=context.rank == 0)
             self._members.reload = lambda ids: self._read_again(again, layer, ids)
             context.register(agree=files.digests(layer), about=f"layer {self.layer_id}")
 
@@ -472,15 +477,19 @@ class MoELayer(nn.Module):
         """Quantize this rank's experts, in order: for each, gate-and-up `[2I, H]` and down `[H, I]`, bf16 or fp32.
 
         Where the config says `expert_bias` each is an `ExpertTensors` with its biases; one may hold quantized weights.
-        `buffers` is for readers. Raises `ValueError` as `moe_runtime.checkpoints.loading.quantize_experts`, and what
-        `experts` raises; the peers get `PeerAbortedError`.
+        `buffers` is for readers. In a process that comes back (`ExpertParallelContext.rejoin`) nothing is taken from
+        `experts`: the others send theirs.
+
+        Raises `ValueError` as `moe_runtime.checkpoints.loading.quantize_experts`, and what `experts` raises; the peers
+        get `PeerAbortedError`.
         """
         self.context.check()
         with abort_peers_on_error(self.context):
             if not isinstance(experts, Iterable) or isinstance(experts, torch.Tensor | np.ndarray):
                 raise ValueError(f"experts: expected those of this rank, in order, got {describe(experts)}")
             check_buffers(buffers)
-            self.experts = self._made(experts, len(self.local_experts), buffers)
+            count = len(self.local_experts)
+            self.experts = self._none(count) if self.context.joins else self._made(experts, count, buffers)
             self._members.reload = None
 
     def _made(
@@ -490,6 +499,10 @@ class MoELayer(nn.Module):
         buffers: QuantBuffers = FRESH,
     ) -> Experts:
         return make_experts(experts, self.config, count, self.context, buffers, self._norm)
+
+    def _none(self, count: int) -> Experts:
+        """No experts, in the form of `count`."""
+        return no_experts(count, self.config, self.context, self._norm)
 
     @property
     def _norm(self) -> ExpertNorm | None:
@@ -507,8 +520,7 @@ class MoELayer(nn.Module):
 
         if not files.keep_in_host_memory:
             return read(ids)
-        none = no_experts(len(ids), self.config, self.context, self._norm)
-        return load_kept(files, layer, self.config, ids, none, read)
+        return load_kept(files, layer, self.config, ids, self._none(len(ids)), read)
 
     def _read_again(self, again: Callable[[], Checkpoint], layer: int, ids: Sequence[int]) -> Experts:
         """Experts of the checkpoint that `load_checkpoint` has read, which `again` opens."""
@@ -635,20 +647,37 @@ class MoELayer(nn.Module):
         """As `Recovery` calls it: raise `ExpertsLostError` if the layer cannot go on with these ranks."""
         self._members.check(members, self.placement)
 
-    def _held_by(self, members: tuple[int, ...]) -> list[list[int]]:
-        """As `Recovery` calls it: the experts that each of these ranks is to hold, slot by slot."""
-        return self._members.held_by(members, self.placement)
+    def _check_loaded(self) -> None:
+        """As `Recovery` calls it."""
+        if self.experts is None:
+            raise ValueError(f"experts: no weights of layer {self.layer_id} are loaded; load them as the others did")
 
-    def _follow_members(self, members: tuple[int, ...], held: list[list[int]] | None) -> None:
-        """As `Recovery` calls it: go over to other ranks, those that are left, or with one that has come back."""
+    def _present(self) -> list[list[int]] | None:
+        """As `Recovery` calls it: the experts of each rank of now; None while experts that died are loaded again."""
+        return self._members.present(self.placement) if self._members.lost is None else None
+
+    def _take_as_present(self, members: tuple[int, ...], present: list[list[int]]) -> None:
+        """As `Recovery` calls it."""
+        self._members.take_as_present(members, present)
+
+    def _expect(self, members: tuple[int, ...]) -> dict[int, list[int]]:
+        """As `Recovery` calls it: count on these ranks, and tell what each rank of before holds."""
+        return self._members.expect(members, self.placement)
+
+    def _settle(self) -> None:
+        """As `Recovery` calls it."""
+        self._members.settle()
+
+    def _follow_members(self, members: tuple[int, ...], before: dict[int, list[int]] | None) -> None:
+        """As `Recovery` calls it: go over to other ranks, those that are left, or with some that have come back."""
         self.context._keep_for_old_graphs(self.dispatchers, self.slots)
-        now = self._members.follow(members, held, Holding(self.placement, self.slots, self.experts))
+        now = self._members.follow(members, before, Holding(self.placement, self.slots, self.experts))
         self.placement, self.slots, self.experts = now.placement, now.slots, now.experts
-        before, num_slots = self.dispatchers, None if self.placement is None else self.placement.num_slots
+        old, num_slots = self.dispatchers, None if self.placement is None else self.placement.num_slots
         with torch.inference_mode(False):
             self.dispatchers = TokenDispatcher.of_all_sizes(self.context, self.config, num_slots=num_slots)
         for size, dispatcher in self.dispatchers.items():
-            dispatcher._took_steps_as(before[size])
+            dispatcher._took_steps_as(old[size])
         self.dispatcher = self.dispatchers[self.config.max_tokens_per_rank]
         if self.counters is not None:
             self.counters._follow(self.dispatcher.geometry)

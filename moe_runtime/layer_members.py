@@ -6,21 +6,23 @@ Ranks are named by their numbers at the start, unless a text says otherwise.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 
-from moe_runtime.comm.errors import ExpertsLostError
+from moe_runtime.comm.errors import ExpertsLostError, Phase
 from moe_runtime.context.expert_parallel import ExpertParallelContext
-from moe_runtime.expert_slots import put, with_slots
+from moe_runtime.expert_slots import empty_slots, put, with_slots
 from moe_runtime.experts import Experts
 from moe_runtime.kernels.formats.scale_blocks import expert_starts
 from moe_runtime.lost_experts import LostExperts
+from moe_runtime.placement.migration import ExpertMover, move_experts
+from moe_runtime.placement.migration_plan import MigrationPlan, Round
 from moe_runtime.placement.physical_experts import SlotTable
 from moe_runtime.placement.placement import Placement
-from moe_runtime.placement.refill import missing_experts, refill
+from moe_runtime.placement.refill import missing_experts, plan_copies, refill
 
 _LOG = logging.getLogger(__name__)
 
@@ -63,6 +65,7 @@ class LayerMembers:
         self.reload: Callable[[Sequence[int]], Experts] | None = None
         self._context, self._layer_id, self._num_experts = context, layer_id, num_experts
         self._members = context.members
+        self._unsettled: list[list[int]] | None = None
         self._start = _held(placement, num_experts, context.world_size)
         self._without_expert = torch.zeros(2, dtype=torch.int64, device=context.device)
 
@@ -92,67 +95,134 @@ class LayerMembers:
                 f"come from a checkpoint; ranks {', '.join(map(str, members))} are left"
             )
 
+    def present(self, now: Placement | None) -> list[list[int]]:
+        """The experts that each rank of now holds for sure, slot by slot, with the placement `now`."""
+        if self._unsettled is not None:
+            return self._unsettled
+        return _held(now, self._num_experts, len(self._members)) if self.lost is None else self.lost.held
+
+    def expect(self, members: tuple[int, ...], now: Placement | None) -> dict[int, list[int]]:
+        """Count on `members`, of whom some come back. Returns the experts of each rank of before, slot by slot.
+
+        Some ranks may have gone over to `members`, and others not, when another rank dies. Until `settle` all of them
+        therefore count on what `held_by` says now, and not on more that they have got since.
+        """
+        before = dict(zip(self._members, self.present(now), strict=True))
+        self._members, self._unsettled = members, self.held_by(members, now)
+        return before
+
+    def settle(self) -> None:
+        """Count on all that ranks have got: every one of them has gone over."""
+        self._unsettled = None
+
+    def take_as_present(self, members: tuple[int, ...], present: list[list[int]]) -> None:
+        """In a process that comes back: `members`, to whom it comes, hold these experts."""
+        self._members, self._unsettled = members, present
+
     def held_by(self, members: tuple[int, ...], now: Placement | None) -> list[list[int]]:
         """The experts that each of `members` holds, slot by slot, with the placement `now`.
 
         A rank that comes back holds what it held at the start. Then the others hold no more than they did there.
         """
-        if self.lost is not None:
-            present = self.lost.held
-        else:
-            present = _held(now, self._num_experts, len(self._members))
-        held = dict(zip(self._members, present, strict=True))
+        held = dict(zip(self._members, self.present(now), strict=True))
         if set(members) <= held.keys():
             return [held[member] for member in members]
         if not self.began_placed:
             return [self._start[member] for member in members]
         return [held.get(member, self._start[member])[: len(self._start[member])] for member in members]
 
-    def follow(self, members: tuple[int, ...], held: list[list[int]] | None, now: Holding) -> Holding:
+    def follow(self, members: tuple[int, ...], before: Mapping[int, Sequence[int]] | None, now: Holding) -> Holding:
         """What the layer holds with `members`, between whom the context has changed already.
 
         Experts that no rank holds begin to be loaded again, on a thread.
 
         Args:
-            members: the ranks that are left, or with one that has come back.
-            held: what each of them is to hold; None asks `held_by`.
+            members: the ranks that are left, or with some that have come back.
+            before: where some have come back, what `expect` has returned: experts come from there. Collective then.
             now: what the layer holds.
+
+        Raises `PeerTimeoutError` if a rank dies while experts come from it or go to it; nothing has changed then.
         """
-        held = self.held_by(members, now.placement) if held is None else held
+        held, rank = self.held_by(members, now.placement), self._context.rank
         self._members = members
         # Without a placement, and with less experts than ranks, one may have gone that had none: others keep theirs.
-        if self.began_placed or held != _held(None, self._num_experts, len(members)):
-            return self._take_over(held, now)
+        placed = self.began_placed or held != _held(None, self._num_experts, len(members))
+        placement = refill(held, self._num_experts) if placed else None
+        lost: tuple[int, ...] = ()
+        if before is not None:
+            experts = self._with_copies(now.experts, held, placement, before)
+        else:
+            self._unsettled = None
+            lost = missing_experts(held, self._num_experts)
+            added = 0 if placement is None or not lost else placement.slots_per_rank - len(held[rank])
+            experts = self._with_slots(now.experts, len(held[rank]), added)
         self.lost = None
-        return Holding(None, None, self._keep(now.experts, len(held[self._context.rank])))
+        if placement is None:
+            return Holding(None, None, experts)
+        slots = SlotTable(placement, self._context.device) if now.slots is None else now.slots
+        with torch.inference_mode():
+            slots.update(placement)
+        if lost:
+            self._begin_to_load(experts, held, lost, placement)
+        return Holding(placement, slots, experts)
 
-    def _keep(self, experts: Experts | None, kept: int, added: int = 0) -> Experts | None:
-        """As many slots as are `kept`, the first ones, and as are `added` behind them."""
-        if experts is None or experts.num_experts == kept + added:
+    def _with_slots(self, experts: Experts | None, kept: int, added: int) -> Experts | None:
+        """The first `kept` slots, and `added` ones behind them in new memory."""
+        if experts is None or (not added and experts.num_experts == kept):
             return experts
         with torch.inference_mode(False):
             return with_slots(experts, kept, added)
 
-    def _take_over(self, held: list[list[int]], now: Holding) -> Holding:
-        """Go over to the placement in which each rank holds `held`, and begin to load the experts that none holds."""
-        context, placement = self._context, refill(held, self._num_experts)
-        slots = SlotTable(placement, context.device) if now.slots is None else now.slots
+    def _with_copies(
+        self,
+        experts: Experts | None,
+        held: list[list[int]],
+        placement: Placement | None,
+        before: Mapping[int, Sequence[int]],
+    ) -> Experts | None:
+        """The experts of this rank, those that it does not hold as copies of others, which come over the heap.
+
+        Args:
+            experts: of this rank, before; none of them in a process that comes back.
+            held: experts of each rank, those included that ranks which come back are to hold.
+            placement: what all ranks hold then; None for `held`.
+            before: experts of each rank of before, by its number at the start.
+        """
+        context, members = self._context, self._members
+        wanted = _held(placement, self._num_experts, len(members))
+        kept = [len(held[number]) if member in before else 0 for number, member in enumerate(members)]
+        copies = plan_copies(wanted, kept, {members.index(member): ids for member, ids in before.items()})
+        if experts is None:
+            return None
+        mine = len(wanted[context.rank])
+        if members[context.rank] in before:
+            into = self._with_slots(experts, kept[context.rank], mine - kept[context.rank])
+            assert into is not None
+        else:
+            with torch.inference_mode(False):
+                experts = into = empty_slots(experts, mine)
+        plan = MigrationPlan(len(members), (Round((), copies),))
         with torch.inference_mode():
-            slots.update(placement)
-        self.lost = None
-        lost = missing_experts(held, self._num_experts)
+            move_experts([ExpertMover(context, experts, plan, into=into, phase=Phase.RECOVERY)], plan)
+        came = [copy for copy in copies if copy.target_rank == context.rank]
+        if came:
+            givers = sorted({members[copy.source_rank] for copy in came})
+            text = "rank %d: layer %d: %d experts came from rank %s"
+            _LOG.info(text, members[context.rank], self._layer_id, len(came), ", ".join(map(str, givers)))
+        return into
+
+    def _begin_to_load(
+        self, experts: Experts | None, held: list[list[int]], lost: tuple[int, ...], placement: Placement
+    ) -> None:
+        """Load the experts that no rank holds into the slots behind those that this rank keeps, on a thread."""
+        context = self._context
+        assert context.recovery is not None and experts is not None
         kept = len(held[context.rank])
-        if not lost:
-            return Holding(placement, slots, self._keep(now.experts, kept))
-        assert context.recovery is not None and now.experts is not None
         new = placement.rank_experts(context.rank)[kept:]
         me = context.members[context.rank]
         _LOG.warning("rank %d: layer %d: loads experts %s, which died", me, self._layer_id, new)
-        with torch.inference_mode(False):
-            experts = with_slots(now.experts, kept, len(new))
         loading = context.recovery.background.submit(self._load_again, experts, kept, new)
         self.lost = LostExperts(context, self._layer_id, lost, self._num_experts, held, loading)
-        return Holding(placement, slots, experts)
 
     def _load_again(self, experts: Experts, first: int, ids: Sequence[int]) -> None:
         """On a thread: experts that died, into the slots of `experts` from `first` on."""

@@ -223,8 +223,21 @@ class ExpertParallelContext:
 
     @property
     def steps_repeated(self) -> int:
-        """How many steps of layers this rank has run again since a rank died in them, for itself or for others."""
+        """How many steps this rank has run again since a rank died in them, for itself or for others.
+
+        `admit` and `release` count too.
+        """
         return 0 if self.recovery is None else self.recovery.steps_repeated
+
+    @property
+    def can_rejoin(self) -> bool:
+        """Whether a new process can take the place of a rank that is out."""
+        return self.recovery is not None and not self.heap.kept_by_survivors
+
+    @property
+    def joins(self) -> bool:
+        """Whether this process is still to take the place of a rank (`rejoin`). Its experts come from the others."""
+        return self._ranks.others_agreed is not None
 
     @property
     def memory(self) -> ExchangeMemory:
@@ -295,9 +308,10 @@ class ExpertParallelContext:
     ) -> ExpertParallelContext:
         """The context of a new process that takes the place of a rank that is out (`on_failure="continue"`).
 
-        Make the same layers over it as the others did, with the same placements, and load their weights. `allocate()`
-        then waits until the others call `admit`. From there on this rank is one of them: `steps_done` says after how
-        many steps. torch.distributed needs not be initialised, and `init_from_env` and `warm_up` must not be called.
+        Make the same layers over it as the others did, with the same placements, and load their weights by the same
+        calls. These read no experts. `allocate()` then waits until the others call `admit`, and gets the experts of
+        this rank from them. From there on it is one of them: `steps_done` says after how many steps. torch.distributed
+        needs not be initialised, and `init_from_env` and `warm_up` must not be called.
 
         Args:
             rank: whose place, by its number at the start; None is `RANK` of the environment.
@@ -364,13 +378,22 @@ class ExpertParallelContext:
     def _join(self) -> None:
         """`allocate()` of a process that takes the place of a rank that is out."""
         self._ranks.check_agrees(self._agreed)
-        with self._fails_for_good(), torch.inference_mode(False):
-            self._regions.reserve(self.heap)
-            self._ranks.join(self.startup_timeout_s)
+        try:
+            with torch.inference_mode(False):
+                self._regions.reserve(self.heap)
+                self._ranks.join(self.startup_timeout_s)
+        except BaseException as error:
+            # The others go on without this rank. They would all end if it told them that it gives up.
+            known = error if isinstance(error, Exception) else None
+            self._end(known or PeerAbortedError(reason_of(error), self.rank, Phase.HOST))
+            raise
         self._agreement.take_as_compared()
 
     def admit(self) -> tuple[int, ...]:
         """Between two steps: have new processes take the places of ranks that are out (`rejoin`). Collective.
+
+        The experts of a rank that comes back are copied from the others, over the heap. While experts that died are
+        still loaded again, processes wait.
 
         Every rank calls it at the same point of its steps, whatever `members` says there: ranks may learn of a death
         one step apart. It takes some milliseconds where none asks. A rank that does not come within `timeout_s` is out.

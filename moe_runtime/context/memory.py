@@ -6,7 +6,8 @@ With `W` ranks, `T = max_tokens_per_rank`, `K = top_k`, each region holds two ha
     token_flags  2 * W * T * 4                the epoch of what lies in each slot of landing
     combine      2 * T * min(K, W) * partial  one partial sum per token and rank that holds one of its experts
     signals      small, see `moe_runtime.comm.signals`
-    staging      the weights of one expert in bf16, at most 16 MiB: only for layers with a placement
+    staging      the weights of one expert in bf16, at most 16 MiB: only for layers with a placement, and where ranks
+                 can come back (`ExpertParallelContext.can_rejoin`)
 
 `record` and `partial` are the bytes of a token in `token_format` and of a partial sum in `combine_format`. Halves are
 aligned to 256 bytes. Layers of one context share these regions, so the largest layer counts, not the sum.
@@ -75,8 +76,8 @@ def reserved_bytes(
 ) -> dict[str, int]:
     """Bytes of each symmetric region that every rank of `world_size` reserves for one layer with `config`.
 
-    `placed` adds region `staging`, as for a layer with a placement. With several hosts `link` is added: memory of what
-    travels between them, which is not symmetric.
+    `placed` adds region `staging`, as for a layer with a placement, or where ranks can come back. With several hosts
+    `link` is added: memory of what travels between them, which is not symmetric.
 
     Raises `ValueError` unless `config` is one, `world_size` an integer from 1 to `MAX_RANKS`, `placed` a bool and
     `num_hosts` a divisor of `world_size`.

@@ -46,6 +46,9 @@ Asks = list[tuple[int, str]]
 Held = list[list[int]]
 """The experts of each member, slot by slot."""
 
+Before = dict[int, list[int]]
+"""The same by the numbers of members."""
+
 _HELD = many_of(many_of(integer(0)))
 _ASKS: Reader[Asks] = many_of(row(integer(0), text))
 
@@ -56,11 +59,23 @@ class Follower(Protocol):
     def _check_members(self, members: tuple[int, ...]) -> None:
         """Raise `ExpertsLostError` if they cannot go on: on all of them alike. Changes nothing."""
 
-    def _held_by(self, members: tuple[int, ...]) -> Held:
-        """What each of these members is to hold, without the experts that are to be loaded."""
+    def _check_loaded(self) -> None:
+        """Raise `ValueError` if it is not ready to take part in steps."""
 
-    def _follow_members(self, members: tuple[int, ...], held: Held | None) -> None:
-        """Go over to them, when there is memory for them; `held` is that of a member, None to ask `_held_by`."""
+    def _present(self) -> Held | None:
+        """What each member of now holds; None while experts that died are loaded again."""
+
+    def _take_as_present(self, members: tuple[int, ...], present: Held) -> None:
+        """In a process that comes back: these are the members to whom it comes, and what they hold."""
+
+    def _expect(self, members: tuple[int, ...]) -> Before:
+        """Count on these members, some of which come back. What each member of before holds, by its number."""
+
+    def _follow_members(self, members: tuple[int, ...], before: Before | None) -> None:
+        """Go over to them, when there is memory for them; `before` as of `_expect`, where some come back."""
+
+    def _settle(self) -> None:
+        """All members have gone over."""
 
 
 class Recovery:
@@ -96,6 +111,7 @@ class Recovery:
         self._references: list[weakref.ref[Follower]] = []
         self._last: Callable[[], object] | None = None
         self._others_lack_last = False
+        self._came_after: int | None = None
 
     def add(self, follower: Follower) -> None:
         """Have `follower`, which is not kept alive, follow the members. All ranks add theirs in the same order."""
@@ -115,22 +131,22 @@ class Recovery:
 
         A member that does not come within `limit_s` is left. `check` raises what has failed. Raises as `recover`.
         """
-        return self._in_step(what, number, integer(), _largest, lambda found: found, limit_s, check)
+        return self._in_step(what, lambda: number, integer(), _largest, lambda found: found, limit_s, check)
 
     def _in_step(
         self,
         what: str,
-        mine: object,
+        mine: Callable[[], object],
         read: Reader[V],
         result_of: Callable[[list[V]], T],
         known: Callable[[T], object],
         limit_s: float,
         check: Callable[[], None],
     ) -> T:
-        """`result_of` the words of all members, in a step of its own; this rank's word is `mine`.
+        """`result_of` the words of all members, in a step of its own; this rank's word is `mine()`.
 
         A rank that repeats the step for others, since it has the result already, says `known` of the result. With that
-        word among them `result_of` must find the same result.
+        word among them `result_of` must find what is right for those others.
         """
         found: list[T] = []
 
@@ -151,7 +167,7 @@ class Recovery:
             found[:] = [result_of([words[rank] for rank in membership.members])]
             return found[0]
 
-        return self._run(lambda: gather(mine), lambda: lambda: gather(known(found[0])))
+        return self._run(lambda: gather(mine()), lambda: lambda: gather(known(found[0])))
 
     def run(self, step: Callable[[], T], again: Callable[[], Callable[[], object]], *, counted: bool = True) -> T:
         """`step()` of a layer, again and again until no rank dies in it.
@@ -176,6 +192,7 @@ class Recovery:
         result = self._until_none_dies(once_more)
         self.steps_done += 1
         self._last = again()
+        self._settle(self.steps_done)
         return result
 
     def part(self, limit_s: float, check: Callable[[], None]) -> None:
@@ -189,24 +206,30 @@ class Recovery:
     def admit(self, limit_s: float, check: Callable[[], None]) -> tuple[int, ...]:
         """Between two steps: have processes that ask for the places of ranks that are out take them. Collective.
 
+        Processes wait while experts that died are loaded again, since theirs come from the members.
+
         Returns the ranks that have come back. Arguments, and raises, as `most`.
         """
         read = row(optional(_ASKS), _ASKS)
-        mine = [None, _plain(self.membership.askers())]
+
+        def mine() -> list[object]:
+            ready = all(follower._present() is not None for follower in self._followers)
+            return [None, _plain(self.membership.askers()) if ready else []]
 
         def decided(words: list[tuple[Asks | None, Asks]]) -> Asks:
-            """What a member that has ended this step found; else whom the first member sees."""
+            """Nobody if a member has ended this step before a rank was missed; else whom the first member sees."""
             return next((known for known, _ in words if known is not None), words[0][1])
 
-        asks = self._in_step("admit", mine, read, decided, lambda found: [_plain(found), []], limit_s, check)
+        asks = self._in_step("admit", mine, read, decided, lambda _: [[], []], limit_s, check)
         if not asks:
             return ()
         came = tuple(rank for rank, _ in asks)
         record = {rank: self.steps_done for rank in sorted((*self.membership.members, *came))}
         if self.membership.rank == self.membership.members[0]:
-            held = [follower._held_by(tuple(record)) for follower in self._followers]
+            present = [follower._present() for follower in self._followers]
+            more = [self.layer_steps, list(self.membership.members), present]
             for rank, word in asks:
-                self.membership.answer(rank, word, record, [self.layer_steps, held])
+                self.membership.answer(rank, word, record, more)
         self._change(record)
         return tuple(rank for rank in came if rank in self.membership.members)
 
@@ -217,7 +240,8 @@ class Recovery:
         cannot go on, and then nothing changes; else as `most`.
         """
         mine = sorted(ranks)
-        words = self._in_step("release", mine, many_of(integer(0)), lambda words: words, lambda _: mine, limit_s, check)
+        read = many_of(integer(0))
+        words = self._in_step("release", lambda: mine, read, lambda words: words, lambda _: mine, limit_s, check)
         if any(word != mine for word in words):
             raise ValueError(f"ranks: the members disagree, {words}")
         stay = tuple(rank for rank in self.membership.members if rank not in ranks)
@@ -233,13 +257,25 @@ class Recovery:
     def join(self, limit_s: float) -> None:
         """For a process that takes the place of a rank that is out: wait until the members `admit` it, and go over.
 
-        Raises `PeerTimeoutError` if they do not within `limit_s`.
+        Raises `PeerTimeoutError` if they do not within `limit_s`, or if another rank dies while they do; `ValueError`
+        if a layer has not been loaded.
         """
-        record, (self.layer_steps, held) = self.membership.ask(limit_s, row(integer(0), many_of(_HELD)))
+        for follower in self._followers:
+            follower._check_loaded()
+        read = row(integer(0), many_of(integer(0)), many_of(_HELD))
+        record, (self.layer_steps, before, present) = self.membership.ask(limit_s, read)
         self.steps_done = record[self.membership.rank]
-        if len(held) != len(self._followers):
-            raise MoERuntimeError(f"rejoin: the others have {len(held)} layers, this rank has {len(self._followers)}")
-        self._go_over(held)
+        if len(present) != len(self._followers):
+            text = f"the others have {len(present)} layers, this rank has {len(self._followers)}"
+            raise MoERuntimeError(f"rejoin: {text}")
+        for follower, held in zip(self._followers, present, strict=True):
+            follower._take_as_present(tuple(before), held)
+        try:
+            self._go_over(tuple(before))
+        except PeerTimeoutError as error:
+            # Of no phase of a step: this rank has not all experts, so it must not go on with the others, nor help them.
+            text = f"rejoin: rank {self.membership.rank} could not come back, a rank died meanwhile: {error}"
+            raise PeerTimeoutError(text, error.rank, Phase.START_UP) from error
         _LOG.warning("rank %d: is in again, generation %d", self.membership.rank, self.membership.generation)
 
     def _change(self, record: dict[int, int]) -> None:
@@ -247,7 +283,7 @@ class Recovery:
         before = self.membership.members
         try:
             self.membership.go_over(record)
-            self._go_over(None)
+            self._go_over(before)
         except PeerTimeoutError as error:
             self.recover(error)
             return
@@ -275,16 +311,15 @@ class Recovery:
         except Exception as failure:
             self._end(failure)
             raise
-        fewest = min(record.values())
-        self._others_lack_last = fewest < self.steps_done
+        self._others_lack_last = min(record.values()) < self.steps_done
         _LOG.warning(
-            "rank %d: generation %d: rank %s left after %d steps, %s go on after %.2f s (%s)",
+            "rank %d: generation %d: rank %s left, %s go on after %.2f s; %d steps of layers are done here (%s)",
             self.membership.rank,
             self.membership.generation,
             _listed(sorted(set(before) - set(record))),
-            fewest,
             _listed(list(record)),
             time.monotonic() - began,
+            self.layer_steps,
             error,
         )
 
@@ -298,20 +333,32 @@ class Recovery:
             if not 0 <= self.steps_done - min(record.values()) <= 1:
                 text = f"rank {membership.rank} has done {self.steps_done} steps, the members {record}"
                 raise MoERuntimeError(f"recovery: steps are further apart than can be: {text}", membership.rank)
+            self._settle(max(record.values()))
             for follower in self._followers:
                 follower._check_members(membership.members)
             try:
-                self._go_over(None)
+                self._go_over(before)
                 return record
             except PeerTimeoutError as another:
                 error = another  # Also of this rank, if it was stopped and the others go on already.
 
-    def _go_over(self, held: list[Held] | None) -> None:
-        """Go over to memory of the members; `held` is of each follower."""
+    def _go_over(self, members_before: tuple[int, ...]) -> None:
+        """Go over to memory of the members, from those of before."""
         membership, followers = self.membership, self._followers
+        before: list[Before] | None = None
+        if not set(membership.members) <= set(members_before):
+            before = [follower._expect(membership.members) for follower in followers]
+            self._came_after = self.steps_done
         self._renew(membership.members, membership.group())
         for number, follower in enumerate(followers):
-            follower._follow_members(membership.members, None if held is None else held[number])
+            follower._follow_members(membership.members, None if before is None else before[number])
+
+    def _settle(self, steps: int) -> None:
+        """`steps` are those that a member has done. If some came back before the last one, all have gone over."""
+        if self._came_after is not None and steps > self._came_after:
+            self._came_after = None
+            for follower in self._followers:
+                follower._settle()
 
     def _until_none_dies(self, work: Callable[[], T]) -> T:
         while True:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -31,6 +31,7 @@ from moe_runtime.comm.rank_group import LOOK_S, ROLL_CALL_S
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.context.memory import STAGING_WORDS, staging_words_bytes
 from moe_runtime.context.peers import exchange_failed, failed_elsewhere
+from moe_runtime.expert_slots import rows_of, tensors_of
 from moe_runtime.experts import Experts
 from moe_runtime.kernels.exchange.reference import record_failure
 from moe_runtime.placement.migration_plan import SPARE, Crossing, MigrationPlan, Move
@@ -61,23 +62,31 @@ class ExpertMover:
 
     Args:
         context: allocated.
-        experts: of this rank. All their tensors change in place and keep their addresses.
+        experts: of this rank. Without `into` all their tensors change in place and keep their addresses.
         plan: what moves. Memory for one more expert is allocated where it needs the spare place of this rank, and two
             chunks where this rank sends or receives experts over the network.
+        into: experts of the same layout in other memory, which moves write to. None is `experts` themselves.
+        phase: what a wait in vain is called in errors. In `RECOVERY` it names the rank that is waited for, without a
+            search for another that this one may wait for itself: the survivors find out who is there.
     """
 
-    def __init__(self, context: ExpertParallelContext, experts: Experts, plan: MigrationPlan) -> None:
+    def __init__(
+        self,
+        context: ExpertParallelContext,
+        experts: Experts,
+        plan: MigrationPlan,
+        *,
+        into: Experts | None = None,
+        phase: Phase = Phase.REPLACEMENT,
+    ) -> None:
         self.context = context
         self.rank = context.rank
         self._first_rank = context.rank - context.heap.rank
-        named = [
-            (f"{part}.{field.name}", getattr(weights, field.name))
-            for part, weights in (("gate_up", experts.gate_up), ("down", experts.down))
-            for field in fields(weights)
-        ]
-        tensors = [(name, value) for name, value in named if isinstance(value, torch.Tensor)]
-        self.layout = [(name, str(tensor.dtype), tuple(tensor.shape[1:])) for name, tensor in tensors]
-        self._rows = [tensor.reshape(tensor.shape[0], -1).view(torch.uint8) for _, tensor in tensors]
+        self._phase = phase
+        tensors = tensors_of(experts)
+        self.layout = [(name, str(tensor.dtype), tuple(tensor.shape[1:])) for name, tensor in tensors.items()]
+        self._rows = [rows_of(tensor) for tensor in tensors.values()]
+        self._rows_into = self._rows if into is None else [rows_of(tensor) for tensor in tensors_of(into).values()]
         self.num_bytes = sum(rows.shape[1] for rows in self._rows)
         spares = [(move.target_rank, move.target_slot) for one in plan.rounds for move in one.moves]
         needed = self.num_bytes if (self.rank, SPARE) in spares else 0
@@ -107,8 +116,8 @@ class ExpertMover:
             spare, slot = self._spare, max(move.source_slot, move.target_slot)
             self._store(slot, 0, spare) if move.source_slot == SPARE else self._load(slot, 0, spare)
             return
-        for rows in self._rows:
-            rows[move.target_slot].copy_(rows[move.source_slot])
+        for rows, into in zip(self._rows, self._rows_into, strict=True):
+            into[move.target_slot].copy_(rows[move.source_slot])
 
     def grant(self, move: Move) -> None:
         """At the receiver: the staging area is free, the sender may store the next chunk."""
@@ -188,8 +197,10 @@ class ExpertMover:
             self.context, phase=Phase.REPLACEMENT, epoch=epoch, num_bytes=self.num_bytes, parcels=parcels
         )
 
-    def _pieces(self, slot: int, start: int, num_bytes: int) -> Iterator[torch.Tensor]:
-        """Views that together are the `num_bytes` bytes from `start` on of the expert in `slot`."""
+    def _pieces(
+        self, all_rows: Sequence[torch.Tensor], slot: int, start: int, num_bytes: int
+    ) -> Iterator[torch.Tensor]:
+        """Views that together are the `num_bytes` bytes from `start` on of the expert in `slot` of `all_rows`."""
         end = start + num_bytes
         if slot == SPARE:
             yield self._spare[start:end]
@@ -199,19 +210,19 @@ class ExpertMover:
             yield (self.rail.outgoing if slot == OUTGOING else self.rail.incoming)[:num_bytes]
             return
         first = 0
-        for rows in self._rows:
+        for rows in all_rows:
             last = first + rows.shape[1]
             if start < last and end > first:
                 yield rows[slot, max(start - first, 0) : end - first]
             first = last
 
     def _load(self, slot: int, start: int, out: torch.Tensor) -> None:
-        for piece in self._pieces(slot, start, out.shape[0]):
+        for piece in self._pieces(self._rows, slot, start, out.shape[0]):
             out[: piece.shape[0]].copy_(piece)
             out = out[piece.shape[0] :]
 
     def _store(self, slot: int, start: int, source: torch.Tensor) -> None:
-        for piece in self._pieces(slot, start, source.shape[0]):
+        for piece in self._pieces(self._rows_into, slot, start, source.shape[0]):
             piece.copy_(source[: piece.shape[0]])
             source = source[piece.shape[0] :]
 
@@ -247,13 +258,13 @@ class ExpertMover:
             context.check_peers()
             self._look()
             if time.monotonic() > begun + limit_s:
-                about = self._missing(peer)
+                about = peer if self._phase is Phase.RECOVERY else self._missing(peer)
                 if about is None and self.rail is not None and limit_s < 2 * self.rail.limit_s:
                     limit_s = 2 * self.rail.limit_s
                     continue
                 about = self._local(peer if about is None else about)
                 limit_ms, epoch = min(int(limit_s * 1000), 2**31 - 1), int(context.epoch[0])
-                record_failure(context.memory, ErrorCode.TIMEOUT, about, Phase.REPLACEMENT, epoch, limit_ms)
+                record_failure(context.memory, ErrorCode.TIMEOUT, about, self._phase, epoch, limit_ms)
                 context.check_peers()
             spins += 1
             time.sleep(0 if spins < SPINS_BEFORE_SLEEP else 2e-4)

@@ -182,20 +182,25 @@ def test_an_engine_that_cannot_run_is_a_line_of_the_report(tmp_path: Path) -> No
 
 
 @pytest.mark.cpu_only
-@pytest.mark.parametrize(("transport", "copies"), [("auto", 1), ("collective", 2)])
-def test_under_torchrun_rank_0_speaks_for_all(transport: str, copies: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("transport", "on_failure", "copies"), [("auto", "continue", 1), ("auto", "abort", 1), ("collective", "abort", 2)]
+)
+def test_under_torchrun_rank_0_speaks_for_all(transport: str, on_failure: str, copies: int, tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     text = (ROOT / "configs" / "tiny_cpu.yaml").read_text()
-    file.write_text(text.replace("transport: auto", f"transport: {transport}"))
+    file.write_text(text.replace("transport: auto", f"transport: {transport}\n  on_failure: {on_failure}"))
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     done = run_doctor("--config", str(file), "--json", launcher=launcher)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["ranks"] == report["world_size"] == 2
     assert report["transport"]["name"] == ("shared" if transport == "auto" else transport)
-    assert ("on_failure: continue" in report["transport"]["after_death"]) == (transport == "auto")
+    for possible in ("on_failure: continue", "gets its experts from the others", "ranks can leave in order"):
+        assert (possible in report["transport"]["after_death"]) == (transport == "auto")
     assert "one rank only" in report["transport"]["why_not"]["private"]
     assert report["copies"] == copies
+    sizes = [size for formats in report["reserved_bytes"].values() for size in formats.values()]
+    assert sizes and all(("staging" in size) == (on_failure == "continue") for size in sizes)
 
 
 def test_program_prints_tables() -> None:

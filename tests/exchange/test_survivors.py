@@ -54,6 +54,8 @@ JOBS = [
     Job(4, (Fault(1, "combine_recv, begin (3)"),), rejoin=True),
     Job(4, (Fault(2, "dispatch_send, end (3)"),), replicas=1, rejoin=True),
     Job(4, (Fault(1, "combine_send, begin (3)"), Fault(2, "make memory, end (1)", stop=True))),
+    Job(4, (Fault(1, "combine_recv, begin (3)"),), rejoin=True, meanwhile=Fault(1, "move, begin (2)")),
+    Job(4, (Fault(1, "step (3)"),), replicas=1, rejoin=True, meanwhile=Fault(2, "move experts, begin (2)")),
 ]
 
 
@@ -89,8 +91,11 @@ def test_other_bits_and_other_groups_are_found(fates: list[list[Fate]]) -> None:
 
 def test_faults_are_chosen_at_random_from_all_places() -> None:
     chooser = random.Random(0)
-    faults = [fault for _ in range(1000) for fault in survivors.random_job(chooser).faults]
+    jobs = [survivors.random_job(chooser) for _ in range(3000)]
+    faults = [fault for job in jobs for fault in job.faults]
     assert {fault.place for fault in faults} == {*places(4), *places(8), *survivors.during_recovery()}
+    meanwhile = [(job.meanwhile.place, job.meanwhile.rank == job.faults[0].rank) for job in jobs if job.meanwhile]
+    assert set(meanwhile) == {(place, new) for place in survivors.during_rejoin() for new in (True, False)}
     assert {fault.stop for fault in faults} == {True, False} and {fault.rank for fault in faults} == set(range(8))
 
 

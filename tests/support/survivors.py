@@ -9,6 +9,10 @@ continued as soon as the others have done all steps.
 Each survivor must end without an error and within `2 * LIMIT_S` of a fault have a result of the smaller group. Each of
 its results must be, bit for bit, that of virtual ranks which had the group and the placement of that moment from the
 start. A stopped rank must raise `RankRemovedError`. Without replicas, survivors load the experts that died (`wait`).
+
+With `rejoin` a new process takes the place of the rank that died, and gets its experts from the others. It, or one of
+them, may die or stall meanwhile (`Job.meanwhile`). Then more processes come, until all ranks are there. One that was
+stopped is continued as soon as the others have gone on, and must raise that it is out, or that it could not come back.
 """
 
 from __future__ import annotations
@@ -37,6 +41,10 @@ LIMIT_S = 3.0
 STEPS = 6
 REJOIN_STEPS = 20
 """Steps of a job with `rejoin`. From the fault on each waits a little, and admits a process that has come back."""
+PAUSE_S, LONG_PAUSE_S = 0.1, 0.8
+"""How long it waits in each; longer where another rank dies meanwhile, since more processes come then."""
+MOST_PROCESSES = 5
+"""Of one rank, in a job with `rejoin`."""
 FAULT_STEP = 3
 """In which step, from 1 on, most faults are."""
 EXPERTS, TOP_K, TOKENS, HIDDEN = 8, 3, 12, 256
@@ -62,6 +70,7 @@ class Job:
 
     Attributes:
         rejoin: whether a new process takes the place of the only rank that is killed, as soon as that is dead.
+        meanwhile: with `rejoin`, another fault, of the new process or of a rank that was there.
         same_memory: whether survivors keep their memory, as on GPUs. Then none of them may be stopped.
     """
 
@@ -70,10 +79,15 @@ class Job:
     replicas: int = 3
     rejoin: bool = False
     same_memory: bool = False
+    meanwhile: Fault | None = None
+
+    @property
+    def all_faults(self) -> tuple[Fault, ...]:
+        return self.faults if self.meanwhile is None else (*self.faults, self.meanwhile)
 
     @property
     def survivors(self) -> tuple[int, ...]:
-        return tuple(sorted(set(range(self.world)) - {fault.rank for fault in self.faults}))
+        return tuple(sorted(set(range(self.world)) - {fault.rank for fault in self.all_faults}))
 
     @property
     def last_group(self) -> tuple[int, ...]:
@@ -97,12 +111,17 @@ class Result:
 
 @dataclass
 class Fate:
-    """What became of a rank: its results, where it was last, when that was, and its last word."""
+    """What became of a rank: its results, where it was last, and when that was.
+
+    And its last word, the errors of its processes, and how many of these there were.
+    """
 
     results: list[Result] = field(default_factory=list)
     place: str = ""
     at: float = 0.0
     word: tuple[Any, ...] = ()
+    errors: list[str] = field(default_factory=list)
+    began: int = 1
 
 
 def places(world: int) -> list[str]:
@@ -121,6 +140,20 @@ def places(world: int) -> list[str]:
 def during_recovery() -> list[str]:
     """Where a survivor comes in its first recovery. Not every one comes to `propose`."""
     return [f"{place} (1)" for place in ("agree, begin", "agree, end", "make memory, begin", "new memory, end")]
+
+
+def during_rejoin() -> list[str]:
+    """Where a rank comes while a new process becomes one of them: new memory, and experts of two layers on their way.
+
+    A rank that has given its last expert may die, while the new process waits for others.
+    """
+    memory = [f"{place} (2)" for place in ("make memory, begin", "new memory, end")]
+    moves = [f"move, begin ({number})" for number in (1, 2)]
+    return [
+        *memory,
+        *moves,
+        *(f"{place} ({n})" for place in ("move experts, begin", "wait done, begin") for n in (1, 2)),
+    ]
 
 
 def placement(world: int, replicas: int) -> Any:
@@ -182,14 +215,19 @@ def run_job(job: Job) -> list[Fate]:
     ranks, fates = RankProcesses(), [Fate() for _ in range(job.world)]
     processes = ranks.processes
     for rank in range(job.world):
-        ranks.start(rank, run_rank, job, rank, server.port, False)
-    stopped = {fault.rank for fault in job.faults if fault.stop}
+        ranks.start(rank, run_rank, job, rank, server.port, 1)
+    newest = dict(enumerate(processes))
+    stopped = {fault.rank for fault in job.all_faults if fault.stop}
     end = time.monotonic() + JOB_S
     while ranks.talking and time.monotonic() < end:
         for rank, word in ranks.words(0.5):
             if word is None:
-                if job.rejoin and rank == job.faults[0].rank and not fates[rank].word:
-                    ranks.start(rank, run_rank, job, rank, server.port, True)
+                ended = fates[rank].word == ("clean",) or fates[rank].began == MOST_PROCESSES
+                if job.rejoin and rank not in job.survivors and not ended:
+                    fates[rank].word = ()
+                    fates[rank].began += 1
+                    ranks.start(rank, run_rank, job, rank, server.port, fates[rank].began)
+                    newest[rank] = processes[-1]
                 continue
             kind, *said = word
             if kind == "at":
@@ -198,16 +236,26 @@ def run_job(job: Job) -> list[Fate]:
                 fates[rank].results.append(Result(*said))
             else:
                 fates[rank].word = (kind, *said)
-        done = all(len(fates[rank].results) == job.steps or fates[rank].word for rank in job.survivors)
-        for rank in stopped if done else ():
+                fates[rank].errors += said[:1]
+        for rank in stopped if others_are_done(job, fates) else ():
             with contextlib.suppress(ProcessLookupError):
-                os.kill(processes[rank].pid or 0, signal.SIGCONT)
+                os.kill(newest[rank].pid or 0, signal.SIGCONT)
     for process in processes:
         process.join(END_S)
         if process.is_alive():
             process.kill()
             process.join()
     return fates
+
+
+def others_are_done(job: Job, fates: list[Fate]) -> bool:
+    """Whether survivors have done all steps; with another fault meanwhile, whether they have gone on since that."""
+    if job.meanwhile is None:
+        return all(len(fates[rank].results) == job.steps or fates[rank].word for rank in job.survivors)
+    stalled = fates[job.meanwhile.rank]
+    return stalled.place == job.meanwhile.place and all(
+        any(result.at > stalled.at for result in fates[rank].results) or fates[rank].word for rank in job.survivors
+    )
 
 
 def faults_of(job: Job, fates: list[Fate]) -> list[str]:
@@ -219,7 +267,13 @@ def faults_of(job: Job, fates: list[Fate]) -> list[str]:
             wrong.append(f"rank {fault.rank}, which was stopped, said {word} at {fate.place!r}")
         if not fault.stop and not job.rejoin and (word or fate.place != fault.place):
             wrong.append(f"rank {fault.rank} was not killed at {fault.place!r}: {fate.place!r}, {word}")
-    last = max((fates[fault.rank].at for fault in job.faults), default=0.0)
+    last = max((fates[fault.rank].at for fault in job.all_faults), default=0.0)
+    if job.meanwhile is not None and fates[job.meanwhile.rank].place != job.meanwhile.place:
+        wrong.append(f"rank {job.meanwhile.rank} was not killed at {job.meanwhile.place!r} meanwhile")
+    if job.meanwhile is not None and job.meanwhile.stop:
+        errors = fates[job.meanwhile.rank].errors
+        if not errors or not set(errors) <= {"RankRemovedError", "PeerTimeoutError"}:
+            wrong.append(f"rank {job.meanwhile.rank}, which was stopped meanwhile, raised {errors}")
     for rank in range(job.world):
         fate = fates[rank]
         for result in fate.results:
@@ -237,7 +291,8 @@ def faults_of(job: Job, fates: list[Fate]) -> list[str]:
         elif job.faults and groups[-1] != job.last_group:
             wrong.append(f"rank {rank}: its last group was {groups[-1]}")
         elif job.faults:
-            seconds = next(result.at for result in fate.results if result.members == job.survivors) - last
+            again = (r.at for r in fate.results if r.members == job.survivors or (job.meanwhile and r.at > last))
+            seconds = next(again) - last
             if seconds > 2 * LIMIT_S:
                 wrong.append(f"rank {rank}: went on after {seconds:.1f} s")
     if len({tuple(sorted(r.step for r in fates[rank].results)) for rank in job.survivors}) > 1:
@@ -245,8 +300,8 @@ def faults_of(job: Job, fates: list[Fate]) -> list[str]:
     return wrong
 
 
-def run_rank(job: Job, rank: int, port: int, again: bool, pipe: Connection) -> None:
-    """A rank of a job, in a process of its own; `again` if it takes the place of one that is dead."""
+def run_rank(job: Job, rank: int, port: int, began: int, pipe: Connection) -> None:
+    """A rank of a job, in a process of its own, number `began`; from 2 on it takes the place of one that is dead."""
     os.setsid()  # Else a shell that ends continues it when it is stopped, as all of an orphaned process group.
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(job.world), LOCAL_RANK=str(rank), CUDA_VISIBLE_DEVICES="")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
@@ -264,7 +319,12 @@ def run_rank(job: Job, rank: int, port: int, again: bool, pipe: Connection) -> N
         SharedHeap.kept_by_survivors = True
         SharedHeap._of_survivors = lambda *of: SurvivorHeap(*of)  # type: ignore[method-assign]
     seen: Counter[str] = Counter()
-    due = {} if again else {fault.place: fault for fault in job.faults if fault.rank == rank}
+    due = {fault.place: fault for fault in job.faults if fault.rank == rank and began == 1}
+    if job.meanwhile is not None and job.meanwhile.rank == rank:
+        # A new process comes to these places with its first memory, the others do with their second.
+        seen.update({} if began == 1 else dict.fromkeys(("make memory, begin", "new memory, end"), 1))
+        new = rank == job.faults[0].rank
+        due |= {job.meanwhile.place: job.meanwhile} if began == 1 + new else {}
 
     def tell(place: str) -> None:
         seen[place] += 1
@@ -275,7 +335,7 @@ def run_rank(job: Job, rank: int, port: int, again: bool, pipe: Connection) -> N
 
     last_word: tuple[Any, ...] = ("clean",)
     try:
-        work(rank, job, tell, pipe, again)
+        work(rank, job, tell, pipe, began > 1)
     except Exception as error:
         last_word = ("error", type(error).__name__, getattr(error, "rank", None), traceback.format_exc()[-1500:])
     with contextlib.suppress(OSError):
@@ -302,25 +362,31 @@ def work(rank: int, job: Job, tell: Callable[[str], None], pipe: Connection, aga
             layer.load_random(0)
             if not again:
                 layer.warm_up()  # First steps wait longer.
-        context.allocate()
-        announce_places(tell)
+        if again:
+            announce_places(tell)
+            context.allocate()
+        else:
+            context.allocate()
+            announce_places(tell)
         for step in range(context.steps_done, job.steps):
             tell("step")
             given = inputs(step, rank)
             y = layers[step % len(layers)](given.x, topk_idx=given.topk_idx, topk_weights=given.topk_weights)
             pipe.send(("y", step, context.members, time.monotonic(), _bytes(y)))
             if job.rejoin and step >= FAULT_STEP:
-                time.sleep(0.1)
+                time.sleep(PAUSE_S if job.meanwhile is None else LONG_PAUSE_S)
                 context.admit()
         tell("close")
 
 
 def announce_places(tell: Callable[[str], None]) -> None:
-    """Have this process tell where it is in steps and in recoveries."""
+    """Have this process tell where it is in steps, in recoveries, and while experts move."""
+    from moe_runtime import layer_members
     from moe_runtime.comm.heaps.shared_heap import SharedHeap
     from moe_runtime.comm.membership import Membership
     from moe_runtime.context.expert_parallel import ExpertParallelContext
     from moe_runtime.kernels.exchange import reference
+    from moe_runtime.placement import migration
 
     signals_of, combine_send = reference._signals_of, reference.combine_send
     flagging = [False]
@@ -344,6 +410,9 @@ def announce_places(tell: Callable[[str], None]) -> None:
     announced(SharedHeap, "_create", "make memory", tell)
     announced(SharedHeap, "_map", "map memory", tell)
     announced(ExpertParallelContext, "_point_at_peers", "new memory", tell)
+    announced(layer_members, "move_experts", "move experts", tell)
+    announced(migration, "_move", "move", tell)
+    announced(migration.ExpertMover, "wait_done", "wait done", tell)
 
 
 def _bytes(y: Any) -> bytes:
@@ -353,7 +422,10 @@ def _bytes(y: Any) -> bytes:
 
 
 def random_job(chooser: random.Random) -> Job:
-    """One or two deaths or stalls, anywhere in a step or in the recovery from the first one; or one and a return."""
+    """One or two deaths or stalls, anywhere in a step or in the recovery from the first one.
+
+    Or one and a return, also with another death meanwhile.
+    """
     world = chooser.choice((4, 8))
     first, second = chooser.sample(range(world), 2)
     faults = [Fault(first, chooser.choice(places(world)), stop=chooser.random() < 0.2)]
@@ -366,7 +438,11 @@ def random_job(chooser: random.Random) -> Job:
     replicas = chooser.choice((1, 3)) if kind == "one" else 3
     rejoin = kind == "one" and not faults[0].stop and chooser.random() < 0.5
     same_memory = not rejoin and not any(fault.stop or "memory" in fault.place for fault in faults)
-    return Job(world, tuple(faults), replicas, rejoin, same_memory and chooser.random() < 0.5)
+    meanwhile = None
+    if rejoin and chooser.random() < 0.5:
+        place = chooser.choice(during_rejoin())
+        meanwhile = Fault(chooser.choice((first, second)), place, stop=chooser.random() < 0.2)
+    return Job(world, tuple(faults), replicas, rejoin, same_memory and chooser.random() < 0.5, meanwhile)
 
 
 def main() -> int:
