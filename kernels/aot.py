@@ -55,6 +55,7 @@ from moe_runtime.kernels.gemm.plan import choose_op_tile, choose_tile, keeps_tok
 from moe_runtime.kernels.gemm.shapes import (
     DEQUANT_DECODE,
     DEQUANT_FEW,
+    DEQUANT_FEWEST,
     DEQUANT_MIDDLE,
     DEQUANT_PREFILL,
     TMA_DECODE,
@@ -252,7 +253,8 @@ def _dequant(
     arguments = fmt, fmt, shape, unit_columns(HIDDEN), out, out_dtype, activation
     defines, _ = dequant_gemm.macros(*arguments, **more)
     instruction = BF16_MMA if shape.warp_products else BF16_WGMMA
-    return CudaCase(operation, fmt.name, "dequant_gemm.cu", "dequant_gemm", defines, instruction=instruction)
+    name = dequant_gemm.kernel_of(shape)
+    return CudaCase(operation, fmt.name, f"{name}.cu", name, defines, instruction=instruction)
 
 
 def _tma(
@@ -287,6 +289,12 @@ def _hopper_cases() -> Iterator[CudaCase]:
                 more = {"out_dequantized": dequantized, "keep_tokens": keep, "overlapped": overlapped}
                 formula = None if operation == PLAIN else SILU
                 yield _dequant(operation, fmt, dequant_shape, torch.bfloat16, formula, **more)
+        keep = keeps_tokens(1, HIDDEN, fmt, DEQUANT_FEWEST)
+        raw, made = dequant_tokens.piece_macros(fmt, scales_in_record=True), dequant_tokens.piece_macros(BF16)
+        first: dict[str, Any] = {"own_tokens": raw, "out_dequantized": True, "out_by_rows": True}
+        yield _dequant(GATED, fmt, DEQUANT_FEWEST, torch.bfloat16, SILU, keep_tokens=keep, **first)
+        second: dict[str, Any] = {"own_tokens": made, "chained": True}
+        yield _dequant(PLAIN, fmt, DEQUANT_FEWEST, torch.bfloat16, keep_tokens=keep, **second)
     for fmt in (FP8_BLOCK, BF16):
         for tma_shape in (TMA_FEW, TMA_SOME, TMA_DECODE, TMA_PREFILL):
             for operation in (PLAIN, GATED):

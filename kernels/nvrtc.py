@@ -240,7 +240,7 @@ def _ensure_context(device: int) -> None:
 
 
 @cache
-def _loaded(file: str, name: str, defines: Defines, device: int, shared_bytes: int) -> Any:
+def _loaded(file: str, name: str, defines: Defines, device: int, shared_bytes: int, all_shared: bool = False) -> Any:
     from cuda.bindings import driver
 
     major, minor = torch.cuda.get_device_capability(device)
@@ -251,6 +251,9 @@ def _loaded(file: str, name: str, defines: Defines, device: int, shared_bytes: i
         # More than 48 KiB, static shared memory included, must be requested.
         limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         _checked(driver.cuFuncSetAttribute(function, limit, shared_bytes))
+    if all_shared:
+        share = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+        _checked(driver.cuFuncSetAttribute(function, share, 100))
     return function
 
 
@@ -265,6 +268,7 @@ def launch(
     device: torch.device,
     shared_bytes: int = 0,
     early: bool = False,
+    all_shared: bool = False,
 ) -> None:
     """Launch an `extern "C"` kernel on the current stream of `device`; compiled and loaded at the first call.
 
@@ -278,6 +282,7 @@ def launch(
         early: whether the kernel may start when every block of the previous kernel has called
             `griddepcontrol.launch_dependents`. It must call `griddepcontrol.wait` before it reads the results of that
             kernel.
+        all_shared: ask for all shared memory that an SM can have, so that it has room for blocks of the next kernel.
 
     Raises `NvrtcError` where the source does not compile or the driver refuses the launch.
     """
@@ -289,7 +294,7 @@ def launch(
     with nullcontext() if index == current else torch.cuda.device(index):
         stream = raw_stream(index)
         _ensure_context(index)
-        function = _loaded(file, name, defines, index, shared_bytes)
+        function = _loaded(file, name, defines, index, shared_bytes, all_shared)
         pointers, _kept = pointers_to(arguments)
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = grid

@@ -58,22 +58,24 @@ KIND = "sanitizer"
 SEED = 0
 OVERLAPPED = "overlapped"
 SIZES = (
-    ("few", 4, 1, "layer"),
+    ("fewest", 4, 1, "layer"),
+    ("few", 12, 2, "layer"),
     ("decode", 4, 8, "layer"),
     ("decode", 3, 24, "zipf"),
     ("prefill", 3, 130, "zipf"),
     ("prefill", 1, 520, "even"),
     (OVERLAPPED, 2, 200, "zipf"),
 )
-"""Regime, groups, rows of each on average, routing; `layer` gathers rows. 130 rows are between the regimes for
-dequantized weights; `overlapped` has their tokens dequantized while the product multiplies, for which many more are
-wanted elsewhere."""
+"""Regime, groups, rows of each on average, routing; `layer` gathers rows. Blocks of `fewest` dequantize their own
+tokens. 130 rows are between the regimes for dequantized weights; `overlapped` has their tokens dequantized while the
+product multiplies, for which many more are wanted elsewhere."""
 
 _RACE = re.compile(r"Race reported between \w+ access at (\w+)")
 _SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard)")
 
 
 MXFP4_SIZES = (
+    ("fewest", 4, 1, "layer", 256),
     ("few", 4, 1, "layer", 320),
     ("decode", 4, 8, "layer", 256),
     ("prefill", 2, 200, "zipf", 256),

@@ -487,6 +487,7 @@ class _OneRank:
             ],
             device=context.device,
             early=plan.overlaps,
+            all_shared=True,  # as the GEMM that starts beside it, so that they share an SM
         )
 
     def combine(

@@ -2,7 +2,8 @@
 `mxfp4`).
 
 `dequant_tokens` gathers the rows once and dequantizes them to bf16. `dequant_gemm` streams the weights and reads them
-once for up to 8, 64, 128 or 160 tokens of a group, by its shape (chosen by `plan.py`). With many tokens, a few SMs
+once for up to 8, 64, 128 or 160 tokens of a group, by its shape (chosen by `plan.py`). Of a few rows in all
+`dequant_few` does both, and leaves results that the second product reads as rows of bf16. With many tokens, a few SMs
 dequantize most of them while the other SMs multiply. The product waits for each 8 tokens on a counter, and fails
 after half a minute. Activated results for another product with prepacked weights are requantized and stored as
 `dequant_tokens` would dequantize them. That product starts before the first has ended, unless it must leave SMs free.
@@ -40,14 +41,20 @@ from functools import cache
 import torch
 
 from moe_runtime.kernels import nvrtc
-from moe_runtime.kernels.formats.number_formats import NVFP4, TokenFormat
+from moe_runtime.kernels.formats.number_formats import BF16, NVFP4, TokenFormat
 from moe_runtime.kernels.gemm.activation import literal, softcap_macros
 from moe_runtime.kernels.gemm.dequant_layout import UNIT, chunk_units, unit_columns, unit_rows
-from moe_runtime.kernels.gemm.dequant_tokens import dequant_tokens, dequant_tokens_overlapped
+from moe_runtime.kernels.gemm.dequant_tokens import (
+    dequant_tokens,
+    dequant_tokens_overlapped,
+    piece_macros,
+    scale_stride,
+    token_blocks,
+)
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.gemm.plan import GemmPlan
 from moe_runtime.kernels.gemm.prepacked import MAX_PREPACKED_EXPERTS, RESULT_FORMATS, PrepackedWeights
-from moe_runtime.kernels.gemm.shapes import DequantShape, overlapped_token_shape
+from moe_runtime.kernels.gemm.shapes import DEQUANT_FEWEST, DequantShape, overlapped_token_shape, own_bytes
 from moe_runtime.kernels.gemm.weights import Activation
 from moe_runtime.kernels.runtime import is_hopper
 
@@ -94,6 +101,11 @@ def dequant_gemm_swiglu(
     _launch(a, w, out.rows, plan, activation=activation, gsf=gsf, result=out)
 
 
+def kernel_of(shape: DequantShape) -> str:
+    """Name of the kernel for `shape`, and of its source without `.cu`."""
+    return "dequant_few" if shape is DEQUANT_FEWEST else "dequant_gemm"
+
+
 @cache
 def macros(
     w_format: TokenFormat,
@@ -105,19 +117,25 @@ def macros(
     activation: Activation | None,
     *,
     out_dequantized: bool = False,
+    out_by_rows: bool = False,
     row_scales: bool = True,
     expert_scales: bool = True,
     bias: bool = False,
     keep_tokens: bool = False,
     overlapped: bool = False,
+    own_tokens: nvrtc.Defines | None = None,
+    chained: bool = False,
+    max_groups: int = MAX_PREPACKED_EXPERTS,
 ) -> tuple[nvrtc.Defines, int]:
-    """Macros of `dequant_gemm.cu`, and the dynamic shared memory of a block.
+    """Macros of the kernel for `shape` (`kernel_of`), and the dynamic shared memory of a block.
 
     `units` is K in units. `out_format` is the format of an activated result; None means a plain result of `out_dtype`.
-    `out_dequantized` stores an activated result dequantized. `row_scales`, `expert_scales` and `bias` say which exist.
-    `keep_tokens` and `overlapped` come from the plan.
+    `out_dequantized` stores an activated result dequantized, with `out_by_rows` in rows of bf16. `row_scales`,
+    `expert_scales` and `bias` say which exist. `keep_tokens` and `overlapped` come from the plan. `own_tokens` are the
+    macros of `token_piece.cuh` where blocks hold tokens by rows, which are `chained` if the kernel before makes them.
+    `max_groups` is for `dequant_few.cu` only.
     """
-    stages, stage_k64, ring_bytes = shape.ring(w_format, units)
+    stages, stage_k64, ring_bytes = shape.ring(w_format, units, own_tokens=own_tokens is not None)
     gated = activation is not None and activation.gated
     defines: dict[str, int | str] = {
         "W_FMT": int(w_format.code),
@@ -127,27 +145,41 @@ def macros(
         "GATED": int(gated),
         "FUNCTION": 0 if activation is None else activation.function.code,
         "OUT_DEQUANTIZED": int(out_dequantized),
+        "OUT_BY_ROWS": int(out_by_rows),
         "ROW_SCALES": int(row_scales),
         "EXPERT_SCALES": int(expert_scales),
         "BIAS": int(bias),
-        "WARPGROUPS": shape.warpgroups,
-        "WARP_PRODUCTS": int(shape.warp_products),
-        "BLOCKS_PER_SM": shape.blocks_per_sm,
         "STAGES": stages,
         "STAGE_K64": stage_k64,
         "CHUNK": chunk_units(units),
-        "BATCH": shape.batch,
-        "BUFFERS": shape.held_batches(w_format, a_format, gated=gated),
-        "ROLLING": int(shape.rolling),
         "SCALED_TOKENS": int(a_format is NVFP4),
         "KEEP_TOKENS": int(keep_tokens),
-        "OVERLAPPED": int(overlapped),
         "MAX_BLOCKS": shape.max_blocks,
-        "CASES": " ".join(f"CASE({blocks})" for blocks in shape.cases),
-        "MAX_GROUPS": MAX_PREPACKED_EXPERTS,
         "ALPHA": literal(1.0 if activation is None else activation.alpha),
         "UP_OFFSET": literal(0.0 if activation is None else activation.up_offset),
     }
+    if own_tokens is not None:
+        held = own_bytes(units)
+        defines |= {
+            **own_tokens,
+            "BLOCKS_PER_SM": shape.blocks_per_sm * shape.launches_per_sm,
+            "MAX_GROUPS": max_groups,
+            "CHAINED": int(chained),
+            "OWN_BYTES": held,
+        }
+        ring_bytes += held
+    else:
+        defines |= {
+            "WARPGROUPS": shape.warpgroups,
+            "WARP_PRODUCTS": int(shape.warp_products),
+            "BLOCKS_PER_SM": shape.blocks_per_sm,
+            "BATCH": shape.batch,
+            "BUFFERS": shape.held_batches(w_format, a_format, gated=gated),
+            "ROLLING": int(shape.rolling),
+            "OVERLAPPED": int(overlapped),
+            "CASES": " ".join(f"CASE({blocks})" for blocks in shape.cases),
+            "MAX_GROUPS": MAX_PREPACKED_EXPERTS,
+        }
     if activation is not None and activation.limit is not None:
         defines["LIMIT"] = literal(activation.limit)
     defines |= softcap_macros(activation)
@@ -173,6 +205,11 @@ def _launch(
     assert how is not None
     shape, units = how.shape, unit_columns(w.num_columns)
     dequantized = None if result is None else result.dequantized
+    own_tokens = None
+    if how.own_tokens and a.dequantized is not None:
+        own_tokens = piece_macros(BF16)
+    elif how.own_tokens:
+        own_tokens = piece_macros(a.format, packed_ld is not None, scale_block, a.scales_in_record)
     defines, shared_bytes = macros(
         w.format,
         a.format,
@@ -182,15 +219,21 @@ def _launch(
         out.dtype,
         activation,
         out_dequantized=dequantized is not None,
+        out_by_rows=dequantized is not None and dequantized.ndim == 2,
         row_scales=a.row_scale is not None,
         expert_scales=w.expert_scales is not None,
         bias=w.bias is not None,
         keep_tokens=how.keep_tokens,
         overlapped=how.overlap is not None,
+        own_tokens=own_tokens,
+        chained=a.dequantized is not None,
+        max_groups=few_groups(a.num_groups) if how.own_tokens else MAX_PREPACKED_EXPERTS,
     )
     columns = w.num_rows if result is None else result.num_columns
     counters, first, team = None, 0, 0
-    if how.tokens is None:
+    if how.own_tokens and a.dequantized is None:
+        tokens = a.rows
+    elif how.tokens is None:
         assert a.dequantized is not None
         tokens = a.dequantized
     elif how.overlap is None:
@@ -198,45 +241,55 @@ def _launch(
     else:
         tokens, counters = dequant_tokens_overlapped(a, w.num_experts, how.tokens, how.overlap, packed_ld, scale_block)
         first, team = how.overlap.first, overlapped_token_shape(units).team_warps
+    arguments = [
+        tokens,
+        w.units,
+        a.row_scale,
+        w.expert_scales,
+        w.bias,
+        a.group_offsets,
+        a.expert_ids,
+        a.active_on_device,
+        out if dequantized is None else dequantized,
+        None if result is None else result.scales,
+        gsf,
+        None if result is None else result.row_scale,
+        None if result is None else result.group_scale_offsets,
+        a.max_active_groups,
+        w.num_experts,
+        a.capacity,
+        columns,
+        units,
+        unit_rows(w.num_rows),
+        token_blocks(a),
+        nvrtc.int64(out.stride(0)),
+        0 if w.expert_scales is None else w.expert_scales.ndim,
+        0 if w.gate_up is None else w.gate_up.code,
+        w.has_special_values,
+    ]
+    if how.own_tokens:
+        row_bytes = tokens.stride(0) * tokens.element_size()
+        arguments += [a.scales, a.row_index, a.group_scale_offsets, scale_stride(a, packed_ld), nvrtc.int64(row_bytes)]
+    else:
+        arguments += [counters, first, team]
+    kernel = kernel_of(shape)
     nvrtc.launch(
-        "dequant_gemm.cu",
-        "dequant_gemm",
+        f"{kernel}.cu",
+        kernel,
         defines,
         grid=(plan.blocks, 1, 1),
         block=shape.threads,
-        arguments=[
-            tokens,
-            w.units,
-            a.row_scale,
-            w.expert_scales,
-            w.bias,
-            a.group_offsets,
-            a.expert_ids,
-            a.active_on_device,
-            out if dequantized is None else dequantized,
-            None if result is None else result.scales,
-            gsf,
-            None if result is None else result.row_scale,
-            None if result is None else result.group_scale_offsets,
-            a.max_active_groups,
-            w.num_experts,
-            a.capacity,
-            columns,
-            units,
-            unit_rows(w.num_rows),
-            int(tokens.shape[1]),
-            nvrtc.int64(out.stride(0)),
-            0 if w.expert_scales is None else w.expert_scales.ndim,
-            0 if w.gate_up is None else w.gate_up.code,
-            w.has_special_values,
-            counters,
-            first,
-            team,
-        ],
+        arguments=arguments,
         device=w.device,
         shared_bytes=shared_bytes,
         early=how.starts_early,
+        all_shared=shape.launches_per_sm > 1,
     )
+
+
+def few_groups(num_groups: int) -> int:
+    """The groups for which `dequant_few.cu` is compiled: as many in each lane of a warp, a power of two."""
+    return max(32, 1 << (num_groups - 1).bit_length())
 
 
 def fits(rows: torch.Tensor, fmt: TokenFormat, out: torch.Tensor, num_groups: int) -> bool:

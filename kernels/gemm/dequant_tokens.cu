@@ -19,50 +19,10 @@
 // `scale_ld` is the leading dimension of PACKED scales, or the bytes from one row's scales in a record to the next.
 
 #include "bulk_store.cuh"
-#include "numbers.cuh"
+#include "token_piece.cuh"
 
-constexpr bool GROUP_SCALES = FMT != BF16 && !SCALES_IN_RECORD;
-constexpr int NUMBER_BITS = FMT == BF16 ? 16 : FMT == NVFP4 ? 4 : 8;
 constexpr int TEAMS = THREADS / 32 / TEAM;
 constexpr int BLOCK_BYTES = 1024;  // of 8 tokens and 64 columns
-
-// 16 columns of a row as they are stored; zeros if nothing was loaded.
-struct Piece {
-  u32 words[FMT == BF16 ? 8 : FMT == NVFP4 ? 2 : 4] = {};
-  u32 scale = 0;
-
-  __device__ __forceinline__ void load(const u8* at) {
-    if (FMT == NVFP4) {
-      const uint2 quants = *reinterpret_cast<const uint2*>(at);
-      words[0] = quants.x, words[1] = quants.y;
-    } else {
-#pragma unroll
-      for (int i = 0; i < (FMT == BF16 ? 2 : 1); ++i) {
-        const uint4 part = reinterpret_cast<const uint4*>(at)[i];
-        words[4 * i] = part.x, words[4 * i + 1] = part.y, words[4 * i + 2] = part.z, words[4 * i + 3] = part.w;
-      }
-    }
-  }
-
-  __device__ __forceinline__ void dequantize(u32 (&pairs)[8]) const {
-    float low = 0.0f, high;
-    if (FMT == NVFP4) e4m3_pair(scale, low, high);
-    const u32 factor = FMT == NVFP4 ? e4m3_factor(low) : e8m0_pair(scale);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      if (FMT == BF16) {
-        pairs[i] = words[i];
-      } else if (FMT == NVFP4) {
-        pairs[i] = e2m1_pair(__byte_perm(words[i / 4], 0, 0x4440 + (i & 3)), factor);
-      } else {
-        // Only with such a move does the compiler use halves of a register as operands of conversions.
-        u16 halves[2];
-        asm("mov.b32 {%0, %1}, %2;" : "=h"(halves[0]), "=h"(halves[1]) : "r"(words[i / 2]));
-        pairs[i] = e4m3_decoded(halves[i & 1], factor);
-      }
-    }
-  }
-};
 
 // AHEAD blocks of a warp in shared memory, stored by the copy engine, and the counter to increment when they are stored.
 struct Outbox {
@@ -151,18 +111,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       local = last;  // nobody reads what the lane stores there
     }
     const long long source = row_index ? row_index[start + local] : start + local;
-    long long row = source * row_bytes + t * 16 * NUMBER_BITS / 8;
-    // The scale of column block v is at (v / 4) * of_four + v % 4.
-    long long row_scales = 0;
-    int of_four = 4;
-    if (SCALES_IN_RECORD) {
-      row_scales = source * scale_ld;
-    } else if (GROUP_SCALES) {
-      const long long first = scale_offsets[group];
-      const long long scale_row = PACKED ? first + local : (start / 128 + first) * 128 + local;
-      row_scales = PACKED ? scale_row * 4 : swizzled_offset(scale_row, 0, ceil_div(columns, SCALE_BLOCK));
-      of_four = PACKED ? scale_ld * 4 : 512;
-    }
+    const RowPlace place = place_of_row(source, start, local, GROUP_SCALES ? scale_offsets[group] : 0, scale_ld, row_bytes, columns);
+    long long row = place.numbers + t * 16 * NUMBER_BITS / 8, row_scales = place.scales;
+    const int of_four = place.of_four;
     // Keeps both offsets in registers; otherwise the compiler recomputes them for each piece.
     asm("" : "+l"(row), "+l"(row_scales));
     u8* block = out + static_cast<long long>(number) * BLOCK_BYTES;

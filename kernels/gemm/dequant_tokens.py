@@ -19,6 +19,21 @@ from moe_runtime.kernels.gemm.shapes import MANY_TOKENS, TokenShape, overlapped_
 
 
 @cache
+def piece_macros(
+    fmt: TokenFormat, packed: bool = False, scale_block: int | None = None, scales_in_record: bool = False
+) -> nvrtc.Defines:
+    """Macros of `token_piece.cuh`."""
+    return nvrtc.Defines(
+        {
+            "FMT": int(fmt.code),
+            "PACKED": int(packed),
+            "SCALES_IN_RECORD": int(scales_in_record),
+            "SCALE_BLOCK": scale_block or fmt.block,
+        }
+    )
+
+
+@cache
 def token_macros(
     fmt: TokenFormat,
     packed: bool = False,
@@ -29,24 +44,33 @@ def token_macros(
     """Macros of `dequant_tokens.cu`."""
     return nvrtc.Defines(
         {
+            **piece_macros(fmt, packed, scale_block, scales_in_record),
             "OVERLAPPED": int(shape.overlapped),
             "TEAM": shape.team_warps,
             "THREADS": 32 * shape.warps,
             "MIN_BLOCKS": shape.min_blocks,
             "AHEAD": shape.ahead(fmt),
-            "FMT": int(fmt.code),
             "MAX_GROUPS": shape.max_groups,
-            "PACKED": int(packed),
-            "SCALES_IN_RECORD": int(scales_in_record),
-            "SCALE_BLOCK": scale_block or fmt.block,
         }
     )
 
 
+def token_blocks(a: GroupedRows) -> int:
+    """Blocks of 8 dequantized tokens for the groups of `a`, which may each begin with one that is not full."""
+    return (a.capacity + 7 * a.num_groups) // 8 + 1
+
+
+def scale_stride(a: GroupedRows, packed_ld: int | None) -> int:
+    """What `token_piece.cuh` calls `scale_ld`."""
+    if a.scales_in_record:
+        assert a.scales is not None
+        return a.scales.stride(0)
+    return packed_ld or 0
+
+
 def empty_dequantized(a: GroupedRows, num_columns: int) -> torch.Tensor:
     """Uninitialized output of `dequant_tokens` for rows of `num_columns` values in the groups of `a`."""
-    blocks = (a.capacity + 7 * a.num_groups) // 8 + 1
-    return torch.empty(unit_columns(num_columns), blocks, 8, 8, 16, dtype=torch.uint8, device=a.rows.device)
+    return torch.empty(unit_columns(num_columns), token_blocks(a), 8, 8, 16, dtype=torch.uint8, device=a.rows.device)
 
 
 def dequant_tokens(
@@ -108,10 +132,6 @@ def _launch_tokens(
     counters: torch.Tensor | None = None,
 ) -> None:
     """Launch `dequant_tokens.cu` for the blocks of 8 tokens from `begin` to `end`."""
-    scale_ld = packed_ld or 0
-    if a.scales_in_record:
-        assert a.scales is not None
-        scale_ld = a.scales.stride(0)
     units, blocks = out.shape[:2]
     nvrtc.launch(
         "dequant_tokens.cu",
@@ -134,7 +154,7 @@ def _launch_tokens(
             a.num_columns,
             units,
             blocks,
-            scale_ld,
+            scale_stride(a, packed_ld),
             nvrtc.int64(a.rows.stride(0) * a.rows.element_size()),
             begin,
             end,

@@ -334,10 +334,11 @@ def grouped_gemm_swiglu(
     plan = _plan(a, w, engine, num_sms, out_format=format_named(out_format), activation=activation)
     if plan.kernel is GemmKernel.DEQUANT:
         assert isinstance(w, PrepackedWeights)
-        dequantized = dequant_gemm.takes_dequantized(then)
-        out, gsf = empty_intermediate(a, w, activation, out_format, out_gsf, finished=False, stored=not dequantized)
-        if dequantized:
-            out = replace(out, dequantized=dequant_tokens.empty_dequantized(a, out.num_columns))
+        stored = not dequant_gemm.takes_dequantized(then)
+        out, gsf = empty_intermediate(a, w, activation, out_format, out_gsf, finished=False, stored=stored)
+        if not stored:
+            assert isinstance(then, PrepackedWeights)
+            out = replace(out, dequantized=_empty_dequantized(a, plan, then))
         dequant_gemm.dequant_gemm_swiglu(a, w, activation, out, gsf, plan)
         return out
     raw = _restored(w) if isinstance(w, PrepackedWeights) else w
@@ -393,11 +394,20 @@ def _plan(
             gathered=a.row_index is not None,
             scales_in_record=a.scales_in_record,
             dequantized=a.dequantized is not None,
+            dequantized_rows=a.dequantized is not None and a.dequantized.ndim == 2,
             sm_limit=num_sms,
             aligned=aligned,
             scales_aligned=scales_aligned,
         )
     )
+
+
+def _empty_dequantized(a: GroupedRows, how: GemmPlan, then: PrepackedWeights) -> torch.Tensor:
+    """For a result of the plan `how` that the product with `then` reads, which has the same groups."""
+    assert how.dequant is not None
+    if plan.holds_tokens(then.num_columns, then.format, how.dequant.shape):
+        return torch.empty(a.capacity, then.num_columns, dtype=torch.bfloat16, device=a.rows.device)
+    return dequant_tokens.empty_dequantized(a, then.num_columns)
 
 
 def _restored(w: PrepackedWeights) -> ExpertWeights:

@@ -30,9 +30,9 @@ class GroupedRows:
         capacity: `R`, the least rows of an output (rows past `group_offsets[G]` are not written).
         num_columns: `K`, values in a row.
         num_active_experts: active groups, an int or a one-element int32 tensor; None means all `G`.
-        dequantized: the dequantized rows that the GEMM of prepacked weights reads (`kernels.gemm.dequant_tokens`), if
-            the kernel that made the rows stored them in this form. Then `rows` is empty, and `scales` and
-            `group_scale_offsets` are None.
+        dequantized: the dequantized rows that the GEMM of prepacked weights reads (`kernels.gemm.dequant_tokens`, or
+            for few rows bf16 `[R, K]`), if the kernel that made the rows stored them in this form. Then `rows` is
+            empty, and `scales` and `group_scale_offsets` are None.
         scales_in_record: scales lie with their rows in the records: `[*, V]` of one byte each, any row stride, found
             through `row_index`. Only for prepacked weights and Hopper's kernels, which gather the rows anyway.
         expected_rows: the host's estimate of the rows of all groups; None stands for `capacity`. It chooses the kernel;

@@ -22,6 +22,7 @@ from moe_runtime.kernels.gemm.operands import NativeForm
 from moe_runtime.kernels.gemm.shapes import (
     DEQUANT_DECODE,
     DEQUANT_FEW,
+    DEQUANT_FEWEST,
     DEQUANT_MIDDLE,
     DEQUANT_PREFILL,
     FEW_TOKENS,
@@ -153,6 +154,11 @@ of a tile."""
 DEQUANT_MIDDLE_ROWS = range(113, 149)
 """Average rows of a group for which a launch uses DEQUANT_MIDDLE: with random routing, half of the groups then have
 more than 128 rows."""
+DEQUANT_FEWEST_ROWS = 8
+"""Rows of all groups up to which a launch uses DEQUANT_FEWEST instead of DEQUANT_FEW, if its blocks hold the tokens: as
+many as gained where measured."""
+MIN_OWN_STAGES = 2
+"""Least stages of a ring beside a token that a block holds, which takes as much room as it has columns."""
 KEPT_BYTES = 32 * 2**20
 """Expected bytes of dequantized tokens up to which L2 is asked to keep them and to evict weights first: a part of L2
 that others can spare. NVFP4 and MXFP4 gained by it, MXFP8 lost."""
@@ -187,7 +193,9 @@ class DequantPlan:
     Attributes:
         shape: tile and pipeline.
         keep_tokens: whether L2 is asked to keep the tokens.
-        tokens: how tokens are dequantized before the product; None where they come dequantized.
+        tokens: how tokens are dequantized before the product; None where they come dequantized, or with `own_tokens`.
+        own_tokens: whether each block holds the tokens of its tiles by rows. Unless they come dequantized, it
+            dequantizes them itself.
         overlap: how the other tokens are dequantized while the product runs; None if all are dequantized before it.
         starts_early: whether the product may start before the previous kernel has ended.
     """
@@ -197,6 +205,7 @@ class DequantPlan:
     tokens: TokenShape | None
     overlap: DequantOverlap | None
     starts_early: bool
+    own_tokens: bool = False
 
 
 def choose_dequant_shape(
@@ -204,11 +213,11 @@ def choose_dequant_shape(
 ) -> DequantShape:
     """The shape for `rows` expected rows, `units` wide; all shapes give the same bits for any number of rows.
 
-    `limited` leaves out DEQUANT_FEW, whose blocks would spread over more SMs than they need.
+    `limited` leaves out DEQUANT_FEWEST and DEQUANT_FEW, whose blocks would spread over more SMs than they need.
     """
     few = rows <= min(DEQUANT_FEW_ROWS * num_groups, DEQUANT_FEW_ALL_ROWS[weight_format])
     if few and num_groups > 0 and not limited:
-        return DEQUANT_FEW
+        return DEQUANT_FEWEST if rows <= DEQUANT_FEWEST_ROWS else DEQUANT_FEW
     if rows <= DEQUANT_DECODE_ROWS * num_groups or num_groups == 0:
         return DEQUANT_DECODE
     stages, _, _ = DEQUANT_MIDDLE.ring(weight_format, units)
@@ -216,9 +225,19 @@ def choose_dequant_shape(
     return DEQUANT_MIDDLE if middle else DEQUANT_PREFILL
 
 
+def holds_tokens(k: int, weight_format: TokenFormat, shape: DequantShape) -> bool:
+    """Whether blocks of `shape` hold tokens of `k` values by rows: if K needs no padding and there is room for them."""
+    units = unit_columns(k)
+    if shape is not DEQUANT_FEWEST or units * UNIT != k:
+        return False
+    stages, _, _ = shape.ring(weight_format, units, own_tokens=True)
+    return stages >= MIN_OWN_STAGES
+
+
 def keeps_tokens(rows: int, k: int, weight_format: TokenFormat, shape: DequantShape) -> bool:
     """Whether L2 keeps the `rows` expected rows of `k` values: where a launch reads each weight once."""
-    return weight_format in (NVFP4, MXFP4) and shape in (DEQUANT_FEW, DEQUANT_DECODE) and 2 * rows * k <= KEPT_BYTES
+    read_once = shape.regime in (Regime.FEWEST, Regime.FEW, Regime.DECODE)
+    return weight_format in (NVFP4, MXFP4) and read_once and 2 * rows * k <= KEPT_BYTES
 
 
 def choose_token_shape(rows: int, num_groups: int, units: int, fmt: TokenFormat, sms: int) -> TokenShape:
@@ -235,7 +254,7 @@ def plan_dequant_overlap(
 
     In DEQUANT_MIDDLE the last tiles are a larger part of the time, and MXFP8 lost by the overlap.
     """
-    if shape in (DEQUANT_FEW, DEQUANT_DECODE) or (shape is DEQUANT_MIDDLE and token_format is not NVFP4):
+    if shape not in (DEQUANT_MIDDLE, DEQUANT_PREFILL) or (shape is DEQUANT_MIDDLE and token_format is not NVFP4):
         return None
     n_tiles = ceil_div(unit_rows(n), shape.warpgroups)
     first = ROUNDS_BEFORE * ceil_div(sms, n_tiles) * shape.max_blocks
@@ -267,6 +286,7 @@ class GemmProblem(NamedTuple):
         gathered: whether rows are found through an index.
         scales_in_record: whether scales lie with their rows in the records (`GroupedRows.scales_in_record`).
         dequantized: whether the rows come dequantized (`GroupedRows.dequantized`).
+        dequantized_rows: whether they do as rows of bf16, which only DEQUANT_FEWEST reads.
         sm_limit: most SMs that a Hopper kernel may use; None means all.
         aligned: whether rows, weights and results have the alignment that Hopper's kernel needs.
         scales_aligned: whether block scales have the alignment that TMA needs.
@@ -296,6 +316,7 @@ class GemmProblem(NamedTuple):
     gathered: bool = False
     scales_in_record: bool = False
     dequantized: bool = False
+    dequantized_rows: bool = False
     sm_limit: int | None = None
     aligned: bool = True
     scales_aligned: bool = True
@@ -355,8 +376,13 @@ def plan_gemm(p: GemmProblem) -> GemmPlan:
 def _plan_dequant(p: GemmProblem) -> GemmPlan:
     units, sms = unit_columns(p.k), _limited(p)
     shape = choose_dequant_shape(p.rows, p.groups, p.weight_format, units, limited=p.sm_limit is not None)
+    own_tokens = p.dequantized_rows or (not p.dequantized and holds_tokens(p.k, p.weight_format, shape))
+    if own_tokens:
+        shape = DEQUANT_FEWEST
+    elif shape is DEQUANT_FEWEST:
+        shape = DEQUANT_FEW
     overlap = tokens = None
-    if not p.dequantized:
+    if not p.dequantized and not own_tokens:
         # With an SM limit, overlapped dequantization could occupy the SMs that must stay free.
         if p.sm_limit is None:
             overlap = plan_dequant_overlap(p.rows, p.n, p.token_format, shape, sms)
@@ -369,8 +395,9 @@ def _plan_dequant(p: GemmProblem) -> GemmPlan:
         overlap=overlap,
         # An early start would occupy the SMs that the previous product leaves free.
         starts_early=not p.dequantized or p.sm_limit is None,
+        own_tokens=own_tokens,
     )
-    _, stage, _ = shape.ring(p.weight_format, units)
+    _, stage, _ = shape.ring(p.weight_format, units, own_tokens=own_tokens)
     tile = 8 * shape.max_blocks, UNIT * shape.warpgroups, UNIT * stage
     return GemmPlan(GemmKernel.DEQUANT, shape.regime, tile, sms * shape.blocks_per_sm, dequant=plan)
 

@@ -20,6 +20,7 @@ SHARED_BYTES = 227 * 1024
 class Regime(Enum):
     """How many rows a group has on average."""
 
+    FEWEST = "a few rows in all"
     FEW = "a row or two"
     SOME = "several rows"
     DECODE = "few rows"
@@ -151,7 +152,8 @@ class DequantShape:
         max_blocks: tokens of a tile / 8.
         warp_products: whether each warp multiplies its 16 weight rows by `mma.sync`, not its warpgroup by `wgmma`.
             Batches and buffers then mean nothing.
-        blocks_per_sm: blocks that an SM has at a time.
+        blocks_per_sm: blocks of a launch that an SM has at a time.
+        launches_per_sm: launches whose blocks fit on an SM at a time, so that the next loads its first weights early.
         static_bytes: shared memory that is left for the rest of a block; the ring has all else.
         cases: smaller numbers of token blocks that have specialized code.
     """
@@ -167,6 +169,7 @@ class DequantShape:
     cases: tuple[int, ...]
     warp_products: bool = False
     blocks_per_sm: int = 1
+    launches_per_sm: int = 1
     static_bytes: int = 20 * 1024
 
     @property
@@ -179,21 +182,48 @@ class DequantShape:
         fits = a_format is NVFP4 or (w_format is MXFP4 and gated)
         return self.buffers if fits else self.other_buffers
 
-    def ring(self, w_format: TokenFormat, units: int) -> tuple[int, int, int]:
+    def ring(self, w_format: TokenFormat, units: int, *, own_tokens: bool = False) -> tuple[int, int, int]:
         """Number of stages, units of K in each, and bytes of all, for a weight `units` wide.
 
-        There are at least two stages, so that one is loaded while another is multiplied.
+        There are at least two stages, so that one is loaded while another is multiplied. With `own_tokens` stages have
+        no tokens, which lie behind them (`own_bytes`).
         """
-        unit_stage = self.warpgroups * unit_bytes(w_format) + self.max_blocks * 1024
-        ring_bytes = SHARED_BYTES // self.blocks_per_sm - self.static_bytes
+        unit_stage = self.warpgroups * unit_bytes(w_format) + (0 if own_tokens else self.max_blocks * 1024)
+        ring_bytes = SHARED_BYTES // (self.blocks_per_sm * self.launches_per_sm) - self.static_bytes
+        if own_tokens:
+            ring_bytes -= own_bytes(units)
         size = stage_units(units, min(self.stage_units, ring_bytes // (2 * unit_stage)))
         stages = min(ring_bytes // (size * unit_stage), MAX_DEQUANT_STAGES)
         return stages, size, stages * size * unit_stage
 
 
+def own_bytes(units: int) -> int:
+    """Shared memory for the tokens that a block of DEQUANT_FEWEST holds by rows, for a weight `units` wide.
+
+    All of one token, or a stage of at most three units of 8, with 16 bytes behind each.
+    """
+    return max(units * 128 + 16, 8 * (3 * 128 + 16))
+
+
 MAX_DEQUANT_STAGES = 6
 """The kernel announces at most 8 tiles in advance, and must be able to announce two more than it has stages."""
 
+DEQUANT_FEWEST = DequantShape(
+    Regime.FEWEST,
+    warpgroups=1,
+    stage_units=3,
+    batch=4,
+    buffers=1,
+    other_buffers=1,
+    rolling=False,
+    max_blocks=1,
+    cases=(),
+    warp_products=True,
+    blocks_per_sm=3,
+    launches_per_sm=2,
+    static_bytes=5 * 1024,  # with what the driver reserves
+)
+"""For a token or two in all, by `dequant_few.cu`. Blocks are so small that both products of a layer fit on an SM."""
 DEQUANT_FEW = DequantShape(
     Regime.FEW,
     warpgroups=1,

@@ -19,6 +19,7 @@ from moe_runtime.kernels.gemm.plan import choose_dequant_shape, choose_tma_shape
 from moe_runtime.kernels.gemm.shapes import (
     DEQUANT_DECODE,
     DEQUANT_FEW,
+    DEQUANT_FEWEST,
     DEQUANT_MIDDLE,
     DEQUANT_PREFILL,
     TMA_DECODE,
@@ -58,12 +59,18 @@ def test_cases_take_both_regimes_of_each_kernel() -> None:
         seen[case.format].add(choose_dequant_shape(*sizes, rows.format, 4) if dequantized else choose_tma_shape(*sizes))
         gathers.add((case.format, rows.row_index is not None))
     for name, fmt in FORMATS.items():
-        dequant_shapes = {DEQUANT_FEW, DEQUANT_DECODE, DEQUANT_MIDDLE, DEQUANT_PREFILL}
+        dequant_shapes = {DEQUANT_FEWEST, DEQUANT_FEW, DEQUANT_DECODE, DEQUANT_MIDDLE, DEQUANT_PREFILL}
         assert seen[name] == (dequant_shapes if fmt in DEQUANT_FORMATS else TMA_SHAPES)
         assert {(name, True), (name, False)} <= gathers
     assert set(others) == {("mxfp4", "bf16"), ("mxfp4", "mxfp8")}
     for shapes in others.values():
-        kinds = {(Regime.FEW, False), (Regime.DECODE, True), (Regime.PREFILL, True), (Regime.MIDDLE, False)}
+        kinds = {
+            (Regime.FEWEST, True),
+            (Regime.FEWEST, False),
+            (Regime.DECODE, True),
+            (Regime.PREFILL, True),
+            (Regime.MIDDLE, False),
+        }
         assert shapes == kinds
 
 

@@ -240,6 +240,7 @@ class Emulator:
         device: torch.device,
         shared_bytes: int = 0,
         early: bool = False,
+        all_shared: bool = False,
     ) -> None:
         library = _library(file, nvrtc.Defines(defines), self.edit)
         cluster = int(defines.get("CLUSTER", 1))

@@ -29,6 +29,10 @@ inline void ld_shared_v4_u32(unsigned& x, unsigned& y, unsigned& z, unsigned& w,
   const uint4 value = in_shared<uint4>(address);
   x = value.x, y = value.y, z = value.z, w = value.w;
 }
+inline void st_shared_v4_u32(unsigned address, unsigned x, unsigned y, unsigned z, unsigned w) {
+  if (address % 16 != 0) emulator::fail("shared address %08x, not a multiple of 16", address);
+  *static_cast<uint4*>(emulator::from_shared(address, 16)) = {x, y, z, w};
+}
 inline void ld_shared_u32(unsigned& value, unsigned address) { value = in_shared<unsigned>(address); }
 inline void ld_shared_u16(unsigned short& value, unsigned address) { value = in_shared<unsigned short>(address); }
 // Lanes 8 j .. 8 j + 7 bring where the rows of matrix j lie; a lane has two numbers of one row of each.

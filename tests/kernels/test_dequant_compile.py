@@ -40,6 +40,7 @@ from moe_runtime.kernels.gemm.plan import (
 from moe_runtime.kernels.gemm.prepacked import MAX_PREPACKED_EXPERTS, PrepackedWeights
 from moe_runtime.kernels.gemm.shapes import DEQUANT_DECODE as DECODE
 from moe_runtime.kernels.gemm.shapes import DEQUANT_FEW as FEW
+from moe_runtime.kernels.gemm.shapes import DEQUANT_FEWEST as FEWEST
 from moe_runtime.kernels.gemm.shapes import DEQUANT_MIDDLE as MIDDLE
 from moe_runtime.kernels.gemm.shapes import DEQUANT_PREFILL as PREFILL
 from moe_runtime.kernels.gemm.shapes import FEW_TOKENS, MANY_TOKENS, DequantShape, TokenShape
@@ -111,22 +112,39 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Recorded]:
 
 
 def launched(
-    recorded: list[Recorded], weight: str, token: str, k: int, rows: int, activation: Activation | None, out: str
+    recorded: list[Recorded],
+    weight: str,
+    token: str,
+    k: int,
+    shape: DequantShape,
+    activation: Activation | None,
+    out: str,
+    *,
+    chained: bool = False,
 ) -> Recorded:
-    """The GEMM that is launched; `out` is a format where `activation` is one, `dequantized` or not, else a dtype."""
-    a = rows_of(token, rows, k)
+    """The GEMM that is launched; `out` is a format where `activation` is one, `dequantized` or not, else a dtype.
+
+    The rows of a `chained` one are results of the product before.
+    """
+    rows = ROWS_OF_SHAPES.get(shape, 1)
+    a, by_rows = rows_of(token, rows, k), shape is FEWEST
+    if chained:
+        a = replace(a, dequantized=torch.zeros(rows, k, dtype=torch.bfloat16))
     w = weights_of(weight, 64, k, None if activation is None else activation.gate_up)
+    choices = {"choose_dequant_shape": lambda *_, **__: shape}
     if activation is None:
-        run_dequant_gemm(a, w, torch.empty(rows, 64, dtype=getattr(torch, out)))
+        run_dequant_gemm(a, w, torch.empty(rows, 64, dtype=getattr(torch, out)), **choices)
     else:
         name, *dequantized = out.split()
         hidden, gsf = empty_intermediate(a, w, activation, name, None)
-        if dequantized:
+        if dequantized and by_rows:
+            hidden = replace(hidden, dequantized=torch.empty(rows, hidden.num_columns, dtype=torch.bfloat16))
+        elif dequantized:
             hidden = replace(hidden, dequantized=empty_dequantized(a, hidden.num_columns))
-        dequant_swiglu(a, w, activation, hidden, gsf)
-    tokens, gemm = recorded
-    assert (tokens.name, gemm.name) == ("dequant_tokens", "dequant_gemm")
-    return gemm
+        dequant_swiglu(a, w, activation, hidden, gsf, **choices)
+    names = ["dequant_few"] if by_rows else ["dequant_tokens", "dequant_gemm"]
+    assert [launch.name for launch in recorded] == names
+    return recorded[-1]
 
 
 @dataclass(frozen=True)
@@ -163,6 +181,15 @@ def compile_recorded(launch: Recorded) -> Compiled:
 
 # Every format of weights, tokens and result in DECODE and PREFILL, some in MIDDLE; widths of stages of 4, 3 and 2.
 VARIANTS: list[tuple[DequantShape, str, str, int, Activation | None, str]] = [
+    (FEWEST, "nvfp4", "nvfp4", 7168, SwiGLU(), "nvfp4 dequantized"),
+    (FEWEST, "nvfp4", "nvfp4", 768, None, "bfloat16 chained"),
+    (FEWEST, "nvfp4", "bf16", 2880, GPT_OSS, "bf16 dequantized"),
+    (FEWEST, "mxfp4", "bf16", 4096, SwiGLU(), "bf16 dequantized"),
+    (FEWEST, "mxfp4", "bf16", 2880, None, "bfloat16 chained"),
+    (FEWEST, "mxfp4", "mxfp8", 2880, GPT_OSS, "mxfp8 dequantized"),
+    (FEWEST, "mxfp8", "mxfp8", 7168, SwiGLU(), "mxfp8 dequantized"),
+    (FEWEST, "mxfp8", "mxfp8", 2048, SQUARED_RELU, "mxfp8"),
+    (FEWEST, "mxfp8", "mxfp8", 2880, None, "bfloat16 chained"),
     (FEW, "nvfp4", "nvfp4", 7168, None, "bfloat16"),
     (FEW, "nvfp4", "nvfp4", 2048, SwiGLU(), "nvfp4 dequantized"),
     (FEW, "nvfp4", "bf16", 2880, GPT_OSS, "bf16 dequantized"),
@@ -216,7 +243,7 @@ def _name(activation: Activation | None) -> str:
 @pytest.mark.parametrize(
     ("shape", "weight", "token", "k", "activation", "out"),
     VARIANTS,
-    ids=[f"{v[0].max_blocks}-{v[1]}-{v[2]}-{v[3]}-{_name(v[4])}-{v[5]}" for v in VARIANTS],
+    ids=[f"{v[0].regime.name.lower()}-{v[1]}-{v[2]}-{v[3]}-{_name(v[4])}-{v[5]}" for v in VARIANTS],
 )
 def test_gemm_compiles_to_what_it_is_meant_for(
     shape: DequantShape,
@@ -227,9 +254,13 @@ def test_gemm_compiles_to_what_it_is_meant_for(
     out: str,
     recorded: list[Recorded],
 ) -> None:
-    launch = launched(recorded, weight, token, k, ROWS_OF_SHAPES[shape], activation, out)
+    chained = out.endswith(" chained")
+    launch = launched(recorded, weight, token, k, shape, activation, out.removesuffix(" chained"), chained=chained)
     assert launch.defines["OUT_DEQUANTIZED"] == out.endswith(" dequantized")
-    assert launch.defines["MAX_BLOCKS"] == shape.max_blocks and launch.defines["WARPGROUPS"] == shape.warpgroups
+    assert launch.defines["OUT_BY_ROWS"] == (out.endswith(" dequantized") and shape is FEWEST)
+    assert launch.defines["MAX_BLOCKS"] == shape.max_blocks
+    assert launch.defines.get("WARPGROUPS", 1) == shape.warpgroups
+    assert ("OWN_BYTES" in launch.defines) == (shape is FEWEST)
     compiled = compile_recorded(launch)
     assert ("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32" in compiled.ptx) == shape.warp_products
     for blocks in () if shape.warp_products else (*shape.cases, shape.max_blocks):
@@ -238,13 +269,16 @@ def test_gemm_compiles_to_what_it_is_meant_for(
     assert (
         ("L2::cache_hint" in compiled.ptx)
         == bool(launch.defines["KEEP_TOKENS"])
-        == (shape in (FEW, DECODE) and weight in ("nvfp4", "mxfp4"))
+        == (shape in (FEWEST, FEW, DECODE) and weight in ("nvfp4", "mxfp4"))
     )
     assert "serialized" not in compiled.log and "Potential Performance Loss" not in compiled.log, compiled.log
     assert compiled.spilled_bytes <= SPILL_BYTES, compiled.log
-    check_room(launch, compiled, shape.blocks_per_sm)
+    check_room(launch, compiled, shape.blocks_per_sm * shape.launches_per_sm)
     if shape.warp_products:
         assert "wgmma" not in compiled.ptx and "setmaxnreg" not in compiled.ptx
+        assert ("griddepcontrol.launch_dependents" in compiled.ptx) == out.endswith(" dequantized")
+        # All wait before they read the groups, or those who multiply before they read the tokens.
+        assert shape is FEW or compiled.ptx.count("griddepcontrol.wait") == 1
         return
     consumer, producer = compiled.moved_registers
     assert 128 * (shape.warpgroups * consumer + producer) <= REGISTERS_OF_A_BLOCK
@@ -275,7 +309,7 @@ def test_decoding_of_tokens_compiles(name: str, rows: int, shape: TokenShape, re
 )
 def test_few_tokens_leave_room_for_a_block_of_the_gemm(weight: str, token: str, recorded: list[Recorded]) -> None:
     """An SM has room for a block of either, of the gated GEMM, which takes most."""
-    gemm = launched(recorded, weight, token, 7168, 8, SwiGLU(), f"{token} dequantized")
+    gemm = launched(recorded, weight, token, 7168, FEW, SwiGLU(), f"{token} dequantized")
     kernels = [(launch, compile_recorded(launch)) for launch in (recorded[0], gemm)]
     assert recorded[0].defines["MIN_BLOCKS"] == FEW_TOKENS.min_blocks
     registers = sum(launch.block * compiled.number(r"Used (\d+) registers") for launch, compiled in kernels)
@@ -371,9 +405,9 @@ def test_shape_for_tokens_is_chosen_by_what_is_loaded_at_once() -> None:
 
 SIZES = [
     (shape, weight, k)
-    for shape in SHAPES.values()
+    for shape in (FEW, *SHAPES.values())
     for weight in ("nvfp4", "mxfp8", "mxfp4")
-    for k in (64, 2880, 7168)
+    for k in (128, 2880, 7168)
     if shape is not MIDDLE or k != 2880
 ]
 """An odd number of units of K has no MIDDLE."""
@@ -382,20 +416,25 @@ SIZES = [
 @pytest.mark.parametrize(("shape", "weight", "k"), SIZES)
 def test_stages_fit(shape: DequantShape, weight: str, k: int, recorded: list[Recorded]) -> None:
     """At least two stages, so that loading and multiplying overlap; whole stages of K; at most 1024 threads."""
-    launch = launched(
-        recorded, weight, "mxfp8" if weight == "mxfp4" else weight, k, ROWS_OF_SHAPES[shape], SwiGLU(), "bf16"
-    )
+    launch = launched(recorded, weight, "mxfp8" if weight == "mxfp4" else weight, k, shape, SwiGLU(), "bf16")
     stages, stage_k64 = int(launch.defines["STAGES"]), int(launch.defines["STAGE_K64"])
-    assert stages >= 2 and launch.shared_bytes % stages == 0
+    assert stages >= 2
     assert stage_k64 > 0 and unit_columns(k) % stage_k64 == 0
     weights = shape.warpgroups * unit_bytes(WEIGHT_FORMATS[weight])
-    assert launch.shared_bytes == stages * stage_k64 * (weights + shape.max_blocks * 8 * 64 * 2)
+    if shape is FEWEST:
+        held = int(launch.defines["OWN_BYTES"])
+        assert launch.shared_bytes == stages * stage_k64 * weights + held
+        # A whole token, or a stage of 8.
+        assert held >= 2 * k + 16 and held // 8 - 16 >= 128 * stage_k64 and held % 16 == 0
+    else:
+        assert launch.shared_bytes == stages * stage_k64 * (weights + shape.max_blocks * 8 * 64 * 2)
     assert launch.block == 128 * shape.warpgroups + (32 if shape.warp_products else 128) <= 1024
 
 
 def test_tokens_are_kept_in_l2_where_weights_pass_it_once() -> None:
     """Up to 32 MiB of bf16: 2340 rows of 7168."""
     for rows, k, weight, shape, kept in (
+        (1, 7168, NVFP4, FEWEST, True),
         (1, 7168, NVFP4, FEW, True),
         (1, 7168, NVFP4, DECODE, True),
         (2340, 7168, NVFP4, DECODE, True),
@@ -416,12 +455,15 @@ def test_shape_is_chosen_by_rows_of_a_group() -> None:
     )
     assert choose_dequant_shape(32 * 1024, 32, NVFP4, 112) is PREFILL
     for rows, groups, fmt, chosen in (
-        (1, 1, NVFP4, FEW),
-        (2, 1, NVFP4, FEW),
+        (1, 1, NVFP4, FEWEST),
+        (2, 1, NVFP4, FEWEST),
+        (8, 4, NVFP4, FEWEST),
+        (9, 5, NVFP4, FEW),
         (3, 1, NVFP4, DECODE),
         (1, 0, NVFP4, DECODE),
         (256, 128, MXFP8, FEW),
         (257, 256, MXFP8, DECODE),
+        (8, 128, MXFP4, FEWEST),
         (16, 128, MXFP4, FEW),
         (17, 128, MXFP4, DECODE),
     ):
@@ -433,7 +475,7 @@ def test_shape_is_chosen_by_rows_of_a_group() -> None:
         choose_dequant_shape(32 * 112 + 1, 32, NVFP4, 112) is MIDDLE
         and choose_dequant_shape(32 * 148 + 1, 32, NVFP4, 112) is PREFILL
     )
-    for shape in SHAPES.values():
+    for shape in (FEW, *SHAPES.values()):
         assert list(shape.cases) == sorted(set(shape.cases)) and all(case < shape.max_blocks for case in shape.cases)
         assert 4 % shape.batch == 0
         for buffers in (shape.buffers, shape.other_buffers):

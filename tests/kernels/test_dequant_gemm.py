@@ -25,6 +25,7 @@ from moe_runtime.kernels.gemm.plan import DequantOverlap
 from moe_runtime.kernels.gemm.prepacked import MAX_PREPACKED_EXPERTS, PrepackedWeights
 from moe_runtime.kernels.gemm.shapes import DEQUANT_DECODE as DECODE
 from moe_runtime.kernels.gemm.shapes import DEQUANT_FEW as FEW
+from moe_runtime.kernels.gemm.shapes import DEQUANT_FEWEST as FEWEST
 from moe_runtime.kernels.gemm.shapes import DEQUANT_MIDDLE as MIDDLE
 from moe_runtime.kernels.gemm.shapes import DEQUANT_PREFILL as PREFILL
 from moe_runtime.kernels.gemm.shapes import FEW_TOKENS, MANY_TOKENS, DequantShape
@@ -230,6 +231,31 @@ def test_tokens_are_decoded_alike_in_both_shapes(
         grouped_gemm(a, w, out=results[-1])
     assert_same_bits(*results, "both shapes")
     check_inside(results[0], exact_gemm(a, w.restore(), device), UNIT[torch.bfloat16])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("k", [128, 192, 1152, 2048])
+@pytest.mark.parametrize(("weight", "token"), PAIRS)
+def test_few_tokens_are_decoded_by_the_blocks_that_multiply_them(
+    weight: str, token: str, k: int, rng: torch.Generator, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same bits as of tokens that are dequantized before, and of larger tiles; also of more rows than are expected.
+
+    A block holds all columns of one token, and of 2 to 8 at a time as many columns as there is room for.
+    """
+    w = random_weights(weight, 3, 136, k, rng, device)
+    sizes, ids = [1, 0, 2, 5, 1, 3, 19, 4, 8], [2, 0, 0, -1, 1, 3, 2, 1, 1]
+    a = make_rows(token, sizes, k, rng, device, num_experts=3, expert_ids=ids, gather=True, spare=7, sparse_scales=True)
+    a = replace(a, num_active_experts=torch.tensor([8], dtype=torch.int32, device=device), expected_rows=9)
+    prepacked, results = PrepackedWeights.prepack(w), []
+    for shape in (FEWEST, FEW, DECODE):
+        choose(monkeypatch, choose_dequant_shape=lambda *_, shape=shape, **__: shape)
+        results.append(poisoned(a.capacity, 136, torch.bfloat16, device))
+        grouped_gemm(a, prepacked, out=results[-1])
+        assert_same_bits(results[0], results[-1], "results")
+    exact = exact_gemm(a, w, device)
+    check_inside(results[0], exact, UNIT[torch.bfloat16])
+    check_untouched(results[0], poisoned(a.capacity, 136, torch.bfloat16, device), exact.written)
 
 
 OVERLAPS = [(DequantOverlap(1, 1), 8), (DequantOverlap(3, 2), 1), (DequantOverlap(1000, 3), 8)]
@@ -454,7 +480,7 @@ def test_products_of_warps_have_the_bits_of_products_of_warpgroups(
     else:
         x = torch.where(torch.rand(x.shape, generator=rng) < 0.5, x.sign() * 64, x * 0.01)
     a = make_rows("bf16", sizes, k, rng, device, num_experts=3, x=x)
-    got, want = (grouped_gemm(for_shape(a, shape), w, out_dtype=torch.float32) for shape in (FEW, DECODE))
+    got, want = (grouped_gemm(for_shape(a, shape), w, out_dtype=torch.float32) for shape in (FEWEST, DECODE))
     assert_same_bits(got, want, kind)
 
 

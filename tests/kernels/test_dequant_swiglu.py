@@ -290,7 +290,10 @@ def test_nearly_all_codes_are_those_of_the_triton_kernel(out: str, rng: torch.Ge
 
 
 def _blocks(dequantized: torch.Tensor, a: GroupedRows) -> torch.Tensor:
-    """The rows that groups own, out of their blocks of 8, uint8 `[rows, units of K, 8, 16]`."""
+    """The rows that groups own, out of their blocks of 8, uint8 `[rows, units of K, 8, 16]`; or as they lie there."""
+    if dequantized.ndim == 2:
+        words = dequantized[: int(a.group_offsets[-1])].cpu().view(torch.int32).unflatten(1, (-1, 4, 8))
+        return words.transpose(2, 3).contiguous().view(torch.uint8)
     offsets = a.group_offsets.tolist()
     owned = [(group, row) for group, (first, last) in enumerate(pairwise(offsets)) for row in range(last - first)]
     blocks = torch.tensor([(offsets[group] + 7 * group) // 8 + row // 8 for group, row in owned])

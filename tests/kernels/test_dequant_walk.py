@@ -30,8 +30,11 @@ def counted(request: pytest.FixtureRequest) -> bool:
 
 @pytest.fixture(scope="module")
 def binary(counted: bool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    tile = between(
+        source_path("dequant_result.cuh").read_text(), "// A tile of the output", "// Starts the copy of one value"
+    )
     text = source_path("dequant_gemm.cu").read_text()
-    walk = between(text, "// A tile of the output", "// Scales that the epilogue of a tile reads")
+    walk = tile + between(text, "// Walks the tiles of a block", "// Marks the groups that have parts")
     path = tmp_path_factory.mktemp("walk") / "walk"
     compile_on_host("walk_on_host.cpp", "WALK", walk, path, "-O1", f"-DOVERLAPPED={int(counted)}")
     return path

@@ -49,9 +49,16 @@ def planned(
         return gemm_module._plan(a, w, "cuda", num_sms, out=out, out_format=out_format, activation=activation)
 
 
-def run_dequant_gemm(a: GroupedRows, w: PrepackedWeights, out: torch.Tensor, *, num_sms: int | None = None) -> None:
-    """`grouped_gemm` by `dequant_gemm.cu`."""
-    dequant_gemm.dequant_gemm(a, w, out, planned(a, w, out=out, num_sms=num_sms))
+def run_dequant_gemm(
+    a: GroupedRows,
+    w: PrepackedWeights,
+    out: torch.Tensor,
+    *,
+    num_sms: int | None = None,
+    **choices: Callable[..., Any],
+) -> None:
+    """`grouped_gemm` by `dequant_gemm.cu` or `dequant_few.cu`; `choices` are those of `choose`."""
+    dequant_gemm.dequant_gemm(a, w, out, planned(a, w, out=out, num_sms=num_sms, **choices))
 
 
 def dequant_swiglu(
@@ -62,9 +69,10 @@ def dequant_swiglu(
     gsf: torch.Tensor | None,
     *,
     num_sms: int | None = None,
+    **choices: Callable[..., Any],
 ) -> None:
-    """`grouped_gemm_swiglu` by `dequant_gemm.cu`."""
-    plan = planned(a, w, out_format=out.format, activation=activation, num_sms=num_sms)
+    """`grouped_gemm_swiglu` by `dequant_gemm.cu` or `dequant_few.cu`; `choices` are those of `choose`."""
+    plan = planned(a, w, out_format=out.format, activation=activation, num_sms=num_sms, **choices)
     dequant_gemm.dequant_gemm_swiglu(a, w, activation, out, gsf, plan)
 
 

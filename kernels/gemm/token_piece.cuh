@@ -1,0 +1,75 @@
+// Pieces of the rows of a grouped GEMM, dequantized to bf16, for inclusion.
+//
+// Macros: FMT (FormatCode), SCALE_BLOCK, PACKED (ScaleLayout of the scales, else swizzled), SCALES_IN_RECORD (scales lie with
+// their rows, in neither layout).
+
+#ifndef MOE_RUNTIME_TOKEN_PIECE
+#define MOE_RUNTIME_TOKEN_PIECE
+
+#include "numbers.cuh"
+
+constexpr bool GROUP_SCALES = FMT != BF16 && !SCALES_IN_RECORD;
+constexpr int NUMBER_BITS = FMT == BF16 ? 16 : FMT == NVFP4 ? 4 : 8;
+
+// 16 columns of a row as they are stored; zeros if nothing was loaded.
+struct Piece {
+  u32 words[FMT == BF16 ? 8 : FMT == NVFP4 ? 2 : 4] = {};
+  u32 scale = 0;
+
+  __device__ __forceinline__ void load(const u8* at) {
+    if (FMT == NVFP4) {
+      const uint2 quants = *reinterpret_cast<const uint2*>(at);
+      words[0] = quants.x, words[1] = quants.y;
+    } else {
+#pragma unroll
+      for (int i = 0; i < (FMT == BF16 ? 2 : 1); ++i) {
+        const uint4 part = reinterpret_cast<const uint4*>(at)[i];
+        words[4 * i] = part.x, words[4 * i + 1] = part.y, words[4 * i + 2] = part.z, words[4 * i + 3] = part.w;
+      }
+    }
+  }
+
+  __device__ __forceinline__ void dequantize(u32 (&pairs)[8]) const {
+    float low = 0.0f, high;
+    if (FMT == NVFP4) e4m3_pair(scale, low, high);
+    const u32 factor = FMT == NVFP4 ? e4m3_factor(low) : e8m0_pair(scale);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      if (FMT == BF16) {
+        pairs[i] = words[i];
+      } else if (FMT == NVFP4) {
+        pairs[i] = e2m1_pair(__byte_perm(words[i / 4], 0, 0x4440 + (i & 3)), factor);
+      } else {
+        // Only with such a move does the compiler use halves of a register as operands of conversions.
+        u16 halves[2];
+        asm("mov.b32 {%0, %1}, %2;" : "=h"(halves[0]), "=h"(halves[1]) : "r"(words[i / 2]));
+        pairs[i] = e4m3_decoded(halves[i & 1], factor);
+      }
+    }
+  }
+};
+
+// Where a row lies, in bytes: its numbers, and its scales, of which that of column block v is v / 4 * of_four + v % 4 behind.
+struct RowPlace {
+  long long numbers, scales = 0;
+  int of_four = 4;
+};
+
+// The row is `source` in memory and `local` in its group, which starts at position `start`. `scale_ld` is the leading dimension
+// of PACKED scales, or the bytes from one row's scales in a record to the next.
+__device__ __forceinline__ RowPlace place_of_row(long long source, int start, int local, int group_scale_offset, int scale_ld,
+                                                 long long row_bytes, int columns) {
+  RowPlace place;
+  place.numbers = source * row_bytes;
+  if (SCALES_IN_RECORD) {
+    place.scales = source * scale_ld;
+  } else if (GROUP_SCALES) {
+    const long long first = group_scale_offset;
+    const long long scale_row = PACKED ? first + local : (start / 128 + first) * 128 + local;
+    place.scales = PACKED ? scale_row * 4 : swizzled_offset(scale_row, 0, ceil_div(columns, SCALE_BLOCK));
+    place.of_four = PACKED ? scale_ld * 4 : 512;
+  }
+  return place;
+}
+
+#endif
