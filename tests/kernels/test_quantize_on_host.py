@@ -35,7 +35,7 @@ def host_text() -> str:
         text = text.replace(between(text, start, end), "")
     numbers = source_path("numbers.cuh").read_text()
     text += between(numbers, "// x / s rounded to nearest", "// bf16 2^(byte - 127)")
-    gemm = source_path("dequant_gemm.cu").read_text()
+    gemm = source_path("dequant_result.cuh").read_text()
     text += between(gemm, "__device__ __forceinline__ bool is_finite", "// The larger magnitude")
     text += "struct Requantization {\n  float gsf;\n"
     text += between(gemm, "  __device__ __forceinline__ u32 scale_code", "\n};") + "\n};\n"
