@@ -357,7 +357,8 @@ def _aot_logits(tile: int, parts: int, archs: tuple[int, ...] = ALL_ARCHS) -> Ao
     signature |= {"x_stride": "i64", "chunk": "i32", **dict.fromkeys(constants, "constexpr")}
     options = {"num_warps": 4 if tile == TILE else 8, "num_stages": 3, "enable_fp_fusion": False}
     mma = {90: r"wgmma\.mma_async", 100: r"tcgen05\.mma", 120: r"mma\.sync"}
-    return AotCase("route_logits", "bf16", _logits_kernel, signature, constants, options, archs, mma)
+    wanted = {arch: mma[arch] for arch in archs}
+    return AotCase("route_logits", "bf16", _logits_kernel, signature, constants, options, archs, wanted)
 
 
 def _aot_choose(
