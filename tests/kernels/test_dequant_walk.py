@@ -70,7 +70,7 @@ def least_units(blocks: int, unit_rows: int, parts: int, counted: bool) -> int:
 def test_every_row_and_unit_is_in_one_tile(binary: Path, counted: bool, seed: int) -> None:
     draw = random.Random(seed)
     kinds = Counter()
-    for _ in range(150):
+    for _ in range(220):
         blocks, unit_rows = draw.randint(1, 140), draw.choice([draw.randint(1, 20), draw.randint(1, 300)])
         sizes = [draw.choice([0, 1, 8, 63, 64, 65, 200, draw.randint(0, 300)]) for _ in range(draw.randint(0, 40))]
         experts = [draw.choice([-1, 0, 1, 2, 3]) for _ in sizes]

@@ -371,7 +371,7 @@ MISTAKES_OF_FEW = {
     "a warp takes the maxima of another tile": (
         "of_pair.parity = number / 2 & 1",
         "of_pair.parity = 1",
-        "differ|go on",
+        "differ|go on|waits for",
     ),
     "the last row is not copied": ("lane < single_rows)\n", "lane + 1 < single_rows)\n", "go on"),
     "a stage has too few arrivals": (
