@@ -389,7 +389,9 @@ def test_padded_rows_name_who_does_not_come(tells: bool, emulator: Emulator, see
                 own.dispatch_recv_padded(handle, arrived[rank][-1])
     for rank in range(WORLD) if tells else (0, 1):
         assert int(ranks.contexts[rank].error[0]) != 0 and int(ranks.contexts[rank].error[1]) == 2
-        assert_arrived(data, ranks.dispatchers[0].geometry.starts, rank, arrived[rank][0])
+        # Rank 2 is ahead of others when it tells: they may still wait in the step before, and then give that up.
+        if rank == 2 or not tells:
+            assert_arrived(data, ranks.dispatchers[0].geometry.starts, rank, arrived[rank][0])
         if not tells:
             assert arrived[rank][1].counts.tolist() == [0] * len(arrived[rank][1].counts)
             assert int((arrived[rank][1].positions >= 0).sum()) == 0
