@@ -22,6 +22,11 @@ struct Wide<8> {
   using type = uint2;
 };
 
+// Word `i` of four, for an `i` that the compiler knows.
+__device__ __forceinline__ u32 word_of(const uint4& four, int i) {
+  return i == 0 ? four.x : i == 1 ? four.y : i == 2 ? four.z : four.w;
+}
+
 // Products of two bf16 pairs.
 __device__ __forceinline__ u32 multiply(u32 a, u32 b) {
   u32 d;

@@ -5,8 +5,6 @@
 
 #include "signalling.cuh"
 
-constexpr int NONE = 0xFFFF;  // in place of an expert id
-
 // What has landed here, in the half of one epoch.
 struct Arrival {
   const u8* records;

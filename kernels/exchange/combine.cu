@@ -11,10 +11,11 @@
 // itself, and `positions` are rows of an earlier dispatch of the same tokens. An entry without an expert has no part in the sum.
 // One warp brings rows, by their positions alone, while another waits for the weights.
 //
-// Macros: those of signalling.cuh (with AWAIT_TOKENS those of arrival.cuh), AWAIT_TOKENS, BOTH_HALVES, HIDDEN, WIRE (FormatCode), PARTS
-// (partial results of a token), PARTIAL_BYTES, PARTIAL_SCALES_AT, COMBINE_FLAG, PROGRESS, PROGRESS_PARTS, K, READERS (warps of combine_send that read rows), PLACES (of its
-// ring), WAITING (warps of combine_recv that read rows), PARTIALS (places of its ring), OUTPUT_BF16, RECORD_BYTES, IDS_AT,
-// WEIGHTS_AT, HAS_SHARED, STALE_HANDLE (ErrorCode), COMBINE_SEND and COMBINE_RECV (Phase).
+// Macros: those of signalling.cuh (with AWAIT_TOKENS those of arrival.cuh), AWAIT_TOKENS, BOTH_HALVES, HIDDEN, WIRE
+// (FormatCode), PARTS (partial results of a token), PARTIAL_BYTES, PARTIAL_SCALES_AT, COMBINE_FLAG, PROGRESS,
+// PROGRESS_PARTS, K, READERS (warps of combine_send that read rows), PLACES (of its ring), WAITING (warps of
+// combine_recv that read rows), PARTIALS (places of its ring), OUTPUT_BF16, RECORD_BYTES, IDS_AT, WEIGHTS_AT,
+// HAS_SHARED, STALE_HANDLE (ErrorCode), COMBINE_SEND and COMBINE_RECV (Phase).
 
 #if AWAIT_TOKENS
 #include "arrival.cuh"
@@ -50,39 +51,21 @@ struct Turn {
   }
 };
 
-#if !AWAIT_TOKENS
-constexpr int NO_EXPERT = 0xFFFF;
+// What a record says of its token's experts. Its fields are 16 bytes apart.
+struct RecordRouting {
+  static constexpr int ID_WORDS = (2 * K + 15) / 16, WEIGHT_WORDS = (4 * K + 15) / 16;  // of 16 bytes
+  uint4 ids[ID_WORDS], weights[WEIGHT_WORDS];
 
-// What a record says of its token's experts, and the rows that they gave. Fields of a record are 16 bytes apart.
-struct SlotRouting {
-  int position[K];
-  uint4 ids[(2 * K + 15) / 16], weights[(4 * K + 15) / 16];
-
-  __device__ __forceinline__ void load_positions(const int* of_slot) {
-#pragma unroll
-    for (int k = 0; k < K; ++k) position[k] = of_slot[k];
-  }
   __device__ __forceinline__ void load(const u8* record) {
 #pragma unroll
-    for (int i = 0; i < (2 * K + 15) / 16; ++i) ids[i] = reinterpret_cast<const uint4*>(record + IDS_AT)[i];
+    for (int i = 0; i < ID_WORDS; ++i) ids[i] = reinterpret_cast<const uint4*>(record + IDS_AT)[i];
 #pragma unroll
-    for (int i = 0; i < (4 * K + 15) / 16; ++i) weights[i] = reinterpret_cast<const uint4*>(record + WEIGHTS_AT)[i];
+    for (int i = 0; i < WEIGHT_WORDS; ++i) weights[i] = reinterpret_cast<const uint4*>(record + WEIGHTS_AT)[i];
   }
 
-  __device__ __forceinline__ void take_record(const SlotRouting& other) {
-#pragma unroll
-    for (int i = 0; i < (2 * K + 15) / 16; ++i) ids[i] = other.ids[i];
-#pragma unroll
-    for (int i = 0; i < (4 * K + 15) / 16; ++i) weights[i] = other.weights[i];
-  }
-
-  static __device__ __forceinline__ u32 word_of(const uint4& four, int i) {
-    return i == 0 ? four.x : i == 1 ? four.y : i == 2 ? four.z : four.w;
-  }
   __device__ __forceinline__ int id(int k) const { return word_of(ids[k / 8], k % 8 / 2) >> 16 * (k % 2) & 0xFFFF; }
   __device__ __forceinline__ float weight(int k) const { return __uint_as_float(word_of(weights[k / 4], k % 4)); }
 };
-#endif
 
 extern "C" __global__ void __launch_bounds__(32 * READERS + 64 + 32 * AWAIT_TOKENS, 1)
     combine_send(const u8* output, long long row_bytes, const int* positions, const int* starts, const u64* landing,
@@ -227,11 +210,16 @@ extern "C" __global__ void __launch_bounds__(32 * READERS + 64 + 32 * AWAIT_TOKE
 #else
   if (warp == READERS) {
     // Which half is meant is not known yet: with few slots their routing is loaded from both.
-    SlotRouting routing, other;
+    int position[K];
+    RecordRouting routing, other;
+    const auto load_positions = [&](long long entry) {
+#pragma unroll
+      for (int k = 0; k < K; ++k) position[k] = positions[entry * K + k];
+    };
     if constexpr (BOTH_HALVES) {
       const auto [source, token, there] = Turn(blockIdx.x, rank, num_slots);
       const long long entry = there ? static_cast<long long>(source) * max_tokens + token : 0;
-      routing.load_positions(positions + entry * K);
+      load_positions(entry);
       routing.load(landed + entry * RECORD_BYTES);
       other.load(landed + landing_half + entry * RECORD_BYTES);
     }
@@ -250,17 +238,17 @@ extern "C" __global__ void __launch_bounds__(32 * READERS + 64 + 32 * AWAIT_TOKE
       const auto [source, token, there] = Turn(first, rank, num_slots);
       if (!BOTH_HALVES || first != blockIdx.x) {
         const long long entry = static_cast<long long>(source) * max_tokens + token;
-        routing.load_positions(positions + entry * K);
+        load_positions(entry);
         routing.load(landed + half * landing_half + entry * RECORD_BYTES);
       } else if (half) {
-        routing.take_record(other);
+        routing = other;
       }
       u32 present = 0, ranks = 0;
 #pragma unroll
       for (int k = 0; k < K; ++k) {
         const int owner = owner_of(routing.id(k), end_of_lane);
-        if (routing.id(k) != NO_EXPERT) ranks |= 1u << owner;
-        if (there && routing.position[k] >= 0) present |= 1u << k;
+        if (routing.id(k) != NONE) ranks |= 1u << owner;
+        if (there && position[k] >= 0) present |= 1u << k;
       }
       const int part = __popc(ranks & ((1u << rank) - 1));
       const u64 to = __shfl_sync(ALL, combine_of_lane, source) + half * combine_half +
@@ -273,7 +261,7 @@ extern "C" __global__ void __launch_bounds__(32 * READERS + 64 + 32 * AWAIT_TOKE
         for (; signalled < before; ++signalled) rows.push(nullptr, 0, {SIGNAL, 0.0f, LAST});
 #pragma unroll
         for (int k = 0; k < K; ++k) {
-          const int at = __shfl_sync(ALL, routing.position[k], from);
+          const int at = __shfl_sync(ALL, position[k], from);
           const Note note{home, __shfl_sync(ALL, routing.weight(k), from), OUTPUT | (chosen >> k == 1 ? LAST : 0)};
           if (chosen >> k & 1) rows.push(output + at * row_bytes, HIDDEN * OUTPUT_BYTES, note);
         }
@@ -392,14 +380,16 @@ extern "C" __global__ void __launch_bounds__(32 * WAITING + 32, 1)
       asm volatile("fence.proxy.async.global;" ::: "memory");
       arrived = part + 1;
     };
+    const auto parts_from = [&](int first) {
+      const int mine = first + lane * gridDim.x;
+      return mine < num_tokens ? num_parts[mine] : 0;
+    };
     // The dispatch of these tokens had ended when this kernel began.
-    const int first_token = blockIdx.x + lane * gridDim.x;
-    int parts_of_lane = first_token < num_tokens ? num_parts[first_token] : 0;
+    int parts_of_lane = parts_from(blockIdx.x);
     await_part(0);
     const u8* partials = landed + half * combine_half;
     for (int first = blockIdx.x; first < num_tokens; first += 32 * gridDim.x) {
-      const int mine = first + lane * gridDim.x;
-      if (first != blockIdx.x) parts_of_lane = mine < num_tokens ? num_parts[mine] : 0;
+      if (first != blockIdx.x) parts_of_lane = parts_from(first);
       for (int i = 0; i < 32 && first + i * gridDim.x < num_tokens; ++i) {
         const int token = first + i * gridDim.x, part = min(token / part_tokens, early_parts);
         if (part >= arrived && !failed) await_part(part);

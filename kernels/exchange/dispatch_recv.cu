@@ -65,9 +65,7 @@ struct Landing : Arrival {
     if (token_flag != epoch || token >= count || count > max_tokens) return;
 #pragma unroll
     for (int k = 0; k < K; ++k) {
-      const uint4 four = words[k / 8];
-      const u32 pair = k % 8 / 2 == 0 ? four.x : k % 8 / 2 == 1 ? four.y : k % 8 / 2 == 2 ? four.z : four.w;
-      const int id = pair >> 16 * (k % 2) & 0xFFFF, local = id - first_expert;
+      const int id = word_of(words[k / 8], k % 8 / 2) >> 16 * (k % 2) & 0xFFFF, local = id - first_expert;
       if (id != NONE && local >= 0 && local < num_local) found(k, local);
     }
   }

@@ -24,7 +24,6 @@ static_assert(IDS_AT % 16 == 0);
 constexpr int WORDS = MOST / 32, WARPS = THREADS / 32;
 constexpr int ENTRIES = (MOST * K + THREADS - 1) / THREADS;  // of a thread
 constexpr int SCALE_WORDS = FMT == FP8_BLOCK ? SCALE_COLUMNS : (SCALE_COLUMNS + 3) / 4;
-constexpr int NONE = 0xFFFF;  // in place of an expert id
 
 // Records the first id that is out of range or repeated in its token. For one thread.
 __device__ __noinline__ void record_bad_id(const Exchange x, const IDS* topk_idx, int num_tokens, int epoch) {

@@ -9,6 +9,7 @@
 #include "numbers.cuh"
 
 constexpr u32 ALL = 0xFFFFFFFFu;
+constexpr int NONE = 0xFFFF;  // in place of an expert id in a record
 
 __device__ __forceinline__ int load_acquire(const int* at) {
   int value;

@@ -561,19 +561,28 @@ struct Extras {
     int scales_per_expert;
 };
 
+// Whose sum half `h` of a tile has for column `n` of the result: the row of the expert's weight, and whether it is of up.
+struct WeightRow {
+    int row, up;
+
+    __device__ __forceinline__ WeightRow(int n, int h, int columns) : row(n), up(h) {
+        if (GATED) {
+            row = ORDER == INTERLEAVED ? 2 * n + h : n + (h == (ORDER == GATE_UP) ? columns : 0);
+        } else if (ORDER == INTERLEAVED) {
+            up = n % 2;
+        } else {
+            up = (n >= columns / 2) == (ORDER == GATE_UP);
+        }
+    }
+};
+
 // One sum of half `h` of a tile and column `n` of the result.
 __device__ __forceinline__ float with_extras(float sum, const Extras& x, int row, int expert, int n, int h, int columns) {
-    int num_rows = GATED ? 2 * columns : columns, up = h, weight_row = n;
-    if (GATED) {
-        weight_row = ORDER == INTERLEAVED ? 2 * n + h : n + (h == (ORDER == GATE_UP) ? columns : 0);
-    } else if (ORDER == INTERLEAVED) {
-        up = n % 2;
-    } else {
-        up = (n >= columns / 2) == (ORDER == GATE_UP);
-    }
+    int num_rows = GATED ? 2 * columns : columns;
+    WeightRow of(n, h, columns);
     float r = x.row_scale ? x.row_scale[row] : 1.0f, s = 1.0f;
-    if (x.expert_scales) s = x.expert_scales[(long long)expert * x.scales_per_expert + (x.scales_per_expert == 2 ? up : 0)];
-    float b = x.bias && n < columns ? x.bias[(long long)expert * num_rows + weight_row] : -0.0f;
+    if (x.expert_scales) s = x.expert_scales[(long long)expert * x.scales_per_expert + (x.scales_per_expert == 2 ? of.up : 0)];
+    float b = x.bias && n < columns ? x.bias[(long long)expert * num_rows + of.row] : -0.0f;
     return __fadd_rn(__fmul_rn(__fmul_rn(sum, r), s), b);
 }
 
@@ -588,16 +597,10 @@ __device__ __forceinline__ void apply_extras(
     for (int j = 0; j < SUMS / 4; ++j) {
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
-            int h = j / 16, n = column + 8 * (GATED ? j % 16 : j) + 2 * quad + c, up = h, weight_row = n;
-            if (GATED) {
-                weight_row = ORDER == INTERLEAVED ? 2 * n + h : n + (h == (ORDER == GATE_UP) ? columns : 0);
-            } else if (ORDER == INTERLEAVED) {
-                up = n % 2;
-            } else {
-                up = (n >= columns / 2) == (ORDER == GATE_UP);
-            }
-            float s = scales ? scales[x.scales_per_expert == 2 ? up : 0] : 1.0f;
-            float b = bias && n < columns ? bias[weight_row] : -0.0f;
+            int n = column + 8 * (GATED ? j % 16 : j) + 2 * quad + c;
+            WeightRow of(n, j / 16, columns);
+            float s = scales ? scales[x.scales_per_expert == 2 ? of.up : 0] : 1.0f;
+            float b = bias && n < columns ? bias[of.row] : -0.0f;
             float &low = acc[4 * j + c], &high = acc[4 * j + 2 + c];
             low = __fadd_rn(__fmul_rn(__fmul_rn(low, r0), s), b);
             high = __fadd_rn(__fmul_rn(__fmul_rn(high, r1), s), b);
