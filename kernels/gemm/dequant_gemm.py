@@ -54,7 +54,7 @@ from moe_runtime.kernels.gemm.dequant_tokens import (
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.gemm.plan import GemmPlan
 from moe_runtime.kernels.gemm.prepacked import MAX_PREPACKED_EXPERTS, RESULT_FORMATS, PrepackedWeights
-from moe_runtime.kernels.gemm.shapes import DEQUANT_FEWEST, DequantShape, overlapped_token_shape, own_bytes
+from moe_runtime.kernels.gemm.shapes import DequantShape, overlapped_token_shape, own_bytes
 from moe_runtime.kernels.gemm.weights import Activation
 from moe_runtime.kernels.runtime import is_hopper
 
@@ -103,7 +103,7 @@ def dequant_gemm_swiglu(
 
 def kernel_of(shape: DequantShape) -> str:
     """Name of the kernel for `shape`, and of its source without `.cu`."""
-    return "dequant_few" if shape is DEQUANT_FEWEST else "dequant_gemm"
+    return "dequant_few" if shape.own_tokens else "dequant_gemm"
 
 
 @cache
@@ -135,7 +135,7 @@ def macros(
     macros of `token_piece.cuh` where blocks hold tokens by rows, which are `chained` if the kernel before makes them.
     `max_groups` is for `dequant_few.cu` only.
     """
-    stages, stage_k64, ring_bytes = shape.ring(w_format, units, own_tokens=own_tokens is not None)
+    stages, stage_k64, ring_bytes = shape.ring(w_format, units)
     gated = activation is not None and activation.gated
     defines: dict[str, int | str] = {
         "W_FMT": int(w_format.code),
@@ -206,9 +206,9 @@ def _launch(
     shape, units = how.shape, unit_columns(w.num_columns)
     dequantized = None if result is None else result.dequantized
     own_tokens = None
-    if how.own_tokens and a.dequantized is not None:
+    if shape.own_tokens and a.dequantized is not None:
         own_tokens = piece_macros(BF16)
-    elif how.own_tokens:
+    elif shape.own_tokens:
         own_tokens = piece_macros(a.format, packed_ld is not None, scale_block, a.scales_in_record)
     defines, shared_bytes = macros(
         w.format,
@@ -227,11 +227,11 @@ def _launch(
         overlapped=how.overlap is not None,
         own_tokens=own_tokens,
         chained=a.dequantized is not None,
-        max_groups=few_groups(a.num_groups) if how.own_tokens else MAX_PREPACKED_EXPERTS,
+        max_groups=few_groups(a.num_groups) if shape.own_tokens else MAX_PREPACKED_EXPERTS,
     )
     columns = w.num_rows if result is None else result.num_columns
     counters, first, team = None, 0, 0
-    if how.own_tokens and a.dequantized is None:
+    if shape.own_tokens and a.dequantized is None:
         tokens = a.rows
     elif how.tokens is None:
         assert a.dequantized is not None
@@ -267,7 +267,7 @@ def _launch(
         0 if w.gate_up is None else w.gate_up.code,
         w.has_special_values,
     ]
-    if how.own_tokens:
+    if shape.own_tokens:
         row_bytes = tokens.stride(0) * tokens.element_size()
         arguments += [a.scales, a.row_index, a.group_scale_offsets, scale_stride(a, packed_ld), nvrtc.int64(row_bytes)]
     else:

@@ -193,9 +193,8 @@ class DequantPlan:
     Attributes:
         shape: tile and pipeline.
         keep_tokens: whether L2 is asked to keep the tokens.
-        tokens: how tokens are dequantized before the product; None where they come dequantized, or with `own_tokens`.
-        own_tokens: whether each block holds the tokens of its tiles by rows. Unless they come dequantized, it
-            dequantizes them itself.
+        tokens: how tokens are dequantized before the product; None where they come dequantized, or where
+            blocks hold their own (`DequantShape.own_tokens`).
         overlap: how the other tokens are dequantized while the product runs; None if all are dequantized before it.
         starts_early: whether the product may start before the previous kernel has ended.
     """
@@ -205,7 +204,6 @@ class DequantPlan:
     tokens: TokenShape | None
     overlap: DequantOverlap | None
     starts_early: bool
-    own_tokens: bool = False
 
 
 def choose_dequant_shape(
@@ -228,9 +226,9 @@ def choose_dequant_shape(
 def holds_tokens(k: int, weight_format: TokenFormat, shape: DequantShape) -> bool:
     """Whether blocks of `shape` hold tokens of `k` values by rows: if K needs no padding and there is room for them."""
     units = unit_columns(k)
-    if shape is not DEQUANT_FEWEST or units * UNIT != k:
+    if not shape.own_tokens or units * UNIT != k:
         return False
-    stages, _, _ = shape.ring(weight_format, units, own_tokens=True)
+    stages, _, _ = shape.ring(weight_format, units)
     return stages >= MIN_OWN_STAGES
 
 
@@ -376,13 +374,12 @@ def plan_gemm(p: GemmProblem) -> GemmPlan:
 def _plan_dequant(p: GemmProblem) -> GemmPlan:
     units, sms = unit_columns(p.k), _limited(p)
     shape = choose_dequant_shape(p.rows, p.groups, p.weight_format, units, limited=p.sm_limit is not None)
-    own_tokens = p.dequantized_rows or (not p.dequantized and holds_tokens(p.k, p.weight_format, shape))
-    if own_tokens:
+    if p.dequantized_rows:
         shape = DEQUANT_FEWEST
-    elif shape is DEQUANT_FEWEST:
+    elif shape.own_tokens and (p.dequantized or not holds_tokens(p.k, p.weight_format, shape)):
         shape = DEQUANT_FEW
     overlap = tokens = None
-    if not p.dequantized and not own_tokens:
+    if not p.dequantized and not shape.own_tokens:
         # With an SM limit, overlapped dequantization could occupy the SMs that must stay free.
         if p.sm_limit is None:
             overlap = plan_dequant_overlap(p.rows, p.n, p.token_format, shape, sms)
@@ -395,9 +392,8 @@ def _plan_dequant(p: GemmProblem) -> GemmPlan:
         overlap=overlap,
         # An early start would occupy the SMs that the previous product leaves free.
         starts_early=not p.dequantized or p.sm_limit is None,
-        own_tokens=own_tokens,
     )
-    _, stage, _ = shape.ring(p.weight_format, units, own_tokens=own_tokens)
+    _, stage, _ = shape.ring(p.weight_format, units)
     tile = 8 * shape.max_blocks, UNIT * shape.warpgroups, UNIT * stage
     return GemmPlan(GemmKernel.DEQUANT, shape.regime, tile, sms * shape.blocks_per_sm, dequant=plan)
 

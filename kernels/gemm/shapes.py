@@ -182,15 +182,20 @@ class DequantShape:
         fits = a_format is NVFP4 or (w_format is MXFP4 and gated)
         return self.buffers if fits else self.other_buffers
 
-    def ring(self, w_format: TokenFormat, units: int, *, own_tokens: bool = False) -> tuple[int, int, int]:
+    @property
+    def own_tokens(self) -> bool:
+        """Whether each block holds the tokens of its tiles by rows, and dequantizes them if nothing before it did."""
+        return self.regime is Regime.FEWEST
+
+    def ring(self, w_format: TokenFormat, units: int) -> tuple[int, int, int]:
         """Number of stages, units of K in each, and bytes of all, for a weight `units` wide.
 
         There are at least two stages, so that one is loaded while another is multiplied. With `own_tokens` stages have
         no tokens, which lie behind them (`own_bytes`).
         """
-        unit_stage = self.warpgroups * unit_bytes(w_format) + (0 if own_tokens else self.max_blocks * 1024)
+        unit_stage = self.warpgroups * unit_bytes(w_format) + (0 if self.own_tokens else self.max_blocks * 1024)
         ring_bytes = SHARED_BYTES // (self.blocks_per_sm * self.launches_per_sm) - self.static_bytes
-        if own_tokens:
+        if self.own_tokens:
             ring_bytes -= own_bytes(units)
         size = stage_units(units, min(self.stage_units, ring_bytes // (2 * unit_stage)))
         stages = min(ring_bytes // (size * unit_stage), MAX_DEQUANT_STAGES)
