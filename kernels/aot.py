@@ -55,7 +55,6 @@ from moe_runtime.kernels.gemm.plan import choose_op_tile, choose_tile, keeps_tok
 from moe_runtime.kernels.gemm.shapes import (
     DEQUANT_DECODE,
     DEQUANT_FEW,
-    DEQUANT_FEWEST,
     DEQUANT_MIDDLE,
     DEQUANT_PREFILL,
     TMA_DECODE,
@@ -252,7 +251,7 @@ def _dequant(
     out = None if activation is None else fmt
     arguments = fmt, fmt, shape, unit_columns(HIDDEN), out, out_dtype, activation
     defines, _ = dequant_gemm.macros(*arguments, **more)
-    instruction = BF16_MMA if shape.warp_products else BF16_WGMMA
+    instruction = BF16_MMA if shape.own_tokens else BF16_WGMMA
     name = dequant_gemm.kernel_of(shape)
     return CudaCase(operation, fmt.name, f"{name}.cu", name, defines, instruction=instruction)
 
@@ -281,7 +280,7 @@ def _hopper_cases() -> Iterator[CudaCase]:
     for out_code in (0, 1):
         yield _tma(OP_FP8, FP8_BLOCK, TMA_PREFILL, out_code, gather=False)
     for fmt in (NVFP4, MXFP8):
-        for dequant_shape in (DEQUANT_FEW, DEQUANT_DECODE, DEQUANT_MIDDLE, DEQUANT_PREFILL):
+        for dequant_shape in (DEQUANT_DECODE, DEQUANT_MIDDLE, DEQUANT_PREFILL):
             ways = [(PLAIN, False, False), (GATED, False, False), (GATED, True, False)]
             ways += [(PLAIN, False, True), (GATED, True, True)] if dequant_shape is DEQUANT_PREFILL else []
             keep = keeps_tokens(GROUPS, HIDDEN, fmt, dequant_shape)
@@ -289,12 +288,12 @@ def _hopper_cases() -> Iterator[CudaCase]:
                 more = {"out_dequantized": dequantized, "keep_tokens": keep, "overlapped": overlapped}
                 formula = None if operation == PLAIN else SILU
                 yield _dequant(operation, fmt, dequant_shape, torch.bfloat16, formula, **more)
-        keep = keeps_tokens(1, HIDDEN, fmt, DEQUANT_FEWEST)
+        keep = keeps_tokens(1, HIDDEN, fmt, DEQUANT_FEW)
         raw, made = dequant_tokens.piece_macros(fmt, scales_in_record=True), dequant_tokens.piece_macros(BF16)
         first: dict[str, Any] = {"own_tokens": raw, "out_dequantized": True, "out_by_rows": True}
-        yield _dequant(GATED, fmt, DEQUANT_FEWEST, torch.bfloat16, SILU, keep_tokens=keep, **first)
+        yield _dequant(GATED, fmt, DEQUANT_FEW, torch.bfloat16, SILU, keep_tokens=keep, **first)
         second: dict[str, Any] = {"own_tokens": made, "chained": True}
-        yield _dequant(PLAIN, fmt, DEQUANT_FEWEST, torch.bfloat16, keep_tokens=keep, **second)
+        yield _dequant(PLAIN, fmt, DEQUANT_FEW, torch.bfloat16, keep_tokens=keep, **second)
     for fmt in (FP8_BLOCK, BF16):
         for tma_shape in (TMA_FEW, TMA_SOME, TMA_DECODE, TMA_PREFILL):
             for operation in (PLAIN, GATED):

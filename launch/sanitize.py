@@ -58,7 +58,7 @@ KIND = "sanitizer"
 SEED = 0
 OVERLAPPED = "overlapped"
 SIZES = (
-    ("fewest", 4, 1, "layer"),
+    ("few", 4, 1, "layer"),
     ("few", 12, 2, "layer"),
     ("decode", 4, 8, "layer"),
     ("decode", 3, 24, "zipf"),
@@ -66,7 +66,7 @@ SIZES = (
     ("prefill", 1, 520, "even"),
     (OVERLAPPED, 2, 200, "zipf"),
 )
-"""Regime, groups, rows of each on average, routing; `layer` gathers rows. Blocks of `fewest` dequantize their own
+"""Regime, groups, rows of each on average, routing; `layer` gathers rows. Blocks of `few` dequantize their own
 tokens. 130 rows are between the regimes for dequantized weights; `overlapped` has their tokens dequantized while the
 product multiplies, for which many more are wanted elsewhere."""
 
@@ -75,8 +75,8 @@ _SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard)")
 
 
 MXFP4_SIZES = (
-    ("fewest", 4, 1, "layer", 256),
-    ("few", 4, 1, "layer", 320),
+    ("few", 4, 1, "layer", 256),
+    ("decode", 4, 1, "layer", 320),
     ("decode", 4, 8, "layer", 256),
     ("prefill", 2, 200, "zipf", 256),
     ("prefill", 2, 130, "zipf", 320),

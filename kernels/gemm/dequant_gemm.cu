@@ -2,20 +2,15 @@
 // measurements. dequant_few.cu is the form for a few rows in all.
 //
 // The weights are the M side of wgmma. Each thread reads its 16 bytes of quants in the order of wgmma's A operand,
-// dequantizes them to bf16 in registers, and multiplies by bf16 tokens in shared memory. One producer warp walks the tiles
-// and streams weights and tokens through a ring of stages. Each consumer warpgroup owns its weight rows.
-//
-// With WARP_PRODUCTS each warp multiplies its 16 weight rows by `mma.sync` instead. For operands of bf16 it gives the bits of
-// `wgmma` (tests/kernels/test_dequant_gemm.py). A block is then small enough that an SM has several, whose warps hide each other's
-// latencies.
+// dequantizes them to bf16 in registers, and multiplies by bf16 tokens in shared memory. One warp walks the tiles
+// and another streams their weights and tokens through a ring of stages. Each consumer warpgroup owns its weight rows.
 //
 // Macros: those of dequant_unit.cuh and dequant_result.cuh, and
-//   WARPGROUPS (64 weight rows of a tile each), WARP_PRODUCTS, BLOCKS_PER_SM, STAGES, STAGE_K64 (columns of a stage / 64; divides
-//   `units`), CHUNK (columns of a chunk of weights / 64; divides STAGE_K64), BATCH (steps of 16 columns that are dequantized before
-//   they are multiplied), BUFFERS (dequantized batches that are held), ROLLING (wait for the oldest buffer; otherwise the
-//   last of BUFFERS and of a stage waits for all), CASES (smaller numbers of blocks with specialized code), MAX_GROUPS, KEEP_TOKENS
-//   (L2 keeps tokens and evicts weights first), OVERLAPPED (dequant_tokens.cu dequantizes tokens while this kernel runs, and counts
-//   them).
+//   WARPGROUPS (64 weight rows of a tile each), STAGES, STAGE_K64 (columns of a stage / 64; divides `units`), CHUNK (columns of a
+//   chunk of weights / 64; divides STAGE_K64), BATCH (steps of 16 columns that are dequantized before they are multiplied), BUFFERS
+//   (dequantized batches that are held), ROLLING (wait for the oldest buffer; otherwise the last of BUFFERS and of a stage waits for
+//   all), CASES (smaller numbers of blocks with specialized code), MAX_GROUPS, KEEP_TOKENS (L2 keeps tokens and evicts weights
+//   first), OVERLAPPED (dequant_tokens.cu dequantizes tokens while this kernel runs, and counts them).
 
 #include "clock.cuh"
 #include "dequant_result.cuh"
@@ -25,15 +20,12 @@ constexpr int TILE_UNITS = WARPGROUPS;
 constexpr int TOKEN_BYTES = MAX_BLOCKS * BLOCK_BYTES;
 constexpr int WEIGHT_STAGE = TILE_UNITS * STAGE_K64 * UNIT_BYTES;
 constexpr int STAGE_BYTES = WEIGHT_STAGE + STAGE_K64 * TOKEN_BYTES;
-constexpr int TILES_AHEAD = 8;  // tiles that the producer may announce in advance
-constexpr int PRODUCERS = WARP_PRODUCTS ? 32 : 128;  // threads; of 128 only a warp loads
+constexpr int TILES_AHEAD = OVERLAPPED ? 1 : 4;  // tiles that the walk may be ahead of the loads; free blocks take the next
+constexpr int TILE_SLOTS = 12;
+constexpr int WARP = 32;  // lanes that walk; tests on a CPU have one
+constexpr bool MARKED = W_FMT != NVFP4;  // units of rows may have special values
+constexpr int LOADER = WARPGROUPS * 128, WALKER = LOADER + 32;  // first threads of a warp that loads and of one that walks
 constexpr long long PATIENCE_NS = 30'000'000'000;
-
-__device__ __forceinline__ u32 load_4(u32 address) {
-  u32 v;
-  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address));
-  return v;
-}
 
 // Matrix descriptor of K-major tokens without swizzle: 8x8 core matrices of 128 bytes, the next 8 columns 128 bytes
 // away, the next 8 tokens BLOCK_BYTES away.
@@ -97,14 +89,6 @@ WGMMA(16, "128", R64, "%64, %65, %66, %67", "%68", D64(0))
 WGMMA(18, "144", R72, "%72, %73, %74, %75", "%76", D64(0), D8(64))
 WGMMA(20, "160", R80, "%80, %81, %82, %83", "%84", D64(0), D16(64))
 
-// acc[16 weight rows, 8 tokens] += a * b, over 16 columns.
-__device__ __forceinline__ void warp_product(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-      "{%0, %1, %2, %3};"
-      : D4(0)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
 // Waits until the overlapped kernel has dequantized `blocks` blocks of 8 tokens from `first` on. For each block, that kernel
 // counts the warps of `team` that are done. A whole warp calls this. After PATIENCE_NS the kernel ends in an error.
 __device__ __forceinline__ void await_tokens(const u32* counters, int first, int blocks, u32 team) {
@@ -123,7 +107,21 @@ __device__ __forceinline__ void await_tokens(const u32* counters, int first, int
   asm volatile("fence.proxy.async.global;" ::: "memory");  // makes what this warp saw visible to the copy engine
 }
 
-// Walks the tiles of a block. One thread of the producer calls it and announces the tiles to the consumers.
+// Which slot is next, and the parity of its barriers.
+struct Slot {
+  int at = 0;
+  u32 parity = 0;
+
+  __device__ __forceinline__ void advance() {
+    if (++at == TILE_SLOTS) at = 0, parity ^= 1;
+  }
+};
+
+struct Groups {
+  int offsets[MAX_GROUPS + 1], experts[MAX_GROUPS];  // -1 where a group is not computed
+};
+
+// Walks the tiles of a block. A whole warp calls it, of which all lanes know the same.
 //
 // The tokens of a group are split into parts, and the weight rows of each part into cuts, as evenly as whole units allow.
 // Blocks process the cuts in turn; each cut is a tile. With OVERLAPPED a free block gets the next cut, because some blocks
@@ -131,17 +129,17 @@ __device__ __forceinline__ void await_tokens(const u32* counters, int first, int
 // at most one cut, of several tiles. If the last round has cuts for at most a third of the blocks, they are split into
 // pieces.
 struct Walk {
-  int offsets[MAX_GROUPS + 1], experts[MAX_GROUPS];
-  u32 with_parts[(MAX_GROUPS + 31) / 32];  // a bit for each group
-  int num_groups, cuts, units, larger;  // `larger` cuts have a unit more than `units`
-  int whole, pieces;                    // cuts before the last round, and pieces of each cut in the last round
-  int number, group, before;            // next cut (piece from `whole` on), group where its search starts, cuts before that group
-  u32* taken;                           // cuts and pieces that all blocks have begun
-  int left;                             // units of the cut of `tile` that are left for further tiles
-  Tile tile;
+  const Groups& groups;
+  int num_groups;
+  u32* taken;                   // cuts and pieces that all blocks have begun
+  int cuts, units, larger;      // `larger` cuts have a unit more than `units`
+  int whole, pieces;            // cuts before the last round, and pieces of each cut in the last round
+  int number, first, before;    // next cut (piece from `whole` on), group where its search starts, parts before that group
+  int left;                     // units of the current cut that are left for further tiles
 
   __device__ __forceinline__ int parts_of(int group) const {
-    return experts[group] < 0 ? 0 : ceil_div(max(offsets[group + 1] - offsets[group], 0), TILE_TOKENS);
+    if (group >= num_groups || groups.experts[group] < 0) return 0;
+    return ceil_div(max(groups.offsets[group + 1] - groups.offsets[group], 0), TILE_TOKENS);
   }
 
   __device__ __forceinline__ void cut(int unit_rows) {
@@ -150,20 +148,21 @@ struct Walk {
   }
 
   __device__ __forceinline__ int following(int number) const {
-    return OVERLAPPED ? static_cast<int>(atomicAdd(taken, 1)) : number + static_cast<int>(gridDim.x);
+    if (!OVERLAPPED) return number + static_cast<int>(gridDim.x);
+    const u32 next = threadIdx.x % WARP == 0 ? atomicAdd(taken, 1) : 0;
+    return static_cast<int>(__shfl_sync(0xFFFFFFFF, next, 0));
   }
 
-  // Called before the groups are known.
-  __device__ __forceinline__ void prepare(int unit_rows, u32* taken) {
-    this->taken = taken;
-    group = before = left = 0;
+  __device__ __forceinline__ Walk(const Groups& groups, int num_groups, int unit_rows, u32* taken)
+      : groups(groups), num_groups(num_groups), taken(taken) {
+    first = before = left = 0;
     number = following(static_cast<int>(blockIdx.x) - static_cast<int>(gridDim.x));
-    whole = 0x7FFFFFFF;
+    whole = 0x7FFFFFFF, pieces = 1;
     cuts = ceil_div(unit_rows, TILE_UNITS);
     cut(unit_rows);
-  }
-
-  __device__ __forceinline__ void begin(int parts, int unit_rows) {
+    int parts = 0;
+    for (int group = threadIdx.x % WARP; group < num_groups; group += WARP) parts += parts_of(group);
+    parts = __reduce_add_sync(0xFFFFFFFF, parts);
     const int blocks = gridDim.x;
     if (parts == 0) return;
     // Not with OVERLAPPED: the tokens that are dequantized last would be needed at once.
@@ -180,70 +179,56 @@ struct Walk {
     whole = parts * cuts - last;
   }
 
-  // Moves `group` on to one that has parts, if it has none. Most may have none: each of few tokens has its own experts.
-  __device__ __forceinline__ bool next_with_parts() {
-    for (; group < num_groups; group = (group / 32 + 1) * 32) {
-      const u32 left_in_word = with_parts[group / 32] >> group % 32;
-      if (left_in_word == 0) continue;
-      group += __ffs(left_in_word) - 1;
+  __device__ __forceinline__ bool find(Tile& tile) {
+    const int lane = threadIdx.x % WARP;
+    const bool pieced = number >= whole;
+    const int wanted = pieced ? whole + (number - whole) / pieces : number;
+    for (; first < num_groups; first += WARP) {
+      const int own = parts_of(first + lane);
+      int until = own;  // parts of this lane's group and of those before it
+#pragma unroll
+      for (int lanes = 1; lanes < WARP; lanes *= 2) {
+        const int others = __shfl_up_sync(0xFFFFFFFF, until, lanes);
+        if (lane >= lanes) until += others;
+      }
+      const u32 beyond = __ballot_sync(0xFFFFFFFF, wanted < (before + until) * cuts);
+      if (beyond == 0) {
+        before += __shfl_sync(0xFFFFFFFF, until, WARP - 1);
+        continue;
+      }
+      const int from = __ffs(beyond) - 1, group = first + from;
+      const int parts = __shfl_sync(0xFFFFFFFF, own, from), until_group = __shfl_sync(0xFFFFFFFF, until, from);
+      const int within = wanted - (before + until_group - parts) * cuts;
+      const int part = parts == 1 ? 0 : within / cuts, cut = within - part * cuts;
+      const int start = groups.offsets[group], rows = groups.offsets[group + 1] - start;
+      // Split evenly: a tile of few tokens dequantizes as many weights as one of many.
+      const int tokens = parts == 1 ? rows : ceil_div(ceil_div(rows, parts), 8) * 8;
+      const int local = part * tokens, unit = cut * units + min(cut, larger);
+      tile = {group, start, local, min(rows - local, tokens), groups.experts[group], unit, 0, 0};
+      left = units + (cut < larger);
+      if (pieced) {
+        const int piece = (number - whole) % pieces, first_unit = left * piece / pieces;
+        tile.unit += first_unit;
+        left = left * (piece + 1) / pieces - first_unit;
+      }
+      number = following(number);
       return true;
     }
     return false;
   }
 
-  __device__ __forceinline__ bool find() {
-    const bool pieced = number >= whole;
-    const int wanted = pieced ? whole + (number - whole) / pieces : number;
-    for (; next_with_parts(); ++group) {
-      const int parts = parts_of(group);
-      if (wanted < before + parts * cuts) {
-        const int within = wanted - before, part = parts == 1 ? 0 : within / cuts, cut = within - part * cuts;
-        const int start = offsets[group], rows = offsets[group + 1] - start;
-        // Split evenly: a tile of few tokens dequantizes as many weights as one of many.
-        const int tokens = parts == 1 ? rows : ceil_div(ceil_div(rows, parts), 8) * 8;
-        const int local = part * tokens, unit = cut * units + min(cut, larger);
-        tile = {group, start, local, min(rows - local, tokens), experts[group], unit, 0, 0};
-        left = units + (cut < larger);
-        if (pieced) {
-          const int piece = (number - whole) % pieces, first = left * piece / pieces;
-          tile.unit += first;
-          left = left * (piece + 1) / pieces - first;
-        }
-        number = following(number);
-        return true;
-      }
-      before += parts * cuts;
-    }
-    return false;
-  }
-
-  // The next tile; after the last, one without rows.
-  __device__ __forceinline__ void next(Tile& next) {
+  // The tile after `tile`; after the last, one without rows.
+  __device__ __forceinline__ Tile next(Tile tile) {
     tile.unit += tile.high;
-    if (left == 0 && !find()) {
-      next.rows = 0;
-      return;
+    if (left == 0 && !find(tile)) {
+      tile.rows = 0;
+      return tile;
     }
     tile.high = left <= TILE_UNITS ? left : ceil_div(left, ceil_div(left, TILE_UNITS));
     left -= tile.high;
-    next = tile;
+    return tile;
   }
 };
-
-// Marks the groups that have parts, and returns the number of all parts. For a whole warp.
-__device__ __forceinline__ int mark_groups(Walk& walk, int num_groups) {
-  const int lane = threadIdx.x & 31;
-  int parts = 0;
-  for (int first = 0; first < num_groups; first += 32) {
-    const int group = first + lane, own = group < num_groups ? walk.parts_of(group) : 0;
-    const u32 with_parts = __ballot_sync(0xFFFFFFFF, own > 0);
-    if (lane == 0) walk.with_parts[first / 32] = with_parts;
-    parts += own;
-  }
-  if (lane == 0) walk.num_groups = num_groups;
-  __syncwarp();
-  return __reduce_add_sync(0xFFFFFFFF, parts);
-}
 
 // Consumes the stages of a tile in which this warpgroup has no weight rows.
 __device__ __forceinline__ void skip(int units, u32 full, u32 empty, int stage, u32 parity) {
@@ -326,45 +311,7 @@ __device__ __forceinline__ void consume(const Problem& p, const Tile& tile, u32 
   finish<BLOCKS>(p, tile, scales, with, warpgroup, acc, turned[warpgroup]);
 }
 
-// `consume` where warps multiply: a tile of 64 weight rows and at most 8 tokens. The sums have the order of `consume`.
-template <bool SPECIAL_VALUES>
-__device__ __forceinline__ void consume_by_warps(const Problem& p, const Tile& tile, u32 stages, u32 full, u32 empty, int stage,
-                                                 u32 parity, float (*turned)[TURNED_COLUMNS], TileScales& scales,
-                                                 const Requantization& with) {
-  const int thread = threadIdx.x;
-  scales.copy(p, tile);
-  float acc[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-  const u32 first_quants = stages + thread * 16, first_tokens = stages + WEIGHT_STAGE + (thread & 31) * 4;
-  const int to_scales = QUANT_BYTES + (W_FMT == NVFP4 ? thread * 2 : thread / 2 * 2) - thread * 16;
-  for (int k64 = 0; k64 < p.units; k64 += STAGE_K64) {
-    barrier_wait(full + stage * 8, parity);
-    const u32 quants_at = first_quants + stage * STAGE_BYTES, tokens_at = first_tokens + stage * STAGE_BYTES;
-    Unit<SPECIAL_VALUES> units[2];
-    u32 tokens[2][8];
-    auto load_part = [&](int part) {
-      units[part % 2].load(quants_at + part * UNIT_BYTES, quants_at + part * UNIT_BYTES + to_scales);
-      // Core matrices are 8 tokens of 8 columns, so a lane's word of a matrix is at four times its number.
-#pragma unroll
-      for (int i = 0; i < 8; ++i) tokens[part % 2][i] = load_4(tokens_at + part * TOKEN_BYTES + i * 128);
-    };
-    load_part(0);
-#pragma unroll
-    for (int part = 0; part < STAGE_K64; ++part) {
-      if (part + 1 < STAGE_K64) load_part(part + 1);
-      else barrier_arrive_warp(empty + stage * 8);
-#pragma unroll
-      for (int step = 0; step < 4; ++step) {
-        u32 a[4];
-        units[part % 2].dequantize(step, a);
-        warp_product(acc, a, tokens[part % 2][2 * step], tokens[part % 2][2 * step + 1]);
-      }
-    }
-    if (++stage == STAGES) stage = 0, parity ^= 1;
-  }
-  finish<1>(p, tile, scales, with, 0, acc, turned);
-}
-
-extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + PRODUCERS, BLOCKS_PER_SM)
+extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + 128, 1)
     dequant_gemm(const u8* tokens, const u8* weights, const float* row_scale, const float* expert_scales,
                  const float* bias, const int* group_offsets, const int* expert_ids, const int* num_active, void* out,
                  u8* out_scales, const float* out_gsf, float* out_row_scale, const int* out_scale_offsets,
@@ -372,31 +319,32 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + PRODUCERS, BLOCK
                  int token_blocks, long long out_stride, int scales_per_expert, int gate_up_order, const u8* special_values,
                  u32* counters, int first_overlapped, int team) {
   extern __shared__ __align__(128) u8 memory[];
-  __shared__ __align__(8) u64 barriers[2 * STAGES + TILES_AHEAD];
+  constexpr int BARRIERS = 2 * STAGES + (MARKED ? 3 : 2) * TILE_SLOTS;
+  __shared__ __align__(8) u64 barriers[BARRIERS];
   __shared__ __align__(16) float turned[ACTIVATED ? WARPGROUPS : 1][8 * MOST_AT_A_TIME][TURNED_COLUMNS];
   __shared__ TileScales tile_scales[WARPGROUPS];
   __shared__ Requantization with;
-  __shared__ Walk walk;
-  __shared__ Tile tiles[TILES_AHEAD];
-  // An announcement overwrites the one of TILES_AHEAD tiles ago. That is safe: a warp that still reads it holds the stages of
-  // the later tiles.
-  static_assert(TILES_AHEAD >= STAGES + 2, "tiles that a block may be ahead");
-  const u32 full = shared_address(barriers), empty = full + STAGES * 8, announced = empty + STAGES * 8;
+  __shared__ Groups groups;
+  __shared__ Tile tiles[TILE_SLOTS];
+  // A tile overwrites the one of TILE_SLOTS tiles ago. That is safe: a warp that still reads it holds the stages of later tiles,
+  // and the walk is not too far ahead of the loads.
+  static_assert(TILE_SLOTS > STAGES + TILES_AHEAD, "tiles that a block may be ahead");
+  const u32 full = shared_address(barriers), empty = full + STAGES * 8;
+  // Of each slot: its tile is found, for the loader; its tile has its marks, for the consumers; its tile is loaded, for the walk.
+  const u32 announced = empty + STAGES * 8, loaded = announced + TILE_SLOTS * 8;
+  const u32 found = MARKED ? loaded + TILE_SLOTS * 8 : announced;
   const u32 stages = shared_address(memory);
   // The next kernel is the product that reads these results. It waits for them, and may load its weights before.
   if (OUT_DEQUANTIZED) asm volatile("griddepcontrol.launch_dependents;");
-  if (num_active) num_groups = min(num_groups, max(*num_active, 0));
+  const int active = num_active ? max(*num_active, 0) : num_groups;
   for (int g = threadIdx.x; g <= num_groups; g += blockDim.x) {
-    walk.offsets[g] = min(max(group_offsets[g], 0), capacity);
-    if (g < num_groups) walk.experts[g] = expert_ids[g] < num_experts ? expert_ids[g] : -1;
+    groups.offsets[g] = min(max(group_offsets[g], 0), capacity);
+    if (g < num_groups) groups.experts[g] = expert_ids[g] < num_experts ? expert_ids[g] : -1;
   }
-  if (threadIdx.x == WARPGROUPS * 128) walk.prepare(unit_rows, counters);
-  if (threadIdx.x == 0) {
-    for (int s = 0; s < STAGES; ++s) {
-      barrier_init(full + s * 8, 1);
-      barrier_init(empty + s * 8, 4 * WARPGROUPS * ARRIVALS_OF_WARP);
-    }
-    for (int s = 0; s < TILES_AHEAD; ++s) barrier_init(announced + s * 8, 1);
+  if (threadIdx.x < BARRIERS) {
+    const int number = static_cast<int>(threadIdx.x) - STAGES, slot = number - STAGES - TILE_SLOTS;
+    const bool of_empty = number >= 0 && number < STAGES, of_loaded = slot >= 0 && slot < TILE_SLOTS;
+    barrier_init(full + threadIdx.x * 8, of_empty ? 4 * WARPGROUPS * ARRIVALS_OF_WARP : of_loaded ? ARRIVALS_OF_WARP : 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
@@ -406,34 +354,41 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + PRODUCERS, BLOCK
                      units,   unit_rows, token_blocks, out_stride, scales_per_expert, gate_up_order};
   int stage = 0;
   u32 parity = 0;
-  if (threadIdx.x >= WARPGROUPS * 128) {
-    if (!WARP_PRODUCTS) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(WARPGROUPS == 4 ? 32 : 40));
-    if (threadIdx.x >= WARPGROUPS * 128 + 32) return;
+  if (threadIdx.x >= LOADER) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(WARPGROUPS == 4 ? 32 : 40));
+    if (threadIdx.x >= WALKER + 32) return;
     const int lane = threadIdx.x & 31;
-    const int parts = mark_groups(walk, num_groups);
-    if (lane == 0) walk.begin(parts, unit_rows);
+    if (threadIdx.x >= WALKER) {
+      Walk walk(groups, min(num_groups, active), unit_rows, counters);
+      Slot slot, before;  // `before` has the tile that must be loaded before one of `slot` is found
+      Tile next = {};
+      for (int number = 0;; ++number, slot.advance()) {
+        if (number >= TILES_AHEAD) {
+          barrier_wait(loaded + before.at * 8, before.parity);
+          before.advance();
+        }
+        next = walk.next(next);
+        if (lane == 0) {
+          tiles[slot.at] = next;
+          barrier_arrive(found + slot.at * 8);
+        }
+        if (MARKED) {
+          const bool own = next.rows > 0 && lane < next.high;
+          const u8 mark = own ? special_values[static_cast<long long>(next.expert) * unit_rows + next.unit + lane] : 0;
+          const u32 marks = __ballot_sync(0xFFFFFFFF, mark != 0);
+          if (lane == 0) {
+            tiles[slot.at].special_values = marks;
+            barrier_arrive(announced + slot.at * 8);
+          }
+        }
+        if (next.rows == 0) return;
+      }
+    }
     const u64 of_weights = KEEP_TOKENS ? policy_of_first_out() : 0, of_tokens = KEEP_TOKENS ? policy_of_last_out() : 0;
     bool early = true;
-    for (int number = 0;; ++number) {
-      Tile& tile = tiles[number % TILES_AHEAD];
-      if (lane == 0) walk.next(tile);
-      __syncwarp();
-      // The load of the marks stays in flight until the first loads of the tile have started: only `announce` reads `mark`.
-      u32 mark = 0;
-      if (W_FMT != NVFP4 && tile.rows > 0) {
-        mark = special_values[static_cast<long long>(tile.expert) * unit_rows + tile.unit + min(lane, tile.high - 1)];
-      }
-      bool pending = true;
-      auto announce = [&] {
-        if (W_FMT != NVFP4) {
-          asm volatile("" : "+r"(mark));  // otherwise `mark` is compared where it is loaded, and the warp waits there
-          const u32 marks = __ballot_sync(0xFFFFFFFF, mark != 0);
-          if (lane == 0) tile.special_values = marks;
-        }
-        if (lane == 0) barrier_arrive(announced + number % TILES_AHEAD * 8);
-        pending = false;
-      };
-      if (W_FMT == NVFP4 || tile.rows == 0) announce();
+    for (Slot slot;; slot.advance()) {
+      const Tile& tile = tiles[slot.at];
+      barrier_wait(found + slot.at * 8, slot.parity);
       if (tile.rows == 0) break;
       const int blocks = (tile.rows + 7) / 8;
       const u8* w = weights + (static_cast<long long>(tile.expert) * units * unit_rows + tile.unit * CHUNK) * UNIT_BYTES;
@@ -457,31 +412,32 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + PRODUCERS, BLOCK
                t + static_cast<long long>(k64 + lane) * token_blocks * BLOCK_BYTES, blocks * BLOCK_BYTES, to_stage, of_tokens);
         }
       };
-      int k64 = 0;
       if (OVERLAPPED) await_tokens(counters, static_cast<int>(tile.token_block()) - first_overlapped, blocks, team);
+      int ahead = 0;  // units whose weights are loaded
       if (!OVERLAPPED && early) {
         // Weights do not depend on the previous kernel, which may still be dequantizing the tokens.
-        const int ahead = min(STAGES, units / STAGE_K64);
-        for (int s = 0; s < ahead; ++s) load_weights(s * STAGE_K64, s);
-        if (pending) announce();
+        ahead = min(STAGES * STAGE_K64, units);
+#pragma unroll 1
+        for (int k64 = 0; k64 < ahead; k64 += STAGE_K64) load_weights(k64, k64 / STAGE_K64);
         asm volatile("griddepcontrol.wait;" ::: "memory");
-        for (; stage < ahead; ++stage, k64 += STAGE_K64) load_tokens(k64, stage);
-        if (stage == STAGES) stage = 0, parity ^= 1;
         early = false;
       }
-      for (; k64 < units; k64 += STAGE_K64) {
-        barrier_wait(empty + stage * 8, parity ^ 1);
-        load_weights(k64, stage);
+#pragma unroll 1
+      for (int k64 = 0; k64 < units; k64 += STAGE_K64) {
+        if (k64 >= ahead) {
+          barrier_wait(empty + stage * 8, parity ^ 1);
+          load_weights(k64, stage);
+        }
         load_tokens(k64, stage);
-        if (pending) announce();
         if (++stage == STAGES) stage = 0, parity ^= 1;
       }
+      barrier_arrive_warp(loaded + slot.at * 8);
     }
     // Even without a tile, this kernel must not end before the one that it overlaps. With OVERLAPPED, that kernel started
     // after all kernels before it had ended, so waiting for its end is enough.
     if (early) asm volatile("griddepcontrol.wait;" ::: "memory");
   } else {
-    if (!WARP_PRODUCTS) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(WARPGROUPS == 2 ? 232 : 112));
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(WARPGROUPS == 2 ? 232 : 112));
     // The previous kernel may write the scales of the rows.
     if (!OVERLAPPED) asm volatile("griddepcontrol.wait;" ::: "memory");
     if (ACTIVATED && OUT_FMT == NVFP4) {
@@ -495,28 +451,20 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + PRODUCERS, BLOCK
     }
     // The shuffle makes the value warp-uniform for the compiler, which then uses uniform registers.
     const int warpgroup = __shfl_sync(0xFFFFFFFF, threadIdx.x / 128, 0);
-    for (int number = 0;; ++number) {
-      barrier_wait(announced + number % TILES_AHEAD * 8, number / TILES_AHEAD & 1);
-      const Tile& tile = tiles[number % TILES_AHEAD];
+    for (Slot slot;; slot.advance()) {
+      barrier_wait(announced + slot.at * 8, slot.parity);
+      const Tile& tile = tiles[slot.at];
       const int blocks = (tile.rows + 7) / 8;
       if (blocks == 0) break;
-#if WARP_PRODUCTS
-      if (W_FMT != NVFP4 && (tile.special_values & 1)) {
-        consume_by_warps<true>(p, tile, stages, full, empty, stage, parity, turned[0], tile_scales[0], with);
-      } else {
-        consume_by_warps<false>(p, tile, stages, full, empty, stage, parity, turned[0], tile_scales[0], with);
-      }
-#else
       if (warpgroup >= tile.high) {
         skip(units, full, empty, stage, parity);
-      } else if (W_FMT != NVFP4 && (tile.special_values >> warpgroup & 1)) {
+      } else if (MARKED && (tile.special_values >> warpgroup & 1)) {
         consume<MAX_BLOCKS, true>(p, tile, stages, full, empty, stage, parity, turned, tile_scales, with);
       } else {
 #define CASE(N) \
   if (blocks <= N) consume<N>(p, tile, stages, full, empty, stage, parity, turned, tile_scales, with); else
         CASES consume<MAX_BLOCKS>(p, tile, stages, full, empty, stage, parity, turned, tile_scales, with);
       }
-#endif
       stage += units / STAGE_K64;
       parity ^= stage / STAGES & 1;
       stage %= STAGES;

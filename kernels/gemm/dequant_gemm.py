@@ -11,7 +11,7 @@ after half a minute. Activated results for another product with prepacked weight
 The `.cu` files describe the data flow, `dequant_tokens.py` the tokens, `dequant_layout.py` the order of the weights. On
 other architectures the Triton kernel of `grouped_gemm.py` does the same.
 
-K is summed 16 columns at a time, in the order of `dequant_layout`: by `wgmma`, or, for a row or two of each group, by
+K is summed 16 columns at a time, in the order of `dequant_layout`: by `wgmma`, or, for a few rows in all, by
 `mma.sync`, which gives the same bits. The order is the same in all shapes, for any number of rows and any neighbours.
 
 Least times of NVFP4, both products of the reference model (32 experts of 44.0 M parameters): 0.79 GB of weights take
@@ -171,8 +171,6 @@ def macros(
     else:
         defines |= {
             "WARPGROUPS": shape.warpgroups,
-            "WARP_PRODUCTS": int(shape.warp_products),
-            "BLOCKS_PER_SM": shape.blocks_per_sm,
             "BATCH": shape.batch,
             "BUFFERS": shape.held_batches(w_format, a_format, gated=gated),
             "ROLLING": int(shape.rolling),

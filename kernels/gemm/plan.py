@@ -22,7 +22,6 @@ from moe_runtime.kernels.gemm.operands import NativeForm
 from moe_runtime.kernels.gemm.shapes import (
     DEQUANT_DECODE,
     DEQUANT_FEW,
-    DEQUANT_FEWEST,
     DEQUANT_MIDDLE,
     DEQUANT_PREFILL,
     FEW_TOKENS,
@@ -144,19 +143,16 @@ def choose_tma_shape(rows: int, num_groups: int) -> TmaShape:
 # --- Hopper's kernels for weights that are dequantized in registers ---
 
 
-DEQUANT_FEW_ROWS = 2
-"""Average rows of a group up to which a launch uses DEQUANT_FEW, whose tiles have at most 8."""
-DEQUANT_FEW_ALL_ROWS = {NVFP4: 256, MXFP8: 256, MXFP4: 16}
-"""Rows of all groups up to which it does so: as many as gained where measured. MXFP4 lost with 32 rows or more."""
 DEQUANT_DECODE_ROWS = 50
 """Average rows of a group up to which a launch uses DEQUANT_DECODE. With more, some groups have more than the 64 rows
 of a tile."""
 DEQUANT_MIDDLE_ROWS = range(113, 149)
 """Average rows of a group for which a launch uses DEQUANT_MIDDLE: with random routing, half of the groups then have
 more than 128 rows."""
-DEQUANT_FEWEST_ROWS = 8
-"""Rows of all groups up to which a launch uses DEQUANT_FEWEST instead of DEQUANT_FEW, if its blocks hold the tokens: as
-many as gained where measured."""
+DEQUANT_FEW_ROWS = 2
+"""Average rows of a group up to which a launch uses DEQUANT_FEW, whose tiles have at most 8, if there are few tiles."""
+DEQUANT_FEW_TILES = 800
+"""Tiles up to which it does so, if each row has an expert of its own: two for each of the blocks on 132 SMs."""
 MIN_OWN_STAGES = 2
 """Least stages of a ring beside a token that a block holds, which takes as much room as it has columns."""
 KEPT_BYTES = 32 * 2**20
@@ -207,18 +203,18 @@ class DequantPlan:
 
 
 def choose_dequant_shape(
-    rows: int, num_groups: int, weight_format: TokenFormat, units: int, *, limited: bool = False
+    rows: int, num_groups: int, n: int, k: int, weight_format: TokenFormat, *, limited: bool = False
 ) -> DequantShape:
-    """The shape for `rows` expected rows, `units` wide; all shapes give the same bits for any number of rows.
+    """The shape for `rows` expected rows and weights `[experts, n, k]`; all give the same bits for any number of rows.
 
-    `limited` leaves out DEQUANT_FEWEST and DEQUANT_FEW, whose blocks would spread over more SMs than they need.
+    `limited` leaves out DEQUANT_FEW, whose blocks would spread over more SMs than they need.
     """
-    few = rows <= min(DEQUANT_FEW_ROWS * num_groups, DEQUANT_FEW_ALL_ROWS[weight_format])
-    if few and num_groups > 0 and not limited:
-        return DEQUANT_FEWEST if rows <= DEQUANT_FEWEST_ROWS else DEQUANT_FEW
+    few = rows <= DEQUANT_FEW_ROWS * num_groups and rows * unit_rows(n) <= DEQUANT_FEW_TILES
+    if few and num_groups > 0 and not limited and holds_tokens(k, weight_format, DEQUANT_FEW):
+        return DEQUANT_FEW
     if rows <= DEQUANT_DECODE_ROWS * num_groups or num_groups == 0:
         return DEQUANT_DECODE
-    stages, _, _ = DEQUANT_MIDDLE.ring(weight_format, units)
+    stages, _, _ = DEQUANT_MIDDLE.ring(weight_format, unit_columns(k))
     middle = ceil_div(rows, num_groups) in DEQUANT_MIDDLE_ROWS and stages >= MIN_MIDDLE_STAGES
     return DEQUANT_MIDDLE if middle else DEQUANT_PREFILL
 
@@ -234,7 +230,7 @@ def holds_tokens(k: int, weight_format: TokenFormat, shape: DequantShape) -> boo
 
 def keeps_tokens(rows: int, k: int, weight_format: TokenFormat, shape: DequantShape) -> bool:
     """Whether L2 keeps the `rows` expected rows of `k` values: where a launch reads each weight once."""
-    read_once = shape.regime in (Regime.FEWEST, Regime.FEW, Regime.DECODE)
+    read_once = shape.regime in (Regime.FEW, Regime.DECODE)
     return weight_format in (NVFP4, MXFP4) and read_once and 2 * rows * k <= KEPT_BYTES
 
 
@@ -284,7 +280,7 @@ class GemmProblem(NamedTuple):
         gathered: whether rows are found through an index.
         scales_in_record: whether scales lie with their rows in the records (`GroupedRows.scales_in_record`).
         dequantized: whether the rows come dequantized (`GroupedRows.dequantized`).
-        dequantized_rows: whether they do as rows of bf16, which only DEQUANT_FEWEST reads.
+        dequantized_rows: whether they do as rows of bf16, which only DEQUANT_FEW reads.
         sm_limit: most SMs that a Hopper kernel may use; None means all.
         aligned: whether rows, weights and results have the alignment that Hopper's kernel needs.
         scales_aligned: whether block scales have the alignment that TMA needs.
@@ -373,11 +369,11 @@ def plan_gemm(p: GemmProblem) -> GemmPlan:
 
 def _plan_dequant(p: GemmProblem) -> GemmPlan:
     units, sms = unit_columns(p.k), _limited(p)
-    shape = choose_dequant_shape(p.rows, p.groups, p.weight_format, units, limited=p.sm_limit is not None)
-    if p.dequantized_rows:
-        shape = DEQUANT_FEWEST
-    elif shape.own_tokens and (p.dequantized or not holds_tokens(p.k, p.weight_format, shape)):
-        shape = DEQUANT_FEW
+    limited = p.sm_limit is not None
+    shape = choose_dequant_shape(p.rows, p.groups, p.n, p.k, p.weight_format, limited=limited)
+    if p.dequantized:
+        # As the kernel before left them.
+        shape = DEQUANT_FEW if p.dequantized_rows else DEQUANT_DECODE if shape.own_tokens else shape
     overlap = tokens = None
     if not p.dequantized and not shape.own_tokens:
         # With an SM limit, overlapped dequantization could occupy the SMs that must stay free.

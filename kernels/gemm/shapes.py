@@ -20,7 +20,6 @@ SHARED_BYTES = 227 * 1024
 class Regime(Enum):
     """How many rows a group has on average."""
 
-    FEWEST = "a few rows in all"
     FEW = "a row or two"
     SOME = "several rows"
     DECODE = "few rows"
@@ -150,8 +149,6 @@ class DequantShape:
         rolling: wait only for the oldest buffer, so that one is always dequantized while another is multiplied;
             otherwise wait for all.
         max_blocks: tokens of a tile / 8.
-        warp_products: whether each warp multiplies its 16 weight rows by `mma.sync`, not its warpgroup by `wgmma`.
-            Batches and buffers then mean nothing.
         blocks_per_sm: blocks of a launch that an SM has at a time.
         launches_per_sm: launches whose blocks fit on an SM at a time, so that the next loads its first weights early.
         static_bytes: shared memory that is left for the rest of a block; the ring has all else.
@@ -167,15 +164,14 @@ class DequantShape:
     rolling: bool
     max_blocks: int
     cases: tuple[int, ...]
-    warp_products: bool = False
     blocks_per_sm: int = 1
     launches_per_sm: int = 1
     static_bytes: int = 20 * 1024
 
     @property
     def threads(self) -> int:
-        """Of a block. One warp loads; `setmaxnreg` needs a whole warpgroup of them."""
-        return 128 * self.warpgroups + (32 if self.warp_products else 128)
+        """Of a block: of a warpgroup, one warp finds tiles and one loads; with `own_tokens` there is one that does both."""
+        return 128 * self.warpgroups + (32 if self.own_tokens else 128)
 
     def held_batches(self, w_format: TokenFormat, a_format: TokenFormat, *, gated: bool) -> int:
         """Batches that are held dequantized; with one more, ptxas has too few registers and serializes `wgmma`."""
@@ -185,7 +181,7 @@ class DequantShape:
     @property
     def own_tokens(self) -> bool:
         """Whether each block holds the tokens of its tiles by rows, and dequantizes them if nothing before it did."""
-        return self.regime is Regime.FEWEST
+        return self.regime is Regime.FEW
 
     def ring(self, w_format: TokenFormat, units: int) -> tuple[int, int, int]:
         """Number of stages, units of K in each, and bytes of all, for a weight `units` wide.
@@ -203,7 +199,7 @@ class DequantShape:
 
 
 def own_bytes(units: int) -> int:
-    """Shared memory for the tokens that a block of DEQUANT_FEWEST holds by rows, for a weight `units` wide.
+    """Shared memory for the tokens that a block of DEQUANT_FEW holds by rows, for a weight `units` wide.
 
     All of one token, or a stage of at most three units of 8, with 16 bytes behind each.
     """
@@ -211,10 +207,10 @@ def own_bytes(units: int) -> int:
 
 
 MAX_DEQUANT_STAGES = 6
-"""The kernel announces at most 8 tiles in advance, and must be able to announce two more than it has stages."""
+"""The kernels hold a tile until the stages of later tiles are needed, and have room for few of them."""
 
-DEQUANT_FEWEST = DequantShape(
-    Regime.FEWEST,
+DEQUANT_FEW = DequantShape(
+    Regime.FEW,
     warpgroups=1,
     stage_units=3,
     batch=4,
@@ -223,27 +219,11 @@ DEQUANT_FEWEST = DequantShape(
     rolling=False,
     max_blocks=1,
     cases=(),
-    warp_products=True,
     blocks_per_sm=3,
     launches_per_sm=2,
     static_bytes=5 * 1024,  # with what the driver reserves
 )
 """For a token or two in all, by `dequant_few.cu`. Blocks are so small that both products of a layer fit on an SM."""
-DEQUANT_FEW = DequantShape(
-    Regime.FEW,
-    warpgroups=1,
-    stage_units=4,
-    batch=4,
-    buffers=1,
-    other_buffers=1,
-    rolling=False,
-    max_blocks=1,
-    cases=(),
-    warp_products=True,
-    blocks_per_sm=3,
-    static_bytes=16 * 1024,  # with what the driver reserves, and room for FEW_TOKENS
-)
-"""For a token or two of each group. A tile is 64 weight rows and at most 8 tokens, and an SM works at three of them."""
 DEQUANT_DECODE = DequantShape(
     Regime.DECODE,
     warpgroups=4,

@@ -14,12 +14,11 @@ import torch
 from moe_runtime.dispatcher.token_dispatcher import TokenDispatcher
 from moe_runtime.kernels.exchange.plan import required_plan
 from moe_runtime.kernels.formats.number_formats import FORMATS
-from moe_runtime.kernels.gemm.dequant_layout import DEQUANT_FORMATS, unit_columns
+from moe_runtime.kernels.gemm.dequant_layout import DEQUANT_FORMATS
 from moe_runtime.kernels.gemm.plan import choose_dequant_shape, choose_tma_shape
 from moe_runtime.kernels.gemm.shapes import (
     DEQUANT_DECODE,
     DEQUANT_FEW,
-    DEQUANT_FEWEST,
     DEQUANT_MIDDLE,
     DEQUANT_PREFILL,
     TMA_DECODE,
@@ -52,21 +51,23 @@ def test_cases_take_both_regimes_of_each_kernel() -> None:
         rows = make_rows(case, 0, rng, "torch")
         sizes = rows.likely_rows, rows.num_groups
         if case.weights is not None:
-            shape = choose_dequant_shape(*sizes, case.weight_format, unit_columns(case.hidden))
+            shape = choose_dequant_shape(*sizes, 2 * case.intermediate, case.hidden, case.weight_format)
             others.setdefault((case.weights, case.format), set()).add((shape.regime, case.hidden % 128 == 0))
             continue
         dequantized = rows.format in DEQUANT_FORMATS
-        seen[case.format].add(choose_dequant_shape(*sizes, rows.format, 4) if dequantized else choose_tma_shape(*sizes))
+        seen[case.format].add(
+            choose_dequant_shape(*sizes, 512, 256, rows.format) if dequantized else choose_tma_shape(*sizes)
+        )
         gathers.add((case.format, rows.row_index is not None))
     for name, fmt in FORMATS.items():
-        dequant_shapes = {DEQUANT_FEWEST, DEQUANT_FEW, DEQUANT_DECODE, DEQUANT_MIDDLE, DEQUANT_PREFILL}
+        dequant_shapes = {DEQUANT_FEW, DEQUANT_DECODE, DEQUANT_MIDDLE, DEQUANT_PREFILL}
         assert seen[name] == (dequant_shapes if fmt in DEQUANT_FORMATS else TMA_SHAPES)
         assert {(name, True), (name, False)} <= gathers
     assert set(others) == {("mxfp4", "bf16"), ("mxfp4", "mxfp8")}
     for shapes in others.values():
         kinds = {
-            (Regime.FEWEST, True),
-            (Regime.FEWEST, False),
+            (Regime.FEW, True),
+            (Regime.DECODE, False),
             (Regime.DECODE, True),
             (Regime.PREFILL, True),
             (Regime.MIDDLE, False),

@@ -40,7 +40,6 @@ from moe_runtime.kernels.gemm.plan import (
 from moe_runtime.kernels.gemm.prepacked import MAX_PREPACKED_EXPERTS, PrepackedWeights
 from moe_runtime.kernels.gemm.shapes import DEQUANT_DECODE as DECODE
 from moe_runtime.kernels.gemm.shapes import DEQUANT_FEW as FEW
-from moe_runtime.kernels.gemm.shapes import DEQUANT_FEWEST as FEWEST
 from moe_runtime.kernels.gemm.shapes import DEQUANT_MIDDLE as MIDDLE
 from moe_runtime.kernels.gemm.shapes import DEQUANT_PREFILL as PREFILL
 from moe_runtime.kernels.gemm.shapes import FEW_TOKENS, MANY_TOKENS, DequantShape, TokenShape
@@ -127,7 +126,7 @@ def launched(
     The rows of a `chained` one are results of the product before.
     """
     rows = ROWS_OF_SHAPES.get(shape, 1)
-    a, by_rows = rows_of(token, rows, k), shape is FEWEST
+    a, by_rows = rows_of(token, rows, k), shape is FEW
     if chained:
         a = replace(a, dequantized=torch.zeros(rows, k, dtype=torch.bfloat16))
     w = weights_of(weight, 64, k, None if activation is None else activation.gate_up)
@@ -181,22 +180,15 @@ def compile_recorded(launch: Recorded) -> Compiled:
 
 # Every format of weights, tokens and result in DECODE and PREFILL, some in MIDDLE; widths of stages of 4, 3 and 2.
 VARIANTS: list[tuple[DequantShape, str, str, int, Activation | None, str]] = [
-    (FEWEST, "nvfp4", "nvfp4", 7168, SwiGLU(), "nvfp4 dequantized"),
-    (FEWEST, "nvfp4", "nvfp4", 768, None, "bfloat16 chained"),
-    (FEWEST, "nvfp4", "bf16", 2880, GPT_OSS, "bf16 dequantized"),
-    (FEWEST, "mxfp4", "bf16", 4096, SwiGLU(), "bf16 dequantized"),
-    (FEWEST, "mxfp4", "bf16", 2880, None, "bfloat16 chained"),
-    (FEWEST, "mxfp4", "mxfp8", 2880, GPT_OSS, "mxfp8 dequantized"),
-    (FEWEST, "mxfp8", "mxfp8", 7168, SwiGLU(), "mxfp8 dequantized"),
-    (FEWEST, "mxfp8", "mxfp8", 2048, SQUARED_RELU, "mxfp8"),
-    (FEWEST, "mxfp8", "mxfp8", 2880, None, "bfloat16 chained"),
-    (FEW, "nvfp4", "nvfp4", 7168, None, "bfloat16"),
-    (FEW, "nvfp4", "nvfp4", 2048, SwiGLU(), "nvfp4 dequantized"),
+    (FEW, "nvfp4", "nvfp4", 7168, SwiGLU(), "nvfp4 dequantized"),
+    (FEW, "nvfp4", "nvfp4", 768, None, "bfloat16 chained"),
     (FEW, "nvfp4", "bf16", 2880, GPT_OSS, "bf16 dequantized"),
-    (FEW, "mxfp4", "bf16", 2880, GPT_OSS, "bf16 dequantized"),
-    (FEW, "mxfp4", "mxfp8", 2880, None, "bfloat16"),
-    (FEW, "mxfp8", "mxfp8", 2048, SwiGLU(), "mxfp8 dequantized"),
-    (FEW, "mxfp8", "mxfp8", 7168, SQUARED_RELU, "mxfp8"),
+    (FEW, "mxfp4", "bf16", 4096, SwiGLU(), "bf16 dequantized"),
+    (FEW, "mxfp4", "bf16", 2880, None, "bfloat16 chained"),
+    (FEW, "mxfp4", "mxfp8", 2880, GPT_OSS, "mxfp8 dequantized"),
+    (FEW, "mxfp8", "mxfp8", 7168, SwiGLU(), "mxfp8 dequantized"),
+    (FEW, "mxfp8", "mxfp8", 2048, SQUARED_RELU, "mxfp8"),
+    (FEW, "mxfp8", "mxfp8", 2880, None, "bfloat16 chained"),
     (DECODE, "nvfp4", "nvfp4", 7168, None, "bfloat16"),
     (DECODE, "nvfp4", "nvfp4", 2880, GPT_OSS, "nvfp4"),
     (DECODE, "nvfp4", "bf16", 128, SwiGLU(GateUpOrder.UP_GATE), "bf16"),
@@ -257,28 +249,28 @@ def test_gemm_compiles_to_what_it_is_meant_for(
     chained = out.endswith(" chained")
     launch = launched(recorded, weight, token, k, shape, activation, out.removesuffix(" chained"), chained=chained)
     assert launch.defines["OUT_DEQUANTIZED"] == out.endswith(" dequantized")
-    assert launch.defines["OUT_BY_ROWS"] == (out.endswith(" dequantized") and shape is FEWEST)
+    assert launch.defines["OUT_BY_ROWS"] == (out.endswith(" dequantized") and shape is FEW)
     assert launch.defines["MAX_BLOCKS"] == shape.max_blocks
     assert launch.defines.get("WARPGROUPS", 1) == shape.warpgroups
-    assert ("OWN_BYTES" in launch.defines) == (shape is FEWEST)
+    assert ("OWN_BYTES" in launch.defines) == (shape is FEW)
     compiled = compile_recorded(launch)
-    assert ("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32" in compiled.ptx) == shape.warp_products
-    for blocks in () if shape.warp_products else (*shape.cases, shape.max_blocks):
+    assert ("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32" in compiled.ptx) == shape.own_tokens
+    for blocks in () if shape.own_tokens else (*shape.cases, shape.max_blocks):
         assert f"wgmma.mma_async.sync.aligned.m64n{8 * blocks}k16.f32.bf16.bf16" in compiled.ptx
     assert "cp.async.bulk.shared::cluster.global.mbarrier" in compiled.ptx
     assert (
         ("L2::cache_hint" in compiled.ptx)
         == bool(launch.defines["KEEP_TOKENS"])
-        == (shape in (FEWEST, FEW, DECODE) and weight in ("nvfp4", "mxfp4"))
+        == (shape in (FEW, DECODE) and weight in ("nvfp4", "mxfp4"))
     )
     assert "serialized" not in compiled.log and "Potential Performance Loss" not in compiled.log, compiled.log
     assert compiled.spilled_bytes <= SPILL_BYTES, compiled.log
     check_room(launch, compiled, shape.blocks_per_sm * shape.launches_per_sm)
-    if shape.warp_products:
+    if shape.own_tokens:
         assert "wgmma" not in compiled.ptx and "setmaxnreg" not in compiled.ptx
         assert ("griddepcontrol.launch_dependents" in compiled.ptx) == out.endswith(" dequantized")
         # All wait before they read the groups, or those who multiply before they read the tokens.
-        assert shape is FEW or compiled.ptx.count("griddepcontrol.wait") == 1
+        assert compiled.ptx.count("griddepcontrol.wait") == 1
         return
     consumer, producer = compiled.moved_registers
     assert 128 * (shape.warpgroups * consumer + producer) <= REGISTERS_OF_A_BLOCK
@@ -309,9 +301,11 @@ def test_decoding_of_tokens_compiles(name: str, rows: int, shape: TokenShape, re
 )
 def test_few_tokens_leave_room_for_a_block_of_the_gemm(weight: str, token: str, recorded: list[Recorded]) -> None:
     """An SM has room for a block of either, of the gated GEMM, which takes most."""
-    gemm = launched(recorded, weight, token, 7168, FEW, SwiGLU(), f"{token} dequantized")
-    kernels = [(launch, compile_recorded(launch)) for launch in (recorded[0], gemm)]
-    assert recorded[0].defines["MIN_BLOCKS"] == FEW_TOKENS.min_blocks
+    dequant_tokens(rows_of(token, 1, 7168), 1, FEW_TOKENS)
+    tokens = recorded.pop()
+    gemm = launched(recorded, weight, token, 7168, DECODE, SwiGLU(), f"{token} dequantized")
+    kernels = [(launch, compile_recorded(launch)) for launch in (tokens, gemm)]
+    assert tokens.defines["MIN_BLOCKS"] == FEW_TOKENS.min_blocks
     registers = sum(launch.block * compiled.number(r"Used (\d+) registers") for launch, compiled in kernels)
     shared = sum(launch.shared_bytes + compiled.number(r"(\d+) bytes smem") + 1024 for launch, compiled in kernels)
     assert registers <= REGISTERS_OF_A_BLOCK and shared <= 228 * 1024
@@ -405,7 +399,7 @@ def test_shape_for_tokens_is_chosen_by_what_is_loaded_at_once() -> None:
 
 SIZES = [
     (shape, weight, k)
-    for shape in (FEW, *SHAPES.values())
+    for shape in SHAPES.values()
     for weight in ("nvfp4", "mxfp8", "mxfp4")
     for k in (128, 2880, 7168)
     if shape is not MIDDLE or k != 2880
@@ -421,20 +415,19 @@ def test_stages_fit(shape: DequantShape, weight: str, k: int, recorded: list[Rec
     assert stages >= 2
     assert stage_k64 > 0 and unit_columns(k) % stage_k64 == 0
     weights = shape.warpgroups * unit_bytes(WEIGHT_FORMATS[weight])
-    if shape is FEWEST:
+    if shape is FEW:
         held = int(launch.defines["OWN_BYTES"])
         assert launch.shared_bytes == stages * stage_k64 * weights + held
         # A whole token, or a stage of 8.
         assert held >= 2 * k + 16 and held // 8 - 16 >= 128 * stage_k64 and held % 16 == 0
     else:
         assert launch.shared_bytes == stages * stage_k64 * (weights + shape.max_blocks * 8 * 64 * 2)
-    assert launch.block == 128 * shape.warpgroups + (32 if shape.warp_products else 128) <= 1024
+    assert launch.block == 128 * shape.warpgroups + (32 if shape.own_tokens else 128) <= 1024
 
 
 def test_tokens_are_kept_in_l2_where_weights_pass_it_once() -> None:
     """Up to 32 MiB of bf16: 2340 rows of 7168."""
     for rows, k, weight, shape, kept in (
-        (1, 7168, NVFP4, FEWEST, True),
         (1, 7168, NVFP4, FEW, True),
         (1, 7168, NVFP4, DECODE, True),
         (2340, 7168, NVFP4, DECODE, True),
@@ -449,33 +442,37 @@ def test_tokens_are_kept_in_l2_where_weights_pass_it_once() -> None:
 
 
 def test_shape_is_chosen_by_rows_of_a_group() -> None:
-    assert (
-        choose_dequant_shape(DEQUANT_DECODE_ROWS * 32, 32, NVFP4, 112) is DECODE
-        and choose_dequant_shape(DEQUANT_DECODE_ROWS * 32 + 1, 32, NVFP4, 112) is PREFILL
-    )
-    assert choose_dequant_shape(32 * 1024, 32, NVFP4, 112) is PREFILL
-    for rows, groups, fmt, chosen in (
-        (1, 1, NVFP4, FEWEST),
-        (2, 1, NVFP4, FEWEST),
-        (8, 4, NVFP4, FEWEST),
-        (9, 5, NVFP4, FEW),
-        (3, 1, NVFP4, DECODE),
-        (1, 0, NVFP4, DECODE),
-        (256, 128, MXFP8, FEW),
-        (257, 256, MXFP8, DECODE),
-        (8, 128, MXFP4, FEWEST),
-        (16, 128, MXFP4, FEW),
-        (17, 128, MXFP4, DECODE),
+    def chosen(
+        rows: int, groups: int, n: int = 4096, k: int = 7168, fmt: TokenFormat = NVFP4, *, limited: bool = False
+    ) -> DequantShape:
+        return choose_dequant_shape(rows, groups, n, k, fmt, limited=limited)
+
+    assert chosen(DEQUANT_DECODE_ROWS * 32, 32) is DECODE and chosen(DEQUANT_DECODE_ROWS * 32 + 1, 32) is PREFILL
+    assert chosen(32 * 1024, 32) is PREFILL
+    # At most two rows of a group, and 800 tiles: 12 rows of 4096 weight rows, 64 units.
+    for given, shape in (
+        ((1, 1), FEW),
+        ((2, 1), FEW),
+        ((3, 1), DECODE),
+        ((1, 0), DECODE),
+        ((12, 128), FEW),
+        ((13, 128), DECODE),
+        ((800, 512, 64), FEW),
+        ((801, 512, 64), DECODE),
+        ((8, 128, 5760, 2880, MXFP4), FEW),
+        ((16, 128, 5760, 2880, MXFP4), DECODE),
+        ((33, 128, 1536, 2048, MXFP8), FEW),
+        ((34, 128, 1536, 2048, MXFP8), DECODE),
+        # K needs padding, or a block has no room for a row.
+        ((1, 128, 64, 2048 + 32), DECODE),
+        ((1, 128, 64, 16384), DECODE),
     ):
-        assert choose_dequant_shape(rows, groups, fmt, 112) is chosen
-        assert choose_dequant_shape(rows, groups, fmt, 112, limited=True) is DECODE
+        assert chosen(*given) is shape, given
+        assert chosen(*given, limited=True) is DECODE
     for rows, shape in ((112, PREFILL), (113, MIDDLE), (148, MIDDLE), (149, PREFILL)):
-        assert choose_dequant_shape(32 * rows, 32, NVFP4, 112) is shape
-    assert (
-        choose_dequant_shape(32 * 112 + 1, 32, NVFP4, 112) is MIDDLE
-        and choose_dequant_shape(32 * 148 + 1, 32, NVFP4, 112) is PREFILL
-    )
-    for shape in (FEW, *SHAPES.values()):
+        assert chosen(32 * rows, 32) is shape
+    assert chosen(32 * 112 + 1, 32) is MIDDLE and chosen(32 * 148 + 1, 32) is PREFILL
+    for shape in SHAPES.values():
         assert list(shape.cases) == sorted(set(shape.cases)) and all(case < shape.max_blocks for case in shape.cases)
         assert 4 % shape.batch == 0
         for buffers in (shape.buffers, shape.other_buffers):

@@ -25,7 +25,6 @@ from moe_runtime.kernels.gemm.plan import DequantOverlap
 from moe_runtime.kernels.gemm.prepacked import MAX_PREPACKED_EXPERTS, PrepackedWeights
 from moe_runtime.kernels.gemm.shapes import DEQUANT_DECODE as DECODE
 from moe_runtime.kernels.gemm.shapes import DEQUANT_FEW as FEW
-from moe_runtime.kernels.gemm.shapes import DEQUANT_FEWEST as FEWEST
 from moe_runtime.kernels.gemm.shapes import DEQUANT_MIDDLE as MIDDLE
 from moe_runtime.kernels.gemm.shapes import DEQUANT_PREFILL as PREFILL
 from moe_runtime.kernels.gemm.shapes import FEW_TOKENS, MANY_TOKENS, DequantShape
@@ -248,7 +247,7 @@ def test_few_tokens_are_decoded_by_the_blocks_that_multiply_them(
     a = make_rows(token, sizes, k, rng, device, num_experts=3, expert_ids=ids, gather=True, spare=7, sparse_scales=True)
     a = replace(a, num_active_experts=torch.tensor([8], dtype=torch.int32, device=device), expected_rows=9)
     prepacked, results = PrepackedWeights.prepack(w), []
-    for shape in (FEWEST, FEW, DECODE):
+    for shape in (FEW, DECODE):
         choose(monkeypatch, choose_dequant_shape=lambda *_, shape=shape, **__: shape)
         results.append(poisoned(a.capacity, 136, torch.bfloat16, device))
         grouped_gemm(a, prepacked, out=results[-1])
@@ -480,7 +479,7 @@ def test_products_of_warps_have_the_bits_of_products_of_warpgroups(
     else:
         x = torch.where(torch.rand(x.shape, generator=rng) < 0.5, x.sign() * 64, x * 0.01)
     a = make_rows("bf16", sizes, k, rng, device, num_experts=3, x=x)
-    got, want = (grouped_gemm(for_shape(a, shape), w, out_dtype=torch.float32) for shape in (FEWEST, DECODE))
+    got, want = (grouped_gemm(for_shape(a, shape), w, out_dtype=torch.float32) for shape in (FEW, DECODE))
     assert_same_bits(got, want, kind)
 
 

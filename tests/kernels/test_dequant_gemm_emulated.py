@@ -23,8 +23,6 @@ from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.gemm.plan import DequantOverlap
 from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
 from moe_runtime.kernels.gemm.shapes import DEQUANT_DECODE as DECODE
-from moe_runtime.kernels.gemm.shapes import DEQUANT_FEW as FEW
-from moe_runtime.kernels.gemm.shapes import DEQUANT_FEWEST as FEWEST
 from moe_runtime.kernels.gemm.shapes import DEQUANT_MIDDLE as MIDDLE
 from moe_runtime.kernels.gemm.shapes import DEQUANT_PREFILL as PREFILL
 from moe_runtime.kernels.gemm.shapes import DequantShape
@@ -264,6 +262,22 @@ def test_weight_rows_that_no_tile_has_are_found(
         test_bits_are_the_same_however_tiles_are_cut([9], emulator, rng, monkeypatch)
 
 
+def test_a_walk_that_does_not_wait_for_loads_is_found(
+    emulator: Emulator, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One SM has more tiles than there are slots for."""
+    wait = "barrier_wait(loaded + before.at * 8, before.parity);"
+
+    def edit(text: str) -> str:
+        assert text.count(wait) == int("wgmma" in text)
+        return text.replace(wait, "")
+
+    emulator.edit = edit
+    with pytest.raises(AssertionError, match=r"SMs|outside|arrive|nothing can go on|changed while"):
+        for _ in range(20):
+            test_bits_are_the_same_however_tiles_are_cut([40, 0, 129], emulator, rng, monkeypatch)
+
+
 MISTAKES = {
     "products_not_waited_for": (
         DECODE,
@@ -283,13 +297,6 @@ MISTAKES = {
         "wgmma_wait<2>();",
         "changed while their product was under way",
     ),
-    "a_stage_of_warps_given_back_twice": (
-        FEW,
-        "u32 tokens[2][8];",
-        "u32 tokens[2][8];\n    barrier_arrive_warp(empty + stage * 8);",
-        "outside; at|arrive|nothing can go on",
-    ),
-    "tokens_of_the_part_before": (FEW, "tokens[part % 2][i] = load_4(", "tokens[0][i] = load_4(", "outside; at"),
     "scales_of_the_next_tile": (
         DECODE,
         "finish_plain<BLOCKS>(p, tile, scales, unit, acc);\n    ptx::bar_sync(1 + warpgroup, 128);",
@@ -317,11 +324,10 @@ def test_mistakes_are_found(
     emulator.edit = edit
     with pytest.raises(AssertionError, match=found):
         for _ in range(20):
-            # Its K needs padding, so that FEW stands for FEWEST.
-            plain.test_ragged_groups("nvfp4", "nvfp4", FEWEST if shape is FEW else shape, rng, CPU)
+            plain.test_ragged_groups("nvfp4", "nvfp4", shape, rng, CPU)
 
 
-MISTAKES_OF_FEWEST = {
+MISTAKES_OF_FEW = {
     "a_stage_given_back_twice": (
         "unit.prepare(ahead_scales);",
         "unit.prepare(ahead_scales);\n      if (part == 0) barrier_arrive_warp(ring.empty + ring.stage * 8);",
@@ -334,7 +340,7 @@ MISTAKES_OF_FEWEST = {
 """What is written instead in the translated kernel for a few rows, and what that ends with."""
 
 
-@pytest.mark.parametrize(("right", "wrong", "found"), MISTAKES_OF_FEWEST.values(), ids=MISTAKES_OF_FEWEST)
+@pytest.mark.parametrize(("right", "wrong", "found"), MISTAKES_OF_FEW.values(), ids=MISTAKES_OF_FEW)
 def test_mistakes_with_a_few_rows_are_found(
     right: str, wrong: str, found: str, emulator: Emulator, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,7 +34,7 @@ def binary(counted: bool, tmp_path_factory: pytest.TempPathFactory) -> Path:
         source_path("dequant_result.cuh").read_text(), "// A tile of the output", "// Starts the copy of one value"
     )
     text = source_path("dequant_gemm.cu").read_text()
-    walk = tile + between(text, "// Walks the tiles of a block", "// Marks the groups that have parts")
+    walk = tile + between(text, "struct Groups {", "// Consumes the stages of a tile")
     path = tmp_path_factory.mktemp("walk") / "walk"
     compile_on_host("walk_on_host.cpp", "WALK", walk, path, "-O1", f"-DOVERLAPPED={int(counted)}")
     return path

@@ -16,7 +16,7 @@ from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.gemm.plan import DEQUANT_DECODE_ROWS, DEQUANT_MIDDLE_ROWS, choose_dequant_shape
 from moe_runtime.kernels.gemm.shapes import (
     DEQUANT_DECODE,
-    DEQUANT_FEWEST,
+    DEQUANT_FEW,
     DEQUANT_MIDDLE,
     DEQUANT_PREFILL,
     DequantShape,
@@ -39,10 +39,10 @@ def check_untouched(out: torch.Tensor, before: torch.Tensor, written: Array) -> 
     assert_same_bits(out.cpu()[rest], before.cpu()[rest], "rows that no active group owns")
 
 
-SHAPES = {"few": DEQUANT_FEWEST, "decode": DEQUANT_DECODE, "middle": DEQUANT_MIDDLE, "prefill": DEQUANT_PREFILL}
-"""Of the GEMM that dequantizes in registers. Where blocks cannot hold tokens DEQUANT_FEW stands for the first."""
+SHAPES = {"few": DEQUANT_FEW, "decode": DEQUANT_DECODE, "middle": DEQUANT_MIDDLE, "prefill": DEQUANT_PREFILL}
+"""Of the GEMM that dequantizes in registers. Where blocks cannot hold tokens DEQUANT_DECODE stands for the first."""
 ROWS_OF_SHAPES = {
-    DEQUANT_FEWEST: 1,
+    DEQUANT_FEW: 1,
     DEQUANT_DECODE: DEQUANT_DECODE_ROWS,
     DEQUANT_MIDDLE: DEQUANT_MIDDLE_ROWS[0],
     DEQUANT_PREFILL: DEQUANT_MIDDLE_ROWS[-1] + 1,
@@ -57,7 +57,7 @@ def for_shape(a: GroupedRows, shape: DequantShape) -> GroupedRows:
     With an odd number of units of K it takes PREFILL instead of MIDDLE.
     """
     rows = ROWS_OF_SHAPES[shape] * a.num_groups
-    assert choose_dequant_shape(rows, a.num_groups, NVFP4, 4) is shape
+    assert choose_dequant_shape(rows, a.num_groups, 64, 256, NVFP4) is shape
     return replace(a, expected_rows=rows)
 
 

@@ -4,6 +4,7 @@
 // the experts of the groups. Out: block, group, local, rows, unit, high of each tile.
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <strings.h>
 #include <iostream>
 #include <set>
@@ -12,14 +13,22 @@
 #define __device__
 #define __forceinline__ inline
 using std::max, std::min;
-constexpr int MAX_GROUPS = 256, TILE_UNITS = 4, TILE_TOKENS = 64;
+constexpr int MAX_GROUPS = 256, TILE_UNITS = 4, TILE_TOKENS = 64, WARP = 1;
 struct {
   unsigned x;
-} blockIdx, gridDim;
+} threadIdx, blockIdx, gridDim;
 int off_by;
 typedef unsigned u32;
 
+// Of the only lane.
 int __ffs(u32 word) { return ffs(static_cast<int>(word)); }
+u32 __ballot_sync(u32, bool one) { return one; }
+int __reduce_add_sync(u32, int one) { return one; }
+template <class T>
+T __shfl_sync(u32, T one, int) {
+  return one;
+}
+int __shfl_up_sync(u32, int, int) { std::abort(); }
 
 u32 atomicAdd(u32* at, u32 by) { return (*at += by) - by; }
 
@@ -36,23 +45,15 @@ WALK
 int main() {
   int unit_rows, num_groups;
   std::cin >> off_by >> gridDim.x >> unit_rows >> num_groups;
-  Walk given;
-  for (int g = 0; g <= num_groups; ++g) std::cin >> given.offsets[g];
-  for (int g = 0; g < num_groups; ++g) std::cin >> given.experts[g];
-  std::vector<Walk> walks(gridDim.x, given);
+  Groups groups;
+  for (int g = 0; g <= num_groups; ++g) std::cin >> groups.offsets[g];
+  for (int g = 0; g < num_groups; ++g) std::cin >> groups.experts[g];
+  std::vector<Walk> walks;
+  std::vector<Tile> tiles(gridDim.x);
   std::set<std::pair<int, unsigned>> free;  // units that blocks have multiplied, and their numbers
   u32 taken = 0;
   for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) {
-    Walk& walk = walks[blockIdx.x];
-    int parts = 0;
-    walk.num_groups = num_groups;
-    for (u32& word : walk.with_parts) word = 0;
-    for (int g = 0; g < num_groups; ++g) {
-      if (walk.parts_of(g) > 0) walk.with_parts[g / 32] |= 1u << g % 32;
-      parts += walk.parts_of(g);
-    }
-    walk.prepare(unit_rows, &taken);
-    walk.begin(parts, unit_rows);
+    walks.emplace_back(groups, num_groups, unit_rows, &taken);
     free.insert({0, blockIdx.x});
   }
   while (!free.empty()) {
@@ -60,8 +61,8 @@ int main() {
     const auto [units, block] = *free.begin();
     free.erase(free.begin());
     blockIdx.x = block;
-    Tile tile;
-    walks[block].next(tile);
+    Tile& tile = tiles[block];
+    tile = walks[block].next(tile);
     if (tile.rows == 0) continue;
     free.insert({units + tile.high, block});
     std::cout << block << ' ' << tile.group << ' ' << tile.local << ' ' << tile.rows << ' ' << tile.unit << ' ' << tile.high << '\n';
