@@ -170,7 +170,7 @@ class DequantShape:
 
     @property
     def threads(self) -> int:
-        """Of a block: of a warpgroup, one warp finds tiles and one loads; with `own_tokens` there is one that does both."""
+        """Of a block. Of a warpgroup one warp finds tiles and one loads; with `own_tokens` there is only one for both."""
         return 128 * self.warpgroups + (32 if self.own_tokens else 128)
 
     def held_batches(self, w_format: TokenFormat, a_format: TokenFormat, *, gated: bool) -> int:
