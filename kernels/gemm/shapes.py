@@ -170,7 +170,7 @@ class DequantShape:
 
     @property
     def threads(self) -> int:
-        """Of a block. Of a warpgroup one warp finds tiles and one loads; with `own_tokens` there is only one for both."""
+        """Of a block. One warp of a warpgroup finds tiles and one loads; with `own_tokens` there is one for both."""
         return 128 * self.warpgroups + (32 if self.own_tokens else 128)
 
     def held_batches(self, w_format: TokenFormat, a_format: TokenFormat, *, gated: bool) -> int:
@@ -223,7 +223,7 @@ DEQUANT_FEW = DequantShape(
     launches_per_sm=2,
     static_bytes=5 * 1024,  # with what the driver reserves
 )
-"""For a token or two in all, by `dequant_few.cu`. Blocks are so small that both products of a layer fit on an SM."""
+"""For a few rows in all, by `dequant_few.cu`. Blocks are so small that both products of a layer fit on an SM."""
 DEQUANT_DECODE = DequantShape(
     Regime.DECODE,
     warpgroups=4,
