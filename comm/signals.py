@@ -15,6 +15,8 @@ ever reset; those with two halves use the half `epoch % 2`. With `W` ranks, in w
     reason        [W][64]  UTF-8 text (256 bytes, zero padded) of rank w's failure; host-written
     progress      [2][3][W]  rank w's partial results of this epoch have landed for the first fourth of `max_tokens`
                              tokens, two fourths, three; before combine_flag, by kernels that signal parts
+    partial_flag  [2][64][W] rank w's partial result of this epoch has landed for a token of this rank; before
+                             combine_flag, by kernels that have few tokens
 """
 
 from __future__ import annotations
@@ -31,6 +33,8 @@ WITHOUT_SIGN = 0x7FFFFFFF
 """The bits of a `token_count` that do not depend on which kernels wrote it."""
 PROGRESS_PARTS = 3
 """Parts of the tokens that a rank may signal before it has sent all partial results."""
+PARTIAL_FLAG_TOKENS = 64
+"""Tokens of a rank whose partial results may be signalled one by one."""
 REASON_WORDS = 64
 ERROR_WORDS = 8
 """Words of a rank's own error record in host-visible memory, code written last:
@@ -86,8 +90,12 @@ class SignalLayout:
         return self.reason + REASON_WORDS * self.world_size
 
     @property
-    def num_words(self) -> int:
+    def partial_flag(self) -> int:
         return self.progress + 2 * PROGRESS_PARTS * self.world_size
+
+    @property
+    def num_words(self) -> int:
+        return self.partial_flag + 2 * PARTIAL_FLAG_TOKENS * self.world_size
 
     @property
     def num_bytes(self) -> int:

@@ -7,12 +7,16 @@
 // Where combine_recv runs concurrently with combine_send, tokens are summed in parts, as the parts arrive from all ranks:
 // `early_parts` parts of `part_tokens` tokens are signalled before the rest has landed.
 //
+// With PARTIAL_FLAGS, for few tokens, combine_send also signals the partial result of each block, if it has only one, and
+// combine_recv sums each token as soon as all of its partial results are there.
+//
 // With AWAIT_TOKENS, combine_send follows a dispatch that nothing has received, of routing alone: it waits for each token by
 // itself, and `positions` are rows of an earlier dispatch of the same tokens. An entry without an expert has no part in the sum.
 // One warp brings rows, by their positions alone, while another waits for the weights.
 //
 // Macros: those of signalling.cuh (with AWAIT_TOKENS those of arrival.cuh), AWAIT_TOKENS, BOTH_HALVES, HIDDEN, WIRE
-// (FormatCode), PARTS (partial results of a token), PARTIAL_BYTES, PARTIAL_SCALES_AT, COMBINE_FLAG, PROGRESS,
+// (FormatCode), PARTS (partial results of a token), PARTIAL_BYTES, PARTIAL_SCALES_AT, COMBINE_FLAG, PARTIAL_FLAGS,
+// PARTIAL_FLAG, PARTIAL_FLAG_TOKENS, PROGRESS,
 // PROGRESS_PARTS, K, READERS (warps of combine_send that read rows), PLACES (of its ring), WAITING (warps of
 // combine_recv that read rows), PARTIALS (places of its ring), OUTPUT_BF16, RECORD_BYTES, IDS_AT, WEIGHTS_AT,
 // HAS_SHARED, STALE_HANDLE (ErrorCode), COMBINE_SEND and COMBINE_RECV (Phase).
@@ -307,12 +311,19 @@ extern "C" __global__ void __launch_bounds__(32 * READERS + 64 + 32 * AWAIT_TOKE
       if (note.to == END) break;
     }
   } else {
+    // The flag of the only slot of this block.
+    const Turn only(blockIdx.x, rank, num_slots);
+    const int source = __shfl_sync(ALL, only.source, 0), token = __shfl_sync(ALL, only.token, 0);
+    int* const partial_flag = reinterpret_cast<int*>(__shfl_sync(ALL, reinterpret_cast<u64>(words_of_lane), source)) +
+                              PARTIAL_FLAG + (half * PARTIAL_FLAG_TOKENS + token) * WORLD + rank;
+    bool flagged = false;  // to be raised once the partial result has landed
     // The last block to come here stores the epoch to `word` of all ranks, after all that lane 0 of each block has copied.
     auto signal = [&](int word, int* so_far) {
       bool last = false;
       if (lane == 0) {
         bulk_await();
         fence_system();
+        if (PARTIAL_FLAGS && flagged) store_relaxed(partial_flag, epoch);
         last = last_to_arrive(so_far);
       }
       last = __any_sync(ALL, last);
@@ -334,6 +345,7 @@ extern "C" __global__ void __launch_bounds__(32 * READERS + 64 + 32 * AWAIT_TOKE
         bulk_store(to, partials + stage.index * PARTIAL_BYTES, SENT_BYTES);
         bulk_commit();
         bulk_await_read<1>();
+        flagged = num_slots <= gridDim.x;
       }
       if (!first) barrier_arrive_warp(shared_address(taken + (stage.index ^ 1)));
     }
@@ -386,14 +398,28 @@ extern "C" __global__ void __launch_bounds__(32 * WAITING + 32, 1)
     };
     // The dispatch of these tokens had ended when this kernel began.
     int parts_of_lane = parts_from(blockIdx.x);
-    await_part(0);
+    // Until all partial results of a token are there: by their flags, or by those of all ranks.
+    auto await_partials = [&](int token, int parts) {
+      const int* of_token = own + PARTIAL_FLAG + (half * PARTIAL_FLAG_TOKENS + token) * WORLD + peer;
+      auto behind = [&] {
+        // Words that nobody has written are those of epoch 0.
+        const u32 partials = __ballot_sync(ALL, lane < WORLD && epoch != 0 && load_acquire(of_token) == epoch);
+        if (__popc(partials) == parts) return false;
+        return lane < WORLD && ahead(load_acquire(flag), epoch) < 0;
+      };
+      failed = await_while(x, own, behind, COMBINE_RECV, epoch);
+      asm volatile("fence.proxy.async.global;" ::: "memory");
+    };
+    if (!PARTIAL_FLAGS) await_part(0);
     const u8* partials = landed + half * combine_half;
     for (int first = blockIdx.x; first < num_tokens; first += 32 * gridDim.x) {
       if (first != blockIdx.x) parts_of_lane = parts_from(first);
       for (int i = 0; i < 32 && first + i * gridDim.x < num_tokens; ++i) {
         const int token = first + i * gridDim.x, part = min(token / part_tokens, early_parts);
-        if (part >= arrived && !failed) await_part(part);
-        const int parts = failed ? 0 : __shfl_sync(ALL, parts_of_lane, i);
+        const int all_parts = __shfl_sync(ALL, parts_of_lane, i);
+        if (PARTIAL_FLAGS && !failed) await_partials(token, all_parts);
+        else if (part >= arrived && !failed) await_part(part);
+        const int parts = failed ? 0 : all_parts;
         const u64 number = token;
         const u8* from = partials + static_cast<long long>(token) * PARTS * PARTIAL_BYTES;
         if (HAS_SHARED && !failed)

@@ -393,7 +393,7 @@ def combine_recv(
     launch(
         "combine.cu",
         geometry.kernel_prefix + "combine_recv",
-        combine_macros(geometry, output_bf16=True, has_shared=has_shared),
+        combine_macros(geometry, output_bf16=True, has_shared=has_shared, of_some=of_some),
         grid=(plan.combine_recv_blocks(num_tokens, most_sms(context.device)), 1, 1),
         block=(plan.partial_readers + 1) * WARP,
         shared_bytes=plan.partial_ring(has_shared).shared_bytes,

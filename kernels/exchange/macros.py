@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
+from typing import Any
 
 from moe_runtime.comm.errors import ErrorCode, Phase
-from moe_runtime.comm.signals import ABORT_WORDS, COUNT_BITS, PROGRESS_PARTS, TURN_BIT, SignalLayout
+from moe_runtime.comm.signals import (
+    ABORT_WORDS,
+    COUNT_BITS,
+    PARTIAL_FLAG_TOKENS,
+    PROGRESS_PARTS,
+    TURN_BIT,
+    SignalLayout,
+)
 from moe_runtime.kernels.exchange.geometry import ExchangeGeometry, one_rank_geometry, sample_geometry
 from moe_runtime.kernels.exchange.plan import ONE_RANK_SUM_THREADS, required_plan
 from moe_runtime.kernels.formats.number_formats import COMBINE_FORMATS, FORMATS
@@ -104,9 +112,18 @@ def recv_macros(geometry: ExchangeGeometry, *, scales: bool = True, padded: bool
 
 @cache
 def combine_macros(
-    geometry: ExchangeGeometry, *, output_bf16: bool, has_shared: bool, await_tokens: bool = False
+    geometry: ExchangeGeometry,
+    *,
+    output_bf16: bool,
+    has_shared: bool,
+    await_tokens: bool = False,
+    of_some: bool = False,
 ) -> Defines:
-    """Macros of `combine.cu`; `await_tokens` where `combine_send` follows a dispatch that nothing has received."""
+    """Macros of `combine.cu`.
+
+    `await_tokens` where `combine_send` follows a dispatch that nothing has received, `of_some` where `combine_recv`
+    sums some of the tokens.
+    """
     plan, signals = required_plan(geometry), SignalLayout(geometry.world_size)
     return Defines(
         {
@@ -126,6 +143,9 @@ def combine_macros(
             "OUTPUT_BF16": int(output_bf16),
             "HAS_SHARED": int(has_shared),
             "COMBINE_FLAG": signals.combine_flag,
+            "PARTIAL_FLAGS": int(plan.partial_flags and not of_some),
+            "PARTIAL_FLAG": signals.partial_flag,
+            "PARTIAL_FLAG_TOKENS": PARTIAL_FLAG_TOKENS,
             "PROGRESS": signals.progress,
             "PROGRESS_PARTS": PROGRESS_PARTS,
             "STALE_HANDLE": int(ErrorCode.STALE_HANDLE),
@@ -191,8 +211,8 @@ def _recv_cases(fmt: str, geometry: ExchangeGeometry, scales: bool = True) -> It
         yield CudaCase(kernel, fmt, "dispatch_recv.cu", kernel, recv_macros(geometry, scales=scales))
 
 
-def _combine_case(fmt: str, kernel: str, output_bf16: bool, has_shared: bool, num_sms: int | None = None) -> CudaCase:
-    geometry = sample_geometry("nvfp4", combine_format=fmt, num_sms=num_sms)
+def _combine_case(fmt: str, kernel: str, output_bf16: bool, has_shared: bool, **sizes: Any) -> CudaCase:
+    geometry = sample_geometry("nvfp4", combine_format=fmt, **sizes)
     defines = combine_macros(geometry, output_bf16=output_bf16, has_shared=has_shared)
     return CudaCase(kernel, fmt, "combine.cu", kernel, defines, instruction=BULK_STORE if "send" in kernel else {})
 
@@ -241,6 +261,8 @@ def _aot_cases(fmt: str) -> Iterator[CudaCase]:
         yield CudaCase("combine_send", fmt, "combine.cu", "combine_send", awaits, instruction=BULK_STORE)
         yield _combine_case(fmt, "combine_recv", True, True)
         yield _combine_case(fmt, "combine_send", True, False, num_sms=16)
+        for kernel in ("combine_send", "combine_recv"):
+            yield _combine_case(fmt, kernel, True, False, max_tokens=8)
 
 
 AOT_CASES: tuple[CudaCase, ...] = tuple(case for fmt in FORMATS for case in _aot_cases(fmt))

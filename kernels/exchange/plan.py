@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from moe_runtime.comm.signals import PROGRESS_PARTS
+from moe_runtime.comm.signals import PARTIAL_FLAG_TOKENS, PROGRESS_PARTS
 from moe_runtime.kernels.exchange.geometry import ExchangeGeometry
 from moe_runtime.kernels.formats.number_formats import TokenFormat, align, ceil_div
 from moe_runtime.kernels.runtime import Engine
@@ -97,6 +97,7 @@ class ExchangePlan:
         per_token_flags: each token is waited for by itself; otherwise the receiver waits for all tokens of a source.
         tiled_scales: `recv_scales` fills in swizzled scales, in the order of the swizzle.
         place_shared_bytes: shared memory of a block of `recv_permute`.
+        partial_flags: partial results of each token are waited for by themselves, as far as they are signalled so.
         num_parts: parts of the tokens whose combined rows are signalled before the rest.
         part_tokens: tokens of such a part.
         output_readers, partial_readers: warps of `combine_send` and of `combine_recv` that read rows.
@@ -124,6 +125,7 @@ class ExchangePlan:
     per_token_flags: bool
     tiled_scales: bool
     place_shared_bytes: int
+    partial_flags: bool
     num_parts: int
     part_tokens: int
     output_readers: int
@@ -273,6 +275,7 @@ def plan_exchange(geometry: ExchangeGeometry) -> ExchangePlan | None:
         per_token_flags=chunk_slots >= g.num_slots,
         tiled_scales=fmt.swizzled and chunk_slots < g.num_slots,
         place_shared_bytes=_place_shared_bytes(g, chunk_slots),
+        partial_flags=g.world_size > 1 and g.max_tokens <= PARTIAL_FLAG_TOKENS,
         num_parts=num_parts,
         part_tokens=ceil_div(g.max_tokens, num_parts + 1),
         output_readers=_readers(g.output_hidden // _unit_numbers(g.combine_format)),

@@ -117,30 +117,25 @@ __device__ __forceinline__ bool too_late(const Exchange& x, bool waiting, int pe
   return true;
 }
 
-// Waits, in each lane with `wants`, until flag `a` has reached `of_a` or flag `b` has reached `of_b`. Returns whether this rank
-// has failed. `exact` is for a flag `a` that not all kernels raise: its value of long ago may seem to be ahead. A late peer is
-// recorded, the lowest first; an abort is adopted; after a failure there is no waiting. For a whole warp.
-__device__ __forceinline__ bool await(const Exchange& x, const int* own, bool wants, const int* a, int of_a, const int* b,
-                                      int of_b, int phase, int epoch, bool exact = false) {
-  const int lane = threadIdx.x & 31;
-  auto behind = [&] {
-    const int seen = load_acquire(a);
-    return (exact ? seen != of_a : ahead(seen, of_a) < 0) && (a == b || ahead(load_acquire(b), of_b) < 0);
-  };
-  bool waiting = wants && behind();
+// Waits while `is_waiting` holds in a lane; it says so of the rank of that number and is called by all lanes together. Returns
+// whether this rank has failed. A late peer is recorded, the lowest first; an abort is adopted; after a failure there is no
+// waiting. For a whole warp.
+template <class IsWaiting>
+__device__ __forceinline__ bool await_while(const Exchange& x, const int* own, IsWaiting is_waiting, int phase, int epoch) {
+  bool waiting = is_waiting();
   // A peer that fails sends its abort message and then raises its flag without data. So failures are looked for after the
   // flags.
   bool trouble = Glance(x, own).trouble();
   if (!trouble && __any_sync(ALL, waiting)) {
     const long long start = clock_ns();
     for (int spin = 1;; ++spin) {
-      if (waiting) waiting = behind();
+      waiting = is_waiting();
       const bool done = !__any_sync(ALL, waiting);
       // Flags are polled often, failures and the clock every 16th time and at the end.
       if (!done && spin % 16 != 0) continue;
       trouble = Glance(x, own).trouble();
       if (trouble || done) break;
-      if (too_late(x, waiting, lane, start, phase, epoch)) {
+      if (too_late(x, waiting, threadIdx.x & 31, start, phase, epoch)) {
         trouble = true;
         break;
       }
@@ -149,6 +144,19 @@ __device__ __forceinline__ bool await(const Exchange& x, const int* own, bool wa
   __syncwarp();
   if (trouble) adopt_aborts(x);
   return trouble;
+}
+
+// Waits, in each lane with `wants`, until flag `a` has reached `of_a` or flag `b` has reached `of_b`, as `await_while` does.
+// `exact` is for a flag `a` that not all kernels raise: its value of long ago may seem to be ahead.
+__device__ __forceinline__ bool await(const Exchange& x, const int* own, bool wants, const int* a, int of_a, const int* b,
+                                      int of_b, int phase, int epoch, bool exact = false) {
+  auto behind = [&] {
+    if (!wants) return false;
+    const int seen = load_acquire(a);
+    wants = (exact ? seen != of_a : ahead(seen, of_a) < 0) && (a == b || ahead(load_acquire(b), of_b) < 0);
+    return wants;
+  };
+  return await_while(x, own, behind, phase, epoch);
 }
 
 // Whether two dispatches have begun since that of `epoch`, so that its half belongs to a later one. The kernel before may be

@@ -36,6 +36,7 @@ from moe_runtime.comm.signals import (
     ERROR_WORDS,
     EXCHANGES,
     NUM_COUNTERS,
+    PARTIAL_FLAG_TOKENS,
     PROGRESS_PARTS,
     SignalLayout,
     exchange_of,
@@ -285,7 +286,12 @@ def test_every_word_has_one_writer(world: int) -> None:
     layout = SignalLayout(world)
     words = [layout.words_of(rank) for rank in range(world)]
     assert sorted(word for of_rank in words for word in of_rank) == list(range(layout.num_words))
-    per_rank = {"token_count": 2, "ready": 1, "progress": 2 * PROGRESS_PARTS}
+    per_rank = {
+        "token_count": 2,
+        "ready": 1,
+        "progress": 2 * PROGRESS_PARTS,
+        "partial_flag": 2 * PARTIAL_FLAG_TOKENS,
+    }
     for field, count in per_rank.items():
         for rank, of_rank in enumerate(words):
             assert {getattr(layout, field) + i * world + rank for i in range(count)} <= set(of_rank), field

@@ -126,10 +126,12 @@ def assert_same_results(found: list[list[Found]], wanted: list[list[Found]]) -> 
                 assert_same_bits(y, wanted_y, f"y {what}")
 
 
-def random_steps(seed: int, count: int, hidden: int = SETTINGS["hidden_size"]) -> list[Step]:
+def random_steps(
+    seed: int, count: int, hidden: int = SETTINGS["hidden_size"], most: int = SETTINGS["max_tokens_per_rank"]
+) -> list[Step]:
     """Steps with tokens of all numbers on all ranks, and every kind of routing."""
     draw = random.Random(seed)
-    _, experts, top_k, most = SETTINGS.values()
+    _, experts, top_k, _ = SETTINGS.values()
     steps = []
     for step in range(count):
         routing = draw.choice(("random", "random", "one", "none"))
@@ -159,7 +161,7 @@ def test_steps_of_ranks_that_do_not_wait_for_each_other(
 
 def run_random_steps(settings: dict[str, Any], emulator: Emulator, seed: int, **of_kernels: Any) -> None:
     settings = {**SETTINGS, "mode": "contiguous", **settings}
-    steps = random_steps(seed, 5, settings["hidden_size"])
+    steps = random_steps(seed, 5, settings["hidden_size"], settings["max_tokens_per_rank"])
     references, kernels = Ranks(WORLD, CPU, "torch", **settings), Ranks(WORLD, CPU, HOPPER, **settings, **of_kernels)
     outputs = random_outputs(references, seed)
     assert_same_results(all_at_once(kernels, steps, outputs, emulator), one_after_the_other(references, steps, outputs))
@@ -233,6 +235,15 @@ WRONG_TOKEN_FLAGS = {
 """The same, of what tells of each token."""
 
 
+WRONG_PARTIAL_FLAGS = {
+    "a partial result is told of before it is sent": (r"(if \(token\) for)", r"store_relaxed(partial_flag, epoch); \1"),
+    "one partial result fewer than there are": (r"__popc\(partials\) == parts", "__popc(partials) + 1 >= parts"),
+    "partial results of an epoch before": (r"load_acquire\(of_token\) == epoch", "load_acquire(of_token) > 0"),
+    "those of another token": (r"(half \* \d+) \+ token(\) \* \d+ \+ peer)", r"\1\2"),
+}
+"""The same, of what tells of each partial result."""
+
+
 def assert_is_found(
     edits: tuple[str, str],
     emulator: Emulator,
@@ -271,6 +282,46 @@ def test_tokens_that_are_told_of_wrongly_are_found(what: str, emulator: Emulator
         run_random_steps({"token_format": "nvfp4"}, emulator, seed + turn)
 
     assert_is_found(WRONG_TOKEN_FLAGS[what], emulator, run)
+
+
+@pytest.fixture
+def a_block_for_each_slot(monkeypatch: pytest.MonkeyPatch, shrink: Shrink, seed: int) -> dict[str, Any]:
+    """Settings of few tokens, on as many SMs as they have slots on a rank."""
+    monkeypatch.setattr(cuda, "most_sms", lambda device, limit=None: min(2 * WORLD, limit or 2 * WORLD))
+    return {"token_format": "nvfp4", "max_tokens_per_rank": 2}
+
+
+def test_partial_results_are_summed_as_they_come(
+    a_block_for_each_slot: dict[str, Any], emulator: Emulator, seed: int
+) -> None:
+    for turn in range(4):
+        run_random_steps(a_block_for_each_slot, emulator, seed + turn)
+
+
+def test_partial_results_are_summed_where_some_ranks_tell_of_all_at_once(
+    a_block_for_each_slot: dict[str, Any], emulator: Emulator, seed: int
+) -> None:
+    """Ranks that may take two SMs have blocks with several slots."""
+    for turn in range(4):
+        sms = random.Random(seed + turn).sample([None, 2, None, 2], WORLD)
+        run_random_steps(a_block_for_each_slot, emulator, seed + turn, sms_of_ranks=sms)
+
+
+@pytest.mark.parametrize("what", WRONG_PARTIAL_FLAGS)
+def test_partial_results_that_are_told_of_wrongly_are_found(
+    what: str, a_block_for_each_slot: dict[str, Any], emulator: Emulator, seed: int
+) -> None:
+    def run(turn: int) -> None:
+        run_random_steps(a_block_for_each_slot, emulator, seed + turn)
+
+    def slow_partial_results(text: str) -> str:
+        """All but those of the first tokens are sent late."""
+        return text.replace(
+            "bulk_store(to, partials",
+            "if (token) for (int i = 0; i < 60; ++i) load_relaxed(x.latch); bulk_store(to, partials",
+        )
+
+    assert_is_found(WRONG_PARTIAL_FLAGS[what], emulator, run, slow_partial_results)
 
 
 @pytest.fixture

@@ -189,7 +189,7 @@ def _reserved_bytes(y: dict[str, int], config: Any, world_size: int, placed: boo
     slots = tokens if num_hosts == 1 else num_hosts * (tokens + 1)
     expected = {
         "token_flags": 2 * aligned(4 * ranks * slots),
-        "signals": aligned(4 * (8 + 7 + 64 + 6) * ranks),
+        "signals": aligned(4 * (8 + 7 + 64 + 6 + 128) * ranks),
     }
     if config.combine_format == "bf16" or num_hosts > 1:
         partial = -(-2 * hidden // 128) * 128

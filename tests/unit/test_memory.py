@@ -33,12 +33,12 @@ def make_config(**changes: object) -> MoELayerConfig:
 
 def test_bf16_by_hand() -> None:
     # record: 512 quants, source 16, ids 16, weights 16 -> 560, to a multiple of 128: 640. Partial: 512.
-    # token_flags: 4 * 10 * 4 = 160 bytes a half, to a multiple of 256. Signals: 4 ranks * 85 words * 4 = 1360 -> 1536.
+    # token_flags: 4 * 10 * 4 = 160 bytes a half, to a multiple of 256. Signals: 4 ranks * 213 words * 4 = 3408 -> 3584.
     assert reserved_bytes(make_config(), 4) == {
         "landing": 2 * 26368,  # 41 * 640 = 26240, to a multiple of 256
         "token_flags": 2 * 256,
         "combine": 2 * 10 * 4 * 512,
-        "signals": 1536,
+        "signals": 3584,
     }
 
 
