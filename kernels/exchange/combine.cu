@@ -431,7 +431,12 @@ extern "C" __global__ void __launch_bounds__(32 * WAITING + 32, 1)
       }
     }
     // A rank with few tokens also waits for all parts, or learns of a failure.
-    if (arrived <= early_parts && !failed) await_part(early_parts);
+    if (arrived <= early_parts && !failed) {
+      await_part(early_parts);
+      // Of a step that fails no token keeps its sum.
+      if (PARTIAL_FLAGS && failed)
+        for (u64 token = blockIdx.x; token < num_tokens; token += gridDim.x) rows.push(nullptr, 0, {token, 0.0f, LAST | FAILED});
+    }
     rows.push(nullptr, 0, {END, 0.0f, 0});
   } else {
     constexpr int EIGHTS = HIDDEN / 8, PER_READER = (EIGHTS + 32 * WAITING - 1) / (32 * WAITING);

@@ -159,9 +159,11 @@ def test_steps_of_ranks_that_do_not_wait_for_each_other(
         run_random_steps(settings, emulator, seed + turn)
 
 
-def run_random_steps(settings: dict[str, Any], emulator: Emulator, seed: int, **of_kernels: Any) -> None:
+def run_random_steps(
+    settings: dict[str, Any], emulator: Emulator, seed: int, count: int = 5, **of_kernels: Any
+) -> None:
     settings = {**SETTINGS, "mode": "contiguous", **settings}
-    steps = random_steps(seed, 5, settings["hidden_size"], settings["max_tokens_per_rank"])
+    steps = random_steps(seed, count, settings["hidden_size"], settings["max_tokens_per_rank"])
     references, kernels = Ranks(WORLD, CPU, "torch", **settings), Ranks(WORLD, CPU, HOPPER, **settings, **of_kernels)
     outputs = random_outputs(references, seed)
     assert_same_results(all_at_once(kernels, steps, outputs, emulator), one_after_the_other(references, steps, outputs))
@@ -312,13 +314,13 @@ def test_partial_results_that_are_told_of_wrongly_are_found(
     what: str, a_block_for_each_slot: dict[str, Any], emulator: Emulator, seed: int
 ) -> None:
     def run(turn: int) -> None:
-        run_random_steps(a_block_for_each_slot, emulator, seed + turn)
+        run_random_steps(a_block_for_each_slot, emulator, seed + turn, count=12)
 
     def slow_partial_results(text: str) -> str:
         """All but those of the first tokens are sent late."""
         return text.replace(
             "bulk_store(to, partials",
-            "if (token) for (int i = 0; i < 60; ++i) load_relaxed(x.latch); bulk_store(to, partials",
+            "if (token) for (int i = 0; i < 400; ++i) load_relaxed(x.latch); bulk_store(to, partials",
         )
 
     assert_is_found(WRONG_PARTIAL_FLAGS[what], emulator, run, slow_partial_results)
