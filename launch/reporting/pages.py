@@ -218,7 +218,7 @@ TABLES: dict[str, Callable[[Found], str]] = {
 
 def _most_ranks_first(found: Found) -> list[Run]:
     """Runs of layers on one host; `docs/hosts.md` has the others."""
-    layers = [run for run in found.get(runs.LAYER, []) if not any(r.get("hosts", 1) > 1 for r in run[1]["results"])]
+    layers = [run for run in found.get(runs.LAYER, []) if not any((r.get("hosts") or 1) > 1 for r in run[1]["results"])]
     return sorted(layers, key=lambda run: (-ranks_of(run[1]), run[0]))
 
 
