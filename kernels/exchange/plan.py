@@ -275,7 +275,7 @@ def plan_exchange(geometry: ExchangeGeometry) -> ExchangePlan | None:
         per_token_flags=chunk_slots >= g.num_slots,
         tiled_scales=fmt.swizzled and chunk_slots < g.num_slots,
         place_shared_bytes=_place_shared_bytes(g, chunk_slots),
-        partial_flags=g.world_size > 1 and g.max_tokens <= PARTIAL_FLAG_TOKENS,
+        partial_flags=g.world_size > 1 and g.max_tokens <= PARTIAL_FLAG_TOKENS and num_parts == 0,
         num_parts=num_parts,
         part_tokens=ceil_div(g.max_tokens, num_parts + 1),
         output_readers=_readers(g.output_hidden // _unit_numbers(g.combine_format)),

@@ -289,6 +289,7 @@ def test_tokens_that_are_told_of_wrongly_are_found(what: str, emulator: Emulator
 @pytest.fixture
 def a_block_for_each_slot(monkeypatch: pytest.MonkeyPatch, shrink: Shrink, seed: int) -> dict[str, Any]:
     """Settings of few tokens, on as many SMs as they have slots on a rank."""
+    shrink(seed, TOKENS_IN_PARTS=1024)
     monkeypatch.setattr(cuda, "most_sms", lambda device, limit=None: min(2 * WORLD, limit or 2 * WORLD))
     return {"token_format": "nvfp4", "max_tokens_per_rank": 2}
 
