@@ -252,7 +252,7 @@ def assert_is_found(
     run: Callable[[int], None],
     slowed: Callable[[str], str] = lambda text: text,
 ) -> None:
-    """Some of 20 runs fails where a regular expression is replaced in translated kernels, `slowed` before."""
+    """Some of 60 runs fails where a regular expression is replaced in translated kernels, `slowed` before."""
     edited = 0
 
     def edit(text: str) -> str:
@@ -263,7 +263,7 @@ def assert_is_found(
 
     emulator.edit = edit
     with pytest.raises((AssertionError, MoERuntimeError)):
-        for turn in range(20):
+        for turn in range(60):
             run(turn)
     assert edited > 0
 
