@@ -50,14 +50,14 @@ def test_cases_take_both_regimes_of_each_kernel() -> None:
     for case in sanitize.cases():
         rows = make_rows(case, 0, rng, "torch")
         sizes = rows.likely_rows, rows.num_groups
-        if case.weights is not None:
+        if case.weight_format not in DEQUANT_FORMATS:
+            seen[case.format].add(choose_tma_shape(*sizes))
+        else:
             shape = choose_dequant_shape(*sizes, 2 * case.intermediate, case.hidden, case.weight_format)
-            others.setdefault((case.weights, case.format), set()).add((shape.regime, case.hidden % 128 == 0))
-            continue
-        dequantized = rows.format in DEQUANT_FORMATS
-        seen[case.format].add(
-            choose_dequant_shape(*sizes, 512, 256, rows.format) if dequantized else choose_tma_shape(*sizes)
-        )
+            if case.weights is not None:
+                others.setdefault((case.weights, case.format), set()).add((shape.regime, case.hidden % 128 == 0))
+                continue
+            seen[case.format].add(shape)
         gathers.add((case.format, rows.row_index is not None))
     for name, fmt in FORMATS.items():
         dequant_shapes = {DEQUANT_FEW, DEQUANT_DECODE, DEQUANT_MIDDLE, DEQUANT_PREFILL}

@@ -56,9 +56,9 @@ any GPU.
 Each rank's blocks are one, but for this: after a failure those that have not noticed go on with tokens of their own;
 and a slot is read as soon as it is found, whatever has become of others.
 
-**What is left out**: what a rank sends to itself, which goes the same way; parts of tokens and
-flags of partial results (PROGRESS, PARTIAL_FLAGS); hosts that give up; epochs that wrap; several failures of a rank, of
-which the latch takes one.
+**What is left out**: what a rank sends to itself, which goes the same way; parts of tokens and flags of
+partial results (PROGRESS, PARTIAL_FLAGS); hosts that give up; epochs that wrap; several failures of a rank, of which
+the latch takes one.
 """
 
 from __future__ import annotations
