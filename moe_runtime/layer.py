@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -40,6 +41,7 @@ from moe_runtime.experts import Experts
 from moe_runtime.kept_experts import load_kept
 from moe_runtime.kernels.formats.scale_blocks import expert_starts
 from moe_runtime.kernels.gemm.expert_norm import ExpertNorm
+from moe_runtime.kernels.gemm.grouped_rows import MAX_ROUTED_IDS
 from moe_runtime.layer_members import Holding, LayerMembers
 from moe_runtime.metrics import PhaseTimes, phase
 from moe_runtime.placement.migration import move_experts
@@ -262,7 +264,12 @@ class MoELayer(nn.Module):
             with collective_step(self.context):
                 raise ValueError("step: expected one that began after replace_experts, its tokens went to other slots")
         with phase("dispatch_recv", self.times):
-            step.received = step.dispatcher.dispatch_recv(step.handle)
+            received = step.dispatcher.dispatch_recv(step.handle)
+        ids = step.slots
+        if step.handle.received_at_once and ids.numel() <= MAX_ROUTED_IDS and ids.is_contiguous():
+            # Nobody writes them before the products of this step have run.
+            received = replace(received, topk_idx=ids)
+        step.received = received
 
     def _run_experts(self, step: LayerStep) -> None:
         """Run this rank's experts on the rows that arrived."""

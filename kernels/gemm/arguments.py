@@ -14,7 +14,7 @@ from moe_runtime.kernels.formats.number_formats import (
 )
 from moe_runtime.kernels.formats.quantize import check_gsf
 from moe_runtime.kernels.formats.scale_blocks import dense_128_blocks_needed, dense_128_offsets
-from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
+from moe_runtime.kernels.gemm.grouped_rows import MAX_ROUTED_IDS, GroupedRows
 from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
 from moe_runtime.kernels.gemm.weights import Activation, ExpertWeights
 
@@ -53,7 +53,7 @@ def _check_kinds(a: GroupedRows) -> None:
     check_integer("a.num_columns", a.num_columns)
     for name in ("rows", "group_offsets", "expert_ids"):
         check_is_tensor(f"a.{name}", getattr(a, name))
-    for name in ("scales", "row_scale", "row_index", "group_scale_offsets", "dequantized"):
+    for name in ("scales", "row_scale", "row_index", "group_scale_offsets", "dequantized", "topk_idx"):
         if (tensor := getattr(a, name)) is not None:
             check_is_tensor(f"a.{name}", tensor)
 
@@ -95,6 +95,8 @@ def _check_operands(a: GroupedRows, w: ExpertWeights | PrepackedWeights) -> None
         _check(a, "num_active_experts", active.reshape(1), torch.int32, 1)
     elif active is not None and type(active) is not int:
         raise ValueError(f"a.num_active_experts: expected an int or an int32 tensor, got {describe(active)}")
+    if a.topk_idx is not None:
+        _check_ids(a, a.topk_idx)
     if a.dequantized is not None:
         return
     scale_columns = a.format.scale_columns(a.num_columns)
@@ -123,6 +125,15 @@ def _check(a: GroupedRows, name: str, tensor: torch.Tensor | None, dtype: torch.
         raise ValueError(f"a.{name}: expected device {a.rows.device}, got {tensor.device}")
     if not tensor.is_contiguous():
         raise ValueError(f"a.{name}: expected a contiguous tensor, got strides {list(tensor.stride())}")
+
+
+def _check_ids(a: GroupedRows, ids: torch.Tensor) -> None:
+    if ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"a.topk_idx: expected int32 or int64, got {ids.dtype}")
+    if ids.numel() > MAX_ROUTED_IDS:
+        raise ValueError(f"a.topk_idx: expected at most {MAX_ROUTED_IDS} ids, got {ids.numel()}")
+    if ids.device != a.rows.device or not ids.is_contiguous():
+        raise ValueError(f"a.topk_idx: expected a contiguous tensor on {a.rows.device}, got one on {ids.device}")
 
 
 def _check_scales(a: GroupedRows, pattern: str, tail: tuple[int, ...], at_least: int = 0) -> None:

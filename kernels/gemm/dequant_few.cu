@@ -1,5 +1,6 @@
 // The grouped GEMM of dequant_gemm.cu for a few rows in all: the same bits with small blocks, of which an SM has several of both
-// products of a layer. The second product loads its first weights while the first still multiplies.
+// products of a layer. The second product loads its first weights while the first still multiplies. The first does so while the
+// rows are dispatched, if it gets `topk_idx`, the ids that the groups count.
 //
 // A tile is 64 weight rows and at most 8 tokens. Each of four warps multiplies 16 weight rows by `mma.sync`, which for operands
 // of bf16 gives the bits of `wgmma` (tests/kernels/test_dequant_gemm.py). A fifth warp finds the tiles and streams their weights
@@ -15,6 +16,7 @@
 
 #include "dequant_result.cuh"
 #include "dequant_unit.cuh"
+#include "routed_ids.cuh"
 #include "token_piece.cuh"
 
 static_assert(MAX_BLOCKS == 1 && MAX_GROUPS % 32 == 0);
@@ -46,12 +48,17 @@ struct Tiles {
   int own, before;  // parts of this lane's groups, and of those of the lanes before
   int all;          // tiles
 
-  // The offsets may have been written by the kernel before the last: L1 could have what they were before.
-  __device__ __forceinline__ void read(const int* group_offsets, const int* expert_ids, int num_groups, int num_experts,
-                                       int capacity, int unit_rows) {
+  // The offsets, or the ids that they count, may have been written by the kernel before the last: L1 could have what they were
+  // before.
+  __device__ __forceinline__ void read(const int* group_offsets, const RoutedIds& ids, const int* expert_ids, int num_groups,
+                                       int num_experts, int capacity, int unit_rows) {
     const int lane = threadIdx.x & 31, first = lane * GROUPS;
+    if (ids.given()) {
+      ids.find_offsets<GROUPS>(first, num_groups, offsets);
+    } else {
 #pragma unroll
-    for (int i = 0; i <= GROUPS; ++i) offsets[i] = __ldcg(group_offsets + min(first + i, num_groups));
+      for (int i = 0; i <= GROUPS; ++i) offsets[i] = __ldcg(group_offsets + min(first + i, num_groups));
+    }
 #pragma unroll
     for (int i = 0; i < GROUPS; ++i) experts[i] = first + i < num_groups ? __ldcg(expert_ids + first + i) : -1;
     own = 0;
@@ -254,7 +261,8 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, BLOCKS_PER_SM)
                 const float* out_gsf, float* out_row_scale, const int* out_scale_offsets, int num_groups, int num_experts,
                 int capacity, int columns, int units, int unit_rows, int token_blocks, long long out_stride,
                 int scales_per_expert, int gate_up_order, const u8* special_values, const u8* token_scales,
-                const int* row_index, const int* group_scale_offsets, int token_scale_ld, long long row_bytes) {
+                const int* row_index, const int* group_scale_offsets, int token_scale_ld, long long row_bytes,
+                const void* topk_idx, int num_ids, int id_bytes) {
   extern __shared__ __align__(128) u8 memory[];
   __shared__ __align__(8) u64 barriers[2 * STAGES + TILES_AHEAD];
   __shared__ __align__(16) float turned[ACTIVATED ? TILE_TOKENS : 1][TURNED_COLUMNS];
@@ -278,14 +286,15 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, BLOCKS_PER_SM)
   }
   __syncthreads();
   // What the groups are is known when the kernel that dispatches the tokens has ended: the one before this, or one before that,
-  // which had ended when the one before this let this one start.
-  if (!CHAINED) await_kernels_before();
+  // which had ended when the one before this let this one start. Their ids were known before it began.
+  const RoutedIds ids = {topk_idx, num_ids, id_bytes};
+  if (!CHAINED && !(ids.given() && threadIdx.x >= CONSUMERS)) await_kernels_before();
 
   if (threadIdx.x >= CONSUMERS) {
     const int lane = threadIdx.x & 31;
     if (num_active) num_groups = min(num_groups, max(__ldcg(num_active), 0));
     Tiles of_all;
-    of_all.read(group_offsets, expert_ids, num_groups, num_experts, capacity, unit_rows);
+    of_all.read(group_offsets, ids, expert_ids, num_groups, num_experts, capacity, unit_rows);
     const u64 of_weights = KEEP_TOKENS ? policy_of_first_out() : 0;
     int number = first_tile();
     for (int count = 0;; ++count, number += gridDim.x) {

@@ -268,6 +268,7 @@ def _launch(
     if shape.own_tokens:
         row_bytes = tokens.stride(0) * tokens.element_size()
         arguments += [a.scales, a.row_index, a.group_scale_offsets, scale_stride(a, packed_ld), nvrtc.int64(row_bytes)]
+        arguments += a.routed_ids
     else:
         arguments += [counters, first, team]
     kernel = kernel_of(shape)

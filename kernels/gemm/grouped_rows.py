@@ -8,6 +8,9 @@ import torch
 
 from moe_runtime.kernels.formats.number_formats import TokenFormat
 
+MAX_ROUTED_IDS = 64
+"""Ids up to which products find their groups by counting them (`GroupedRows.topk_idx`)."""
+
 
 @dataclass(frozen=True)
 class GroupedRows:
@@ -39,6 +42,10 @@ class GroupedRows:
             results do not depend on it.
         settled: whether all else that a product reads, offsets, ids, indices and weights, was written before the kernel
             that wrote the rows began. A product may then read that before this kernel has ended.
+        topk_idx: int32 or int64 `[T, K]`, contiguous: ids of which these groups are made, group `g` of the rows of id
+            `g`. A product of few rows then finds the groups, and loads the first weights, while the rows are gathered.
+            For ids that were written before the kernel that gathers the rows began, and that stay as they are until
+            the product has ended. None where that is not so.
     """
 
     format: TokenFormat
@@ -56,6 +63,7 @@ class GroupedRows:
     scales_in_record: bool = False
     expected_rows: int | None = None
     settled: bool = False
+    topk_idx: torch.Tensor | None = None
 
     @property
     def num_groups(self) -> int:
@@ -76,3 +84,9 @@ class GroupedRows:
     def active_on_device(self) -> torch.Tensor | None:
         """`num_active_experts` if it is a tensor, else None."""
         return self.num_active_experts if isinstance(self.num_active_experts, torch.Tensor) else None
+
+    @property
+    def routed_ids(self) -> tuple[torch.Tensor | None, int, int]:
+        """`topk_idx`, how many ids there are, and the bytes of one, for kernels."""
+        ids = self.topk_idx
+        return (None, 0, 0) if ids is None else (ids, ids.numel(), ids.element_size())

@@ -23,6 +23,7 @@
 
 #include "activation.cuh"
 #include "mbarrier.cuh"
+#include "routed_ids.cuh"
 
 struct alignas(64) TensorMap {
     u64 words[16];
@@ -215,16 +216,18 @@ __device__ __forceinline__ int tiles_of(int rows, int tiles_n) {
 // Called by the whole block: lists the groups that have tiles, and counts these. A search then passes over no others, of
 // which there are many where each of few tokens has its own experts. `groups[num_groups].first` is the number of all tiles.
 // Each warp takes 32 groups, so that memory is mostly waited for once; `totals` has the tiles and groups of each warp.
-__device__ void count_tiles(Group* groups, int2* totals, const int* offsets, const int* expert_ids, const int* num_active,
-                            int num_groups, int num_experts, int capacity, int tiles_n) {
+__device__ void count_tiles(Group* groups, int2* totals, const int* offsets, const RoutedIds& ids, const int* expert_ids,
+                            const int* num_active, int num_groups, int num_experts, int capacity, int tiles_n) {
     constexpr int WARPS = MATH_WARPS + 4;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, total = 0, listed = 0;
     for (int base = 0; base < num_groups; base += 32 * WARPS) {
-        int g = base + threadIdx.x, start = 0, rows = 0, expert = -1, active = num_groups;
+        int g = base + threadIdx.x, rows = 0, expert = -1, active = num_groups;
+        int span[2] = {0, 0};
+        if (ids.given()) ids.find_offsets<1>(g, num_groups, span);
         if (num_active) active = min(num_groups, *num_active);
         if (g < num_groups) {
-            start = offsets[g];
-            rows = min(offsets[g + 1], capacity) - start;
+            if (!ids.given()) span[0] = offsets[g], span[1] = offsets[g + 1];
+            rows = min(span[1], capacity) - span[0];
             expert = expert_ids[g];
         }
         if (g >= active || rows < 0 || expert < 0 || expert >= num_experts) rows = 0;
@@ -240,7 +243,7 @@ __device__ void count_tiles(Group* groups, int2* totals, const int* offsets, con
         if (lane < WARPS) of_warp = totals[lane];
         int first = total + __reduce_add_sync(~0u, lane < warp ? of_warp.x : 0) + last - tiles;
         int place = listed + __reduce_add_sync(~0u, lane < warp ? of_warp.y : 0) + __popc(with_tiles & ((1u << lane) - 1));
-        if (tiles > 0) groups[place] = {first, start, rows, expert};
+        if (tiles > 0) groups[place] = {first, span[0], rows, expert};
         total += __reduce_add_sync(~0u, of_warp.x);
         listed += __reduce_add_sync(~0u, of_warp.y);
         __syncthreads();
@@ -720,7 +723,7 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
          const float* a_scales, const float* w_scales, Extras extras, u8* out, long long out_stride, float* out_scales,
          const int* offsets, const int* expert_ids, const int* num_active, int num_groups, int num_experts,
          int capacity, int columns, int k_blocks, int row_bytes, int band_width, int settled, float alpha, float limit,
-         float up_offset) {
+         float up_offset, const void* topk_idx, int num_ids, int id_bytes) {
     u8* staging = shared + STAGES * STAGE_BYTES;
     float* scales = (float*)(staging + STAGING_BYTES);
     u64* barriers = (u64*)((u8*)scales + STAGES * SCALE_BYTES);
@@ -751,12 +754,16 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
         if (!THREADS_GATHER) asm volatile("prefetch.tensormap [%0];" ::"l"(&a_map) : "memory");
     }
     // This kernel may have started before the one that writes its rows has ended. If `settled`, that one has not written
-    // the table of groups, which then can be read, and the weights of the first tile loaded, before it ends.
+    // the table of groups, which then can be read, and the weights of the first tile loaded, before it ends. So they can if
+    // there are `ids`, which nobody has written since before it began.
+    const RoutedIds ids = {FEW ? topk_idx : nullptr, num_ids, id_bytes};
     auto wait_for_rows = [] { asm volatile("griddepcontrol.wait;" ::: "memory"); };
-    if (!FEW || !settled) wait_for_rows();
-    // The next kernel is the product that reads these results, or, behind that, the one that combines the rows.
-    if (ACTIVATED || FEW) asm volatile("griddepcontrol.launch_dependents;");
-    count_tiles(groups, totals, offsets, expert_ids, num_active, num_groups, num_experts, capacity, tiles_n);
+    if (!FEW || !(settled || ids.given())) wait_for_rows();
+    // The next kernel is the product that reads these results, or, behind that, the one that combines the rows. That product
+    // takes for granted that the groups are known.
+    auto start_next = [] { asm volatile("griddepcontrol.launch_dependents;"); };
+    if ((ACTIVATED || FEW) && !ids.given()) start_next();
+    count_tiles(groups, totals, offsets, ids, expert_ids, num_active, num_groups, num_experts, capacity, tiles_n);
     await_cluster();
 
     // A tile starts at the first stage and goes round the ring until K is done. Bit s of `phases`: whether all previous tiles
@@ -812,7 +819,12 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
             int boxes = GATHER ? 0 : min(BM / A_BOX, ceil_div(tile.rows, A_BOX)), box_bytes = boxes * A_BOX * 128;
             int single_rows = FEW && GATHER ? min(BM, tile.rows) : 0;  // each is copied by a lane
             box_bytes += single_rows * 128;
-            int row_of_lane = FEW && GATHER && lane < single_rows ? row_index[tile.start + lane] : 0;
+            int row_of_lane = 0;
+            auto load_row_numbers = [&] {
+                if (FEW && GATHER && lane < single_rows) row_of_lane = row_index[tile.start + lane];
+            };
+            bool numbers_wait = begins && ids.given();
+            if (!numbers_wait) load_row_numbers();
             auto load_weights = [&](u32 b, u32 ready, int kb) {
                 for (int h = shared_weights ? rank : 0; h < halves; h += shared_weights ? TEAM : 1)
                     load_half(&w_map, b + h * BOX_BYTES, ready, kb * BK, tile.column, h, tile.expert, shared_weights);
@@ -824,6 +836,7 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
                     load_weights(ring + s * STAGE_BYTES + A_BYTES, full + 8 * s, s);
                 }
                 wait_for_rows();
+                if (numbers_wait) load_row_numbers();
                 begins = false;
             }
             announce(make_int4(tile.start, tile.rows, tile.expert, tile.column | (halves == 1 ? ONE_HALF : 0)));
@@ -901,6 +914,7 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MATH_REGISTERS));
         if (FEW) wait_for_rows();
+        if (ids.given()) start_next();
         float acc[SUMS];
         // Position of the scales of the next round of stages, and whether a tile swaps the two positions.
         u32 round = 0;

@@ -188,6 +188,7 @@ def _launch(
             ctypes.c_float(float("inf") if formula.limit is None else formula.limit),
             # Adding -0 changes no value.
             ctypes.c_float(formula.up_offset or -0.0),
+            *a.routed_ids,
         ],
         device=device,
         shared_bytes=shape.shared_bytes(groups),

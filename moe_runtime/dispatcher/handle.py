@@ -202,6 +202,11 @@ class DispatchHandle:
         buffers, self._progress.recv_buffers = self.recv_buffers, None
         return buffers
 
+    @property
+    def received_at_once(self) -> bool:
+        """Whether `dispatch_send` has done the work of `dispatch_recv`, too: of a rank alone, with few tokens."""
+        return self._progress.received_in is not None
+
     def _is_received(self, dispatches: int) -> bool:
         """Whether its rows are grouped and lie where they did; `dispatches` is that of the context now."""
         received_in = self._progress.received_in

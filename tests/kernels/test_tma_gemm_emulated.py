@@ -150,7 +150,7 @@ def test_a_product_starts_while_the_one_before_ends(
     [
         (TMA_DECODE, "ptx::griddepcontrol_wait();", ""),
         (TMA_FEW, "ptx::griddepcontrol_wait();", ""),
-        (TMA_FEW, "wait_for_rows();\n                begins = false;", "begins = false;"),
+        (TMA_FEW, "wait_for_rows();\n                if (numbers_wait)", "if (numbers_wait)"),
     ],
     ids=["decode", "few", "few, with the weights of the first tile"],
 )

@@ -1,0 +1,222 @@
+"""Experts that find their groups by the ids of a dispatch that has not ended, emulated: the bits of those that wait."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from cuda.bindings import driver
+
+from moe_runtime import layer as of_layer
+from moe_runtime.comm.errors import MoERuntimeError
+from moe_runtime.comm.heaps.private_heap import PrivateHeap
+from moe_runtime.config import MoELayerConfig
+from moe_runtime.context.expert_parallel import ExpertParallelContext
+from moe_runtime.dispatcher.handle import CombineSink
+from moe_runtime.experts import Experts
+from moe_runtime.kernels import nvrtc
+from moe_runtime.kernels.exchange import cuda
+from moe_runtime.kernels.formats.number_formats import token_formats_for
+from moe_runtime.kernels.gemm import dequant_gemm, tma_gemm
+from moe_runtime.kernels.gemm import grouped_gemm as gemm
+from moe_runtime.kernels.gemm.dequant_layout import DEQUANT_FORMATS
+from moe_runtime.kernels.gemm.grouped_rows import MAX_ROUTED_IDS, GroupedRows
+from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
+from moe_runtime.kernels.gemm.weights import GateUpOrder
+from moe_runtime.layer import MoELayer
+from tests.emulator import Emulator, needs_emulator
+from tests.emulator.tensor_maps import encode_tiled
+from tests.support.comparison import assert_same_bits
+from tests.support.exchange_data import RankInput, rank_input
+from tests.support.gemm_cases import random_weights
+from tests.support.virtual_exchange import HOPPER, Ranks, emulator, poisoned_memory
+
+__all__ = ["emulator", "poisoned_memory"]
+
+pytestmark = [needs_emulator, pytest.mark.cpu_only]
+
+CPU = torch.device("cpu")
+HIDDEN, INTERMEDIATE, EXPERTS, TOP_K, MOST = 256, 192, 40, 2, 3
+SCHEDULES = 2
+MOST_SCHEDULES = 30
+"""In which a mistake has to show."""
+PAIRS = [
+    ("nvfp4", "nvfp4"),
+    ("mxfp8", "mxfp8"),
+    *(("mxfp4", fmt) for fmt in token_formats_for("mxfp4")),
+    ("fp8_block", "fp8_block"),
+    ("bf16", "bf16"),
+]
+STARTS_NEXT = "ptx::griddepcontrol_launch_dependents();"
+SLOW = 300
+"""Loads by which a dispatch is delayed once the first product may begin."""
+KERNELS = {"nvfp4": "dequant_few", "mxfp8": "dequant_few", "mxfp4": "dequant_few"}
+"""Of the products, by the format of the weights; `tma_gemm` of others."""
+
+
+def slow_dispatch(text: str) -> str:
+    """Dispatches that go on long after the first product has begun."""
+    if "one_rank_dispatch(" not in text:
+        return text
+    assert text.count(STARTS_NEXT) == 1
+    return text.replace(STARTS_NEXT, f"{STARTS_NEXT} for (int i = 0; i < {SLOW}; ++i) load_relaxed(latch);")
+
+
+@pytest.fixture
+def gpu(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulator]:
+    """A Hopper GPU: one SM for products, so that all their blocks begin at once."""
+    monkeypatch.setattr(nvrtc, "launch", emulator.launch)
+    monkeypatch.setattr(nvrtc, "most_sms", lambda device, limit=None: 1)
+    monkeypatch.setattr(driver, "cuTensorMapEncodeTiled", encode_tiled)
+    monkeypatch.setattr(dequant_gemm, "is_hopper", lambda device: True)
+    monkeypatch.setattr(gemm, "resolve_engine", lambda engine, device: "cuda")
+    emulator.edit = slow_dispatch
+    tma_gemm._tensor_map.cache_clear()
+    yield emulator
+    tma_gemm._tensor_map.cache_clear()
+
+
+def experts_of(weights: str, tokens: str, rng: torch.Generator) -> Experts:
+    gate_up = random_weights(weights, EXPERTS, 2 * INTERMEDIATE, HIDDEN, rng, CPU, gate_up=GateUpOrder.GATE_UP)
+    down = random_weights(weights, EXPERTS, HIDDEN, INTERMEDIATE, rng, CPU)
+    if weights not in {fmt.name for fmt in DEQUANT_FORMATS}:
+        return Experts(gate_up, down, intermediate_format=tokens)
+    first, second = PrepackedWeights.prepack(gate_up), PrepackedWeights.prepack(replace(down, gate_up=None))
+    return Experts(first, second, intermediate_format=tokens)
+
+
+def run(
+    experts: Experts, tokens: str, steps: Sequence[RankInput], early: bool, emulator: Emulator
+) -> list[torch.Tensor]:
+    """The layer's results; with `early` all kernels begin as early as they ask for, and products count ids."""
+    sizes = {"hidden_size": HIDDEN, "num_experts": EXPERTS, "top_k": TOP_K, "max_tokens_per_rank": MOST}
+    ranks = Ranks(1, CPU, HOPPER, **sizes, token_format=tokens, combine_format="bf16", mode="gathered")
+    own, results = ranks.dispatchers[0], []
+
+    def step(data: RankInput) -> torch.Tensor:
+        keep = own.can_keep_scales_in_record and isinstance(experts.gate_up, PrepackedWeights)
+        rows = own.dispatch(data.x, data.topk_idx, data.topk_weights, scales_in_record=keep)
+        assert rows.handle.received_at_once
+        sink = CombineSink(rows.handle)
+        experts(replace(rows, topk_idx=data.topk_idx) if early else rows, out=sink.rows)
+        return own.combine(sink, rows.handle)
+
+    if early:
+        with emulator.together():
+            results = [step(data) for data in steps]
+    else:
+        results = [step(data) for data in steps]
+    ranks.contexts[0].check()
+    return results
+
+
+def inputs(seed: int, ids: torch.dtype) -> list[RankInput]:
+    """Steps of other tokens each, some of which go nowhere, or all to the same experts."""
+    steps = [
+        rank_input(seed + i, 0, count, HIDDEN, EXPERTS, TOP_K, kind)
+        for i, (count, kind) in enumerate([(1, "random"), (MOST, "random"), (2, "one"), (1, "none"), (2, "random")])
+    ]
+    return [replace(data, topk_idx=data.topk_idx.to(ids)) for data in steps]
+
+
+def check(weights: str, tokens: str, ids: torch.dtype, seed: int, emulator: Emulator, schedules: int) -> None:
+    experts = experts_of(weights, tokens, torch.Generator().manual_seed(seed))
+    steps = inputs(seed, ids)
+    wanted = run(experts, tokens, steps, False, emulator)
+    assert any(bool(y.any()) for y in wanted)
+    for _ in range(schedules):
+        for number, (y, expected) in enumerate(zip(run(experts, tokens, steps, True, emulator), wanted, strict=True)):
+            assert_same_bits(y, expected, f"step {number}")
+    products = {name for _, name in emulator.launched} - {"one_rank_dispatch", "one_rank_combine"}
+    assert products == {KERNELS.get(weights, "tma_gemm")}
+
+
+@pytest.mark.parametrize("ids", [torch.int32, torch.int64], ids=["int32", "int64"])
+@pytest.mark.parametrize(("weights", "tokens"), PAIRS)
+def test_the_bits_of_products_that_wait(weights: str, tokens: str, ids: torch.dtype, gpu: Emulator, seed: int) -> None:
+    check(weights, tokens, ids, seed, gpu, SCHEDULES)
+
+
+def test_which_steps_of_a_layer_do_so(gpu: Emulator, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of few tokens, where one launch dispatches them; with the bits of those that wait."""
+    most = MAX_ROUTED_IDS // TOP_K
+    config = MoELayerConfig(
+        hidden_size=HIDDEN,
+        intermediate_size=INTERMEDIATE,
+        num_experts=EXPERTS,
+        top_k=TOP_K,
+        max_tokens_per_rank=most + 1,
+        weight_format="bf16",
+        token_format="bf16",
+    )
+    given: list[bool] = []
+    call = Experts.__call__
+
+    def watched(self: Experts, rows: GroupedRows, out: torch.Tensor | None = None) -> torch.Tensor:
+        given.append(rows.topk_idx is not None)
+        return call(self, rows, out)
+
+    monkeypatch.setattr(Experts, "__call__", watched)
+    with ExpertParallelContext(engine="auto", heap=PrivateHeap.group(1, CPU)[0]) as context:
+        layer = MoELayer(config, context)
+        layer.load_random(seed)
+        for dispatcher in layer.dispatchers.values():
+            dispatcher._backend = cuda
+        steps = [
+            rank_input(seed + i, 0, count, HIDDEN, EXPERTS, TOP_K, "random")
+            for i, count in enumerate((3, most, most + 1))
+        ]
+        found = [layer(data.x, topk_idx=data.topk_idx, topk_weights=data.topk_weights) for data in steps]
+        assert given == [True, True, False]
+        strided = torch.stack([steps[0].topk_idx, steps[0].topk_idx], -1)[..., 0]
+        found.append(layer(steps[0].x, topk_idx=strided, topk_weights=steps[0].topk_weights))
+        monkeypatch.setattr(of_layer, "MAX_ROUTED_IDS", 0)
+        wanted = [layer(data.x, topk_idx=data.topk_idx, topk_weights=data.topk_weights) for data in steps]
+        assert given[3:] == [False] * 4
+    for y, expected in zip(found, [*wanted, wanted[0]], strict=True):
+        assert_same_bits(y, expected, "y")
+
+
+WRONG = {
+    "rows of the dispatch are not awaited": (
+        "nvfp4",
+        {
+            r"if \(.*ids\.given\(\).*\) await_kernels_before\(\);": "",
+            # What is no index yet would lead astray.
+            r"source = rows\.index\[source\];": "source = rows.index[source] & 1;",
+        },
+    ),
+    "the next product begins before the dispatch has ended": (
+        "fp8_block",
+        {r"if \(.* && !ids\.given\(\)\) start_next\(\);": "start_next();"},
+    ),
+    "numbers of rows are read early": (
+        "fp8_block",
+        {r"bool numbers_wait = begins && ids\.given\(\);": "bool numbers_wait = false;"},
+    ),
+    "an id is counted among those before it": (
+        "nvfp4",
+        {r"id < static_cast<u32>\(first \+ i\)": "id <= static_cast<u32>(first + i)"},
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_is_wrong_is_found(what: str, gpu: Emulator, seed: int) -> None:
+    weights, edits = WRONG[what]
+    edited = set()
+
+    def edit(text: str) -> str:
+        for right, wrong in edits.items():
+            text, times = re.subn(right, wrong, text)
+            edited.update([right] * times)
+        return slow_dispatch(text)
+
+    gpu.edit = edit
+    with pytest.raises((AssertionError, MoERuntimeError)):
+        for turn in range(MOST_SCHEDULES):
+            check(weights, weights, torch.int32, seed + turn, gpu, 1)
+    assert edited == set(edits)
