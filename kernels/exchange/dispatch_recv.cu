@@ -12,7 +12,7 @@
 // How tokens are awaited:
 // - PER_TOKEN_FLAGS (one chunk): each lane awaits its own slot, by the token flag or, from senders that store token flags
 //   before the records have landed, by the flag of the source.
-// - otherwise: `recv_count` awaits the flag of each source.
+// - otherwise: `recv_count` awaits the flag of each source, and so does `recv_permute`, which makes its bitmaps meanwhile.
 // This rank's own tokens come by its flag like those of peers. Hence the first of these kernels need not await the end of
 // `dispatch_send`. It does so at its own end, for kernels that wait for it.
 //
@@ -155,7 +155,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, PADDED ? 1 : 2)
   const Exchange x{signals, error, latch, rank, timeout_ns};
   const int* own = x.words(rank);
   const u64 landed = landing[rank], flags = token_flags[rank];
-  if (!PER_TOKEN_FLAGS) asm volatile("griddepcontrol.wait;" ::: "memory");  // all chunks have been counted
   asm volatile("griddepcontrol.launch_dependents;");
   const int epoch = load_relaxed(handle_epoch), warp = threadIdx.x / 32, lane = threadIdx.x & 31;
   EACH_TASK(task, chunks * split + PADDED) {
@@ -207,17 +206,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, PADDED ? 1 : 2)
     // The scales of a warp's first slot are on their way while rows are counted.
     if constexpr (SCALE_WORDS > 0) load_scales((warp * split + part) % CHUNK);
 #else
-    // `recv_count` has awaited all sources; failures are still looked for.
-    bool good = await_tokens(x, own, epoch_ptr, epoch, 0, -1);
+    // The slots of this chunk are looked at while `recv_count` still counts those of all.
+    const int last_source = min(first_slot + CHUNK, num_slots) - 1;
+    bool good = await_tokens(x, own, epoch_ptr, epoch, first_slot / max_tokens, last_source / max_tokens);
+    for (int s = threadIdx.x; good && s < CHUNK; s += THREADS)
+      arrived.each_expert(first_slot + s, [&](int k, int expert) { mark(s, k, expert); });
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    // What `recv_count` has found has made its counts wrong.
+    const bool failed = threadIdx.x == 0 && x.failed();
 #pragma unroll 4
     for (int i = threadIdx.x; i < chunks * EXPERTS; i += THREADS) {
       const int count = chunk_counts[i];
       atomicAdd(&places.totals[i % EXPERTS], count);
       if (i / EXPERTS < chunk) atomicAdd(&places.first[i % EXPERTS], count);
     }
-    for (int s = threadIdx.x; good && s < CHUNK; s += THREADS)
-      arrived.each_expert(first_slot + s, [&](int k, int expert) { mark(s, k, expert); });
-    __syncthreads();
+    good = __syncthreads_or(failed) == 0 && good;
 #endif
     // The first warp sums the totals, the others count the rows of this chunk.
     constexpr int LANES = lanes_of(CHUNK_WORDS), AT_ONCE = 32 / LANES, COUNTING = WARPS > 1 ? WARPS - 1 : 1;

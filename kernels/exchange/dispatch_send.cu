@@ -179,18 +179,16 @@ extern "C" __global__ void __launch_bounds__(TEAM* TEAMS, MAX_THREADS / (TEAM * 
     }
   }
 
-  if (warp == 0) {
-    bulk_await();
-    if (PER_TOKEN_FLAGS) __syncwarp();  // one lane has awaited the copies, all store token flags
+  if (warp == 0) bulk_await();
+  if (TEAMS > 1) lost = __syncthreads_or(lost);
+  if (threadIdx.x < 32) {
+    __syncwarp();  // one lane has awaited the copies of a team, all store token flags
     fence_system();
     int* token_flag = reinterpret_cast<int*>(token_flags_of_lane + half * token_flags_half);
     token_flag += static_cast<long long>(rank) * max_tokens;
-    for (int token = first_token; PER_TOKEN_FLAGS && !lost && token < num_tokens; token += gridDim.x * TEAMS)
-      if (lane < WORLD) store_relaxed(token_flag + token, epoch);
-  }
-  if (TEAMS > 1) __syncthreads();
-  if (threadIdx.x < 32) {
-    __syncwarp();
+    for (int first = blockIdx.x * TEAMS; PER_TOKEN_FLAGS && !lost && first < num_tokens; first += gridDim.x * TEAMS)
+      for (int token = first; token < min(first + TEAMS, num_tokens); ++token)
+        if (lane < WORLD) store_relaxed(token_flag + token, epoch);
     bool last = false;
     if (lane == 0) last = last_to_arrive(counter);
     last = __any_sync(ALL, last);

@@ -25,8 +25,18 @@ RECORD_STAGES = 2
 """Records that a team of `dispatch_send` has in shared memory: one in the making, one being copied."""
 PARTIAL_STAGES = 2
 """Partial results that a block of `combine_send` has in shared memory, likewise."""
+SEND_BLOCKS_PER_SM = {2: 1, 20: 2}, 4
+"""Blocks of `dispatch_send` on an SM, by the tokens of an SM up to which they are so many, and for more tokens.
+
+A block sends one token while it quantizes the next, and its end takes a fence. NVFP4 tokens of 2 ranks, us:
+
+    tokens              256   384   512  1024  2048  4096
+    1 block an SM      15.1  24.1  22.0  33.7  57.2   115
+    2                  18.0  22.1  20.9  27.1  43.1  72.6
+    4                  18.0  25.3  23.6  30.1  44.4  71.2
+"""
 BLOCKS_PER_SM = 8
-"""Of `dispatch_send`: more than fit, so that one SM's blocks do not wait for another's."""
+"""Of `one_rank_combine`: more than fit, so that one SM's blocks do not wait for another's."""
 MAX_SEND_THREADS = 896
 """Of a block of several teams: with more, ptxas has too few registers for a thread."""
 MAX_TEAMS = 15
@@ -34,10 +44,10 @@ MAX_TEAMS = 15
 
 RECV_WARPS = 16
 """Of a block that counts or places arrived rows."""
-SMALL_CHUNK_BYTES, FEW_ROWS = 32 * 1024, 3072
+SMALL_CHUNK_BYTES, FEW_ROWS = 32 * 1024, 2048
 """Shared memory of a block, and rows of a rank on average, up to which all slots are one chunk.
 
-Dispatch of NVFP4 takes 20 us as one chunk and 24 in several for 384 tokens of 2 ranks, 29 and 27 for 512.
+Dispatch of NVFP4 takes 15.1 us as one chunk and 17.0 in several for 256 tokens of 2 ranks, 20.5 and 19.1 for 320.
 """
 CHUNK = 256
 """Slots of a chunk at most, where there are several."""
@@ -155,7 +165,11 @@ class ExchangePlan:
 
     def send_blocks(self, num_tokens: int, sms: int) -> int:
         blocks = self._limited(ceil_div(num_tokens, self.teams))
-        return blocks if self.num_sms is not None else min(blocks, BLOCKS_PER_SM * sms)
+        if self.num_sms is not None:
+            return blocks
+        few, most = SEND_BLOCKS_PER_SM
+        per_sm = next((per_sm for tokens, per_sm in few.items() if num_tokens <= tokens * sms), most)
+        return min(blocks, per_sm * sms)
 
     def count_blocks(self) -> int:
         return self._limited(self.num_chunks)
@@ -178,7 +192,7 @@ class ExchangePlan:
             if not scales:
                 return 1, min(sms, ceil_div(self.num_slots, self.recv_warps))
         slots = self.num_chunks * self.chunk_slots
-        if self.contiguous and self.num_sms is None and slots >= 2 * sms * self.recv_warps:
+        if self.num_sms is None and not self.per_token_flags and (self.contiguous or slots >= sms * self.recv_warps):
             sms *= 2  # blocks: an SM has room for two, and with one the copies wait for each other
         shares = max(1, min(self.top_k, sms * self.recv_warps // slots))
         return shares, max(1, min(sms // self.num_chunks, self.chunk_slots * shares))

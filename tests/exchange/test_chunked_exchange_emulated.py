@@ -7,6 +7,7 @@ reference.
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator
 from typing import Any, Protocol
 
@@ -169,6 +170,52 @@ def test_a_bad_id_leaves_counters_as_they_were(draw_sizes: Draw, emulator: Emula
         with pytest.raises(RoutingError, match="rank 1"):
             context.check()
     assert_counters_are_zero(kernels)
+
+
+COUNTED = r"(chunk_counts\[chunk \* \w+ \+ e\] = )counts\[e\];"
+
+
+def failed_while_counting(draw_sizes: Draw, emulator: Emulator, seed: int, more: tuple[str, str] | None = None) -> None:
+    """A failure that `recv_count` finds, which then counts nothing, after `recv_permute` has seen all flags.
+
+    Raises `AssertionError` where that leaves rows to read.
+    """
+    draw = random.Random(seed)
+    settings = draw_sizes(draw, world=2)
+    edited = []
+
+    def edit(text: str) -> str:
+        found = "if (e == 0) record_failure(x, 1, 1, 1, epoch, 0, 0);"
+        text, times = re.subn(COUNTED, rf"{{ {found} \g<1>0; }}", text)
+        if times and more is not None:
+            text, other_times = re.subn(*more, text)
+            assert other_times == 1
+        edited.append(times)
+        return text
+
+    emulator.edit = edit
+    kernels = ranks_of(settings, HOPPER)
+    sizes = [settings[name] for name in ("hidden_size", "num_experts", "top_k")]
+    arrived = []
+    with emulator.together() as choose:
+        for rank, own in enumerate(kernels.dispatchers):
+            choose(rank)
+            data = rank_input(seed, rank, settings["max_tokens_per_rank"], *sizes)
+            arrived.append(own.dispatch(data.x, data.topk_idx, data.topk_weights))
+    assert 1 in edited
+    for tokens in arrived:
+        assert not bool(tokens.group_offsets.any()) and bool((tokens.handle.positions == -1).all()), "rows to read"
+
+
+def test_a_failure_found_while_rows_are_counted_leaves_none(draw_sizes: Draw, emulator: Emulator, seed: int) -> None:
+    for turn in range(4):
+        failed_while_counting(draw_sizes, emulator, seed + turn)
+
+
+def test_one_that_is_not_looked_for_is_found(draw_sizes: Draw, emulator: Emulator, seed: int) -> None:
+    with pytest.raises(AssertionError, match="rows to read"):
+        for turn in range(30):
+            failed_while_counting(draw_sizes, emulator, seed + turn, (r"threadIdx\.x == 0 && x\.failed\(\)", "false"))
 
 
 def test_a_rank_in_another_exchange_is_named(draw_sizes: Draw, emulator: Emulator, seed: int) -> None:

@@ -30,18 +30,28 @@ def test_all_slots_are_one_chunk_where_their_bitmaps_are_small() -> None:
 
 
 @pytest.mark.parametrize(
-    ("max_tokens", "expected", "copying"),
-    [(1, (8, 132), (8, 132)), (128, (2, 132), (2, 132)), (4096, (1, 1), (1, 2))],
+    ("max_tokens", "on_all_sms", "on_some"),
+    [(1, (8, 132), (8, 132)), (128, (2, 132), (2, 132)), (4096, (1, 2), (1, 1))],
 )
 def test_few_slots_are_shared_by_warps_of_more_blocks(
-    max_tokens: int, expected: tuple[int, int], copying: tuple[int, int]
+    max_tokens: int, on_all_sms: tuple[int, int], on_some: tuple[int, int]
 ) -> None:
-    """Two blocks for each SM copy many rows, unless SMs are to be left free."""
-    for contiguous, found in ((False, expected), (True, copying)):
+    """Two blocks for each SM group many rows, unless SMs are to be left free."""
+    for contiguous in (False, True):
         sized = replace(sample_geometry("nvfp4", contiguous=contiguous), max_tokens=max_tokens)
-        assert required_plan(sized).place_split(132, scales=True) == found
+        assert required_plan(sized).place_split(132, scales=True) == on_all_sms
         limited = required_plan(replace(sized, num_sms=132))
-        assert limited.place_split(132, scales=True) == expected
+        assert limited.place_split(132, scales=True) == on_some
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "blocks"),
+    [(0, 1), (5, 5), (132, 132), (264, 132), (265, 264), (2640, 264), (2641, 528), (4096, 528)],
+)
+def test_blocks_that_send_follow_the_tokens(num_tokens: int, blocks: int) -> None:
+    sized = replace(sample_geometry("nvfp4"), max_tokens=4096)
+    assert required_plan(sized).send_blocks(num_tokens, 132) == blocks
+    assert required_plan(replace(sized, num_sms=20)).send_blocks(num_tokens, 132) <= 20
 
 
 @pytest.mark.parametrize(
@@ -51,7 +61,7 @@ def test_few_slots_are_shared_by_warps_of_more_blocks(
         ("nvfp4", 8, (1, 4)),
         ("bf16", 8, (1, 4)),
         ("nvfp4", 128, (1, 32)),
-        ("nvfp4", 4096, (1, 1)),
+        ("nvfp4", 4096, (1, 2)),
         ("fp8_block", 8, (8, 32)),
         ("fp8_block", 128, (1, 32)),
     ],
@@ -72,8 +82,9 @@ def test_arrival_is_one_round_of_blocks(sms: int, scales: bool, rng: torch.Gener
         chunks = -(-geometry.num_slots // chunk)
         assert plan.num_chunks == chunks
         assert 1 <= shares <= geometry.top_k and 1 <= split <= chunk * shares
-        assert split == 1 or chunks * split <= sms
-        assert shares == 1 or chunks * chunk * shares <= sms * plan.recv_warps
+        blocks = sms if plan.per_token_flags else 2 * sms
+        assert split == 1 or chunks * split <= blocks
+        assert shares == 1 or chunks * chunk * shares <= blocks * plan.recv_warps
 
 
 def test_what_a_warp_or_its_shared_memory_cannot_hold_is_left_to_triton() -> None:

@@ -42,7 +42,7 @@ def shrink(monkeypatch: pytest.MonkeyPatch, seed: int) -> Iterator[Shrink]:
         sms = draw.choice((1, 2, 3))
         sizes = {
             "MAX_PLACES": draw.choice((2, 3)),
-            "BLOCKS_PER_SM": 1,
+            "SEND_BLOCKS_PER_SM": ({}, 1),
             "RECV_WARPS": draw.choice((1, 2, 4)),
             "TOKENS_IN_PARTS": draw.choice((1, 1024)),
             "SMALL_CHUNK_BYTES": draw.choice((0, 1 << 20)),
@@ -228,7 +228,7 @@ WRONG = {
 }
 """What is written instead in translated kernels, as regular expressions."""
 WRONG_TOKEN_FLAGS = {
-    "a token is told of before it has landed": (r"(if \(warp == 0\) \{\s*)bulk_await\(\);", r"\1"),
+    "a token is told of before it has landed": (r"if \(warp == 0\) bulk_await\(\);", ""),
     "nothing says that a token goes elsewhere": (r"(reinterpret_cast<uint4\*>\(to \+ \d+\))\[i\] =", r"\1;"),
     "all tokens are there with the first": (r"(load_acquire\(arrived\.token_flags \+ slot)", r"\1 - token"),
     "the number of tokens may be of an epoch before": (r"same_turn\(word, arrived\.tag\)", "true"),

@@ -161,7 +161,7 @@ SAFEGUARDS = [
     Safeguard(
         "failed_without_token_flags",
         SEND,
-        "PER_TOKEN_FLAGS && !lost && token < num_tokens",
+        "PER_TOKEN_FLAGS && !lost && first < num_tokens",
         "takes ids",
         TWO,
         BOTH,
