@@ -162,7 +162,7 @@ def macros(
         held = own_bytes(units)
         defines |= {
             **own_tokens,
-            "BLOCKS_PER_SM": shape.blocks_per_sm * shape.launches_per_sm,
+            "BLOCKS_PER_SM": shape.blocks_of_all,
             "MAX_GROUPS": max_groups,
             "CHAINED": int(chained),
             "OWN_BYTES": held,
@@ -282,7 +282,7 @@ def _launch(
         device=w.device,
         shared_bytes=shared_bytes,
         early=how.starts_early,
-        all_shared=shape.launches_per_sm > 1,
+        all_shared=shape.blocks_of_all > shape.blocks_per_sm,
     )
 
 

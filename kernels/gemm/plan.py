@@ -22,6 +22,7 @@ from moe_runtime.kernels.gemm.operands import NativeForm
 from moe_runtime.kernels.gemm.shapes import (
     DEQUANT_DECODE,
     DEQUANT_FEW,
+    DEQUANT_FEW_MORE,
     DEQUANT_MIDDLE,
     DEQUANT_PREFILL,
     FEW_TOKENS,
@@ -228,6 +229,12 @@ def holds_tokens(k: int, weight_format: TokenFormat, shape: DequantShape) -> boo
     return stages >= MIN_OWN_STAGES
 
 
+def has_more_blocks(tiles: int, k: int, weight_format: TokenFormat, sms: int) -> bool:
+    """Whether DEQUANT_FEW_MORE has a block for each of `tiles` tiles, and DEQUANT_FEW has not."""
+    more = DEQUANT_FEW.blocks_per_sm * sms < tiles <= DEQUANT_FEW_MORE.blocks_per_sm * sms
+    return more and holds_tokens(k, weight_format, DEQUANT_FEW_MORE)
+
+
 def keeps_tokens(rows: int, k: int, weight_format: TokenFormat, shape: DequantShape) -> bool:
     """Whether L2 keeps the `rows` expected rows of `k` values: where a launch reads each weight once."""
     read_once = shape.regime in (Regime.FEW, Regime.DECODE)
@@ -374,6 +381,8 @@ def _plan_dequant(p: GemmProblem) -> GemmPlan:
     if p.dequantized:
         # As the kernel before left them.
         shape = DEQUANT_FEW if p.dequantized_rows else DEQUANT_DECODE if shape.own_tokens else shape
+    if shape is DEQUANT_FEW and has_more_blocks(p.rows * unit_rows(p.n), p.k, p.weight_format, sms):
+        shape = DEQUANT_FEW_MORE
     overlap = tokens = None
     if not p.dequantized and not shape.own_tokens:
         # With an SM limit, overlapped dequantization could occupy the SMs that must stay free.

@@ -6,7 +6,7 @@ were measured are in `kernels/gemm/notes.md`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from moe_runtime.kernels.formats.number_formats import MXFP4, NVFP4, TokenFormat, ceil_div
@@ -150,7 +150,8 @@ class DequantShape:
             otherwise wait for all.
         max_blocks: tokens of a tile / 8.
         blocks_per_sm: blocks of a launch that an SM has at a time.
-        launches_per_sm: launches whose blocks fit on an SM at a time, so that the next loads its first weights early.
+        blocks_of_all: blocks for which an SM has room, with those of other launches. Where they are more, the next
+            launch loads its first weights early.
         static_bytes: shared memory that is left for the rest of a block; the ring has all else.
         cases: smaller numbers of token blocks that have specialized code.
     """
@@ -165,7 +166,7 @@ class DequantShape:
     max_blocks: int
     cases: tuple[int, ...]
     blocks_per_sm: int = 1
-    launches_per_sm: int = 1
+    blocks_of_all: int = 1
     static_bytes: int = 20 * 1024
 
     @property
@@ -190,7 +191,7 @@ class DequantShape:
         no tokens, which lie behind them (`own_bytes`).
         """
         unit_stage = self.warpgroups * unit_bytes(w_format) + (0 if self.own_tokens else self.max_blocks * 1024)
-        ring_bytes = SHARED_BYTES // (self.blocks_per_sm * self.launches_per_sm) - self.static_bytes
+        ring_bytes = SHARED_BYTES // self.blocks_of_all - self.static_bytes
         if self.own_tokens:
             ring_bytes -= own_bytes(units)
         size = stage_units(units, min(self.stage_units, ring_bytes // (2 * unit_stage)))
@@ -220,10 +221,12 @@ DEQUANT_FEW = DequantShape(
     max_blocks=1,
     cases=(),
     blocks_per_sm=3,
-    launches_per_sm=2,
+    blocks_of_all=6,
     static_bytes=5 * 1024,  # with what the driver reserves
 )
 """For a few rows in all, by `dequant_few.cu`. Blocks are so small that both products of a layer fit on an SM."""
+DEQUANT_FEW_MORE = replace(DEQUANT_FEW, blocks_per_sm=4, blocks_of_all=7)
+"""For where that gives each tile a block of its own. There is room for its blocks beside those of DEQUANT_FEW."""
 DEQUANT_DECODE = DequantShape(
     Regime.DECODE,
     warpgroups=4,

@@ -40,6 +40,7 @@ from moe_runtime.kernels.gemm.plan import (
 from moe_runtime.kernels.gemm.prepacked import MAX_PREPACKED_EXPERTS, PrepackedWeights
 from moe_runtime.kernels.gemm.shapes import DEQUANT_DECODE as DECODE
 from moe_runtime.kernels.gemm.shapes import DEQUANT_FEW as FEW
+from moe_runtime.kernels.gemm.shapes import DEQUANT_FEW_MORE as FEW_MORE
 from moe_runtime.kernels.gemm.shapes import DEQUANT_MIDDLE as MIDDLE
 from moe_runtime.kernels.gemm.shapes import DEQUANT_PREFILL as PREFILL
 from moe_runtime.kernels.gemm.shapes import FEW_TOKENS, MANY_TOKENS, DequantShape, TokenShape
@@ -126,11 +127,13 @@ def launched(
     The rows of a `chained` one are results of the product before.
     """
     rows = ROWS_OF_SHAPES.get(shape, 1)
-    a, by_rows = rows_of(token, rows, k), shape is FEW
+    a, by_rows = rows_of(token, rows, k), shape.own_tokens
     if chained:
         a = replace(a, dequantized=torch.zeros(rows, k, dtype=torch.bfloat16))
     w = weights_of(weight, 64, k, None if activation is None else activation.gate_up)
-    choices = {"choose_dequant_shape": lambda *_, **__: shape}
+    choices: dict[str, Any] = {"choose_dequant_shape": lambda *_, **__: FEW if shape.own_tokens else shape}
+    if shape.own_tokens:
+        choices["has_more_blocks"] = lambda *_: shape is FEW_MORE
     if activation is None:
         run_dequant_gemm(a, w, torch.empty(rows, 64, dtype=getattr(torch, out)), **choices)
     else:
@@ -182,6 +185,11 @@ def compile_recorded(launch: Recorded) -> Compiled:
 VARIANTS: list[tuple[DequantShape, str, str, int, Activation | None, str]] = [
     (FEW, "nvfp4", "nvfp4", 7168, SwiGLU(), "nvfp4 dequantized"),
     (FEW, "nvfp4", "nvfp4", 768, None, "bfloat16 chained"),
+    (FEW_MORE, "nvfp4", "nvfp4", 4096, SwiGLU(), "nvfp4 dequantized"),
+    (FEW_MORE, "nvfp4", "nvfp4", 1536, None, "bfloat16 chained"),
+    (FEW_MORE, "mxfp8", "mxfp8", 2048, SwiGLU(), "mxfp8 dequantized"),
+    (FEW_MORE, "mxfp8", "mxfp8", 1536, None, "bfloat16 chained"),
+    (FEW_MORE, "mxfp4", "bf16", 1536, None, "bfloat16 chained"),
     (FEW, "nvfp4", "bf16", 2880, GPT_OSS, "bf16 dequantized"),
     (FEW, "mxfp4", "bf16", 4096, SwiGLU(), "bf16 dequantized"),
     (FEW, "mxfp4", "bf16", 2880, None, "bfloat16 chained"),
@@ -249,10 +257,10 @@ def test_gemm_compiles_to_what_it_is_meant_for(
     chained = out.endswith(" chained")
     launch = launched(recorded, weight, token, k, shape, activation, out.removesuffix(" chained"), chained=chained)
     assert launch.defines["OUT_DEQUANTIZED"] == out.endswith(" dequantized")
-    assert launch.defines["OUT_BY_ROWS"] == (out.endswith(" dequantized") and shape is FEW)
+    assert launch.defines["OUT_BY_ROWS"] == (out.endswith(" dequantized") and shape.own_tokens)
     assert launch.defines["MAX_BLOCKS"] == shape.max_blocks
     assert launch.defines.get("WARPGROUPS", 1) == shape.warpgroups
-    assert ("OWN_BYTES" in launch.defines) == (shape is FEW)
+    assert ("OWN_BYTES" in launch.defines) == shape.own_tokens
     compiled = compile_recorded(launch)
     assert ("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32" in compiled.ptx) == shape.own_tokens
     for blocks in () if shape.own_tokens else (*shape.cases, shape.max_blocks):
@@ -261,11 +269,11 @@ def test_gemm_compiles_to_what_it_is_meant_for(
     assert (
         ("L2::cache_hint" in compiled.ptx)
         == bool(launch.defines["KEEP_TOKENS"])
-        == (shape in (FEW, DECODE) and weight in ("nvfp4", "mxfp4"))
+        == (shape in (FEW, FEW_MORE, DECODE) and weight in ("nvfp4", "mxfp4"))
     )
     assert "serialized" not in compiled.log and "Potential Performance Loss" not in compiled.log, compiled.log
     assert compiled.spilled_bytes <= SPILL_BYTES, compiled.log
-    check_room(launch, compiled, shape.blocks_per_sm * shape.launches_per_sm)
+    check_room(launch, compiled, shape.blocks_of_all)
     if shape.own_tokens:
         assert "wgmma" not in compiled.ptx and "setmaxnreg" not in compiled.ptx
         assert ("griddepcontrol.launch_dependents" in compiled.ptx) == out.endswith(" dequantized")

@@ -26,10 +26,13 @@ from moe_runtime.kernels.gemm.plan import (
     GemmPlan,
     GemmProblem,
     choose_tma_shape,
+    has_more_blocks,
     plan_gemm,
 )
 from moe_runtime.kernels.gemm.shapes import (
     DEQUANT_DECODE,
+    DEQUANT_FEW,
+    DEQUANT_FEW_MORE,
     DEQUANT_MIDDLE,
     DEQUANT_PREFILL,
     FEW_TOKENS,
@@ -259,6 +262,17 @@ def test_few_tokens_leave_room_for_the_product() -> None:
     assert few.dequant is not None and few.dequant.tokens is FEW_TOKENS
     assert (all_of_them := plan(NVFP4, 0, 7168, 2048, 128).dequant) is not None
     assert all_of_them.shape is DEQUANT_DECODE, "no groups"
+
+
+@pytest.mark.parametrize(
+    ("tiles", "more"), [(396, False), (397, True), (528, True), (529, False)], ids=lambda value: str(value)
+)
+def test_a_few_more_blocks_where_each_tile_gets_one(tiles: int, more: bool) -> None:
+    how = plan(NVFP4, tiles, 64 * tiles, 2048, 1)
+    assert how.dequant is not None and how.dequant.shape is (DEQUANT_FEW_MORE if more else DEQUANT_FEW)
+    assert how.blocks == (4 if more else 3) * 132
+    assert not has_more_blocks(tiles, 20480, NVFP4, 132), "a token of such a width leaves no room for two stages"
+    assert plan(NVFP4, tiles, 64 * tiles, 2048, 1, sm_limit=100).dequant.shape is DEQUANT_DECODE  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("form", ["dequantized", "scales_in_record"])
