@@ -154,6 +154,9 @@ DEQUANT_FEW_ROWS = 2
 """Average rows of a group up to which a launch uses DEQUANT_FEW, whose tiles have at most 8, if there are few tiles."""
 DEQUANT_FEW_TILES = 800
 """Tiles up to which it does so, if each row has an expert of its own: two for each of the blocks on 132 SMs."""
+MIN_MORE_BYTES = 16 * 1024
+"""Least bytes of the ring of DEQUANT_FEW_MORE. With 9 KB, for K of 7168, one token of DeepSeek-V3 on 2 ranks took 107
+us, and with DEQUANT_FEW 96. Products that gained have 17 and 23 KB."""
 MIN_OWN_STAGES = 2
 """Least stages of a ring beside a token that a block holds, which takes as much room as it has columns."""
 KEPT_BYTES = 32 * 2**20
@@ -232,7 +235,8 @@ def holds_tokens(k: int, weight_format: TokenFormat, shape: DequantShape) -> boo
 def has_more_blocks(tiles: int, k: int, weight_format: TokenFormat, sms: int) -> bool:
     """Whether DEQUANT_FEW_MORE has a block for each of `tiles` tiles, and DEQUANT_FEW has not."""
     more = DEQUANT_FEW.blocks_per_sm * sms < tiles <= DEQUANT_FEW_MORE.blocks_per_sm * sms
-    return more and holds_tokens(k, weight_format, DEQUANT_FEW_MORE)
+    _, _, ring_bytes = DEQUANT_FEW_MORE.ring(weight_format, unit_columns(k))
+    return more and ring_bytes >= MIN_MORE_BYTES and holds_tokens(k, weight_format, DEQUANT_FEW_MORE)
 
 
 def keeps_tokens(rows: int, k: int, weight_format: TokenFormat, shape: DequantShape) -> bool:

@@ -59,6 +59,14 @@ def test_nobody_is_needed_from_the_last_meeting_on() -> None:
     assert needless(later, [kills.LAST_MEETING]) and not needless(at_once, [kills.LAST_MEETING])
 
 
+def test_ranks_of_other_hosts_than_the_stores_may_close_without_it() -> None:
+    for host in ("rank 0", "agent"):
+        kill = Kill("hierarchical", host, 4, victim=2)
+        assert needless(kill, ["step: total, end (3)", "close"], rank=3) == (host == "rank 0")
+        assert not needless(kill, ["step: total, end (3)"], rank=3)
+    assert not needless(Kill("hierarchical", "rank 0", 4, victim=1), ["close"], rank=0)
+
+
 def test_a_wrong_answer_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Were no time given to survivors, all of them would be late."""
     kills.prepare()
