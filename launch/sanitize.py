@@ -10,7 +10,7 @@ At an arrival at a barrier racecheck counts what its own thread did before. It d
 wait for products of a warpgroup, orders other lanes before it. The kernels in CUDA C++ are therefore compiled with
 EACH_LANE_ARRIVES (`mbarrier.cuh`): every lane arrives for itself, where otherwise one lane does for its warp.
 
-On one H200 both tools found nothing in the 50 cases of each engine (launch/results/sanitizer_h200.json). Before,
+On one H200 both tools found nothing in the 50 cases that there were then (launch/results/sanitizer_h200.json). Before,
 racecheck had found a race in Triton's `_dispatch_send_kernel`, with an expert id out of range: each thread read the
 latch, and warps that saw different values waited at different barriers. `signalling.agreed` makes them agree.
 """
@@ -110,6 +110,8 @@ def cases() -> list[GemmCase]:
 
 MANY = {"max_tokens_per_rank": 1000, "num_experts": 500}
 """Tokens whose slots are counted in several chunks."""
+FEW = {"max_tokens_per_rank": 8}
+"""Tokens of which the first product counts the ids."""
 NORMED = {"activation": {"function": "relu2", "gated": False}, "post_expert_norm": {"eps": 1e-6}}
 """Experts without a gate, with a norm after each."""
 EXCHANGES: dict[str, dict[str, Any]] = {
@@ -128,6 +130,8 @@ EXCHANGES: dict[str, dict[str, Any]] = {
         "combine_format": "mxfp8",
         "ranks": 1,
     },
+    "one rank, few tokens, nvfp4": {"token_format": "nvfp4", "mode": "gathered", "ranks": 1} | FEW,
+    "one rank, few tokens, fp8_block": {"token_format": "fp8_block", "mode": "gathered", "ranks": 1} | FEW,
 }
 """Settings of layers on RANKS ranks, or on as many as are given."""
 AGAIN: dict[str, dict[str, Any]] = {
