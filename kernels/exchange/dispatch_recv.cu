@@ -78,12 +78,13 @@ __device__ __forceinline__ void check_handle(const Exchange& x, const int* epoch
   __syncwarp();
 }
 
-// Waits for the tokens of sources `first` to `last`. Returns whether this rank has not failed. For a whole block.
-__device__ __forceinline__ bool await_tokens(const Exchange& x, const int* own, const int* epoch_ptr, int epoch, int first,
-                                             int last) {
+// Waits for the tokens of the sources of a chunk of slots. Returns whether this rank has not failed. For a whole block.
+__device__ __forceinline__ bool await_chunk(const Exchange& x, const int* own, const int* epoch_ptr, int epoch, int first_slot,
+                                            int num_slots, int max_tokens) {
   bool failed = false;
   if (threadIdx.x < 32) {
-    const int lane = threadIdx.x;
+    const int lane = threadIdx.x, last_slot = min(first_slot + CHUNK, num_slots) - 1;
+    const int first = first_slot / max_tokens, last = last_slot / max_tokens;
     check_handle(x, epoch_ptr, epoch);
     const int* flag = own + DISPATCH_FLAG + (epoch & 1) * WORLD + min(lane, WORLD - 1);
     failed = await(x, own, lane >= first && lane <= last, flag, epoch, flag, epoch, DISPATCH_RECV, epoch);
@@ -105,8 +106,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   EACH_TASK(chunk, (num_slots + CHUNK - 1) / CHUNK) {
     const int first_slot = chunk * CHUNK;
     for (int e = threadIdx.x; e < EXPERTS; e += THREADS) counts[e] = 0;
-    const int last_source = min(first_slot + CHUNK, num_slots) - 1;
-    const bool good = await_tokens(x, own, epoch_ptr, epoch, first_slot / max_tokens, last_source / max_tokens);
+    const bool good = await_chunk(x, own, epoch_ptr, epoch, first_slot, num_slots, max_tokens);
     const Landing arrived(landed, flags, own, landing_half, token_flags_half, max_tokens, count_tag, first_expert, num_local,
                           epoch);
     for (int s = threadIdx.x; good && s < CHUNK; s += THREADS)
@@ -207,8 +207,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PADDED ? 1 : 2)
     if constexpr (SCALE_WORDS > 0) load_scales((warp * split + part) % CHUNK);
 #else
     // The slots of this chunk are looked at while `recv_count` still counts those of all.
-    const int last_source = min(first_slot + CHUNK, num_slots) - 1;
-    bool good = await_tokens(x, own, epoch_ptr, epoch, first_slot / max_tokens, last_source / max_tokens);
+    bool good = await_chunk(x, own, epoch_ptr, epoch, first_slot, num_slots, max_tokens);
     for (int s = threadIdx.x; good && s < CHUNK; s += THREADS)
       arrived.each_expert(first_slot + s, [&](int k, int expert) { mark(s, k, expert); });
     asm volatile("griddepcontrol.wait;" ::: "memory");

@@ -7,6 +7,7 @@ are as they are, with measurements, is in `kernels/exchange/notes.md`.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cache
 
@@ -25,8 +26,8 @@ RECORD_STAGES = 2
 """Records that a team of `dispatch_send` has in shared memory: one in the making, one being copied."""
 PARTIAL_STAGES = 2
 """Partial results that a block of `combine_send` has in shared memory, likewise."""
-SEND_BLOCKS_PER_SM = {2: 1, 20: 2}, 4
-"""Blocks of `dispatch_send` on an SM, by the tokens of an SM up to which they are so many, and for more tokens.
+SEND_BLOCKS_PER_SM = (2, 1), (20, 2), (math.inf, 4)
+"""Tokens of an SM, and the blocks of `dispatch_send` on it for up to so many.
 
 A block sends one token while it quantizes the next, and its end takes a fence. NVFP4 tokens of 2 ranks, us:
 
@@ -167,8 +168,7 @@ class ExchangePlan:
         blocks = self._limited(ceil_div(num_tokens, self.teams))
         if self.num_sms is not None:
             return blocks
-        few, most = SEND_BLOCKS_PER_SM
-        per_sm = next((per_sm for tokens, per_sm in few.items() if num_tokens <= tokens * sms), most)
+        per_sm = next(per_sm for tokens, per_sm in SEND_BLOCKS_PER_SM if num_tokens <= tokens * sms)
         return min(blocks, per_sm * sms)
 
     def count_blocks(self) -> int:

@@ -66,6 +66,7 @@ constexpr int TILES_AHEAD = 8;         // tiles that the producers may announce 
 constexpr int EARLY_STAGES = 3;        // stages of weights that are asked for while the dispatch still needs the memory
 constexpr int FEW_PAIRS = 2;           // most pairs of row tiles of a group whose odd tile comes after each band
 constexpr int NO_MORE = -0x7FFFFFFF;   // rows of the announcement after the last tile
+static_assert(!FEW || EARLY_STAGES <= STAGES);
 constexpr bool HALVES = !GATED && !FEW;  // whether there are tiles of one half
 constexpr int ONE_HALF = 1 << 30;      // marks a tile of one half in the announced column
 // Sums of a thread: of a tile, and of the 128 weight rows that FP8 multiplies at a time.

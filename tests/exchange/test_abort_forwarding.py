@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -74,7 +76,7 @@ def slow_after(place: str, text: str) -> str:
 
 def used_too_late(seed: int, emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 waits for its first dispatch during its fourth, which its `arrive` finds while it still sends."""
-    sizes = {"RECV_WARPS": 1, "CHUNK": 32, "SMALL_CHUNK_BYTES": 0, "SEND_BLOCKS_PER_SM": ({}, 1)}
+    sizes = {"RECV_WARPS": 1, "CHUNK": 32, "SMALL_CHUNK_BYTES": 0, "SEND_BLOCKS_PER_SM": ((math.inf, 1),)}
     for name, value in sizes.items():
         monkeypatch.setattr(plan, name, value)
     monkeypatch.setattr(cuda, "most_sms", lambda device, limit=None: min(3, limit or 3))

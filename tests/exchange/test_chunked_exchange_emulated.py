@@ -16,6 +16,7 @@ import torch
 
 from moe_runtime.comm.errors import RoutingError, StepMismatchError
 from moe_runtime.comm.signals import NUM_COUNTERS
+from moe_runtime.dispatcher.handle import DispatchedTokens
 from moe_runtime.kernels.exchange import cuda, plan, reference
 from tests.emulator import Emulator, needs_emulator
 from tests.exchange.test_cuda_exchange_emulated import (
@@ -26,7 +27,7 @@ from tests.exchange.test_cuda_exchange_emulated import (
     one_after_the_other,
 )
 from tests.support.comparison import assert_same_bits
-from tests.support.exchange_data import rank_input
+from tests.support.exchange_data import RankInput, rank_input
 from tests.support.token_parts import forget_plans
 from tests.support.virtual_exchange import HOPPER, Ranks, emulator, poisoned_memory
 
@@ -173,6 +174,22 @@ def test_a_bad_id_leaves_counters_as_they_were(draw_sizes: Draw, emulator: Emula
     assert_counters_are_zero(kernels)
 
 
+def most_tokens(settings: Settings, seed: int) -> list[RankInput]:
+    """As many tokens on each rank as there may be."""
+    sizes = [settings[name] for name in ("max_tokens_per_rank", "hidden_size", "num_experts", "top_k")]
+    return [rank_input(seed, rank, *sizes) for rank in range(settings["world"])]
+
+
+def dispatched(settings: Settings, inputs: list[RankInput], emulator: Emulator) -> list[DispatchedTokens]:
+    """What arrives on ranks that do not wait for each other, in their first step."""
+    kernels, arrived = ranks_of(settings, HOPPER), []
+    with emulator.together() as choose:
+        for rank, (own, data) in enumerate(zip(kernels.dispatchers, inputs, strict=True)):
+            choose(rank)
+            arrived.append(own.dispatch(data.x, data.topk_idx, data.topk_weights))
+    return arrived
+
+
 COUNTED = r"(chunk_counts\[chunk \* \w+ \+ e\] = )counts\[e\];"
 
 
@@ -181,8 +198,7 @@ def failed_while_counting(draw_sizes: Draw, emulator: Emulator, seed: int, more:
 
     Raises `AssertionError` where that leaves rows to read.
     """
-    draw = random.Random(seed)
-    settings = draw_sizes(draw, world=2)
+    settings = draw_sizes(random.Random(seed), world=2)
     edited = []
 
     def edit(text: str) -> str:
@@ -195,14 +211,7 @@ def failed_while_counting(draw_sizes: Draw, emulator: Emulator, seed: int, more:
         return text
 
     emulator.edit = edit
-    kernels = ranks_of(settings, HOPPER)
-    sizes = [settings[name] for name in ("hidden_size", "num_experts", "top_k")]
-    arrived = []
-    with emulator.together() as choose:
-        for rank, own in enumerate(kernels.dispatchers):
-            choose(rank)
-            data = rank_input(seed, rank, settings["max_tokens_per_rank"], *sizes)
-            arrived.append(own.dispatch(data.x, data.topk_idx, data.topk_weights))
+    arrived = dispatched(settings, most_tokens(settings, seed), emulator)
     assert 1 in edited
     for tokens in arrived:
         assert not bool(tokens.group_offsets.any()) and bool((tokens.handle.positions == -1).all()), "rows to read"
@@ -225,15 +234,9 @@ def placed_once(draw_sizes: Draw, emulator: Emulator, seed: int) -> None:
     Of a format without scales: to copy these, kernels follow the numbers of rows that may never have been placed.
     """
     settings = {**draw_sizes(random.Random(seed), world=2), "token_format": "bf16"}
-    sizes = [settings[name] for name in ("hidden_size", "num_experts", "top_k")]
-    inputs = [rank_input(seed, rank, settings["max_tokens_per_rank"], *sizes) for rank in range(2)]
-    kernels, arrived = ranks_of(settings, HOPPER), []
-    with emulator.together() as choose:
-        for rank, (own, data) in enumerate(zip(kernels.dispatchers, inputs, strict=True)):
-            choose(rank)
-            arrived.append(own.dispatch(data.x, data.topk_idx, data.topk_weights))
+    inputs = most_tokens(settings, seed)
     wanted = ranks_of(settings, "torch").dispatch(inputs)
-    for found, tokens in zip(arrived, wanted, strict=True):
+    for found, tokens in zip(dispatched(settings, inputs, emulator), wanted, strict=True):
         assert_same_bits(found.handle.positions, tokens.handle.positions, "positions")
 
 
@@ -244,7 +247,7 @@ def test_rows_are_placed_while_they_are_counted(draw_sizes: Draw, emulator: Emul
 
 def test_rows_that_are_placed_before_they_have_come_are_found(draw_sizes: Draw, emulator: Emulator, seed: int) -> None:
     assert_is_found(
-        (r"(?<!const )bool good = await_tokens\([^;]*;", "bool good = __syncthreads_or(0) == 0;"),
+        (r"(?<!const )bool good = await_chunk\([^;]*;", "bool good = __syncthreads_or(0) == 0;"),
         emulator,
         lambda turn: placed_once(draw_sizes, emulator, seed + turn),
     )
@@ -269,7 +272,7 @@ def test_a_rank_in_another_exchange_is_named(draw_sizes: Draw, emulator: Emulato
 WRONG = {
     "a counter that stays": (r"if \(last\) \*counter = 0;", ""),
     "rows are counted before they have come": (
-        r"const bool good = await_tokens\([^;]*;",
+        r"const bool good = await_chunk\([^;]*;",
         "const bool good = __syncthreads_or(0) == 0;",
     ),
     "words of long ago": (r"(await\([^;]*), early\);", r"\1, false);"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import re
 from collections.abc import Callable, Iterator
@@ -42,7 +43,7 @@ def shrink(monkeypatch: pytest.MonkeyPatch, seed: int) -> Iterator[Shrink]:
         sms = draw.choice((1, 2, 3))
         sizes = {
             "MAX_PLACES": draw.choice((2, 3)),
-            "SEND_BLOCKS_PER_SM": ({}, 1),
+            "SEND_BLOCKS_PER_SM": ((math.inf, 1),),
             "RECV_WARPS": draw.choice((1, 2, 4)),
             "TOKENS_IN_PARTS": draw.choice((1, 1024)),
             "SMALL_CHUNK_BYTES": draw.choice((0, 1 << 20)),

@@ -53,8 +53,8 @@ PAIRS = [
 STARTS_NEXT = "ptx::griddepcontrol_launch_dependents();"
 SLOW = 300
 """Loads by which a dispatch is delayed once the first product may begin."""
-KERNELS = {"nvfp4": "dequant_few", "mxfp8": "dequant_few", "mxfp4": "dequant_few"}
-"""Of the products, by the format of the weights; `tma_gemm` of others."""
+DEQUANTIZED = {fmt.name for fmt in DEQUANT_FORMATS}
+"""Formats of weights that `dequant_few` multiplies; `tma_gemm` those of others."""
 
 
 def slow_dispatch(text: str) -> str:
@@ -82,10 +82,9 @@ def gpu(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulato
 def experts_of(weights: str, tokens: str, rng: torch.Generator) -> Experts:
     gate_up = random_weights(weights, EXPERTS, 2 * INTERMEDIATE, HIDDEN, rng, CPU, gate_up=GateUpOrder.GATE_UP)
     down = random_weights(weights, EXPERTS, HIDDEN, INTERMEDIATE, rng, CPU)
-    if weights not in {fmt.name for fmt in DEQUANT_FORMATS}:
-        return Experts(gate_up, down, intermediate_format=tokens)
-    first, second = PrepackedWeights.prepack(gate_up), PrepackedWeights.prepack(replace(down, gate_up=None))
-    return Experts(first, second, intermediate_format=tokens)
+    if weights in DEQUANTIZED:
+        return Experts(*map(PrepackedWeights.prepack, (gate_up, down)), intermediate_format=tokens)
+    return Experts(gate_up, down, intermediate_format=tokens)
 
 
 def run(
@@ -94,7 +93,7 @@ def run(
     """The layer's results; with `early` all kernels begin as early as they ask for, and products count ids."""
     sizes = {"hidden_size": HIDDEN, "num_experts": EXPERTS, "top_k": TOP_K, "max_tokens_per_rank": MOST}
     ranks = Ranks(1, CPU, HOPPER, **sizes, token_format=tokens, combine_format="bf16", mode="gathered")
-    own, results = ranks.dispatchers[0], []
+    own = ranks.dispatchers[0]
 
     def step(data: RankInput) -> torch.Tensor:
         keep = own.can_keep_scales_in_record and isinstance(experts.gate_up, PrepackedWeights)
@@ -131,7 +130,7 @@ def check(weights: str, tokens: str, ids: torch.dtype, seed: int, emulator: Emul
         for number, (y, expected) in enumerate(zip(run(experts, tokens, steps, True, emulator), wanted, strict=True)):
             assert_same_bits(y, expected, f"step {number}")
     products = {name for _, name in emulator.launched} - {"one_rank_dispatch", "one_rank_combine"}
-    assert products == {KERNELS.get(weights, "tma_gemm")}
+    assert products == {"dequant_few" if weights in DEQUANTIZED else "tma_gemm"}
 
 
 @pytest.mark.parametrize("ids", [torch.int32, torch.int64], ids=["int32", "int64"])
