@@ -7,19 +7,22 @@ which MMA multiplies exactly. If all weights of a tile are bf16 values, the othe
 changes no bit. Sums are fp32, in an order that depends only on the sizes, so a token's result does not depend on its
 neighbours. The reference, in float64, is `moe_runtime.router.Router`.
 
+With few tokens `_logits_kernel` starts, and loads its weights, before the kernel before it has ended. With many that
+lost: programs crowded on the SMs that were free first (256 tokens, 256 experts, one H200: 29 us instead of 22).
+
 Cost at H = 7168, E = 256: 7.3 MB of weights, 2 us at 4.3 TB/s for any number of tokens; 15 GFLOP at 4096 tokens with
 bf16-valued weights, three times that with others.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import triton
 import triton.language as tl
 
-from moe_runtime.kernels.formats.bits import bf16_bits_to_f32, f32_bits, f32_to_bf16_bits, magnitude_bits
+from moe_runtime.kernels.formats.bits import bf16_bits_to_f32, bits_f32, f32_bits, f32_to_bf16_bits, magnitude_bits
 from moe_runtime.kernels.formats.number_formats import ceil_div
 from moe_runtime.kernels.formats.reference_quantize import raw_bits
 from moe_runtime.kernels.runtime import ALL_ARCHS, INTERPRET, AotCase
@@ -34,6 +37,9 @@ FEW_TILES = 8
 """Tiles of tokens and experts up to which each part has a program of its own, so that there are as many as SMs."""
 TILE, LARGE_TILE = 64, 128
 """Tokens and experts of a program."""
+FEW_TOKENS = 16
+"""Tokens of a program that sums a part, where all tokens are so few. Only on Hopper, whose `mma.sync` is known to give
+the bits of the instructions of larger tiles."""
 MANY_TILES = 16
 """Large tiles from which on there are only such: each value is read from L2 half as often."""
 MAX_ROUTED_EXPERTS = 4096
@@ -42,7 +48,8 @@ KINDS = ("softmax", "topk_softmax", "sigmoid")
 SOFTMAX, TOPK_SOFTMAX, SIGMOID = (tl.constexpr(kind) for kind in range(3))
 NAN_KEY = tl.constexpr(0x7FFFFFFF)
 INF_BITS = tl.constexpr(0x7F800000)
-NO_KEY = tl.constexpr(-(2**63))
+LOWEST_KEY = tl.constexpr(-(2**31))  # below all of `_key`
+LARGEST = tl.constexpr(2**31 - 1)
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
@@ -61,6 +68,31 @@ def _dot(acc, x, w, INTERPRET: tl.constexpr):
     return acc, rest
 
 
+@triton.jit
+def _add_product(acc, x, w, INTERPRET: tl.constexpr):
+    """`acc + x @ w^T` for fp32 `w`, whose second and third bf16 value are multiplied if one of them is not zero."""
+    acc, rest = _dot(acc, x, w, INTERPRET)
+    if tl.max(tl.max(magnitude_bits(rest), axis=1), axis=0) > 0:
+        acc, rest = _dot(acc, x, rest, INTERPRET)
+        acc, rest = _dot(acc, x, rest, INTERPRET)
+    return acc
+
+
+@triton.jit
+def _load(ptr, row, ok, k, end):
+    """Columns `k`, as far as they come before `end`, of rows that start at `row`; zeros of rows that are not `ok`."""
+    return tl.load(ptr + row[:, None] + k[None, :], mask=ok[:, None] & (k < end)[None, :], other=0.0)
+
+
+@triton.jit
+def _load_tokens(ptr, row, ok, k, end, INTERPRET: tl.constexpr):
+    """`_load` of bf16, in the type that `_dot` takes."""
+    x = _load(ptr, row, ok, k, end)
+    if INTERPRET:
+        x = bf16_bits_to_f32(x)
+    return x
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def _logits_kernel(
     x_ptr,
@@ -71,7 +103,8 @@ def _logits_kernel(
     K,
     x_stride,
     chunk,
-    TILE: tl.constexpr,
+    TILE_T: tl.constexpr,
+    TILE_E: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PART: tl.constexpr,
     PARTS: tl.constexpr,
@@ -81,8 +114,8 @@ def _logits_kernel(
     """fp32 `partial[program, token, expert]` over the columns of a split, `chunk` of them, or of one of its PARTS."""
     if EARLY and PARTS > 1:  # few programs, which leave room for those of `_choose_kernel` to wait
         gdc_launch_dependents()
-    t = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    e = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    t = tl.program_id(0) * TILE_T + tl.arange(0, TILE_T)
+    e = tl.program_id(1) * TILE_E + tl.arange(0, TILE_E)
     number = tl.program_id(2)
     t_ok, e_ok = t < num_tokens, e < E
     x_row, w_row = t.to(tl.int64) * x_stride, e.to(tl.int64) * K
@@ -91,22 +124,29 @@ def _logits_kernel(
     if PARTS > 1:
         first += number % PARTS * PART
         end = tl.minimum(first + PART, end)
-    acc = tl.zeros([TILE, TILE], tl.float32)
-    total = tl.zeros([TILE, TILE], tl.float32)
-    for start in range(first, end, BLOCK_K):
-        k = start + tl.arange(0, BLOCK_K)
-        x = tl.load(x_ptr + x_row[:, None] + k[None, :], mask=t_ok[:, None] & (k < K)[None, :], other=0.0)
-        if INTERPRET:
-            x = bf16_bits_to_f32(x)
-        w = tl.load(w_ptr + w_row[:, None] + k[None, :], mask=e_ok[:, None] & (k < K)[None, :], other=0.0)
-        acc, rest = _dot(acc, x, w, INTERPRET)
-        if tl.max(tl.max(magnitude_bits(rest), axis=1), axis=0) > 0:
-            acc, rest = _dot(acc, x, rest, INTERPRET)
-            acc, rest = _dot(acc, x, rest, INTERPRET)
-        if PARTS == 1:
+    acc = tl.zeros([TILE_T, TILE_E], tl.float32)
+    total = tl.zeros([TILE_T, TILE_E], tl.float32)
+    if PARTS > 1:
+        # All weights are on their way before the tokens are awaited.
+        tl.static_assert(PART == 2 * BLOCK_K)
+        k_low = first + tl.arange(0, BLOCK_K)
+        k_high = k_low + BLOCK_K
+        w_low = _load(w_ptr, w_row, e_ok, k_low, end)
+        w_high = _load(w_ptr, w_row, e_ok, k_high, end)
+        if EARLY:
+            gdc_wait()
+        x_low = _load_tokens(x_ptr, x_row, t_ok, k_low, end, INTERPRET)
+        x_high = _load_tokens(x_ptr, x_row, t_ok, k_high, end, INTERPRET)
+        acc = _add_product(acc, x_low, w_low, INTERPRET)
+        acc = _add_product(acc, x_high, w_high, INTERPRET)
+    else:
+        for start in range(first, end, BLOCK_K):
+            k = start + tl.arange(0, BLOCK_K)
+            x = _load_tokens(x_ptr, x_row, t_ok, k, K, INTERPRET)
+            acc = _add_product(acc, x, _load(w_ptr, w_row, e_ok, k, K), INTERPRET)
             if (start - first) % PART == PART - BLOCK_K:
                 total += acc
-                acc = tl.zeros([TILE, TILE], tl.float32)
+                acc = tl.zeros([TILE_T, TILE_E], tl.float32)
     to = partial_ptr + (number.to(tl.int64) * num_tokens + t[:, None]) * E + e[None, :]
     tl.store(to, total + acc, mask=t_ok[:, None] & e_ok[None, :])
 
@@ -119,15 +159,15 @@ def _key(x):
 
 
 @triton.jit
-def _ranked(x, ids, ok):
-    """int64 keys, larger for larger `x`, and for the lower id if `x` is equal."""
-    return tl.where(ok, (_key(x).to(tl.int64) << 32) | (0xFFFFFFFF - ids.to(tl.int64)), NO_KEY)
+def _best(keys, ids):
+    """The lowest of the int32 `ids` that have the largest of the int32 `keys`. A warp reduces int32 at once."""
+    return tl.min(tl.where(keys == tl.max(keys, axis=0), ids, LARGEST), axis=0)
 
 
 @triton.jit
-def _best(ranked):
-    """Id of the largest key of `_ranked`."""
-    return (0xFFFFFFFF - (tl.max(ranked, axis=0) & 0xFFFFFFFF)).to(tl.int32)
+def _best_of_rows(keys, ids):
+    """`_best` of each row."""
+    return tl.min(tl.where(keys == tl.max(keys, axis=1)[:, None], ids, LARGEST), axis=1)
 
 
 @triton.jit
@@ -136,18 +176,17 @@ def _of_best_groups(choice, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, BLOC
     SIZE: tl.constexpr = BLOCK // GROUPS
     grouped = tl.reshape(choice, [GROUPS, SIZE])
     within = tl.broadcast_to(tl.arange(0, SIZE)[None, :], [GROUPS, SIZE])
-    ranked = _ranked(grouped, within, within >= 0)
-    first = tl.max(ranked, axis=1)
-    second = tl.max(tl.where(ranked == first[:, None], NO_KEY, ranked), axis=1)
-    best = tl.sum(tl.where(ranked == first[:, None], grouped, 0.0), axis=1)
-    best += tl.sum(tl.where(ranked == second[:, None], grouped, 0.0), axis=1)
+    keys = _key(grouped)
+    is_first = within == _best_of_rows(keys, within)[:, None]
+    is_second = within == _best_of_rows(tl.where(is_first, LOWEST_KEY, keys), within)[:, None]
+    best = tl.sum(tl.where(is_first, grouped, 0.0), axis=1) + tl.sum(tl.where(is_second, grouped, 0.0), axis=1)
     g = tl.arange(0, GROUPS)
-    groups = _ranked(best, g, g >= 0)
+    groups = _key(best)
     allowed = g < 0
     for _ in tl.static_range(TOP_GROUPS):
-        chosen = _best(groups)
+        chosen = _best(groups, g)
         allowed = allowed | (g == chosen)
-        groups = tl.where(g == chosen, NO_KEY, groups)
+        groups = tl.where(g == chosen, LOWEST_KEY, groups)
     kept = tl.reshape(tl.broadcast_to(allowed.to(tl.int32)[:, None], [GROUPS, SIZE]), [BLOCK])
     # A bias may be -inf. Allowed experts must still rank above masked ones.
     return tl.where(kept > 0, tl.where(choice < LOWEST, LOWEST, choice), float("-inf"))
@@ -204,15 +243,16 @@ def _choose_kernel(
         powers = tl.where(ok, tl.exp(logits - tl.max(tl.where(ok, logits, float("-inf")), axis=0)), 0.0)
         scores = powers / tl.sum(powers, axis=0)
 
-    ranked = _ranked(choice, e, ok)
+    keys = tl.where(ok, _key(choice), LOWEST_KEY)
     j = tl.arange(0, BLOCK_K)
     ids = tl.zeros([BLOCK_K], tl.int32)
-    weights = tl.zeros([BLOCK_K], tl.float32)
+    bits = tl.zeros([BLOCK_K], tl.int32)
     for k in tl.static_range(TOP_K):
-        chosen = _best(ranked)
+        chosen = _best(keys, e)
         ids = tl.where(j == k, chosen, ids)
-        weights = tl.where(j == k, tl.sum(tl.where(e == chosen, scores, 0.0), axis=0), weights)
-        ranked = tl.where(e == chosen, NO_KEY, ranked)
+        bits = tl.where(j == k, tl.max(tl.where(e == chosen, f32_bits(scores), LOWEST_KEY), axis=0), bits)
+        keys = tl.where(e == chosen, LOWEST_KEY, keys)
+    weights = bits_f32(bits)
     real = j < TOP_K
     if KIND == TOPK_SOFTMAX:
         largest = tl.sum(tl.where(j == 0, weights, 0.0), axis=0)
@@ -255,17 +295,26 @@ def supports(x_TH: torch.Tensor, num_experts: int, config: RouterSettings) -> bo
     )
 
 
-def _tile_and_parts(tokens: int, experts: int, chunk: int, major: int) -> tuple[int, int]:
-    """Of `_logits_kernel`: `TILE`, and the programs of a split of `chunk` columns. No choice changes a bit.
+class Tiling(NamedTuple):
+    """Tokens and experts of a program of `_logits_kernel`, and the programs that share a split."""
+
+    tokens: int
+    experts: int
+    parts: int
+
+
+def choose_tiling(tokens: int, experts: int, chunk: int, major: int) -> Tiling:
+    """The tiles for splits of `chunk` columns. No choice changes a bit.
 
     `major` is the first number of the GPU's compute capability. Only Hopper and the large Blackwell GPUs have the
     shared memory of large tiles.
     """
     large = ceil_div(tokens, LARGE_TILE) * ceil_div(experts, LARGE_TILE)
     if large >= MANY_TILES and experts > TILE and major in (9, 10):
-        return LARGE_TILE, 1
-    few = ceil_div(tokens, TILE) * ceil_div(experts, TILE) <= FEW_TILES
-    return TILE, ceil_div(chunk, PART) if few else 1
+        return Tiling(LARGE_TILE, LARGE_TILE, 1)
+    if ceil_div(tokens, TILE) * ceil_div(experts, TILE) > FEW_TILES:
+        return Tiling(TILE, TILE, 1)
+    return Tiling(FEW_TOKENS if tokens <= FEW_TOKENS and major == 9 else TILE, TILE, ceil_div(chunk, PART))
 
 
 def route(
@@ -295,9 +344,10 @@ def route(
         return idx_TK, weights_TK
     capability = (9, 0) if INTERPRET else torch.cuda.get_device_capability(device)
     early = not INTERPRET and capability >= (9, 0)
+    pdl = {"launch_pdl": True} if early else {}
     chunk = ceil_div(hidden, SPLITS * BLOCK_K) * BLOCK_K
-    tile, parts = _tile_and_parts(tokens, experts, chunk, capability[0])
-    tiles = ceil_div(tokens, tile), ceil_div(experts, tile)
+    tiling = choose_tiling(tokens, experts, chunk, capability[0])
+    tiles, parts = (ceil_div(tokens, tiling.tokens), ceil_div(experts, tiling.experts)), tiling.parts
     partial_PTE = torch.empty(SPLITS * parts, tokens, experts, dtype=torch.float32, device=device)
     _logits_kernel[(*tiles, SPLITS * parts)](
         raw_bits(x_TH) if INTERPRET else x_TH,
@@ -308,15 +358,17 @@ def route(
         hidden,
         x_TH.stride(0),
         chunk,
-        TILE=tile,
+        TILE_T=tiling.tokens,
+        TILE_E=tiling.experts,
         BLOCK_K=BLOCK_K,
         PART=PART,
         PARTS=parts,
         EARLY=early,
         INTERPRET=INTERPRET,
-        num_warps=4 if tile == TILE else 8,
+        num_warps=8 if tiling.tokens == LARGE_TILE else 4,
         num_stages=3,
         enable_fp_fusion=False,
+        **(pdl if parts > 1 else {}),
     )
     _choose_kernel[(tokens,)](
         partial_PTE,
@@ -339,13 +391,14 @@ def route(
         EARLY=early,
         num_warps=1 if experts <= 512 else 4,
         enable_fp_fusion=False,
-        **({"launch_pdl": True} if early else {}),
+        **pdl,
     )
     return idx_TK, weights_TK
 
 
-def _aot_logits(tile: int, parts: int, archs: tuple[int, ...] = ALL_ARCHS) -> AotCase:
-    constants = {"TILE": tile, "BLOCK_K": BLOCK_K, "PART": PART, "PARTS": parts, "EARLY": True, "INTERPRET": False}
+def _aot_logits(tokens: int, experts: int, parts: int, archs: tuple[int, ...] = ALL_ARCHS) -> AotCase:
+    constants = {"TILE_T": tokens, "TILE_E": experts, "BLOCK_K": BLOCK_K, "PART": PART, "PARTS": parts}
+    constants |= {"EARLY": True, "INTERPRET": False}
     signature = {
         "x_ptr": "*bf16",
         "w_ptr": "*fp32",
@@ -355,8 +408,8 @@ def _aot_logits(tile: int, parts: int, archs: tuple[int, ...] = ALL_ARCHS) -> Ao
         "K": "i32",
     }
     signature |= {"x_stride": "i64", "chunk": "i32", **dict.fromkeys(constants, "constexpr")}
-    options = {"num_warps": 4 if tile == TILE else 8, "num_stages": 3, "enable_fp_fusion": False}
-    mma = {90: r"wgmma\.mma_async", 100: r"tcgen05\.mma", 120: r"mma\.sync"}
+    options = {"num_warps": 8 if tokens == LARGE_TILE else 4, "num_stages": 3, "enable_fp_fusion": False}
+    mma = {90: r"mma\.sync" if tokens == FEW_TOKENS else r"wgmma\.mma_async", 100: r"tcgen05\.mma", 120: r"mma\.sync"}
     wanted = {arch: mma[arch] for arch in archs}
     return AotCase("route_logits", "bf16", _logits_kernel, signature, constants, options, archs, wanted)
 
@@ -375,9 +428,10 @@ def _aot_choose(
 
 
 AOT_CASES: tuple[AotCase, ...] = (
-    _aot_logits(TILE, 1),
-    _aot_logits(TILE, 7),
-    _aot_logits(LARGE_TILE, 1, (90, 100)),
+    _aot_logits(FEW_TOKENS, TILE, 7, (90,)),
+    _aot_logits(TILE, TILE, 1),
+    _aot_logits(TILE, TILE, 7),
+    _aot_logits(LARGE_TILE, LARGE_TILE, 1, (90, 100)),
     _aot_choose("softmax", 128, parts=3),
     _aot_choose("topk_softmax", 128, bias=True),
     _aot_choose("sigmoid", 256, parts=7, groups=8, correction=True),

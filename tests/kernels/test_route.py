@@ -115,9 +115,10 @@ def test_tiles_and_parts_change_no_bit(
         monkeypatch.setattr(route, "FEW_TILES", few_tiles)
         monkeypatch.setattr(route, "MANY_TILES", many_tiles)
         chunk = 64 * math.ceil(hidden / 64 / route.SPLITS)
-        tile, parts = route._tile_and_parts(tokens, 70, chunk, 9)
-        assert (tile, parts) == (128 if many_tiles == 1 else 64, math.ceil(chunk / route.PART) if few_tiles else 1)
-        if tile == 64 or shared_memory_of_hopper:
+        tiling = route.choose_tiling(tokens, 70, chunk, 9)
+        assert tiling.parts == (math.ceil(chunk / route.PART) if few_tiles else 1)
+        assert tiling.tokens == (128 if many_tiles == 1 else 16 if few_tiles and tokens == 5 else 64)
+        if tiling.tokens < 128 or shared_memory_of_hopper:
             found.append(ours(x_TH))
     assert len(found) > 1
     for idx_TK, weights_TK in found[1:]:
@@ -127,13 +128,15 @@ def test_tiles_and_parts_change_no_bit(
 
 def test_few_tokens_fill_the_gpu_and_many_take_large_tiles() -> None:
     chunk = 7168 // route.SPLITS
-    assert route._tile_and_parts(1, 256, chunk, 9) == (64, 7)
-    assert route._tile_and_parts(128, 256, chunk, 9) == (64, 7)
-    assert route._tile_and_parts(129, 256, chunk, 9) == (64, 1)
-    assert route._tile_and_parts(1024, 256, chunk, 9) == (128, 1)
-    assert route._tile_and_parts(4096, 128, 256, 9) == (128, 1)
-    assert route._tile_and_parts(1 << 16, 64, chunk, 9) == (64, 1)  # half of a large tile would be empty
-    assert route._tile_and_parts(1 << 16, 256, chunk, 12) == (64, 1)  # less shared memory
+    tiling = route.choose_tiling
+    assert tiling(1, 256, chunk, 9) == tiling(16, 256, chunk, 9) == (16, 64, 7)
+    assert tiling(17, 256, chunk, 9) == tiling(128, 256, chunk, 9) == (64, 64, 7)
+    assert tiling(1, 256, chunk, 10) == (64, 64, 7)  # other instructions
+    assert tiling(129, 256, chunk, 9) == (64, 64, 1)
+    assert tiling(1024, 256, chunk, 9) == (128, 128, 1)
+    assert tiling(4096, 128, 256, 9) == (128, 128, 1)
+    assert tiling(1 << 16, 64, chunk, 9) == (64, 64, 1)  # half of a large tile would be empty
+    assert tiling(1 << 16, 256, chunk, 12) == (64, 64, 1)  # less shared memory
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
