@@ -13,6 +13,8 @@ from moe_runtime.launch.reporting.operations import operations_markdown
 from moe_runtime.launch.reporting.runs import Report, Result, gpu_of, kind_of, ours, ranks_of, shown_us, where
 from moe_runtime.launch.reporting.show import RELATIVE, foreign_note, times_of
 
+FEW_TOKENS = 32
+"""Most tokens of a run of few tokens."""
 MOST_FLOORS = 1.5
 """Times its floor that a layer may take without a word about what bounds it."""
 
@@ -162,18 +164,25 @@ def operation_table(found: Found) -> str:
 
 def models_table(found: Found) -> str:
     """Of the run of `bench models` that has most rows."""
-    return _models_table(_models(found)[0])
+    return _models_table(_models(found, lambda results: True))
 
 
 def few_tokens_table(found: Found) -> str:
-    """Of the run of `bench models` that has fewest."""
-    return _models_table(_models(found)[-1])
+    """Of a run of `bench models` with few tokens."""
+    return _models_table(_models(found, lambda results: max(r["tokens"] for r in results) <= FEW_TOKENS))
 
 
-def _models(found: Found) -> list[Run]:
-    if not (reports := found.get(runs.MODELS)):
+def one_model_table(found: Found) -> str:
+    """Of a run of `bench models` of one model."""
+    return _models_table(_models(found, lambda results: len({r["model"] for r in results}) == 1))
+
+
+def _models(found: Found, wanted: Callable[[list[Result]], bool]) -> Run:
+    """The run of `bench models` with most rows whose results are `wanted`."""
+    reports = [run for run in found.get(runs.MODELS, []) if wanted(run[1]["results"])]
+    if not reports:
         raise ValueError(f"results: expected a run of kind {runs.MODELS}")
-    return sorted(reports, key=lambda run: -len(run[1]["results"]))
+    return max(reports, key=lambda run: len(run[1]["results"]))
 
 
 def _models_table(run: Run) -> str:
@@ -210,6 +219,7 @@ TABLES: dict[str, Callable[[Found], str]] = {
     "operations": operation_table,
     "models": models_table,
     "few_tokens": few_tokens_table,
+    "one_model": one_model_table,
     "low_latency": low_latency_table,
     "normal": normal_table,
 }
