@@ -330,7 +330,7 @@ def route(
 
     Args:
         x_TH: bf16 `[T, H]`.
-        weight_EH: fp32 `[E, H]`, contiguous; finite.
+        weight_EH: fp32 `[E, H]`, contiguous; finite. No kernel before may let this one start and then write them.
         bias_E: fp32 `[E]`, added to the logits.
         correction_bias_E: fp32 `[E]`, added to sigmoid scores for the choice.
 
