@@ -14,6 +14,7 @@ from moe_runtime.kernels.formats.number_formats import (
 )
 from moe_runtime.kernels.formats.quantize import check_gsf
 from moe_runtime.kernels.formats.scale_blocks import dense_128_blocks_needed, dense_128_offsets
+from moe_runtime.kernels.gemm.dequant_tokens import dequantized_shape
 from moe_runtime.kernels.gemm.grouped_rows import MAX_ROUTED_IDS, GroupedRows
 from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
 from moe_runtime.kernels.gemm.weights import Activation, ExpertWeights
@@ -95,9 +96,11 @@ def _check_operands(a: GroupedRows, w: ExpertWeights | PrepackedWeights) -> None
         _check(a, "num_active_experts", active.reshape(1), torch.int32, 1)
     elif active is not None and type(active) is not int:
         raise ValueError(f"a.num_active_experts: expected an int or an int32 tensor, got {describe(active)}")
+    check_flag("a.settled", a.settled)
     if a.topk_idx is not None:
         _check_ids(a, a.topk_idx)
     if a.dequantized is not None:
+        _check_dequantized(a, a.dequantized)
         return
     scale_columns = a.format.scale_columns(a.num_columns)
     check_flag("a.scales_in_record", a.scales_in_record)
@@ -134,6 +137,23 @@ def _check_ids(a: GroupedRows, ids: torch.Tensor) -> None:
         raise ValueError(f"a.topk_idx: expected at most {MAX_ROUTED_IDS} ids, got {ids.numel()}")
     if ids.device != a.rows.device or not ids.is_contiguous():
         raise ValueError(f"a.topk_idx: expected a contiguous tensor on {a.rows.device}, got one on {ids.device}")
+
+
+def _check_dequantized(a: GroupedRows, dequantized: torch.Tensor) -> None:
+    blocks = dequantized_shape(a, a.num_columns)
+    if dequantized.dtype == torch.bfloat16:
+        fits = dequantized.ndim == 2 and dequantized.shape[0] >= a.capacity and dequantized.shape[1] == a.num_columns
+    else:
+        fits = dequantized.dtype == torch.uint8 and dequantized.shape == blocks
+    if not fits:
+        found = f"{list(dequantized.shape)} of {dequantized.dtype}"
+        raise ValueError(
+            f"a.dequantized: expected [at least {a.capacity}, {a.num_columns}] of torch.bfloat16 or {list(blocks)} of "
+            f"torch.uint8, got {found}"
+        )
+    if dequantized.device != a.rows.device or not dequantized.is_contiguous():
+        where = f"strides {list(dequantized.stride())} on {dequantized.device}"
+        raise ValueError(f"a.dequantized: expected a contiguous tensor on {a.rows.device}, got {where}")
 
 
 def _check_scales(a: GroupedRows, pattern: str, tail: tuple[int, ...], at_least: int = 0) -> None:

@@ -68,9 +68,14 @@ def scale_stride(a: GroupedRows, packed_ld: int | None) -> int:
     return packed_ld or 0
 
 
+def dequantized_shape(a: GroupedRows, num_columns: int) -> tuple[int, ...]:
+    """Shape of the output of `dequant_tokens` for rows of `num_columns` values in the groups of `a`."""
+    return unit_columns(num_columns), token_blocks(a), 8, 8, 16
+
+
 def empty_dequantized(a: GroupedRows, num_columns: int) -> torch.Tensor:
     """Uninitialized output of `dequant_tokens` for rows of `num_columns` values in the groups of `a`."""
-    return torch.empty(unit_columns(num_columns), token_blocks(a), 8, 8, 16, dtype=torch.uint8, device=a.rows.device)
+    return torch.empty(dequantized_shape(a, num_columns), dtype=torch.uint8, device=a.rows.device)
 
 
 def dequant_tokens(

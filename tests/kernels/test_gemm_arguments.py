@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -46,6 +47,14 @@ from tests.support.gemm_cases import make_rows, random_weights
         ("a.topk_idx", {"topk_idx": torch.zeros(2, 2)}),
         ("a.topk_idx", {"topk_idx": torch.zeros(65, 1, dtype=torch.int32)}),
         ("a.topk_idx", {"topk_idx": torch.zeros(2, 4, dtype=torch.int64)[:, :2]}),
+        ("a.settled", {"settled": "no"}),
+        ("a.dequantized", {"dequantized": Path("rows")}),
+        ("a.dequantized", {"dequantized": torch.zeros(7, 64, dtype=torch.bfloat16)}),
+        ("a.dequantized", {"dequantized": torch.zeros(8, 32, dtype=torch.bfloat16)}),
+        ("a.dequantized", {"dequantized": torch.zeros(8, 64)}),
+        ("a.dequantized", {"dequantized": torch.zeros(64, 8, dtype=torch.bfloat16).T}),
+        ("a.dequantized", {"dequantized": torch.zeros(1, 2, 8, 8, 16, dtype=torch.uint8)}),
+        ("a.dequantized", {"dequantized": torch.zeros(8, 64, dtype=torch.bfloat16, device="meta")}),
         ("a.scales", {"scales": None}),
         ("a.scales", {"scales": torch.zeros(2, 2, 32, 4, 4, dtype=torch.uint8)}),
     ],
