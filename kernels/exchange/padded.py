@@ -197,6 +197,7 @@ def _dispatch_place_kernel(
             before += rows
 
 
+@torch.inference_mode()  # memory that was made in this mode may not be changed outside it
 def place_reference(landed: LandedTokens, scales_at: int, out: PaddedRows, statistics: torch.Tensor | None) -> None:
     """`place_padded_rows` in torch; waits for the host."""
     experts, slots, row_bytes = out.rows.shape

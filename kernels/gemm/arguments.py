@@ -42,7 +42,7 @@ def check_operands(a: GroupedRows, w: ExpertWeights | PrepackedWeights) -> None:
     """Raise `ValueError` naming the argument unless `a` and `w` can be multiplied."""
     try:
         _check_operands(a, w)
-    except (AttributeError, NotImplementedError, RuntimeError, TypeError):
+    except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError):
         # Every product of a step comes here, so kinds are looked at only now.
         _check_kinds(a)
         raise

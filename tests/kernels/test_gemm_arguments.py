@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -26,6 +27,7 @@ from tests.support.gemm_cases import make_rows, random_weights
         ("a.rows", {"rows": torch.zeros(32, 8, dtype=torch.uint8).T}),
         ("a.rows", {"rows": torch.zeros(7, 32, dtype=torch.uint8)}),
         ("w", {"num_columns": 128}),
+        ("a.num_columns", {"num_columns": np.zeros(2)}),
         ("a.row_index", {"row_index": torch.zeros(8, dtype=torch.int64)}),
         ("a.row_index", {"row_index": torch.zeros(7, dtype=torch.int32)}),
         ("a.row_scale", {"row_scale": None}),

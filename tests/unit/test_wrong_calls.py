@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -356,6 +357,23 @@ def test_messages_made_in_inference_mode_are_written(seed: int) -> None:
         outputs = ("output_tokens", "output_scales", "output_scales_offset")
         found.append([offsets, buf, *(made[name] for name in outputs)])
     assert differs(found[1], found[0]) is None
+
+
+def test_padded_rows_made_in_inference_mode_are_written(seed: int) -> None:
+    found = []
+    for mode in (False, True):
+        w = World(random.Random(seed))
+        dispatcher = w.dispatcher()
+        with torch.inference_mode(mode):
+            arguments = ARGUMENTS["TokenDispatcher.dispatch_recv_padded"](w, dispatcher)
+            names = ("rows", "counts", "source_tokens", "layout_range", "positions")
+            made = {name: getattr(arguments["out"], name).clone() for name in names}
+            arguments["out"] = replace(arguments["out"], **made)
+        dispatcher.dispatch_recv_padded(**arguments)
+        out = arguments["out"]
+        assert out.counts.is_inference() == mode
+        found.append([out.rows, out.counts, out.source_tokens, out.positions, arguments["statistics"]])
+    assert found[0][1].any() and differs(found[1], found[0]) is None
 
 
 def test_packed_scales_may_have_any_strides(seed: int) -> None:
