@@ -169,7 +169,7 @@ def models_table(found: Found) -> str:
 
 def few_tokens_table(found: Found) -> str:
     """Of a run of `bench models` with few tokens."""
-    return _models_table(_models(found, lambda results: max(r["tokens"] for r in results) <= FEW_TOKENS))
+    return _models_table(_models(found, lambda results: all(r["tokens"] <= FEW_TOKENS for r in results)))
 
 
 def one_model_table(found: Found) -> str:
@@ -178,8 +178,10 @@ def one_model_table(found: Found) -> str:
 
 
 def _models(found: Found, wanted: Callable[[list[Result]], bool]) -> Run:
-    """The run of `bench models` with most rows whose results are `wanted`."""
-    reports = [run for run in found.get(runs.MODELS, []) if wanted(run[1]["results"])]
+    """The run of `bench models` with most rows whose results, but for refused pairs, are `wanted`."""
+    reports = [
+        run for run in found.get(runs.MODELS, []) if wanted([r for r in run[1]["results"] if "refused" not in r])
+    ]
     if not reports:
         raise ValueError(f"results: expected a run of kind {runs.MODELS}")
     return max(reports, key=lambda run: len(run[1]["results"]))

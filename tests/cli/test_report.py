@@ -341,6 +341,21 @@ def test_table_of_the_gemm() -> None:
     assert "H200: 1 of 4 goals met; missed: nvfp4 32x32 both (230 us), fp8_block 32x32 both (360 us), " in text
 
 
+def test_tables_of_layers_take_their_runs_whatever_these_refuse() -> None:
+    names = ("models_h100.json", "models_few_tokens_h200.json", "models_gpt_oss_h200.json")
+    reports = [(name, load(name)) for name in names]
+    for _, one in reports:
+        model = one["results"][0]["model"]
+        one["results"].append({"model": model, "weight_format": "a", "token_format": "b", "refused": "no"})
+    for found in (reports, reports[::-1]):
+        made = (pages.models_table, pages.few_tokens_table, pages.one_model_table)
+        for name, table in zip(names, made, strict=True):
+            text = table({runs.MODELS: found})
+            assert text.startswith(f"[{name.removesuffix('.json')}]") and text.endswith(" in a x b: no.")
+    with pytest.raises(ValueError, match=rf"^results: expected a run of kind {runs.MODELS}"):
+        pages.few_tokens_table({runs.MODELS: reports[:1]})
+
+
 def test_the_page_of_results_is_up_to_date() -> None:
     assert report.main(["tables", "--check"]) == 0, "run python -m moe_runtime.launch.report tables"
 
