@@ -159,15 +159,9 @@ def _key(x):
 
 
 @triton.jit
-def _best(keys, ids):
+def _best(keys, ids, AXIS: tl.constexpr = 0):
     """The lowest of the int32 `ids` that have the largest of the int32 `keys`. A warp reduces int32 at once."""
-    return tl.min(tl.where(keys == tl.max(keys, axis=0), ids, LARGEST), axis=0)
-
-
-@triton.jit
-def _best_of_rows(keys, ids):
-    """`_best` of each row."""
-    return tl.min(tl.where(keys == tl.max(keys, axis=1)[:, None], ids, LARGEST), axis=1)
+    return tl.min(tl.where(keys == tl.max(keys, axis=AXIS, keep_dims=True), ids, LARGEST), axis=AXIS)
 
 
 @triton.jit
@@ -177,8 +171,8 @@ def _of_best_groups(choice, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, BLOC
     grouped = tl.reshape(choice, [GROUPS, SIZE])
     within = tl.broadcast_to(tl.arange(0, SIZE)[None, :], [GROUPS, SIZE])
     keys = _key(grouped)
-    is_first = within == _best_of_rows(keys, within)[:, None]
-    is_second = within == _best_of_rows(tl.where(is_first, LOWEST_KEY, keys), within)[:, None]
+    is_first = within == _best(keys, within, 1)[:, None]
+    is_second = within == _best(tl.where(is_first, LOWEST_KEY, keys), within, 1)[:, None]
     best = tl.sum(tl.where(is_first, grouped, 0.0), axis=1) + tl.sum(tl.where(is_second, grouped, 0.0), axis=1)
     g = tl.arange(0, GROUPS)
     groups = _key(best)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -368,7 +367,7 @@ def test_padded_rows_made_in_inference_mode_are_written(seed: int) -> None:
             arguments = ARGUMENTS["TokenDispatcher.dispatch_recv_padded"](w, dispatcher)
             names = ("rows", "counts", "source_tokens", "layout_range", "positions")
             made = {name: getattr(arguments["out"], name).clone() for name in names}
-            arguments["out"] = replace(arguments["out"], **made)
+            arguments["out"] = dataclasses.replace(arguments["out"], **made)
         dispatcher.dispatch_recv_padded(**arguments)
         out = arguments["out"]
         assert out.counts.is_inference() == mode
