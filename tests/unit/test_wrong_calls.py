@@ -362,7 +362,7 @@ def test_padded_rows_made_in_inference_mode_are_written(seed: int) -> None:
     found = []
     for mode in (False, True):
         w = World(random.Random(seed))
-        dispatcher = w.dispatcher()
+        dispatcher = w.reusing_dispatcher()
         with torch.inference_mode(mode):
             arguments = ARGUMENTS["TokenDispatcher.dispatch_recv_padded"](w, dispatcher)
             names = ("rows", "counts", "source_tokens", "layout_range", "positions")
