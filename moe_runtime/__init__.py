@@ -11,8 +11,8 @@ Layers, from the top. A module imports from its own layer or from those below it
     launch.common
     virtual, integrations
     layer, ops, checkpoints.conversion
-    layer_members, kept_experts
-    build, lost_experts, placement.rebalance, checkpoints.converted_experts, checkpoints.calibration
+    layer_members, expert_loader
+    build, kept_experts, lost_experts, placement.rebalance, checkpoints.converted_experts, checkpoints.calibration
     placement.migration
     expert_slots
     experts, placement.rail

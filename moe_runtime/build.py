@@ -1,8 +1,8 @@
-"""What a layer is built of: the context it runs over, and weights from a checkpoint or from a seed."""
+"""What a layer is built of: the context it runs over, and dense weights and experts from a checkpoint or a seed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,14 +11,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from moe_runtime.checkpoints.checkpoint import Checkpoint
-from moe_runtime.checkpoints.loading import FRESH, ExpertTensors, QuantBuffers, quantize_experts
+from moe_runtime.checkpoints.loading import ExpertTensors
 from moe_runtime.config import MoELayerConfig, ParallelConfig
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.context.peers import abort_peers_on_error
-from moe_runtime.experts import Experts, activation_of
-from moe_runtime.kernels.formats.number_formats import format_named
-from moe_runtime.kernels.gemm.expert_norm import ExpertNorm
-from moe_runtime.kernels.gemm.prepacked import MAX_PREPACKED_EXPERTS
 from moe_runtime.post_expert_norm import PostExpertNorm
 from moe_runtime.router import Router
 from moe_runtime.shared_expert import SharedExpert
@@ -126,45 +122,3 @@ def random_expert(config: MoELayerConfig, seed: int, expert: int, device: torch.
     if not config.expert_bias:
         return ExpertTensors(gate_up, down)
     return ExpertTensors(gate_up, down, normal(rows, fan_in=hidden), normal(hidden, fan_in=inner))
-
-
-def make_experts(
-    experts: Iterable[ExpertTensors | tuple[torch.Tensor, torch.Tensor]],
-    config: MoELayerConfig,
-    count: int,
-    context: ExpertParallelContext,
-    buffers: QuantBuffers,
-    norm: ExpertNorm | None = None,
-) -> Experts:
-    """The `count` experts of a rank, quantized and in the order that the GPU's kernels read.
-
-    Raises `ValueError` as `moe_runtime.checkpoints.loading.quantize_experts`, and what `experts` raises.
-    """
-    return _unpacked(experts, config, count, context, buffers, norm).prepacked()
-
-
-def no_experts(count: int, config: MoELayerConfig, context: ExpertParallelContext, norm: ExpertNorm | None) -> Experts:
-    """Weights of zero experts, in the order and with the tensors that `make_experts` gives to `count` experts."""
-    none = _unpacked((), config, 0, context, FRESH, norm)
-    return none.prepacked() if count <= MAX_PREPACKED_EXPERTS else none
-
-
-def _unpacked(
-    experts: Iterable[ExpertTensors | tuple[torch.Tensor, torch.Tensor]],
-    config: MoELayerConfig,
-    count: int,
-    context: ExpertParallelContext,
-    buffers: QuantBuffers,
-    norm: ExpertNorm | None,
-) -> Experts:
-    """As `make_experts`, in the order of the formats."""
-    gate_up, down = quantize_experts(experts, config, count, context.device, buffers)
-    return Experts(
-        gate_up,
-        down,
-        activation_of(config.activation),
-        intermediate_format=format_named(config.token_format),
-        intermediate_gsf=config.intermediate_gsf,
-        engine=context.engine,
-        norm=norm,
-    )

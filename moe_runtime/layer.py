@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,8 +20,6 @@ from moe_runtime.build import (
     checkpoint_overrides,
     fill_dense,
     load_dense,
-    make_experts,
-    no_experts,
     random_expert,
 )
 from moe_runtime.checkpoints.checkpoint import Checkpoint, opened
@@ -37,10 +35,9 @@ from moe_runtime.counters import LayerCounters
 from moe_runtime.dispatcher.arguments import flat_shared, flat_tokens
 from moe_runtime.dispatcher.handle import CombineSink
 from moe_runtime.dispatcher.token_dispatcher import TokenDispatcher
+from moe_runtime.expert_loader import ExpertLoader
 from moe_runtime.experts import Experts
-from moe_runtime.kept_experts import load_kept
 from moe_runtime.kernels.formats.scale_blocks import expert_starts
-from moe_runtime.kernels.gemm.expert_norm import ExpertNorm
 from moe_runtime.kernels.gemm.grouped_rows import MAX_ROUTED_IDS
 from moe_runtime.layer_members import Holding, LayerMembers
 from moe_runtime.metrics import PhaseTimes, phase
@@ -54,7 +51,6 @@ from moe_runtime.shared_expert import SharedExpert
 from moe_runtime.step import LayerStep
 from moe_runtime.support.compiling import not_compiled
 from moe_runtime.support.deprecation import warn_removed, warn_renamed
-from moe_runtime.support.progress import with_progress
 from moe_runtime.warming import WarmUpStep, warm_up_steps
 
 
@@ -135,6 +131,7 @@ class MoELayer(nn.Module):
         self.post_expert_norm: PostExpertNorm | None = None
         if config.post_expert_norm is not None:
             self.post_expert_norm = PostExpertNorm(config.hidden_size, config.post_expert_norm, device)
+        self._loader = ExpertLoader(config, self.context, self.post_expert_norm)
         self.times: PhaseTimes | None = None
         self.counters: LayerCounters | None = None
         self._members = LayerMembers(self.context, self.layer_id, config.num_experts, placement)
@@ -448,17 +445,14 @@ class MoELayer(nn.Module):
             elsewhere.add("shared_expert")
         context = self.context
         with abort_peers_on_error(context), opened(checkpoint) as files:
-            again = partial(
-                Checkpoint, files.folder, routers=files.routers, keep_in_host_memory=files.keep_in_host_memory
-            )
             files.check_fits(self.config, but_for=elsewhere)
             load_dense(files, layer, self.router, self.shared_expert)
             context.check()
             if context.joins:
-                self.experts = self._none(len(self.local_experts))
+                self.experts = self._loader.none(len(self.local_experts))
             else:
-                self.experts = self._read(files, layer, self.local_experts, shown=context.rank == 0)
-            self._members.reload = lambda ids: self._read_again(again, layer, ids)
+                self.experts = self._loader.read(files, layer, self.local_experts, shown=context.rank == 0)
+            self._members.reload = self._loader.reader(files, layer)
             context.register(agree=files.digests(layer), about=f"layer {self.layer_id}")
 
     def load_random(self, seed: int) -> None:
@@ -474,9 +468,7 @@ class MoELayer(nn.Module):
         fill_dense(self.config, seed, self.router, self.shared_expert, self.post_expert_norm)
         device = self.context.device
         self.load_experts(random_expert(self.config, seed, expert, device) for expert in self.local_experts)
-        self._members.reload = lambda ids: self._made(
-            (random_expert(self.config, seed, expert, device) for expert in ids), len(ids)
-        )
+        self._members.reload = partial(self._loader.random, seed)
 
     def load_experts(
         self, experts: Iterable[ExpertTensors | tuple[torch.Tensor, torch.Tensor]], buffers: QuantBuffers = FRESH
@@ -496,43 +488,10 @@ class MoELayer(nn.Module):
                 raise ValueError(f"experts: expected those of this rank, in order, got {describe(experts)}")
             check_buffers(buffers)
             count = len(self.local_experts)
-            self.experts = self._none(count) if self.context.joins else self._made(experts, count, buffers)
+            self.experts = (
+                self._loader.none(count) if self.context.joins else self._loader.make(experts, count, buffers)
+            )
             self._members.reload = None
-
-    def _made(
-        self,
-        experts: Iterable[ExpertTensors | tuple[torch.Tensor, torch.Tensor]],
-        count: int,
-        buffers: QuantBuffers = FRESH,
-    ) -> Experts:
-        return make_experts(experts, self.config, count, self.context, buffers, self._norm)
-
-    def _none(self, count: int) -> Experts:
-        """No experts, in the form of `count`."""
-        return no_experts(count, self.config, self.context, self._norm)
-
-    @property
-    def _norm(self) -> ExpertNorm | None:
-        return None if self.post_expert_norm is None else self.post_expert_norm.norm
-
-    def _read(self, files: Checkpoint, layer: int, ids: Sequence[int], *, shown: bool) -> Experts:
-        """Experts of decoder layer `layer`, in order; from their copies in host memory where there are some."""
-
-        def read(ids: Sequence[int]) -> Experts:
-            buffers = files.quant_buffers(layer, self.config.weight_format, len(ids), self.context.device)
-            text = f"rank {self.context.rank}: layer {layer} of {files.folder.name}"
-            # Closed before `files`, also after an error: its reader uses them until then.
-            with closing(files.experts(layer, ids, buffers)) as experts:
-                return self._made(with_progress(experts, text, len(ids), shown=shown), len(ids), buffers)
-
-        if not files.keep_in_host_memory:
-            return read(ids)
-        return load_kept(files, layer, self.config, ids, self._none(len(ids)), read)
-
-    def _read_again(self, again: Callable[[], Checkpoint], layer: int, ids: Sequence[int]) -> Experts:
-        """Experts of the checkpoint that `load_checkpoint` has read, which `again` opens."""
-        with again() as files:
-            return self._read(files, layer, ids, shown=False)
 
     @by_one_thread
     @torch.inference_mode()  # weights that were loaded in this mode may not be changed outside it

@@ -15,7 +15,6 @@ import torch
 
 import moe_runtime
 from moe_runtime import kept_experts
-from moe_runtime.build import no_experts
 from moe_runtime.checkpoints import kept_files
 from moe_runtime.checkpoints.checkpoint import Checkpoint, write_qwen3_moe_checkpoint
 from moe_runtime.checkpoints.conversion import convert_checkpoint
@@ -23,6 +22,7 @@ from moe_runtime.checkpoints.files import SafetensorsFile
 from moe_runtime.checkpoints.kept_files import VARIABLE, Room, free_kept, kept_layers
 from moe_runtime.comm.errors import MoERuntimeError
 from moe_runtime.context.expert_parallel import ExpertParallelContext
+from moe_runtime.expert_loader import ExpertLoader
 from moe_runtime.expert_slots import tensors_of
 from moe_runtime.experts import Experts
 from moe_runtime.kept_experts import load_kept
@@ -292,16 +292,17 @@ def test_another_config_has_other_copies(checkpoint: Path, kept: Path) -> None:
 def test_experts_in_another_order_come_from_copies_and_only_new_ones_are_read(checkpoint: Path) -> None:
     """As on a rank with another placement."""
     whole = experts_of(load(checkpoint, keep=False))
-    layer, read = load(checkpoint, keep=False), []
+    layer, read = load(checkpoint, keep=False), list[list[int]]()
+    loader = ExpertLoader(layer.config, layer.context, None)
     with Checkpoint(checkpoint, keep_in_host_memory=True) as files:
 
         def read_some(ids: Sequence[int]) -> Experts:
             read.append(list(ids))
-            return layer._made(files.experts(0, list(ids)), len(ids))
+            return loader.make(files.experts(0, list(ids)), len(ids))
 
         for ids, missing in (([0, 1, 2], [[0, 1, 2]]), ([5, 2, 7, 0], [[5, 7]]), ([7, 5], [])):
             read.clear()
-            none = no_experts(len(ids), layer.config, layer.context, None)
+            none = loader.none(len(ids))
             found = load_kept(files, 0, layer.config, ids, none, read_some)
             assert read == missing and found.num_experts == len(ids)
             for name, tensor in tensors_of(found).items():

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -562,3 +564,37 @@ def test_the_number_of_a_decoder_layer_is_an_integer(number: Any, tmp_path: Path
     write_qwen3_moe_checkpoint(tmp_path, MoELayerConfig(**SETTINGS), seed=0)
     with pytest.raises(ValueError, match=f"layer: expected an integer, got {number!r}"):
         MoELayer.from_checkpoint(tmp_path, layer=number, max_tokens_per_rank=4)
+
+
+@pytest.mark.parametrize("source", ["random", "tensors", "checkpoint", "yaml"])
+def test_weights_of_a_layer_that_nobody_holds_are_freed_at_once(
+    source: str, device: torch.device, tmp_path: Path, rng: torch.Generator
+) -> None:
+    """Their memory is back before the next layer is made, whenever Python looks for garbage."""
+    config = MoELayerConfig(**SETTINGS)
+    write_qwen3_moe_checkpoint(tmp_path, config, seed=5)
+    x = tokens(rng, 3).to(device)
+    with ExpertParallelContext(device=device, timeout_s=10) as context:
+        # A layer stays behind where any object that lives on has it: the second is as the first.
+        for _ in range(2):
+            layer = MoELayer(config, context)
+            if source == "random":
+                layer.load_random(0)
+            elif source == "tensors":
+                layer.load_experts(random_expert(config, 0, expert, device) for expert in range(8))
+            elif source == "checkpoint":
+                layer.load_checkpoint(tmp_path, 0)
+            else:
+                run = {"layer": SETTINGS, "checkpoint": {"path": str(tmp_path)}}
+                (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
+                layer = MoELayer.from_yaml(tmp_path / "run.yaml", context=context)
+            layer(x)
+            assert layer.experts is not None
+            freed = [weakref.ref(layer), weakref.ref(layer.experts), weakref.ref(layer.dispatcher)]
+            gc.collect()
+            gc.disable()
+            try:
+                del layer
+                assert [reference() for reference in freed] == [None] * 3
+            finally:
+                gc.enable()

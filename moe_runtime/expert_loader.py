@@ -1,0 +1,109 @@
+"""Makes the experts of a layer: from a checkpoint, from a seed, or from tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
+from functools import partial
+
+import torch
+
+from moe_runtime.build import random_expert
+from moe_runtime.checkpoints.checkpoint import Checkpoint
+from moe_runtime.checkpoints.loading import FRESH, ExpertTensors, QuantBuffers, quantize_experts
+from moe_runtime.config import MoELayerConfig
+from moe_runtime.context.expert_parallel import ExpertParallelContext
+from moe_runtime.experts import Experts, activation_of
+from moe_runtime.kept_experts import load_kept
+from moe_runtime.kernels.formats.number_formats import format_named
+from moe_runtime.kernels.gemm.prepacked import MAX_PREPACKED_EXPERTS
+from moe_runtime.post_expert_norm import PostExpertNorm
+from moe_runtime.support.progress import with_progress
+
+
+class ExpertLoader:
+    """Makes experts of one layer, quantized and in the order that the GPU's kernels read.
+
+    It does not refer to the layer: what keeps a loader to load experts again does not keep the layer's weights.
+
+    Args:
+        config: of the layer.
+        context: of the layer.
+        norm: over the result of each expert, as it is when experts are made; None for none.
+    """
+
+    def __init__(self, config: MoELayerConfig, context: ExpertParallelContext, norm: PostExpertNorm | None) -> None:
+        self._config, self._context, self._norm = config, context, norm
+
+    def make(
+        self,
+        experts: Iterable[ExpertTensors | tuple[torch.Tensor, torch.Tensor]],
+        count: int,
+        buffers: QuantBuffers = FRESH,
+    ) -> Experts:
+        """The `count` experts of a rank.
+
+        Raises `ValueError` as `moe_runtime.checkpoints.loading.quantize_experts`, and what `experts` raises.
+        """
+        return self._unpacked(experts, count, buffers).prepacked()
+
+    def none(self, count: int) -> Experts:
+        """Weights of zero experts, in the order and with the tensors that `make` gives to `count` experts."""
+        none = self._unpacked((), 0, FRESH)
+        return none.prepacked() if count <= MAX_PREPACKED_EXPERTS else none
+
+    def random(self, seed: int, ids: Sequence[int]) -> Experts:
+        """The experts `ids`, as `moe_runtime.build.random_expert` draws them on the layer's device."""
+        drawn = (random_expert(self._config, seed, expert, self._context.device) for expert in ids)
+        return self.make(drawn, len(ids))
+
+    def read(self, checkpoint: Checkpoint, layer: int, ids: Sequence[int], *, shown: bool = False) -> Experts:
+        """The experts `ids` of decoder layer `layer`, in order; from their copies in host memory where there are some.
+
+        `shown` asks for a bar on a terminal. Raises `ValueError` as `Checkpoint.experts`.
+        """
+
+        def read(ids: Sequence[int]) -> Experts:
+            buffers = checkpoint.quant_buffers(layer, self._config.weight_format, len(ids), self._context.device)
+            text = f"rank {self._context.rank}: layer {layer} of {checkpoint.folder.name}"
+            # Closed before `checkpoint`, also after an error: its reader uses them until then.
+            with closing(checkpoint.experts(layer, ids, buffers)) as experts:
+                return self.make(with_progress(experts, text, len(ids), shown=shown), len(ids), buffers)
+
+        if not checkpoint.keep_in_host_memory:
+            return read(ids)
+        return load_kept(checkpoint, layer, self._config, ids, self.none(len(ids)), read)
+
+    def reader(self, checkpoint: Checkpoint, layer: int) -> Callable[[Sequence[int]], Experts]:
+        """What reads experts of the same files once more, when `checkpoint` is closed."""
+        again = partial(
+            Checkpoint,
+            checkpoint.folder,
+            routers=checkpoint.routers,
+            keep_in_host_memory=checkpoint.keep_in_host_memory,
+        )
+
+        def read(ids: Sequence[int]) -> Experts:
+            with again() as files:
+                return self.read(files, layer, ids)
+
+        return read
+
+    def _unpacked(
+        self,
+        experts: Iterable[ExpertTensors | tuple[torch.Tensor, torch.Tensor]],
+        count: int,
+        buffers: QuantBuffers,
+    ) -> Experts:
+        """As `make`, in the order of the formats."""
+        config, context = self._config, self._context
+        gate_up, down = quantize_experts(experts, config, count, context.device, buffers)
+        return Experts(
+            gate_up,
+            down,
+            activation_of(config.activation),
+            intermediate_format=format_named(config.token_format),
+            intermediate_gsf=config.intermediate_gsf,
+            engine=context.engine,
+            norm=None if self._norm is None else self._norm.norm,
+        )
