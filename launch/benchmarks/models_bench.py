@@ -186,6 +186,7 @@ def run_model(
         with ExpertParallelContext(engine=engine) as context:
             if experts is None or made != pair[0]:
                 experts = None  # before others come
+                gc.collect()  # The largest models leave no room for what is garbage and still there.
                 if torch.cuda.is_available():
                     torch.cuda.empty_cache()
                 experts, made = MoELayer.from_run_config(run, context).experts, pair[0]
