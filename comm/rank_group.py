@@ -42,6 +42,9 @@ ROLL_CALL_S = 3.0
 FAREWELL_S = 0.5
 """How long the rank whose process hosts the store stays when it gives up, so that its peers learn of it there."""
 
+REASON_S = 2.0
+"""How long a rank that learned of the end of another one waits for its reason, which comes to the store a bit later."""
+
 LOOK_S = 0.1
 """How often a rank that waits looks whether a peer has given up, or calls the roll."""
 
@@ -196,21 +199,26 @@ class RankGroup:
 
     def who_left(self, what: str) -> MoERuntimeError | None:
         """The error for a rank that has given up, if one has; None also where the store cannot be asked."""
-        note = self._note(what)
+        note = None
+        with contextlib.suppress(MoERuntimeError):
+            note = self._note(what)
         return None if note is None else self._who_left(what, note)
 
     def reason_left(self, what: str) -> str:
-        """Why a rank has given up, if one has; empty also where the store cannot be asked."""
-        note = self._note(what)
-        with contextlib.suppress(ValueError):
-            if note is not None:
-                return row(integer(0), text, integer(0))(messages.read_answer(note).value)[1]
+        """Why a rank has given up; empty where no rank says so within `REASON_S`, or the store cannot be asked."""
+        deadline = time.monotonic() + REASON_S
+        with contextlib.suppress(MoERuntimeError, ValueError):
+            while (note := self._note(what)) is None:
+                if self._store is None or time.monotonic() > deadline:
+                    return ""
+                time.sleep(_POLL_S[1])
+            return row(integer(0), text, integer(0))(messages.read_answer(note).value)[1]
         return ""
 
     def _note(self, what: str) -> bytes | None:
-        with contextlib.suppress(MoERuntimeError):
-            if self._store is not None and self._ask(what, lambda: self._store.check([self._left_key])):
-                return self._ask(what, lambda: self._store.get(self._left_key))
+        """Of the first rank that has given up. Raises `StoreLostError` where the store cannot be asked."""
+        if self._store is not None and self._ask(what, lambda: self._store.check([self._left_key])):
+            return self._ask(what, lambda: self._store.get(self._left_key))
         return None
 
     def _meet(self, store: dist.Store, ranks: list[int], prefix: str) -> None:

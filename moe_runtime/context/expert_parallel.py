@@ -759,7 +759,7 @@ class ExpertParallelContext:
         return PeerTimeoutError(f"{error}, since it waits for rank {found}", found, error.phase)
 
     def _reason_elsewhere(self) -> str:
-        """Why a rank of another host gave up, as it left it in the store."""
+        """Why a rank of another host gave up, as it leaves it in the store after it has told its peers."""
         return "" if self.group is None else self.group.reason_left("check")
 
     def _check_usable(self) -> None:

@@ -136,14 +136,21 @@ def test_the_layer_is_within_its_bound_of_float64(fmt: str, combine: str, seed: 
     assert error <= error_bound(fmt, combine_format=combine, several_hosts=True)
 
 
-FAILURES = ("id", "argument", "capacity", "host capacity", "sizes")
+FAILURES = ("id", "argument", "late reason", "capacity", "host capacity", "sizes")
+"""`late reason`: as `argument`, and the reason comes to the store half a second after the peers are told."""
 
 
 def one_rank_fails(rank: int, world: int, per_host: int, how: str, parts: int) -> str:
     """What each rank raises where the last rank makes a mistake in its second step."""
     in_parts(parts)
-    with pytest.raises(MoERuntimeError if rank < world - 1 or how != "argument" else ValueError) as caught:
+    argument = how in ("argument", "late reason")
+    with pytest.raises(MoERuntimeError if rank < world - 1 or not argument else ValueError) as caught:
         with make_context(rank, per_host, timeout_s=WITHOUT_ONE_S) as context:
+            if how == "late reason" and rank == world - 1:
+                group = context.group
+                assert group is not None
+                leave = group.leave
+                group.leave = lambda *of: (time.sleep(0.5), leave(*of))[1]
             capacities = {"capacity": {"expert_row_capacity": 40}, "host capacity": {"host_capacity": 4}}
             c = config("bf16", **capacities.get(how, {}))
             layers = [MoELayer(c, context), MoELayer(c, context)]
@@ -157,7 +164,7 @@ def one_rank_fails(rank: int, world: int, per_host: int, how: str, parts: int) -
                 elif step == 1 and rank == world - 1 and how == "id":
                     ids = ids.clone()
                     ids[2, 1] = EXPERTS + 3
-                elif step == 1 and rank == world - 1 and how == "argument":
+                elif step == 1 and rank == world - 1 and argument:
                     ids = ids[:, :-1]
                 layer = layers[1 if step == 1 and rank == world - 1 and how == "sizes" else 0]
                 layer(mine.x, topk_idx=ids, topk_weights=mine.topk_weights)
@@ -167,18 +174,21 @@ def one_rank_fails(rank: int, world: int, per_host: int, how: str, parts: int) -
 
 
 @pytest.mark.cpu_only
-@pytest.mark.parametrize(("how", "parts"), [*((how, 1) for how in FAILURES), ("id", 3), ("argument", 3)])
+@pytest.mark.parametrize(
+    ("how", "parts"), [*((how, 1) for how in FAILURES), ("id", 3), ("argument", 3), ("late reason", 3)]
+)
 def test_a_mistake_of_one_rank_is_told_on_every_host(how: str, parts: int, get_pool: Any) -> None:
     texts = get_pool(4).run(one_rank_fails, 2, how, parts)
     kind, text = {
         "id": (RoutingError, "expert id"),
         "argument": (PeerAbortedError, "rank 3 gave up: topk_idx: expected shape"),
+        "late reason": (PeerAbortedError, "rank 3 gave up: topk_idx: expected shape"),
         "capacity": (CapacityError, "more than its expert_row_capacity of 40"),
         "host capacity": (CapacityError, "go to one host, more than its host_capacity of 4"),
         "sizes": (StepMismatchError, "the same layers in the same order"),
     }[how]
     for rank, said in enumerate(texts):
-        if how == "argument" and rank == 3:
+        if how in ("argument", "late reason") and rank == 3:
             assert said.startswith("ValueError: topk_idx")
             continue
         assert text in said, (rank, said)
