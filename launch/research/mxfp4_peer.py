@@ -147,7 +147,7 @@ class Humming:
             layers = importlib.import_module("humming.layer")
             self._tune = importlib.import_module("humming.tune").get_heuristics_config
         except ImportError as error:
-            raise ValueError(f"mxfp4_peer: pip install humming-kernels ({error})") from error
+            raise ValueError(f"pip install humming-kernels: {error}") from error
         layer = layers.HummingLayer(
             shape_n=ROWS,
             shape_k=COLUMNS,
@@ -283,7 +283,7 @@ def work(options: argparse.Namespace) -> int:
     environment.check_at_least(1, tokens=min(options.tokens), steps=options.steps)
     with ExpertParallelContext() as context:
         if context.device.type != "cuda" or torch.cuda.get_device_capability(context.device)[0] != 9:
-            raise ValueError("mxfp4_peer: expected a Hopper GPU")
+            raise ValueError("expected a Hopper GPU")
         record = environment.environment_record(context)
         results = run(context, options.tokens, options.steps)
     passed = all(result["passed"] for result in results)
