@@ -62,7 +62,7 @@ class Machine:
     bf16_tflop_per_s: float = gemm_cases.BF16_TFLOP_PER_S
     fp8_tflop_per_s: float = gemm_cases.FP8_TFLOP_PER_S
     kernel_us: float = 3.7
-    experts_over_floor: float = 1.16
+    experts_over_floor: float = 1.14
 
     def __post_init__(self) -> None:
         for field in fields(self):
