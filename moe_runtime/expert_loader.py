@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
-from functools import partial
 
 import torch
 
@@ -76,15 +75,10 @@ class ExpertLoader:
 
     def reader(self, checkpoint: Checkpoint, layer: int) -> Callable[[Sequence[int]], Experts]:
         """What reads experts of the same files once more, when `checkpoint` is closed."""
-        again = partial(
-            Checkpoint,
-            checkpoint.folder,
-            routers=checkpoint.routers,
-            keep_in_host_memory=checkpoint.keep_in_host_memory,
-        )
+        folder, routers, kept = checkpoint.folder, checkpoint.routers, checkpoint.keep_in_host_memory
 
         def read(ids: Sequence[int]) -> Experts:
-            with again() as files:
+            with Checkpoint(folder, routers=routers, keep_in_host_memory=kept) as files:
                 return self.read(files, layer, ids)
 
         return read

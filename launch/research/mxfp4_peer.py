@@ -13,6 +13,7 @@ import importlib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -122,10 +123,9 @@ def relative_error(weights: Weights, routed: Routed, found: torch.Tensor) -> flo
     return float((error / size) ** 0.5) if torch.isfinite(found).all() else float("inf")
 
 
-def here(weights: Weights, turns: list[Routed]) -> Call:
+def here(packed: PrepackedWeights, turns: list[Routed]) -> Call:
     """Our product, of the step whose number it gets."""
-    packed = weights.here()
-    ids = torch.arange(EXPERTS, dtype=torch.int32, device=weights.quants.device)
+    ids = torch.arange(EXPERTS, dtype=torch.int32, device=packed.device)
     steps = []
     for turn in turns:
         count = turn.rows.shape[0]
@@ -231,7 +231,7 @@ def run(context: ExpertParallelContext, tokens: list[int], iterations: int) -> l
     """A record per number of tokens and way of computing."""
     device, results = context.device, []
     weights = Weights.draw(device)
-    humming = Humming(weights)
+    packed, humming = weights.here(), Humming(weights)
     for count in tokens:
         # What a step reads for sure: the weights of the experts that one token chooses.
         turns = [
@@ -240,7 +240,7 @@ def run(context: ExpertParallelContext, tokens: list[int], iterations: int) -> l
         active = sum(int(turn.ids.unique().numel()) for turn in turns) / len(turns)
         moved = active * ROWS * (COLUMNS // 2 + COLUMNS // MXFP4.block) + 2 * count * TOP_K * (COLUMNS + ROWS)
         ways: dict[str, Callable[[list[Routed]], Call]] = {
-            "moe_runtime": lambda turns: here(weights, turns),
+            "moe_runtime": partial(here, packed),
             "humming, by expert": humming.by_expert,
             "humming, by index": humming.by_index,
         }

@@ -99,7 +99,7 @@ def test_weights_are_those_of_the_format(seed: int) -> None:
 def test_what_is_not_written_or_not_finite_fails() -> None:
     device = torch.device("cpu")
     weights, routed = Weights.draw(device), Routed.draw(9, 0, device)
-    found = mxfp4_peer.here(weights, [routed])(0)
+    found = mxfp4_peer.here(weights.here(), [routed])(0)
     assert mxfp4_peer.relative_error(weights, routed, found) <= mxfp4_peer.BOUND
     found[5, 7] = float("nan")
     assert mxfp4_peer.relative_error(weights, routed, found) == float("inf")
