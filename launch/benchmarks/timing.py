@@ -1,7 +1,7 @@
 """How a step is timed: ranks start together, each iteration counts its slowest rank, the median is over iterations.
 
-On a GPU an iteration is a replay of a CUDA graph of several steps, or as many eager steps where the step cannot be
-captured, between two events and after a barrier on the device. On a CPU it is one step by the wall clock.
+On a GPU an iteration is a replay of a CUDA graph of a barrier, an event, several steps and another event, or as many
+eager steps where the step cannot be captured. On a CPU it is one step by the wall clock.
 
 After a rest a GPU runs for some time at a higher clock than it can keep: an H200 multiplied FP8 at 1410 TFLOP/s (1.52
 GHz) for 40 to 80 ms, and at 1200 (1.27 GHz) from 0.1 s on. An iteration is therefore short and comes after a rest.
@@ -34,7 +34,8 @@ HEAD_START_CYCLES = 2_000_000
 """A GPU spins so long before the barrier of an iteration, about 1 ms, while the host launches barrier and iteration.
 
 Ranks then begin together. With the spin after the barrier each took its own clock: one of two H200s began 60 to 170 us
-before the other and waited so long in its first dispatch, 3 to 9 us for each of 20 steps.
+before the other and waited so long in its first dispatch, 3 to 9 us for each of 20 steps. The barrier is in the graph
+of the steps: launched by itself, it was sometimes over before a host that paused had launched the steps.
 """
 LONG_US = 1000.0
 """A step of this length is timed without pauses too."""
@@ -124,13 +125,11 @@ def measure(
         Timings by part; under `total` that of the whole step where `laps` is false.
     """
     on_gpu = context.device.type == "cuda"
-    clock = _CudaClock(context, step, capturable, laps, steps) if on_gpu else _WallClock(step, laps)
+    clock = _CudaClock(context, step, capturable, laps, steps) if on_gpu else _WallClock(context, step, laps)
     clock.warm_up()
     mine: dict[str, list[float]] = {}
     for number in range(iterations):
         clock.rest()
-        clock.head_start()
-        _barrier(context)
         for name, microseconds in clock.iteration(number).items():
             mine.setdefault(name, []).append(microseconds)
     context.check()
@@ -140,7 +139,6 @@ def measure(
         for name in mine
     }
     if sustained and isinstance(clock, _CudaClock) and not laps and timings[TOTAL].median_us >= LONG_US:
-        _barrier(context)
         mine_us = clock.sustained(timings[TOTAL].median_us)
         context.check()
         sustained_us = max(gather(context, "sustained time", mine_us, float))
@@ -168,7 +166,8 @@ class _WallClock:
     steps = 1
     method = "wall_clock"
 
-    def __init__(self, step: Step, laps: bool) -> None:
+    def __init__(self, context: ExpertParallelContext, step: Step, laps: bool) -> None:
+        self._context = context
         self._step = step
         self._laps = laps
 
@@ -179,10 +178,8 @@ class _WallClock:
     def rest(self) -> None:
         """A CPU needs none."""
 
-    def head_start(self) -> None:
-        """Nothing is launched ahead."""
-
     def iteration(self, number: int) -> dict[str, float]:
+        _barrier(self._context)
         marks = [("", time.perf_counter())]
         self._step(number, (lambda name: marks.append((name, time.perf_counter()))) if self._laps else _no_lap)
         if not self._laps:
@@ -201,6 +198,7 @@ class _CudaClock:
         self._laps = laps
         self._graph: torch.cuda.CUDAGraph | None = None
         self._marks: list[tuple[str, torch.cuda.Event | int]] = []
+        self._start_and_end: tuple[torch.cuda.Event, torch.cuda.Event]
         self._clocks: torch.Tensor | None = None
         self._iteration_us = 0.0
         if laps and context.engine == "cuda":
@@ -208,6 +206,7 @@ class _CudaClock:
 
     def warm_up(self) -> None:
         """Run a few steps, see how many an iteration has, and capture them. Collective."""
+        _barrier(self._context)  # the first collective of a group may not be captured
         # On a side stream, as capturing asks for.
         stream, side = torch.cuda.current_stream(), torch.cuda.Stream()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -224,24 +223,32 @@ class _CudaClock:
         self.steps = steps_of_iteration(step_us, self.steps)
         self._iteration_us = self.steps * step_us
         if self.method == "cuda_graph":
-            self._graph = torch.cuda.CUDAGraph()
-            # Other threads (a process group's watchdog) may call CUDA meanwhile.
-            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-                self._steps()
+            self._graph = self._captured(self._between_events)
             # The first replay takes 0.1 to 0.2 ms more, for which the other ranks would wait in their first dispatch.
             self._graph.replay()
             torch.cuda.synchronize(self._context.device)
+
+    def _captured(self, enqueue: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """A graph of what `enqueue` launches; all graphs have one pool of memory, since none runs beside another."""
+        graph, pool = torch.cuda.CUDAGraph(), None if self._graph is None else self._graph.pool()
+        # Other threads (a process group's watchdog) may call CUDA meanwhile.
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            enqueue()
+        return graph
+
+    def _recorded(self) -> torch.cuda.Event:
+        # An external event becomes a node that records it anew at each replay.
+        event = torch.cuda.Event(enable_timing=True, external=self.method == "cuda_graph")
+        event.record()
+        return event
 
     def _mark(self, name: str) -> None:
         if self._clocks is not None:
             number = len(self._marks)
             write_clock(self._clocks[number])
             self._marks.append((name, number))
-            return
-        # An external event becomes a node that records it anew at each replay.
-        event = torch.cuda.Event(enable_timing=True, external=self.method == "cuda_graph")
-        event.record()
-        self._marks.append((name, event))
+        else:
+            self._marks.append((name, self._recorded()))
 
     def _steps(self) -> None:
         self._marks = []
@@ -253,30 +260,36 @@ class _CudaClock:
     def rest(self) -> None:
         time.sleep(RESTS * self._iteration_us * 1e-6)
 
-    def head_start(self) -> None:
-        torch.cuda._sleep(HEAD_START_CYCLES)
-
-    def _run(self, times: int = 1) -> float:
-        """Microseconds of all steps, so many times."""
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(times):
-            if self._graph is None:
-                self._steps()
-            else:
-                self._graph.replay()
-        end.record()
-        torch.cuda.synchronize(self._context.device)
-        return start.elapsed_time(end) * 1e3
+    def _between_events(self) -> None:
+        """Enqueue a barrier and the steps, between events."""
+        _barrier(self._context)
+        start = self._recorded()
+        self._steps()
+        self._start_and_end = start, self._recorded()
 
     def sustained(self, step_us: float) -> float:
         """Microseconds of a step without pauses; `step_us`, the same on all ranks, is about what it takes with them."""
+        run = self._steps if self._graph is None else self._captured(self._steps).replay
         times = ceil_div(int(SUSTAINED_US), int(step_us * self.steps))
-        self._run(times)
-        return self._run(times) / (times * self.steps)
+        start, middle, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+        _barrier(self._context)
+        for event in (start, middle):
+            event.record()
+            for _ in range(times):
+                run()
+        end.record()
+        torch.cuda.synchronize(self._context.device)
+        return middle.elapsed_time(end) * 1e3 / (times * self.steps)
 
     def iteration(self, number: int) -> dict[str, float]:
-        self._iteration_us = self._run()
+        torch.cuda._sleep(HEAD_START_CYCLES)
+        if self._graph is None:
+            self._between_events()
+        else:
+            self._graph.replay()
+        torch.cuda.synchronize(self._context.device)
+        start, end = self._start_and_end
+        self._iteration_us = start.elapsed_time(end) * 1e3
         if not self._laps:
             return {TOTAL: self._iteration_us / self.steps}
         clocks = [] if self._clocks is None else self._clocks.flatten().tolist()

@@ -156,14 +156,39 @@ def test_an_iteration_has_fewer_steps_where_they_are_long(step_us: float, most: 
     assert steps_of_iteration(step_us, most) == steps
 
 
-def test_ranks_meet_after_their_head_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """GPUs that spin the same number of cycles at their own clocks would part again after a barrier."""
+def test_ranks_meet_before_each_iteration(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
     monkeypatch.setattr(timing, "_barrier", lambda context: order.append("barrier"))
-    monkeypatch.setattr(timing._WallClock, "head_start", lambda clock: order.append("head start"))
     with virtual_contexts(1)[0] as context:
         measure(context, lambda number, lap: order.append("step"), iterations=2, capturable=False)
-    assert order[timing.WARM_UP_STEPS :] == ["head start", "barrier", "step"] * 2
+    assert order[timing.WARM_UP_STEPS :] == ["barrier", "step"] * 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("capturable", [True, False])
+@pytest.mark.parametrize("laps", [True, False])
+def test_ranks_meet_before_each_iteration_on_a_gpu(
+    capturable: bool, laps: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The barrier comes before each iteration, also of a graph, and what it takes is not counted."""
+    met, seen = torch.zeros((), dtype=torch.int64, device=device), torch.zeros((), dtype=torch.int64, device=device)
+
+    def barrier(context: object) -> None:
+        torch.cuda._sleep(20_000_000)  # about 10 ms
+        met.add_(1)
+
+    def step(number: int, lap: Callable[[str], None]) -> None:
+        torch.cuda._sleep(1_000)
+        seen.copy_(met)
+        lap("all")
+
+    monkeypatch.setattr(timing, "_barrier", barrier)
+    with virtual_contexts(1, device=device)[0] as context:
+        context.allocate()
+        (timed,) = measure(context, step, iterations=4, capturable=capturable, laps=laps, steps=3).values()
+    # Of the warm-up, of a graph's first replay, and of each iteration.
+    assert int(seen) == int(met) == 1 + capturable + 4
+    assert max(timed.iterations_us) < 2000
 
 
 @pytest.mark.gpu
