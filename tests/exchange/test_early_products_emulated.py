@@ -39,7 +39,7 @@ __all__ = ["emulator", "poisoned_memory"]
 pytestmark = [needs_emulator, pytest.mark.cpu_only]
 
 CPU = torch.device("cpu")
-HIDDEN, INTERMEDIATE, EXPERTS, TOP_K, MOST = 256, 192, 40, 2, 3
+HIDDEN, INTERMEDIATE, EXPERTS, TOP_K, MOST = 256, 192, 70, 2, 3
 SCHEDULES = 2
 MOST_SCHEDULES = 30
 """In which a mistake has to show."""

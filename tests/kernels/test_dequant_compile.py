@@ -539,3 +539,32 @@ def test_the_kernel_clamps_and_inverts_the_encode_scale_itself(recorded: list[Re
     finished, clamped = empty_intermediate(a, w, SwiGLU(), "nvfp4", given)
     assert clamped is not None and float(clamped) == 2.0**100
     assert finished.row_scale is not None and finished.row_scale.tolist() == [2.0**-100] * 4
+
+
+@pytest.mark.parametrize("experts", [160, 256, 384])
+@pytest.mark.parametrize(
+    ("weight", "k", "activation", "out"),
+    [
+        ("nvfp4", 7168, SwiGLU(), "nvfp4 dequantized"),
+        ("mxfp8", 7168, SwiGLU(), "mxfp8 dequantized"),
+        ("mxfp4", 2048, None, "bfloat16"),
+    ],
+    ids=["nvfp4", "mxfp8", "mxfp4"],
+)
+def test_the_groups_of_published_layers_stay_in_registers(
+    experts: int, weight: str, k: int, activation: Activation | None, out: str, recorded: list[Recorded]
+) -> None:
+    """A warp of `dequant_few` has the table of groups in its registers: 12 groups in a lane for Kimi-K2."""
+    token = "bf16" if activation is None else weight
+    launch = launched(recorded, weight, token, k, FEW, activation, out, chained=activation is None)
+    assert launch.defines["MAX_GROUPS"] == 32
+    launch.defines["MAX_GROUPS"] = dequant_gemm.few_groups(experts)
+    assert launch.defines["MAX_GROUPS"] == experts
+    compiled = compile_recorded(launch)
+    assert compiled.spilled_bytes <= SPILL_BYTES, compiled.log
+    check_room(launch, compiled, FEW.blocks_of_all)
+
+
+@pytest.mark.parametrize(("groups", "compiled_for"), [(1, 32), (32, 32), (33, 64), (128, 128), (384, 384), (512, 512)])
+def test_a_lane_has_as_many_groups_as_it_needs(groups: int, compiled_for: int) -> None:
+    assert dequant_gemm.few_groups(groups) == compiled_for
