@@ -16,13 +16,13 @@ namespace emulator {
 
 namespace {
 
-constexpr Word ROWS = 16, STEP_BYTES = 32, MOST_COLUMNS = 256;
+constexpr Word ROWS = 16, STEP_BYTES = 32;
 
 // Sums that products are under way to; the registers that they come back to, of each lane.
 struct Sums {
   Word columns, under_way;
   std::vector<float*> registers[32];
-  std::vector<float> values;  // [ROWS, columns]
+  std::vector<float> values;  // [columns, ROWS]
 };
 
 Word bytes_of(Kind kind) { return kind == Kind::E4M3 ? 1 : 2; }
@@ -69,71 +69,84 @@ Warp& own_warp() {
 }
 
 // Where a lane belongs in the sums: its register i.
-Word place(Word lane, Word i, Word columns) {
-  return (lane / 4 + i / 2 % 2 * 8) * columns + i / 4 * 8 + lane % 4 * 2 + i % 2;
-}
+Word place(Word lane, Word i) { return (i / 4 * 8 + lane % 4 * 2 + i % 2) * ROWS + lane / 4 + i / 2 % 2 * 8; }
 
 // One step of K of `rows` rows of an operand from row `first` on: K-major, in the 128-byte swizzle or in none.
-void append_operand(std::vector<unsigned char>& bytes, Long descriptor, Word first, Word rows) {
+void copy_operand(unsigned char* to, Long descriptor, Word first, Word rows) {
   const Word swizzle = descriptor >> 62;
   if (swizzle > 1 || (descriptor >> 49 & 7) != 0)
     fail("descriptor %016llx: only the 128-byte swizzle and none are emulated", descriptor);
   const Word start = (descriptor & 0x3FFF) << 4, groups_apart = (descriptor >> 32 & 0x3FFF) << 4;
   const Word chunks_apart = (descriptor >> 16 & 0x3FFF) << 4;  // without swizzle
   for (Word row = first; row < first + rows; ++row)
-    for (Word k = 0; k < STEP_BYTES; k += 16) {
+    for (Word k = 0; k < STEP_BYTES; k += 16, to += 16) {
       const Word group = start + row / 8 * groups_apart;
       const Word plain = group + k / 16 * chunks_apart + row % 8 * 16;
       const Word address = swizzle ? swizzled_128(group + row % 8 * 128 + k) : plain;
-      const auto* chunk = static_cast<const unsigned char*>(from_shared(address, 16));
-      bytes.insert(bytes.end(), chunk, chunk + 16);
+      memcpy(to, from_shared(address, 16), 16);
     }
 }
 
 // Operand a from the registers of a warp: [ROWS, STEP_BYTES].
-std::vector<unsigned char> from_registers(const Word* const* registers) {
-  std::vector<unsigned char> bytes(ROWS * STEP_BYTES);
+void copy_registers(unsigned char* to, const Word* const* registers) {
   for (Word lane = 0; lane < 32; ++lane)
     for (Word i = 0; i < 4; ++i)
-      memcpy(&bytes[(lane / 4 + i % 2 * 8) * STEP_BYTES + i / 2 * 16 + lane % 4 * 4], registers[lane] + i, 4);
-  return bytes;
+      memcpy(to + (lane / 4 + i % 2 * 8) * STEP_BYTES + i / 2 * 16 + lane % 4 * 4, registers[lane] + i, 4);
 }
 
 std::vector<unsigned char> operands_of(const Warp& warp, const Product& product) {
-  std::vector<unsigned char> bytes;
-  if (product.a_registers[0] != nullptr) bytes = from_registers(product.a_registers);
-  bytes.reserve((ROWS + MOST_COLUMNS) * STEP_BYTES);
-  if (bytes.empty()) append_operand(bytes, product.a, warp.number * ROWS, ROWS);
-  append_operand(bytes, product.b, 0, product.sums->columns);
+  std::vector<unsigned char> bytes((ROWS + product.sums->columns) * STEP_BYTES);
+  if (product.a_registers[0] != nullptr) copy_registers(bytes.data(), product.a_registers);
+  else copy_operand(bytes.data(), product.a, warp.number * ROWS, ROWS);
+  copy_operand(bytes.data() + ROWS * STEP_BYTES, product.b, 0, product.sums->columns);
   return bytes;
 }
 
-// values[r][n] += the sum over k of a[k][r] * b[k][n], rounded once.
-__attribute__((optimize("O3"), target_clones("avx2", "default"))) void multiply(float* values, const double* a,
-                                                                                const double* b, Word steps,
-                                                                                Word columns) {
-  double sums[MOST_COLUMNS];
-  for (Word row = 0; row < ROWS; ++row) {
-    for (Word n = 0; n < columns; ++n) sums[n] = values[row * columns + n];
-    for (Word k = 0; k < steps; ++k)
-      for (Word n = 0; n < columns; ++n) sums[n] += a[k * ROWS + row] * b[k * columns + n];
-    for (Word n = 0; n < columns; ++n) values[row * columns + n] = sums[n];
-  }
+// values[n][r] += the sum over k of a[k][r] * b[n][k], rounded once. 8 rows of 4 columns are in registers at a time.
+__attribute__((optimize("O3"), target_clones("avx512f", "avx2", "default"))) void multiply(
+    float* values, const double* a, const double* b, Word steps, Word columns) {
+  typedef double Eight __attribute__((vector_size(64), aligned(8)));
+  for (Word first = 0; first < columns; first += 4)
+    for (Word row = 0; row < ROWS; row += 8) {
+      Eight sums[4];
+      for (Word n = 0; n < 4; ++n)
+        for (Word r = 0; r < 8; ++r) sums[n][r] = values[(first + n) * ROWS + row + r];
+      for (Word k = 0; k < steps; ++k) {
+        const Eight of_a = *reinterpret_cast<const Eight*>(a + k * ROWS + row);
+        for (Word n = 0; n < 4; ++n) sums[n] += of_a * b[(first + n) * steps + k];
+      }
+      for (Word n = 0; n < 4; ++n)
+        for (Word r = 0; r < 8; ++r) values[(first + n) * ROWS + row + r] = sums[n][r];
+    }
 }
 
-// Numbers of `rows` rows of operands from `first` on, [k, row].
-std::vector<double> decode(const Product& product, Word first, Word rows) {
+// Numbers of an operand in their order.
+std::vector<double> decode(Kind kind, const unsigned char* at, size_t bytes) {
   static const std::vector<double> e4m3 = [] {
     std::vector<double> all(256);
     for (Word code = 0; code < 256; ++code) all[code] = ptx::of_e4m3(code);
     return all;
   }();
-  const Word size = bytes_of(product.kind), steps = STEP_BYTES / size;
-  std::vector<double> numbers(steps * rows);
-  const unsigned char* at = product.operands.data() + first * STEP_BYTES;
-  for (Word row = 0; row < rows; ++row)
-    for (Word k = 0; k < steps; ++k, at += size)
-      numbers[k * rows + row] = size == 1 ? e4m3[*at] : ptx::of_bf16(at[0] | at[1] << 8);
+  const Word size = bytes_of(kind);
+  std::vector<double> numbers(bytes / size);
+  for (double& number : numbers) {
+    number = size == 1 ? e4m3[*at] : ptx::of_bf16(at[0] | at[1] << 8);
+    at += size;
+  }
+  return numbers;
+}
+
+// Operand b of a product, [columns, steps of K]. The other warps of a warpgroup ask for it right after the first.
+const std::vector<double>& decoded_b(const Product& product) {
+  static std::vector<unsigned char> last;
+  static Kind kind;
+  static std::vector<double> numbers;
+  const auto from = product.operands.begin() + ROWS * STEP_BYTES, end = product.operands.end();
+  if (numbers.empty() || kind != product.kind || !std::equal(from, end, last.begin(), last.end())) {
+    kind = product.kind;
+    last.assign(from, end);
+    numbers = decode(kind, last.data(), last.size());
+  }
   return numbers;
 }
 
@@ -143,16 +156,21 @@ void finish(const Warp& warp, Product& product) {
   if (operands_of(warp, product) != product.operands)
     fail("operands %016llx and %016llx changed while their product was under way", product.a, product.b);
   Sums& sums = *product.sums;
-  const std::vector<double> a = decode(product, 0, ROWS), b = decode(product, ROWS, sums.columns);
+  const Word steps = STEP_BYTES / bytes_of(product.kind);
+  const std::vector<double> by_rows = decode(product.kind, product.operands.data(), ROWS * STEP_BYTES);
+  double a[STEP_BYTES * ROWS];  // [k, row]
+  for (Word k = 0; k < steps; ++k)
+    for (Word row = 0; row < ROWS; ++row) a[k * ROWS + row] = by_rows[row * steps + k];
   if (!product.add) std::fill(sums.values.begin(), sums.values.end(), 0.0f);
-  multiply(sums.values.data(), a.data(), b.data(), STEP_BYTES / bytes_of(product.kind), sums.columns);
+  multiply(sums.values.data(), a, decoded_b(product).data(), steps, sums.columns);
 }
 
 // The registers of operand a are what they were at the issue.
 void must_be_unchanged(const Product& product) {
   if (product.a_registers[0] == nullptr) return;
-  const auto now = from_registers(product.a_registers);
-  if (!std::equal(now.begin(), now.end(), product.operands.begin()))
+  unsigned char now[ROWS * STEP_BYTES];
+  copy_registers(now, product.a_registers);
+  if (memcmp(now, product.operands.data(), sizeof now) != 0)
     fail("registers of operand a were written before their product was waited for");
 }
 
@@ -175,7 +193,7 @@ std::shared_ptr<Sums> begin(Warp& warp, Word columns) {
       for (Word i = 0; i < columns / 2; ++i) {
         float* at = warp.registers[lane][i];
         sums->registers[lane].push_back(at);
-        sums->values[place(lane, i, columns)] = *at;
+        sums->values[place(lane, i)] = *at;
         *at = NAN;
       }
   }
@@ -193,7 +211,7 @@ void give_back(Warp& warp) {
     for (Word lane = 0; lane < 32; ++lane)
       for (Word i = 0; i < sums.columns / 2; ++i) {
         if (!std::isnan(*sums.registers[lane][i])) fail("sums were written while products were under way");
-        *sums.registers[lane][i] = sums.values[place(lane, i, sums.columns)];
+        *sums.registers[lane][i] = sums.values[place(lane, i)];
       }
     entry = warp.under_way.erase(entry);
     warp.fenced = false;
