@@ -274,6 +274,8 @@ class MoELayer(nn.Module):
             assert self.experts is not None and step.handle is not None and step.received is not None
             step.output = CombineSink(step.handle)
             self.experts(step.received, out=step.output.rows)
+            # The down projection began when gate/up had waited for the dispatch.
+            step.output.settled = step.handle.received_at_once
 
     def _combine_send(self, step: LayerStep) -> None:
         """Weight and sum this rank's rows of each token, and send the sums to the token's rank."""

@@ -499,6 +499,8 @@ class _OneRank:
         handle_epoch: torch.Tensor,
         shared_TH: torch.Tensor | None,
         y_TH: torch.Tensor,
+        *,
+        settled: bool = False,
     ) -> None:
         """See `interface.OneRankExchange`."""
         plan, num_tokens, output_RH = required_plan(geometry), y_TH.shape[0], aligned(output_RH)
@@ -525,6 +527,7 @@ class _OneRank:
                 context.error,
                 context.latch,
                 int64(geometry.landing_half(context.half_bytes["landing"])),
+                int(settled),
             ],
             device=context.device,
             early=plan.overlaps,

@@ -113,8 +113,14 @@ class OneRankExchange(Protocol):
         handle_epoch: torch.Tensor,
         shared_TH: torch.Tensor | None,
         y_TH: torch.Tensor,
+        *,
+        settled: bool = False,
     ) -> None:
-        """`ExchangeBackend.combine_send` and `combine_recv`, with their arguments."""
+        """`ExchangeBackend.combine_send` and `combine_recv`, with their arguments.
+
+        `settled`: whether the dispatch had ended before the kernel that wrote `output_RH` began. What it wrote is then
+        read while this kernel still runs.
+        """
 
 
 class ExchangeBackend(Protocol):

@@ -2,7 +2,8 @@
 // `combine_recv` do for ranks that wait for each other. Nothing travels, so nothing is awaited; a sum is rounded to the wire
 // format all the same.
 //
-// A task is a slice of a token. A thread sums one unit of it, over the rows in their order.
+// A task is a slice of a token. A thread sums one unit of it, over the rows in their order. If `settled`, what the dispatch wrote
+// is there when this kernel begins, and is read while the kernel that writes the rows still runs.
 //
 // Macros: those of signalling.cuh with WORLD 1, HIDDEN, WIRE (FormatCode), K, THREADS, OUTPUT_BF16, HAS_SHARED, COMBINE_FLAG,
 // RECORD_BYTES, WEIGHTS_AT, STALE_HANDLE (ErrorCode), COMBINE_SEND (Phase).
@@ -26,28 +27,36 @@ static_assert(UNIT * THREADS % 128 == 0, "a block of scales is in one slice");
 extern "C" __global__ void __launch_bounds__(THREADS)
     one_rank_combine(u16* y_TH, const u16* shared_TH, long long shared_stride, const u8* output, long long row_bytes,
                      const int* positions, int num_tokens, const u64* landing, const u64* signals, const int* epoch_ptr,
-                     const int* handle_epoch, int* error, int* latch, long long landing_half) {
+                     const int* handle_epoch, int* error, int* latch, long long landing_half, int settled) {
   __shared__ __align__(16) u8 partial[WIRE_BF16 ? 16 : PARTIAL_SCALES_AT + THREADS];
   const int lane = threadIdx.x & 31;
   const Exchange x{signals, error, latch, 0, 0};
   // Tables that never change are read while the kernel before still runs.
   int* const own = x.words(0);
   const u8* const landed = reinterpret_cast<const u8*>(landing[0]);
+  // L1 could have what was there in an earlier step.
+  int epoch, last_epoch, position = -1;
+  bool failed;
+  float weights[2] = {};  // of both halves: which of them is meant is not known yet
+  const auto load_routing = [&](int token) {
+    if (lane >= K) return;
+    const u8* weight = landed + static_cast<long long>(token) * RECORD_BYTES + WEIGHTS_AT + 4 * lane;
+    position = __ldcg(positions + token * K + lane);
+    weights[0] = __ldcg(reinterpret_cast<const float*>(weight));
+    weights[1] = __ldcg(reinterpret_cast<const float*>(weight + landing_half));
+  };
+  const auto load_step = [&] {
+    epoch = load_relaxed(handle_epoch), last_epoch = load_relaxed(epoch_ptr);
+    failed = x.failed();
+    if (blockIdx.x < num_tokens * SLICES) load_routing(blockIdx.x / SLICES);
+  };
+  if (settled) load_step();
   asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;");
-  const int epoch = load_relaxed(handle_epoch), last_epoch = load_relaxed(epoch_ptr);
-  bool failed = x.failed();
+  if (!settled) load_step();
   for (int task = blockIdx.x; task < num_tokens * SLICES; task += gridDim.x) {
     const int token = task / SLICES, unit = task % SLICES * THREADS + threadIdx.x;
-    // The weights of both halves: which of them is meant is not known yet.
-    int position = -1;
-    float weights[2] = {};
-    if (lane < K) {
-      const u8* weight = landed + static_cast<long long>(token) * RECORD_BYTES + WEIGHTS_AT + 4 * lane;
-      position = positions[token * K + lane];
-      weights[0] = *reinterpret_cast<const float*>(weight);
-      weights[1] = *reinterpret_cast<const float*>(weight + landing_half);
-    }
+    if (task != blockIdx.x) load_routing(token);
     float base[UNIT] = {};
     if (HAS_SHARED) {
       const uint4* row = reinterpret_cast<const uint4*>(shared_TH + token * shared_stride);

@@ -248,11 +248,11 @@ __device__ __forceinline__ void multiply(Ring& ring, int units, float (&acc)[4],
   }
 }
 
-// Afterwards the product that reads the results may start, and finds the groups and loads its first weights meanwhile: all kernels
-// before this one have ended.
+// Afterwards the kernel that reads the results may start, since all kernels before this one have ended: a product finds the groups
+// and loads its first weights meanwhile, a combine the routing of its tokens.
 __device__ __forceinline__ void await_kernels_before() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
-  if (OUT_DEQUANTIZED) asm volatile("griddepcontrol.launch_dependents;");
+  asm volatile("griddepcontrol.launch_dependents;");
 }
 
 extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, BLOCKS_PER_SM)

@@ -258,12 +258,16 @@ class CombineSink:
 
     Attributes:
         rows: bf16 `[row_capacity, H]`; rows past `group_offsets[G]` are not read.
+        settled: whether the dispatch had ended before the last kernel that writes `rows` began, also where that kernel
+            begins before the one before it has ended. `combine` of a rank alone then reads the routing meanwhile. False
+            unless it is set.
     """
 
     def __init__(self, handle: DispatchHandle) -> None:
         check_kind("handle", handle, DispatchHandle)
         geometry = handle.geometry
         self.handle = handle
+        self.settled = False
         self.rows = torch.empty(
             (geometry.row_capacity, geometry.output_hidden), dtype=torch.bfloat16, device=handle.positions.device
         )

@@ -502,7 +502,10 @@ class TokenDispatcher:
                 check_shared(geometry, context.device, shared, handle.num_tokens)
                 handle.enter("combine_send")
                 handle.allocate_output(out)
-                alone.combine(context, geometry, output, positions, handle.epoch, shared, handle.output)
+                settled = isinstance(expert_output, CombineSink) and expert_output.settled
+                alone.combine(
+                    context, geometry, output, positions, handle.epoch, shared, handle.output, settled=settled
+                )
                 handle._progress.summed = True
                 return
             handle.enter("combine_send")

@@ -27,7 +27,7 @@ from moe_runtime.kernels.gemm.grouped_rows import MAX_ROUTED_IDS, GroupedRows
 from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
 from moe_runtime.kernels.gemm.weights import GateUpOrder
 from moe_runtime.layer import MoELayer
-from tests.emulator import Emulator, needs_emulator
+from tests.emulator import Emulator, EmulatorError, needs_emulator
 from tests.emulator.tensor_maps import encode_tiled
 from tests.support.comparison import assert_same_bits
 from tests.support.exchange_data import RankInput, rank_input
@@ -100,6 +100,7 @@ def run(
         rows = own.dispatch(data.x, data.topk_idx, data.topk_weights, scales_in_record=keep)
         assert rows.handle.received_at_once
         sink = CombineSink(rows.handle)
+        sink.settled = early
         experts(replace(rows, topk_idx=data.topk_idx) if early else rows, out=sink.rows)
         return own.combine(sink, rows.handle)
 
@@ -200,6 +201,10 @@ WRONG = {
         "nvfp4",
         {r"id < static_cast<u32>\(first \+ i\)": "id <= static_cast<u32>(first + i)"},
     ),
+    "a combine does not wait for the rows": (
+        "nvfp4",
+        {r"ptx::griddepcontrol_wait\(\);(?=\s*ptx::griddepcontrol_launch_dependents\(\);\s*if \(!settled\))": ""},
+    ),
 }
 
 
@@ -219,3 +224,40 @@ def test_what_is_wrong_is_found(what: str, gpu: Emulator, seed: int) -> None:
         for turn in range(MOST_SCHEDULES):
             check(weights, weights, torch.int32, seed + turn, gpu, 1)
     assert edited == set(edits)
+
+
+def test_the_routing_of_a_combine_is_read_early_only_where_it_is_settled(gpu: Emulator, seed: int) -> None:
+    """Right behind its dispatch it is not: taken for settled, it is what an earlier step left there."""
+
+    def edit(text: str) -> str:
+        # What is no position yet would lead astray.
+        right, wrong = r"position = (__ldcg\(positions .*?\));", rf"position = min(\1, {MOST * TOP_K - 1});"
+        return slow_dispatch(re.sub(right, wrong, text))
+
+    gpu.edit = edit
+    sizes = {"hidden_size": HIDDEN, "num_experts": EXPERTS, "top_k": TOP_K, "max_tokens_per_rank": MOST}
+    formats = {"token_format": "bf16", "combine_format": "bf16"}
+    own = Ranks(1, CPU, HOPPER, **sizes, **formats, mode="gathered").dispatchers[0]  # type: ignore[arg-type]
+
+    def combined(data: RankInput, output: torch.Tensor, settled: bool) -> torch.Tensor:
+        rows = own.dispatch(data.x, data.topk_idx, data.topk_weights)
+        sink = CombineSink(rows.handle)
+        sink.rows.copy_(output)
+        sink.settled = settled
+        return own.combine(sink, rows.handle)
+
+    found = {False: 0, True: 0}
+    for turn in range(MOST_SCHEDULES):
+        data = rank_input(seed + turn, 0, MOST, HIDDEN, EXPERTS, TOP_K, "random")
+        output = torch.randn(MOST * TOP_K, HIDDEN, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
+        wanted = combined(data, output, False)
+        for settled in found:
+            try:
+                with gpu.together():
+                    y = combined(data, output, settled)
+                found[settled] += not torch.equal(y, wanted)
+            except EmulatorError:  # lanes that saw different steps
+                found[settled] += 1
+        if found[True]:
+            break
+    assert found[True] > 0 and found[False] == 0
