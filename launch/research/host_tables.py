@@ -39,7 +39,7 @@ DRAWN_TOKENS, SEED = 1 << 18, 0
 """Of the routing that is drawn."""
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
-ONE_HOST = ("h200x2.json", "h200x8.json")
+ONE_HOST = ("h200x2.json", "h200x4.json", "h200x8.json")
 """Measured runs on one host that the model is compared with: on the GPU that its rates are of."""
 
 
