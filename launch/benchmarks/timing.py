@@ -35,7 +35,7 @@ HEAD_START_CYCLES = 2_000_000
 
 Ranks then begin together. With the spin after the barrier each took its own clock: one of two H200s began 60 to 170 us
 before the other and waited so long in its first dispatch, 3 to 9 us for each of 20 steps. The barrier is in the graph
-of the steps: launched by itself, it was sometimes over before a host that paused had launched the steps.
+of the steps: launched by itself, it may be over before a host that pauses has launched the steps.
 """
 LONG_US = 1000.0
 """A step of this length is timed without pauses too."""
@@ -224,7 +224,7 @@ class _CudaClock:
         self._iteration_us = self.steps * step_us
         if self.method == "cuda_graph":
             self._graph = self._captured(self._between_events)
-        # Once as it will be timed: the first replay takes 0.1 to 0.2 ms more.
+        # Once as it will be timed: a first replay takes 0.1 to 0.2 ms more, an exchange after 0.1 s without any 0.1.
         self.iteration(0)
 
     def _captured(self, enqueue: Callable[[], None]) -> torch.cuda.CUDAGraph:
