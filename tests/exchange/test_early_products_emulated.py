@@ -41,6 +41,8 @@ pytestmark = [needs_emulator, pytest.mark.cpu_only]
 CPU = torch.device("cpu")
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K, MOST = 256, 192, 70, 2, 3
 SCHEDULES = 2
+MORE = 70
+"""Tokens with more ids than products count."""
 MOST_SCHEDULES = 30
 """In which a mistake has to show."""
 PAIRS = [
@@ -88,10 +90,10 @@ def experts_of(weights: str, tokens: str, rng: torch.Generator) -> Experts:
 
 
 def run(
-    experts: Experts, tokens: str, steps: Sequence[RankInput], early: bool, emulator: Emulator
+    experts: Experts, tokens: str, steps: Sequence[RankInput], early: bool, emulator: Emulator, most: int = MOST
 ) -> list[torch.Tensor]:
-    """The layer's results; with `early` all kernels begin as early as they ask for, and products count ids."""
-    sizes = {"hidden_size": HIDDEN, "num_experts": EXPERTS, "top_k": TOP_K, "max_tokens_per_rank": MOST}
+    """The layer's results; with `early` all kernels begin as early as they ask for, and products count few ids."""
+    sizes = {"hidden_size": HIDDEN, "num_experts": EXPERTS, "top_k": TOP_K, "max_tokens_per_rank": most}
     ranks = Ranks(1, CPU, HOPPER, **sizes, token_format=tokens, combine_format="bf16", mode="gathered")
     own = ranks.dispatchers[0]
 
@@ -101,7 +103,8 @@ def run(
         assert rows.handle.received_at_once
         sink = CombineSink(rows.handle)
         sink.settled = early
-        experts(replace(rows, topk_idx=data.topk_idx) if early else rows, out=sink.rows)
+        counts = early and data.topk_idx.numel() <= MAX_ROUTED_IDS
+        experts(replace(rows, topk_idx=data.topk_idx) if counts else rows, out=sink.rows)
         return own.combine(sink, rows.handle)
 
     if early:
@@ -138,6 +141,19 @@ def check(weights: str, tokens: str, ids: torch.dtype, seed: int, emulator: Emul
 @pytest.mark.parametrize(("weights", "tokens"), PAIRS)
 def test_the_bits_of_products_that_wait(weights: str, tokens: str, ids: torch.dtype, gpu: Emulator, seed: int) -> None:
     check(weights, tokens, ids, seed, gpu, SCHEDULES)
+
+
+@pytest.mark.parametrize(("weights", "tokens"), PAIRS)
+def test_the_bits_of_combines_that_wait(weights: str, tokens: str, gpu: Emulator, seed: int) -> None:
+    """Of the other products that may come before a combine whose routing is settled."""
+    experts = experts_of(weights, tokens, torch.Generator().manual_seed(seed))
+    steps = [rank_input(seed + i, 0, MORE - 9 * i, HIDDEN, EXPERTS, TOP_K, "random") for i in range(2)]
+    wanted = run(experts, tokens, steps, False, gpu, MORE)
+    for y, expected in zip(run(experts, tokens, steps, True, gpu, MORE), wanted, strict=True):
+        assert expected.any()
+        assert_same_bits(y, expected, "y")
+    products = {name for _, name in gpu.launched} - {"one_rank_dispatch", "one_rank_combine"}
+    assert products == ({"dequant_tokens", "dequant_gemm"} if weights in DEQUANTIZED else {"tma_gemm"})
 
 
 def test_which_steps_of_a_layer_do_so(gpu: Emulator, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
