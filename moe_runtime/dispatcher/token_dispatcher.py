@@ -484,11 +484,16 @@ class TokenDispatcher:
     ) -> None:
         """`combine_send`; `followed_with` is what `combine_recv` will add, where that is known."""
         context, geometry = self.context, self.geometry
-        output = expert_output.rows if isinstance(expert_output, CombineSink) else expert_output
+        settled = False
         with collective_step(context):
             self._check_handle(handle)
-            if isinstance(expert_output, CombineSink) and expert_output.handle is not handle:
-                raise ValueError("expert_output: expected a CombineSink of the same handle, got that of another")
+            if isinstance(expert_output, CombineSink):
+                if expert_output.handle is not handle:
+                    raise ValueError("expert_output: expected a CombineSink of the same handle, got that of another")
+                output, settled = expert_output.rows, expert_output.settled
+                check_flag("expert_output.settled", settled)
+            else:
+                output = expert_output
             check_expert_output(geometry, context.device, output, handle.num_rows)
             if out is not None:
                 check_out(geometry, context.device, out, handle.num_tokens)
@@ -502,7 +507,6 @@ class TokenDispatcher:
                 check_shared(geometry, context.device, shared, handle.num_tokens)
                 handle.enter("combine_send")
                 handle.allocate_output(out)
-                settled = isinstance(expert_output, CombineSink) and expert_output.settled
                 alone.combine(
                     context, geometry, output, positions, handle.epoch, shared, handle.output, settled=settled
                 )
