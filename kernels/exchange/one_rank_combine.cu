@@ -34,10 +34,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   // Tables that never change are read while the kernel before still runs.
   int* const own = x.words(0);
   const u8* const landed = reinterpret_cast<const u8*>(landing[0]);
-  // L1 could have what was there in an earlier step.
   int epoch, last_epoch, position = -1;
   bool failed;
   float weights[2] = {};  // of both halves: which of them is meant is not known yet
+  // L1 could have what was there in an earlier step.
   const auto load_routing = [&](int token) {
     if (lane >= K) return;
     const u8* weight = landed + static_cast<long long>(token) * RECORD_BYTES + WEIGHTS_AT + 4 * lane;

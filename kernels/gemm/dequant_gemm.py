@@ -41,7 +41,7 @@ from functools import cache
 import torch
 
 from moe_runtime.kernels import nvrtc
-from moe_runtime.kernels.formats.number_formats import BF16, NVFP4, TokenFormat, ceil_div
+from moe_runtime.kernels.formats.number_formats import BF16, NVFP4, TokenFormat, align
 from moe_runtime.kernels.gemm.activation import literal, softcap_macros
 from moe_runtime.kernels.gemm.dequant_layout import UNIT, chunk_units, unit_columns, unit_rows
 from moe_runtime.kernels.gemm.dequant_tokens import (
@@ -288,7 +288,7 @@ def _launch(
 
 def few_groups(num_groups: int) -> int:
     """The groups for which `dequant_few.cu` is compiled: equally many in each lane of a warp."""
-    return max(32, ceil_div(num_groups, 32) * 32)
+    return align(num_groups, 32)
 
 
 def fits(rows: torch.Tensor, fmt: TokenFormat, out: torch.Tensor, num_groups: int) -> bool:

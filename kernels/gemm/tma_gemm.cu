@@ -762,7 +762,7 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
     auto wait_for_rows = [] { asm volatile("griddepcontrol.wait;" ::: "memory"); };
     if (!FEW || !(settled || ids.given())) wait_for_rows();
     // The next kernel is the product that reads these results, or, behind that, the one that combines the rows. That product
-    // takes for granted that the groups are known.
+    // takes for granted that the groups are known, and so does that combine of the routing of its tokens.
     auto start_next = [] { asm volatile("griddepcontrol.launch_dependents;"); };
     if ((ACTIVATED || FEW) && !ids.given()) start_next();
     count_tiles(groups, totals, offsets, ids, expert_ids, num_active, num_groups, num_experts, capacity, tiles_n);

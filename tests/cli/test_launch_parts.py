@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -162,6 +163,20 @@ def test_ranks_meet_before_each_iteration(monkeypatch: pytest.MonkeyPatch) -> No
     with virtual_contexts(1)[0] as context:
         measure(context, lambda number, lap: order.append("step"), iterations=2, capturable=False)
     assert order[timing.WARM_UP_STEPS :] == ["barrier", "step"] * 2
+
+
+def test_ranks_meet_after_their_head_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPUs that spin the same number of cycles at their own clocks would part again after a barrier."""
+    order: list[str] = []
+    event = SimpleNamespace(record=lambda: None, elapsed_time=lambda end: 1.0)
+    monkeypatch.setattr(torch.cuda, "Event", lambda **options: event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: order.append("head start"))
+    monkeypatch.setattr(timing, "_barrier", lambda context: order.append("barrier"))
+    with virtual_contexts(1)[0] as context:
+        clock = timing._CudaClock(context, lambda number, lap: order.append("step"), False, False, 2)
+        assert clock.iteration(0) == {TOTAL: 500.0}
+    assert order == ["head start", "barrier", "step", "step"]
 
 
 @pytest.mark.gpu

@@ -142,7 +142,7 @@ const std::vector<double>& decoded_b(const Product& product) {
   static Kind kind;
   static std::vector<double> numbers;
   const auto from = product.operands.begin() + ROWS * STEP_BYTES, end = product.operands.end();
-  if (numbers.empty() || kind != product.kind || !std::equal(from, end, last.begin(), last.end())) {
+  if (kind != product.kind || !std::equal(from, end, last.begin(), last.end())) {
     kind = product.kind;
     last.assign(from, end);
     numbers = decode(kind, last.data(), last.size());

@@ -255,7 +255,9 @@ def test_the_routing_of_a_combine_is_read_early_only_where_it_is_settled(gpu: Em
     formats = {"token_format": "bf16", "combine_format": "bf16"}
     own = Ranks(1, CPU, HOPPER, **sizes, **formats, mode="gathered").dispatchers[0]  # type: ignore[arg-type]
 
-    def combined(data: RankInput, output: torch.Tensor, settled: bool) -> torch.Tensor:
+    output = torch.randn(MOST * TOP_K, HIDDEN, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
+
+    def combined(data: RankInput, settled: bool) -> torch.Tensor:
         rows = own.dispatch(data.x, data.topk_idx, data.topk_weights)
         sink = CombineSink(rows.handle)
         sink.rows.copy_(output)
@@ -265,12 +267,11 @@ def test_the_routing_of_a_combine_is_read_early_only_where_it_is_settled(gpu: Em
     found = {False: 0, True: 0}
     for turn in range(MOST_SCHEDULES):
         data = rank_input(seed + turn, 0, MOST, HIDDEN, EXPERTS, TOP_K, "random")
-        output = torch.randn(MOST * TOP_K, HIDDEN, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
-        wanted = combined(data, output, False)
+        wanted = combined(data, False)
         for settled in found:
             try:
                 with gpu.together():
-                    y = combined(data, output, settled)
+                    y = combined(data, settled)
                 found[settled] += not torch.equal(y, wanted)
             except EmulatorError:  # lanes that saw different steps
                 found[settled] += 1
