@@ -31,8 +31,8 @@ TURN_BIT = 30
 """This bit alternates between epochs of one half, and is set in the first epoch of each."""
 WITHOUT_SIGN = 0x7FFFFFFF
 """The bits of a `token_count` that do not depend on which kernels wrote it."""
-PROGRESS_PARTS = 3
-"""Parts of the tokens that a rank may signal before it has sent all partial results."""
+PROGRESS_PARTS = 7
+"""Most parts of the tokens that a rank signals before it has sent all partial results."""
 PARTIAL_FLAG_TOKENS = 64
 """Tokens of a rank whose partial results may be signalled one by one."""
 REASON_WORDS = 64

@@ -316,13 +316,14 @@ extern "C" __global__ void __launch_bounds__(32 * READERS + 64 + 32 * AWAIT_TOKE
     int* const partial_flag = reinterpret_cast<int*>(__shfl_sync(ALL, reinterpret_cast<u64>(words_of_lane), source)) +
                               PARTIAL_FLAG + (half * PARTIAL_FLAG_TOKENS + token) * WORLD + rank;
     bool flagged = false;  // to be raised once the partial result has landed
-    // The last block to come here stores the epoch to `word` of all ranks, after all that lane 0 of each block has copied.
-    auto signal = [&](int word, int* so_far) {
+    // The last block to come here stores the epoch to `word` of all ranks. Before that all that lane 0 of each block has copied has
+    // landed, but for the last copy if `but_last`.
+    auto signal = [&](int word, int* so_far, bool but_last) {
       bool last = false;
       if (lane == 0) {
-        bulk_await();
-        fence_system();
-        if (PARTIAL_FLAGS && flagged) store_relaxed(partial_flag, epoch);
+        if (but_last) bulk_await<1>();
+        else bulk_await();
+        if (PARTIAL_FLAGS && flagged) store_release(partial_flag, epoch);
         last = last_to_arrive(so_far);
       }
       last = __any_sync(ALL, last);
@@ -330,16 +331,21 @@ extern "C" __global__ void __launch_bounds__(32 * READERS + 64 + 32 * AWAIT_TOKE
       if (last && lane < WORLD) store_release(words_of_lane + word + rank, epoch);
       __syncwarp();
     };
-    int signalled = 0;
+    // Parts that have been signalled, and those that are to be. A part is signalled when the next partial result is on its way: what
+    // came before has landed by then, and readers make others meanwhile.
+    int signalled = 0, due = 0;
+    auto signal_parts = [&](bool but_last) {
+      for (; signalled < due; ++signalled)
+        signal(PROGRESS + (half * PROGRESS_PARTS + signalled) * WORLD, counter + 1 + signalled, but_last);
+    };
     bool first = true;
     for (;; first = false, stage.advance()) {
       barrier_wait(shared_address(made + stage.index), stage.parity);
       const u64 to = to_of[stage.index];
       __syncwarp();  // all lanes have read it before lane 0 releases the place
       if (to == END) break;
-      if (to == SIGNAL) {
-        signal(PROGRESS + (half * PROGRESS_PARTS + signalled) * WORLD, counter + 1 + signalled);
-        ++signalled;
+      if (lane == 0 && to == SIGNAL) {
+        bulk_await_read<0>();
       } else if (lane == 0) {
         bulk_store(to, partials + stage.index * PARTIAL_BYTES, SENT_BYTES);
         bulk_commit();
@@ -347,8 +353,11 @@ extern "C" __global__ void __launch_bounds__(32 * READERS + 64 + 32 * AWAIT_TOKE
         flagged = num_slots <= gridDim.x;
       }
       if (!first) barrier_arrive_warp(shared_address(taken + (stage.index ^ 1)));
+      if (to == SIGNAL) ++due;
+      else signal_parts(true);
     }
-    signal(COMBINE_FLAG + half * WORLD, counter);
+    signal_parts(false);
+    signal(COMBINE_FLAG + half * WORLD, counter, false);
   }
 }
 

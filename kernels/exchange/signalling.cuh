@@ -190,7 +190,8 @@ __device__ __forceinline__ int without_sign(int word) { return word & 0x7FFFFFFF
 __device__ __forceinline__ void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
 // Returns true in the last block to call it, which sees all that the others stored before, and resets the counter. For one
-// thread.
+// thread. What this block then releases at system scope comes after all that for peers, too: causality is transitive, also over
+// scopes. So no block needs a fence at system scope before.
 __device__ __forceinline__ bool last_to_arrive(int* counter) {
   int before;
   asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");

@@ -139,7 +139,13 @@ def test_bits_where_tokens_come_in_parts(fmt: str, max_tokens: int, mode: str, d
 
 @pytest.mark.parametrize(
     ("max_tokens", "num_sms", "expected"),
-    [(4096, None, (3, 1024)), (1025, None, (3, 257)), (1023, None, (0, 1023)), (4096, 16, (0, 4096))],
+    [
+        (8192, None, (7, 1024)),
+        (4096, None, (3, 1024)),
+        (1025, None, (3, 257)),
+        (1023, None, (0, 1023)),
+        (4096, 16, (0, 4096)),
+    ],
 )
 def test_parts_of_the_tokens(max_tokens: int, num_sms: int | None, expected: tuple[int, int]) -> None:
     plan = required_plan(sample_geometry("nvfp4", max_tokens=max_tokens, num_sms=num_sms))

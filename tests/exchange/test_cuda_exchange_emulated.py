@@ -225,6 +225,7 @@ WRONG = {
     "a row is overwritten while it is read": (r"barrier_wait\(empty \+ 8 \* place\.index, place\.parity \^ 1\);", ""),
     "lanes wait for another round": (r"(index, place\.parity \^ 1\);\n)    __syncwarp\(\);", r"\1"),
     "fewer readers than there are": (r"rows\.init\((\w+)\);", r"rows.init(\1 - 1);"),
+    "a part is told of before it has landed": (r"if \(but_last\) bulk_await<1>\(\);", "if (but_last) ;"),
     "the flag of another step": (r"signal\((\w+) \+ half \* \w+, counter", r"signal(\1, counter"),
 }
 """What is written instead in translated kernels, as regular expressions."""
