@@ -225,7 +225,6 @@ WRONG = {
     "a row is overwritten while it is read": (r"barrier_wait\(empty \+ 8 \* place\.index, place\.parity \^ 1\);", ""),
     "lanes wait for another round": (r"(index, place\.parity \^ 1\);\n)    __syncwarp\(\);", r"\1"),
     "fewer readers than there are": (r"rows\.init\((\w+)\);", r"rows.init(\1 - 1);"),
-    "a part is told of before it has landed": (r"if \(but_last\) bulk_await<1>\(\);", "if (but_last) ;"),
     "the flag of another step": (r"signal\((\w+) \+ half \* \w+, counter", r"signal(\1, counter"),
 }
 """What is written instead in translated kernels, as regular expressions."""
@@ -237,6 +236,9 @@ WRONG_TOKEN_FLAGS = {
     "the number of tokens is that of another step": (r"(int count = )num_tokens", r"\1num_tokens - 1"),
 }
 """The same, of what tells of each token."""
+
+BEFORE_IT_HAS_LANDED = r"if \(but_last\) bulk_await<1>\(\);", "if (but_last) ;"
+"""The same, of what tells of the first parts of the tokens."""
 
 
 WRONG_PARTIAL_FLAGS = {
@@ -286,6 +288,14 @@ def test_tokens_that_are_told_of_wrongly_are_found(what: str, emulator: Emulator
         run_random_steps({"token_format": "nvfp4"}, emulator, seed + turn)
 
     assert_is_found(WRONG_TOKEN_FLAGS[what], emulator, run)
+
+
+def test_parts_that_are_told_of_too_early_are_found(emulator: Emulator, seed: int, shrink: Shrink) -> None:
+    def run(turn: int) -> None:
+        shrink(seed + turn, TOKENS_IN_PARTS=1)
+        run_random_steps({"token_format": "nvfp4", "max_tokens_per_rank": 16}, emulator, seed + turn)
+
+    assert_is_found(BEFORE_IT_HAS_LANDED, emulator, run)
 
 
 @pytest.fixture
