@@ -20,8 +20,11 @@ CONFIGS = [
     (RouterConfig(kind="sigmoid", scaling_factor=2.5, num_groups=8, top_groups=4, correction_bias=True), 64, 1100, 8),
     (RouterConfig(kind="sigmoid", correction_bias=True), 48, 16, 1),
     (RouterConfig(kind="sigmoid", renormalize=False, num_groups=4, top_groups=4), 20, 64, 20),
+    (RouterConfig(kind="sigmoid", correction_bias=True), 300, 72, 8),
 ]
-"""Experts and hidden sizes that are no multiples of a tile, and fewer columns than parts."""
+"""Experts and hidden sizes that are no multiples of a tile, and fewer columns than parts.
+
+Some are as many as several warps choose among."""
 
 
 def make(
