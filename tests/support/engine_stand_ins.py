@@ -190,8 +190,11 @@ def plain_moe(
 
 
 def draw_tokens(seed: int, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tokens in bf16, ids of different experts, and weights of both signs."""
-    generator = torch.Generator().manual_seed(seed)
+    """Tokens in bf16, ids of different experts, and weights of both signs.
+
+    From a seed of their own: tokens that are rows of an expert's weights would meet them in a few large numbers.
+    """
+    generator = torch.Generator().manual_seed(seed + 1)
     x = torch.randn(num_tokens, HIDDEN, generator=generator).bfloat16()
     ids = torch.rand(num_tokens, NUM_EXPERTS, generator=generator).argsort(1)[:, :TOP_K].to(torch.int32)
     return x, ids, torch.randn(num_tokens, TOP_K, generator=generator)
