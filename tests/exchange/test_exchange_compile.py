@@ -191,6 +191,19 @@ def test_edges_compile_to_what_can_be_launched(case: str) -> None:
             assert kernel.spilled_bytes <= KNOWN_SPILLS.get((case, launch.name), SPILL_BYTES), kernel.log
 
 
+@pytest.mark.parametrize(("max_tokens", "fences"), [(8, 1), (128, 1), (4096, 0)])
+def test_only_token_flags_are_stored_behind_a_fence_of_the_system(max_tokens: int, fences: int) -> None:
+    """A fence takes a microsecond. Other flags are stored by a last block, whose release covers all blocks."""
+    found = {
+        launch.file: compile_recorded(launch).ptx
+        for launch in launches(geometry_of("nvfp4", "bf16", 7168, 8, 8, 256, max_tokens, False))
+    }
+    counts = {file: ptx.count("fence.acq_rel.sys") for file, ptx in found.items()}
+    assert counts == {"dispatch_send.cu": fences, "dispatch_recv.cu": 0, "combine.cu": 0}
+    for file in ("dispatch_send.cu", "combine.cu"):
+        assert "atom.add.acq_rel.gpu" in found[file] and "st.release.sys" in found[file]
+
+
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a", "sm_120a"])
 def test_kernels_of_one_rank_compile_for_every_gpu(arch: str) -> None:
     pytest.importorskip("cuda.bindings.nvrtc")
