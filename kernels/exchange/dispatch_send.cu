@@ -183,7 +183,8 @@ extern "C" __global__ void __launch_bounds__(TEAM* TEAMS, MAX_THREADS / (TEAM * 
   if (TEAMS > 1) lost = __syncthreads_or(lost);
   if (threadIdx.x < 32) {
     __syncwarp();  // one lane has awaited the copies of a team, all store token flags
-    if (PER_TOKEN_FLAGS) fence_system();  // nothing else orders their flags after the tokens
+    // Flags of tokens come after them by nothing else.
+    if (PER_TOKEN_FLAGS) fence_system();
     int* token_flag = reinterpret_cast<int*>(token_flags_of_lane + half * token_flags_half);
     token_flag += static_cast<long long>(rank) * max_tokens;
     for (int first = blockIdx.x * TEAMS; PER_TOKEN_FLAGS && !lost && first < num_tokens; first += gridDim.x * TEAMS)
