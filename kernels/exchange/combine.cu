@@ -345,7 +345,7 @@ extern "C" __global__ void __launch_bounds__(32 * READERS + 64 + 32 * AWAIT_TOKE
       __syncwarp();  // all lanes have read it before lane 0 releases the place
       if (to == END) break;
       if (lane == 0 && to == SIGNAL) {
-        bulk_await_read<0>();
+        bulk_await_read<0>();  // the place before is given back below
       } else if (lane == 0) {
         bulk_store(to, partials + stage.index * PARTIAL_BYTES, SENT_BYTES);
         bulk_commit();

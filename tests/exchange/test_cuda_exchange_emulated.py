@@ -165,6 +165,11 @@ def run_random_steps(
 ) -> None:
     settings = {**SETTINGS, "mode": "contiguous", **settings}
     steps = random_steps(seed, count, settings["hidden_size"], settings["max_tokens_per_rank"])
+    run_steps(settings, steps, emulator, seed, **of_kernels)
+
+
+def run_steps(settings: dict[str, Any], steps: list[Step], emulator: Emulator, seed: int, **of_kernels: Any) -> None:
+    """Raise unless kernels of ranks that do not wait for each other give what the references give."""
     references, kernels = Ranks(WORLD, CPU, "torch", **settings), Ranks(WORLD, CPU, HOPPER, **settings, **of_kernels)
     outputs = random_outputs(references, seed)
     assert_same_results(all_at_once(kernels, steps, outputs, emulator), one_after_the_other(references, steps, outputs))
@@ -237,6 +242,7 @@ WRONG_TOKEN_FLAGS = {
 }
 """The same, of what tells of each token."""
 
+
 BEFORE_IT_HAS_LANDED = r"if \(but_last\) bulk_await<1>\(\);", "if (but_last) ;"
 """The same, of what tells of the first parts of the tokens."""
 
@@ -293,19 +299,16 @@ def test_tokens_that_are_told_of_wrongly_are_found(what: str, emulator: Emulator
 
 def test_parts_that_are_told_of_too_early_are_found(emulator: Emulator, seed: int, shrink: Shrink) -> None:
     """Ranks are full in all steps, so that each part has something of each block."""
+    settings = {**SETTINGS, "hidden_size": 256, "max_tokens_per_rank": 16, "token_format": "bf16", "mode": "gathered"}
+    _, experts, top_k, _ = SETTINGS.values()
+
+    def full_step(of_step: int) -> Step:
+        inputs = [rank_input(of_step, rank, 16, 256, experts, top_k) for rank in range(WORLD)]
+        return Step(inputs, combined=True, shared=False)
 
     def run(turn: int) -> None:
         shrink(seed + turn, TOKENS_IN_PARTS=1)
-        settings = {**SETTINGS, "hidden_size": 256, "max_tokens_per_rank": 16}
-        _, experts, top_k, _ = SETTINGS.values()
-        steps = [
-            Step([rank_input(seed + turn + 100 * step, r, 16, 256, experts, top_k) for r in range(WORLD)], True, False)
-            for step in range(4)
-        ]
-        references, kernels = references_and_kernels(mode="gathered", token_format="bf16", **settings)
-        outputs = random_outputs(references, seed + turn)
-        found = all_at_once(kernels, steps, outputs, emulator)
-        assert_same_results(found, one_after_the_other(references, steps, outputs))
+        run_steps(settings, [full_step(seed + turn + 100 * step) for step in range(4)], emulator, seed + turn)
 
     # One in ten runs fails: parts have to be summed before anybody sees to the copies.
     assert_is_found(BEFORE_IT_HAS_LANDED, emulator, run, most=200)

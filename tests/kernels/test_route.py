@@ -22,9 +22,8 @@ CONFIGS = [
     (RouterConfig(kind="sigmoid", renormalize=False, num_groups=4, top_groups=4), 20, 64, 20),
     (RouterConfig(kind="sigmoid", correction_bias=True), 300, 72, 8),
 ]
-"""Experts and hidden sizes that are no multiples of a tile, and fewer columns than parts.
-
-Some are as many as several warps choose among."""
+"""Experts and hidden sizes that are no multiples of a tile, fewer columns than parts, and so many experts that several
+warps choose."""
 
 
 def make(
