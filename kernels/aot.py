@@ -55,6 +55,7 @@ from moe_runtime.kernels.gemm.plan import choose_op_tile, choose_tile, keeps_tok
 from moe_runtime.kernels.gemm.shapes import (
     DEQUANT_DECODE,
     DEQUANT_FEW,
+    DEQUANT_FEW_EVEN,
     DEQUANT_MIDDLE,
     DEQUANT_PREFILL,
     TMA_DECODE,
@@ -291,9 +292,10 @@ def _hopper_cases() -> Iterator[CudaCase]:
         keep = keeps_tokens(1, HIDDEN, fmt, DEQUANT_FEW)
         raw, made = dequant_tokens.piece_macros(fmt, scales_in_record=True), dequant_tokens.piece_macros(BF16)
         first: dict[str, Any] = {"own_tokens": raw, "out_dequantized": True, "out_by_rows": True}
-        yield _dequant(GATED, fmt, DEQUANT_FEW, torch.bfloat16, SILU, keep_tokens=keep, **first)
         second: dict[str, Any] = {"own_tokens": made, "chained": True}
-        yield _dequant(PLAIN, fmt, DEQUANT_FEW, torch.bfloat16, keep_tokens=keep, **second)
+        for few in (DEQUANT_FEW, DEQUANT_FEW_EVEN):
+            yield _dequant(GATED, fmt, few, torch.bfloat16, SILU, keep_tokens=keep, **first)
+            yield _dequant(PLAIN, fmt, few, torch.bfloat16, keep_tokens=keep, **second)
     for fmt in (FP8_BLOCK, BF16):
         for tma_shape in (TMA_FEW, TMA_SOME, TMA_DECODE, TMA_PREFILL):
             for operation in (PLAIN, GATED):

@@ -84,6 +84,10 @@ MXFP4_SIZES = (
 """As `SIZES`, then hidden and intermediate size; 320 is no multiple of 128, and an odd number of units of 64."""
 
 
+MANY_TILES = GemmCase("nvfp4 few 16x1, many tiles", "nvfp4", 16, 1, "both", "layer", hidden=2304, intermediate=1152)
+"""More tiles of either product than a GPU of 132 SMs has blocks of one team: blocks have three teams."""
+
+
 def cases() -> list[GemmCase]:
     """Both products with SwiGLU between: every format with itself, and MXFP4 weights with the tokens they have."""
     with_themselves = [
@@ -91,7 +95,7 @@ def cases() -> list[GemmCase]:
         for fmt in FORMATS
         for name, groups, rows, routing in SIZES
     ]
-    return with_themselves + [
+    return [*with_themselves, MANY_TILES] + [
         GemmCase(
             f"mxfp4 x {fmt} {name} {groups}x{rows}, K={size}",
             fmt,

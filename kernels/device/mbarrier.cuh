@@ -44,6 +44,16 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
   } while (!done);
 }
 
+// The same, at most some `ns` long. Returns whether the phase has ended.
+__device__ __forceinline__ bool barrier_wait_for(u32 barrier, u32 parity, u32 ns) {
+  u32 done;
+  asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2, %3;\nselp.b32 %0, 1, 0, p;\n}"
+               : "=r"(done)
+               : "r"(barrier), "r"(parity), "r"(ns)
+               : "memory");
+  return done;
+}
+
 // Starts a bulk copy into shared memory that belongs to the phase of `barrier`. Addresses and size are multiples of 16 bytes.
 __device__ __forceinline__ void bulk_load(u32 to, const void* from, u32 bytes, u32 barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),

@@ -532,6 +532,7 @@ class _OneRank:
             ],
             device=context.device,
             early=plan.overlaps,
+            all_shared=True,  # as the GEMM beside which it starts
         )
 
 

@@ -1,19 +1,21 @@
-// The grouped GEMM of dequant_gemm.cu for a few rows in all: the same bits with small blocks, of which an SM has several of both
-// products of a layer. The second product loads its first weights while the first still multiplies. The first does so while the
-// rows are dispatched, if it gets `topk_idx`, the ids that the groups count.
+// The grouped GEMM of dequant_gemm.cu for a few rows in all: the same bits with small teams of warps, of which an SM has several of
+// both products of a layer. The second product loads its first weights while the first still multiplies, `loads_after_ns` after it
+// has begun: earlier loads would delay those of the first. The first loads weights while the rows are dispatched, if it gets
+// `topk_idx`, the ids that the groups count.
 //
-// A tile is 64 weight rows and at most 8 tokens. Each of four warps multiplies 16 weight rows by `mma.sync`, which for operands
-// of bf16 gives the bits of `wgmma` (tests/kernels/test_dequant_gemm.py). A fifth warp finds the tiles and streams their weights
-// through a ring of stages.
+// A tile is 64 weight rows and at most 8 tokens. Each of a team's four consumers, warps, multiplies 16 weight rows by `mma.sync`,
+// which for operands of bf16 gives the bits of `wgmma` (tests/kernels/test_dequant_gemm.py). A fifth warp, the producer, finds the
+// tiles and streams their weights through a ring of stages. A block is one team, or TEAMS of them that share nothing but an SM.
 //
-// A block dequantizes the tokens of a tile itself, once, and holds them by rows: all columns of one row, or as many columns of more
+// A team dequantizes the tokens of a tile itself, once, and holds them by rows: all columns of one row, or as many columns of more
 // rows as there is room for. CHAINED tokens are the results of the kernel before, rows of bf16.
 //
 // Macros: those of dequant_unit.cuh and dequant_result.cuh, with MAX_BLOCKS 1, and
-//   BLOCKS_PER_SM (of all kernels that run at a time), STAGES, STAGE_K64 (columns of a stage / 64; divides `units`), CHUNK (columns
+//   TEAMS, BLOCKS_PER_SM (of all kernels that run at a time), STAGES, STAGE_K64 (columns of a stage / 64; divides `units`), CHUNK (columns
 //   of a chunk of weights / 64; divides STAGE_K64), MAX_GROUPS (a multiple of 32), KEEP_TOKENS (L2 keeps tokens and evicts weights
 //   first), CHAINED, OWN_BYTES (room for tokens), those of token_piece.cuh. K is `units` times 64.
 
+#include "clock.cuh"
 #include "dequant_result.cuh"
 #include "dequant_unit.cuh"
 #include "routed_ids.cuh"
@@ -21,16 +23,26 @@
 
 static_assert(MAX_BLOCKS == 1 && MAX_GROUPS % 32 == 0);
 
-constexpr int CONSUMERS = 128;  // threads
+constexpr int CONSUMERS = 128;  // threads of a team; those of all teams come first, then the producers
 constexpr int STAGE_BYTES = STAGE_K64 * UNIT_BYTES;
-constexpr int TILES_AHEAD = 8;  // tiles that the producer may announce in advance
+constexpr int TEAM_BYTES = STAGES * STAGE_BYTES + OWN_BYTES;
+constexpr int TILES_AHEAD = 8;  // tiles that a producer may announce in advance
 
 __device__ __forceinline__ void store_16(u32 address, const u32* v) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
 }
 
-// All consumers come together.
-__device__ __forceinline__ void meet() { asm volatile("bar.sync %0, %1;" ::"n"(1), "n"(CONSUMERS) : "memory"); }
+// A consumer's team, and its place there. `finish` counts teams as warpgroups.
+__device__ __forceinline__ int team_of_consumer() { return TEAMS == 1 ? 0 : threadIdx.x / CONSUMERS; }
+__device__ __forceinline__ int place_in_team() { return TEAMS == 1 ? threadIdx.x : threadIdx.x % CONSUMERS; }
+
+// All consumers of a team come together, or those of all teams.
+__device__ __forceinline__ void meet() {
+  asm volatile("bar.sync %0, %1;" ::"r"(1 + team_of_consumer()), "n"(CONSUMERS) : "memory");
+}
+__device__ __forceinline__ void meet_all() {
+  asm volatile("bar.sync %0, %1;" ::"n"(1 + TEAMS), "n"(TEAMS * CONSUMERS) : "memory");
+}
 
 // acc[16 weight rows, 8 tokens] += a * b, over 16 columns.
 __device__ __forceinline__ void warp_product(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
@@ -65,7 +77,7 @@ struct Tiles {
 #pragma unroll
     for (int i = 0; i <= GROUPS; ++i) offsets[i] = min(max(offsets[i], 0), capacity);
 #pragma unroll
-    for (int i = 0; i < GROUPS; ++i) own += parts_of(i, num_experts);
+    for (int i = 0; i < GROUPS; ++i) own += ceil_div(rows_of(i, num_experts), TILE_TOKENS);
     before = own;
 #pragma unroll
     for (int lanes = 1; lanes < 32; lanes *= 2) {
@@ -76,9 +88,11 @@ struct Tiles {
     before -= own;
   }
 
-  __device__ __forceinline__ int parts_of(int i, int num_experts) const {
-    const bool skipped = static_cast<u32>(experts[i]) >= static_cast<u32>(num_experts);
-    return skipped ? 0 : ceil_div(max(offsets[i + 1] - offsets[i], 0), TILE_TOKENS);
+  __device__ __forceinline__ int rows_of(int i, int num_experts) const {
+    int end = offsets[i + 1];
+    // So that they are computed for each tile: the compiler would keep them in registers, of which there are too few.
+    asm volatile("" : "+r"(end));
+    return static_cast<u32>(experts[i]) >= static_cast<u32>(num_experts) ? 0 : max(end - offsets[i], 0);
   }
 
   // Tile `number`; without rows if there are not so many.
@@ -93,10 +107,10 @@ struct Tiles {
     tile.high = 1;
 #pragma unroll
     for (int i = 0; i < GROUPS; ++i) {
-      const int parts = parts_of(i, num_experts);
+      const int rows = rows_of(i, num_experts), parts = ceil_div(rows, TILE_TOKENS);
       if (left >= 0 && left < parts) {
         tile.group = lane * GROUPS + i, tile.start = offsets[i], tile.local = left * TILE_TOKENS, tile.expert = experts[i];
-        tile.rows = min(offsets[i + 1] - offsets[i] - tile.local, TILE_TOKENS);
+        tile.rows = min(rows - tile.local, TILE_TOKENS);
       }
       left -= parts;
     }
@@ -110,9 +124,16 @@ struct Tiles {
   }
 };
 
-// A block's first tile. Blocks without one should be those that share an SM with more blocks than others do. These are the first,
-// which come to an SM that other kernels left free, and the very last.
-__device__ __forceinline__ int first_tile() {
+// Until the barrier `ended` says that the kernel before has ended, at most `ns` long.
+__device__ __forceinline__ void await_turn(u32 ended, u32 ns) {
+  const u32 since = static_cast<u32>(clock_ns());
+  while (!barrier_wait_for(ended, 0, ns) && static_cast<u32>(clock_ns()) - since < ns) {}
+}
+
+// A team's first tile. Blocks of one team without a tile should be those that share an SM with more blocks than others do. These
+// are the first, which come to an SM that other kernels left free, and the very last.
+__device__ __forceinline__ int first_tile(int team) {
+  if (TEAMS > 1) return team * gridDim.x + blockIdx.x;
   const int before = gridDim.x - 1 - blockIdx.x, last = gridDim.x / 48;
   return before < last ? before + gridDim.x - last : before - last;
 }
@@ -154,7 +175,7 @@ struct OwnTokens {
       const RowPlace place = place_of_row(__shfl_sync(0xFFFFFFFF, source, row), tile.start, tile.local + row, group_scale_offset,
                                           rows.scale_ld, rows.bytes, units * 64);
 #pragma unroll 1
-      for (int begin = from * 4 + threadIdx.x; begin < end * 4; begin += AHEAD * CONSUMERS) {
+      for (int begin = from * 4 + place_in_team(); begin < end * 4; begin += AHEAD * CONSUMERS) {
         Piece pieces[AHEAD];
 #pragma unroll
         for (int i = 0; i < AHEAD; ++i) {
@@ -187,15 +208,20 @@ struct OwnTokens {
     tokens[4] = high.x, tokens[5] = high.y, tokens[6] = high.z, tokens[7] = high.w;
   }
 };
-// The ring of stages, as a warp sees it: which stage is next.
+
+// The ring of stages, as a warp sees it: which stage is next. Barriers of full and empty stages, of announced tiles, and of the
+// end of the kernel before follow one another.
 struct Ring {
-  u32 stages, full, empty;
+  u32 stages, full;
   int stage = 0;
   u32 parity = 0;
 
   __device__ __forceinline__ u32 at() const { return stages + stage * STAGE_BYTES; }
   __device__ __forceinline__ void await_full() const { barrier_wait(full + stage * 8, parity); }
-  __device__ __forceinline__ void await_empty() const { barrier_wait(empty + stage * 8, parity ^ 1); }
+  __device__ __forceinline__ void await_empty() const { barrier_wait(empty(stage), parity ^ 1); }
+  __device__ __forceinline__ u32 empty(int stage) const { return full + (STAGES + stage) * 8; }
+  __device__ __forceinline__ u32 ended() const { return full + (2 * STAGES + TILES_AHEAD) * 8; }
+  __device__ __forceinline__ u32 announced(int count) const { return full + (2 * STAGES + count % TILES_AHEAD) * 8; }
   __device__ __forceinline__ void advance() {
     if (++stage == STAGES) stage = 0, parity ^= 1;
   }
@@ -205,7 +231,7 @@ struct Ring {
 // unit are loaded while the unit before is multiplied. `load_tokens(unit, part, tokens)` gives the B operands of a lane.
 template <bool SPECIAL_VALUES, class LoadTokens>
 __device__ __forceinline__ void multiply(Ring& ring, int units, float (&acc)[4], LoadTokens load_tokens) {
-  const int quants = threadIdx.x * 16, scales = QUANT_BYTES + (W_FMT == NVFP4 ? threadIdx.x * 2 : threadIdx.x / 2 * 2);
+  const int place = place_in_team(), quants = place * 16, scales = QUANT_BYTES + (W_FMT == NVFP4 ? place * 2 : place / 2 * 2);
   Unit<SPECIAL_VALUES> ahead;
   u16 ahead_scales;
   u32 ahead_tokens[8];
@@ -235,7 +261,7 @@ __device__ __forceinline__ void multiply(Ring& ring, int units, float (&acc)[4],
       if (part + 1 < STAGE_K64) {
         load(k64, part + 1);
       } else {
-        barrier_arrive_warp(ring.empty + ring.stage * 8);
+        barrier_arrive_warp(ring.empty(ring.stage));
         ring.advance();
         if (k64 + STAGE_K64 < units) {
           ring.await_full();
@@ -255,58 +281,61 @@ __device__ __forceinline__ void await_kernels_before() {
   asm volatile("griddepcontrol.launch_dependents;");
 }
 
-extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, BLOCKS_PER_SM)
+extern "C" __global__ void __launch_bounds__(TEAMS * (CONSUMERS + 32), BLOCKS_PER_SM)
     dequant_few(const u8* tokens, const u8* weights, const float* row_scale, const float* expert_scales, const float* bias,
                 const int* group_offsets, const int* expert_ids, const int* num_active, void* out, u8* out_scales,
                 const float* out_gsf, float* out_row_scale, const int* out_scale_offsets, int num_groups, int num_experts,
                 int capacity, int columns, int units, int unit_rows, int token_blocks, long long out_stride,
                 int scales_per_expert, int gate_up_order, const u8* special_values, const u8* token_scales,
                 const int* row_index, const int* group_scale_offsets, int token_scale_ld, long long row_bytes,
-                const void* topk_idx, int num_ids, int id_bytes) {
+                const void* topk_idx, int num_ids, int id_bytes, int loads_after_ns) {
   extern __shared__ __align__(128) u8 memory[];
-  __shared__ __align__(8) u64 barriers[2 * STAGES + TILES_AHEAD];
-  __shared__ __align__(16) float turned[ACTIVATED ? TILE_TOKENS : 1][TURNED_COLUMNS];
-  __shared__ TileScales scales;
+  __shared__ __align__(8) u64 barriers[TEAMS][2 * STAGES + TILES_AHEAD + 1];
+  __shared__ __align__(16) float turned[TEAMS][ACTIVATED ? TILE_TOKENS : 1][TURNED_COLUMNS];
+  __shared__ TileScales scales[TEAMS];
   __shared__ Requantization with;
-  __shared__ Tile tiles[TILES_AHEAD];
+  __shared__ Tile tiles[TEAMS][TILES_AHEAD];
   // An announcement overwrites the one of TILES_AHEAD tiles ago. That is safe: a warp that still reads it holds the stages of
   // the later tiles.
-  static_assert(TILES_AHEAD >= STAGES + 2, "tiles that a block may be ahead");
-  Ring ring = {shared_address(memory), shared_address(barriers), shared_address(barriers + STAGES)};
-  u32 announced = shared_address(barriers + 2 * STAGES);
+  static_assert(TILES_AHEAD >= STAGES + 2, "tiles that a team may be ahead");
+  const bool consumes = threadIdx.x < TEAMS * CONSUMERS;
+  const int team = TEAMS == 1 ? 0 : consumes ? team_of_consumer() : (threadIdx.x - TEAMS * CONSUMERS) / 32;
+  Ring ring = {shared_address(memory) + team * TEAM_BYTES, shared_address(barriers[team])};
   // Keeps the addresses in registers; otherwise they are computed in every step.
-  asm("" : "+r"(ring.stages), "+r"(ring.full), "+r"(ring.empty), "+r"(announced));
-  if (threadIdx.x == 0) {
+  asm("" : "+r"(ring.stages), "+r"(ring.full));
+  if (consumes && place_in_team() == 0) {
     for (int s = 0; s < STAGES; ++s) {
       barrier_init(ring.full + s * 8, 1);
-      barrier_init(ring.empty + s * 8, 4 * ARRIVALS_OF_WARP);
+      barrier_init(ring.empty(s), 4 * ARRIVALS_OF_WARP);
     }
-    for (int s = 0; s < TILES_AHEAD; ++s) barrier_init(announced + s * 8, 1);
+    for (int s = 0; s < TILES_AHEAD; ++s) barrier_init(ring.announced(s), 1);
+    barrier_init(ring.ended(), 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
   // What the groups are is known when the kernel that dispatches the tokens has ended: the one before this, or one before that,
   // which had ended when the one before this let this one start. Their ids were known before it began.
   const RoutedIds ids = {topk_idx, num_ids, id_bytes};
-  if (!CHAINED && !(ids.given() && threadIdx.x >= CONSUMERS)) await_kernels_before();
+  if (!CHAINED && !(ids.given() && !consumes)) await_kernels_before();
 
-  if (threadIdx.x >= CONSUMERS) {
+  if (!consumes) {
     const int lane = threadIdx.x & 31;
     if (num_active) num_groups = min(num_groups, max(__ldcg(num_active), 0));
     Tiles of_all;
     of_all.read(group_offsets, ids, expert_ids, num_groups, num_experts, capacity, unit_rows);
-    const u64 of_weights = KEEP_TOKENS ? policy_of_first_out() : 0;
-    int number = first_tile();
-    for (int count = 0;; ++count, number += gridDim.x) {
+    int number = first_tile(team);
+    for (int count = 0;; ++count, number += TEAMS * gridDim.x) {
       const Tile tile = of_all.find(number, num_experts, unit_rows);
       if (lane == 0) {
-        tiles[count % TILES_AHEAD] = tile;
-        barrier_arrive(announced + count % TILES_AHEAD * 8);
+        tiles[team][count % TILES_AHEAD] = tile;
+        barrier_arrive(ring.announced(count));
       }
       if (tile.rows == 0) break;
       const u8* w = weights + (static_cast<long long>(tile.expert) * units * unit_rows + tile.unit * CHUNK) * UNIT_BYTES;
       // Of the other lanes some could wait for a stage that is filled again before they look.
       if (lane != 0) continue;
+      const u64 of_weights = KEEP_TOKENS ? policy_of_first_out() : 0;
+      if (CHAINED && count == 0 && loads_after_ns > 0) await_turn(ring.ended(), loads_after_ns);
 #pragma unroll 1
       for (int k64 = 0; k64 < units; k64 += STAGE_K64, ring.advance()) {
         ring.await_empty();
@@ -333,22 +362,26 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, BLOCKS_PER_SM)
     if (ACTIVATED && OUT_FMT == NVFP4) {
       const float gsf = clamped(*out_gsf), scale = __frcp_rn(gsf);
       with.gsf = gsf;
-      with.prepare(gsf, threadIdx.x);
-      meet();
-      for (int i = blockIdx.x * CONSUMERS + threadIdx.x; i < capacity; i += gridDim.x * CONSUMERS) out_row_scale[i] = scale;
+      if (team == 0) with.prepare(gsf, threadIdx.x);
+      meet_all();
+      constexpr int ALL = TEAMS * CONSUMERS;
+      for (int i = blockIdx.x * ALL + threadIdx.x; i < capacity; i += gridDim.x * ALL) out_row_scale[i] = scale;
     }
   };
   if (!CHAINED) begin();
   for (int count = 0;; ++count) {
-    barrier_wait(announced + count % TILES_AHEAD * 8, count / TILES_AHEAD & 1);
-    const Tile tile = tiles[count % TILES_AHEAD];
+    barrier_wait(ring.announced(count), count / TILES_AHEAD & 1);
+    const Tile tile = tiles[team][count % TILES_AHEAD];
     u32 special_value = 0;
     if (W_FMT != NVFP4 && tile.rows > 0) {
       special_value = special_values[static_cast<long long>(tile.expert) * unit_rows + tile.unit];
     }
-    if (CHAINED && count == 0) begin();
+    if (CHAINED && count == 0) {
+      begin();
+      if (place_in_team() == 0) barrier_arrive(ring.ended());
+    }
     if (tile.rows == 0) break;
-    scales.copy<true>(p, tile);
+    scales[team].copy<true>(p, tile);
     float acc[4] = {0.0f, 0.0f, 0.0f, 0.0f};
     const bool special = W_FMT != NVFP4 && special_value;
     OwnTokens own(rows, tile, ring.stages + STAGES * STAGE_BYTES, units);
@@ -360,6 +393,6 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, BLOCKS_PER_SM)
       if (special) multiply<true>(ring, end - from, acc, load);
       else multiply<false>(ring, end - from, acc, load);
     }
-    finish<1>(p, tile, scales, with, 0, acc, turned);
+    finish<1>(p, tile, scales[team], with, team, tile.unit, acc, turned[team]);
   }
 }

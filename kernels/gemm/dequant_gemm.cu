@@ -308,7 +308,7 @@ __device__ __forceinline__ void consume(const Problem& p, const Tile& tile, u32 
     wgmma_wait<0>();
     barrier_arrive_warp(empty + last * 8);
   }
-  finish<BLOCKS>(p, tile, scales, with, warpgroup, acc, turned[warpgroup]);
+  finish<BLOCKS>(p, tile, scales, with, warpgroup, tile.unit + warpgroup, acc, turned[warpgroup]);
 }
 
 extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + 128, 1)

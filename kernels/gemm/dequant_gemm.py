@@ -54,12 +54,20 @@ from moe_runtime.kernels.gemm.dequant_tokens import (
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.gemm.plan import GemmPlan
 from moe_runtime.kernels.gemm.prepacked import MAX_PREPACKED_EXPERTS, RESULT_FORMATS, PrepackedWeights
-from moe_runtime.kernels.gemm.shapes import DequantShape, overlapped_token_shape, own_bytes
+from moe_runtime.kernels.gemm.shapes import (
+    DEQUANT_FEW,
+    DEQUANT_FEW_MORE,
+    DequantShape,
+    overlapped_token_shape,
+    own_bytes,
+)
 from moe_runtime.kernels.gemm.weights import Activation
 from moe_runtime.kernels.runtime import is_hopper
 
 MAX_UNIT_ROWS = 2**20
 """Bound on the rows of a weight / 64, below which the kernel's division is exact."""
+MAX_GROUPS_BESIDE_MORE = 256
+"""Groups up to which a block of DEQUANT_FEW keeps its registers few enough for blocks of DEQUANT_FEW_MORE beside it."""
 OUT_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
 
@@ -162,12 +170,15 @@ def macros(
         held = own_bytes(units)
         defines |= {
             **own_tokens,
-            "BLOCKS_PER_SM": shape.blocks_of_all,
+            "BLOCKS_PER_SM": blocks_with_registers(shape, max_groups),
+            "TEAMS": shape.teams,
             "MAX_GROUPS": max_groups,
             "CHAINED": int(chained),
             "OWN_BYTES": held,
         }
-        ring_bytes += held
+        ring_bytes = shape.teams * (ring_bytes + held)
+        if not chained:
+            ring_bytes = max(ring_bytes, shape.first_bytes)
     else:
         defines |= {
             "WARPGROUPS": shape.warpgroups,
@@ -268,7 +279,7 @@ def _launch(
     if shape.own_tokens:
         row_bytes = tokens.stride(0) * tokens.element_size()
         arguments += [a.scales, a.row_index, a.group_scale_offsets, scale_stride(a, packed_ld), nvrtc.int64(row_bytes)]
-        arguments += a.routed_ids
+        arguments += [*a.routed_ids, a.loads_after_ns]
     else:
         arguments += [counters, first, team]
     kernel = kernel_of(shape)
@@ -284,6 +295,13 @@ def _launch(
         early=how.starts_early,
         all_shared=shape.blocks_of_all > shape.blocks_per_sm,
     )
+
+
+def blocks_with_registers(shape: DequantShape, max_groups: int) -> int:
+    """Blocks of `dequant_few.cu` for which an SM has registers: blocks of DEQUANT_FEW_MORE may run beside those of
+    DEQUANT_FEW. The table of more groups takes too many of them."""
+    beside = DEQUANT_FEW_MORE if shape is DEQUANT_FEW and max_groups <= MAX_GROUPS_BESIDE_MORE else shape
+    return beside.blocks_of_all
 
 
 def few_groups(num_groups: int) -> int:

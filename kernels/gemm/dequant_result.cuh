@@ -400,8 +400,8 @@ __device__ __forceinline__ void finish_activated(const Problem& p, const Tile& t
 
 template <int BLOCKS>
 __device__ __forceinline__ void finish(const Problem& p, const Tile& tile, const TileScales& scales, const Requantization& with,
-                                       int warpgroup, const float (&acc)[4 * BLOCKS], float (*turned)[TURNED_COLUMNS]) {
-  const int unit = tile.unit + warpgroup;
+                                       int warpgroup, int unit, const float (&acc)[4 * BLOCKS],
+                                       float (*turned)[TURNED_COLUMNS]) {
   finish_copies(1 + warpgroup);
   if (ACTIVATED) {
     finish_activated<BLOCKS>(p, tile, scales, with, unit, acc, turned);

@@ -337,8 +337,9 @@ def grouped_gemm_swiglu(
         stored = not dequant_gemm.takes_dequantized(then)
         out, gsf = empty_intermediate(a, w, activation, out_format, out_gsf, finished=False, stored=stored)
         if not stored:
-            assert isinstance(then, PrepackedWeights)
-            out = replace(out, dequantized=_empty_dequantized(a, plan, then))
+            assert isinstance(then, PrepackedWeights) and plan.dequant is not None
+            later = plan.dequant.next_loads_ns
+            out = replace(out, dequantized=_empty_dequantized(a, plan, then), loads_after_ns=later)
         dequant_gemm.dequant_gemm_swiglu(a, w, activation, out, gsf, plan)
         return out
     raw = _restored(w) if isinstance(w, PrepackedWeights) else w

@@ -46,6 +46,8 @@ class GroupedRows:
             `g`. A product of few rows then finds the groups, and loads the first weights, while the rows are gathered.
             For ids that were written before the kernel that gathers the rows began, and that stay as they are until
             the product has ended. None where that is not so.
+        loads_after_ns: ns by which a product of few rows that starts before the kernel that makes them has ended puts
+            off its first loads of weights. Earlier ones would delay those of that kernel.
     """
 
     format: TokenFormat
@@ -64,6 +66,7 @@ class GroupedRows:
     expected_rows: int | None = None
     settled: bool = False
     topk_idx: torch.Tensor | None = None
+    loads_after_ns: int = 0
 
     @property
     def num_groups(self) -> int:

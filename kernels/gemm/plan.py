@@ -17,11 +17,12 @@ from typing import NamedTuple
 import triton
 
 from moe_runtime.kernels.formats.number_formats import BF16, FP8_BLOCK, MXFP4, MXFP8, NVFP4, TokenFormat, ceil_div
-from moe_runtime.kernels.gemm.dequant_layout import UNIT, unit_columns, unit_rows
+from moe_runtime.kernels.gemm.dequant_layout import UNIT, unit_bytes, unit_columns, unit_rows
 from moe_runtime.kernels.gemm.operands import NativeForm
 from moe_runtime.kernels.gemm.shapes import (
     DEQUANT_DECODE,
     DEQUANT_FEW,
+    DEQUANT_FEW_EVEN,
     DEQUANT_FEW_MORE,
     DEQUANT_MIDDLE,
     DEQUANT_PREFILL,
@@ -157,6 +158,9 @@ DEQUANT_FEW_TILES = 800
 MIN_MORE_BYTES = 16 * 1024
 """Least bytes of the ring of DEQUANT_FEW_MORE. With 9 KB, for K of 7168, one token of DeepSeek-V3 on 2 ranks took 107
 us, and with DEQUANT_FEW 96. Products that gained have 17 and 23 KB."""
+BYTES_PER_NS, NEXT_LOADS_NS = 4200, 4000
+"""Rate at which the first of two products of a few rows loads its weights on an H200, and how long before the end of
+that the second begins to load."""
 MIN_OWN_STAGES = 2
 """Least stages of a ring beside a token that a block holds, which takes as much room as it has columns."""
 KEPT_BYTES = 32 * 2**20
@@ -197,6 +201,7 @@ class DequantPlan:
             blocks hold their own (`DequantShape.own_tokens`).
         overlap: how the other tokens are dequantized while the product runs; None if all are dequantized before it.
         starts_early: whether the product may start before the previous kernel has ended.
+        next_loads_ns: `GroupedRows.loads_after_ns` of a result.
     """
 
     shape: DequantShape
@@ -204,6 +209,7 @@ class DequantPlan:
     tokens: TokenShape | None
     overlap: DequantOverlap | None
     starts_early: bool
+    next_loads_ns: int = 0
 
 
 def choose_dequant_shape(
@@ -232,11 +238,24 @@ def holds_tokens(k: int, weight_format: TokenFormat, shape: DequantShape) -> boo
     return stages >= MIN_OWN_STAGES
 
 
-def has_more_blocks(tiles: int, k: int, weight_format: TokenFormat, sms: int) -> bool:
-    """Whether DEQUANT_FEW_MORE has a block for each of `tiles` tiles, and DEQUANT_FEW has not."""
-    more = DEQUANT_FEW.blocks_per_sm * sms < tiles <= DEQUANT_FEW_MORE.blocks_per_sm * sms
+def few_shape(tiles: int, k: int, weight_format: TokenFormat, sms: int) -> DequantShape:
+    """The shape for a few rows in all that make `tiles` tiles: one for each block, or as many for each SM."""
+    if tiles <= DEQUANT_FEW.blocks_per_sm * sms:
+        return DEQUANT_FEW
     _, _, ring_bytes = DEQUANT_FEW_MORE.ring(weight_format, unit_columns(k))
-    return more and ring_bytes >= MIN_MORE_BYTES and holds_tokens(k, weight_format, DEQUANT_FEW_MORE)
+    more = ring_bytes >= MIN_MORE_BYTES and holds_tokens(k, weight_format, DEQUANT_FEW_MORE)
+    if more and tiles <= DEQUANT_FEW_MORE.blocks_per_sm * sms:
+        return DEQUANT_FEW_MORE
+    return DEQUANT_FEW_EVEN
+
+
+def next_loads_ns(tiles: int, k: int, weight_format: TokenFormat) -> int:
+    """How long after its start the second of two products should ask for its first weights.
+
+    It starts when the rows of the first are there, whose `tiles` tiles of K `k` load their weights meanwhile.
+    """
+    ns = tiles * unit_columns(k) * unit_bytes(weight_format) / BYTES_PER_NS
+    return max(0, round(ns - NEXT_LOADS_NS))
 
 
 def keeps_tokens(rows: int, k: int, weight_format: TokenFormat, shape: DequantShape) -> bool:
@@ -385,8 +404,9 @@ def _plan_dequant(p: GemmProblem) -> GemmPlan:
     if p.dequantized:
         # As the kernel before left them.
         shape = DEQUANT_FEW if p.dequantized_rows else DEQUANT_DECODE if shape.own_tokens else shape
-    if shape is DEQUANT_FEW and has_more_blocks(p.rows * unit_rows(p.n), p.k, p.weight_format, sms):
-        shape = DEQUANT_FEW_MORE
+    tiles = p.rows * unit_rows(p.n)  # if each row has an expert of its own
+    if shape is DEQUANT_FEW:
+        shape = few_shape(tiles, p.k, p.weight_format, sms)
     overlap = tokens = None
     if not p.dequantized and not shape.own_tokens:
         # With an SM limit, overlapped dequantization could occupy the SMs that must stay free.
@@ -401,6 +421,7 @@ def _plan_dequant(p: GemmProblem) -> GemmPlan:
         overlap=overlap,
         # An early start would occupy the SMs that the previous product leaves free.
         starts_early=not p.dequantized or p.sm_limit is None,
+        next_loads_ns=next_loads_ns(tiles, p.k, p.weight_format) if shape.own_tokens else 0,
     )
     _, stage, _ = shape.ring(p.weight_format, units)
     tile = 8 * shape.max_blocks, UNIT * shape.warpgroups, UNIT * stage

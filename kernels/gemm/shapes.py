@@ -152,8 +152,10 @@ class DequantShape:
         blocks_per_sm: blocks of a launch that an SM has at a time.
         blocks_of_all: blocks for which an SM has room, with those of other launches. Where they are more, the next
             launch loads its first weights early.
-        static_bytes: shared memory that is left for the rest of a block; the ring has all else.
+        static_bytes: shared memory that is left for the rest of a team; its ring has all else.
         cases: smaller numbers of token blocks that have specialized code.
+        teams: teams of a block that each take tiles of their own, with a ring of their own.
+        first_bytes: least dynamic shared memory of the first of two products, with which an SM takes one block of it.
     """
 
     regime: Regime
@@ -168,11 +170,13 @@ class DequantShape:
     blocks_per_sm: int = 1
     blocks_of_all: int = 1
     static_bytes: int = 20 * 1024
+    teams: int = 1
+    first_bytes: int = 0
 
     @property
     def threads(self) -> int:
         """Of a block. One warp of a warpgroup finds tiles and one loads; with `own_tokens` there is one for both."""
-        return 128 * self.warpgroups + (32 if self.own_tokens else 128)
+        return self.teams * (128 * self.warpgroups + (32 if self.own_tokens else 128))
 
     def held_batches(self, w_format: TokenFormat, a_format: TokenFormat, *, gated: bool) -> int:
         """Batches that are held dequantized; with one more, ptxas has too few registers and serializes `wgmma`."""
@@ -191,7 +195,7 @@ class DequantShape:
         no tokens, which lie behind them (`own_bytes`).
         """
         unit_stage = self.warpgroups * unit_bytes(w_format) + (0 if self.own_tokens else self.max_blocks * 1024)
-        ring_bytes = SHARED_BYTES // self.blocks_of_all - self.static_bytes
+        ring_bytes = SHARED_BYTES // self.blocks_of_all // self.teams - self.static_bytes
         if self.own_tokens:
             ring_bytes -= own_bytes(units)
         size = stage_units(units, min(self.stage_units, ring_bytes // (2 * unit_stage)))
@@ -227,6 +231,8 @@ DEQUANT_FEW = DequantShape(
 """For a few rows in all, by `dequant_few.cu`. Blocks are so small that both products of a layer fit on an SM."""
 DEQUANT_FEW_MORE = replace(DEQUANT_FEW, blocks_per_sm=4, blocks_of_all=7)
 """For where that gives each tile a block of its own. There is room for its blocks beside those of DEQUANT_FEW."""
+DEQUANT_FEW_EVEN = replace(DEQUANT_FEW, blocks_per_sm=1, blocks_of_all=2, teams=3, first_bytes=112 * 1024)
+"""For more tiles than there are blocks: each SM has one block of either product, and so as many tiles as the others."""
 DEQUANT_DECODE = DequantShape(
     Regime.DECODE,
     warpgroups=4,

@@ -13,12 +13,13 @@ import torch
 
 from moe_runtime.dispatcher.token_dispatcher import TokenDispatcher
 from moe_runtime.kernels.exchange.plan import required_plan
-from moe_runtime.kernels.formats.number_formats import FORMATS
-from moe_runtime.kernels.gemm.dequant_layout import DEQUANT_FORMATS
-from moe_runtime.kernels.gemm.plan import choose_dequant_shape, choose_tma_shape
+from moe_runtime.kernels.formats.number_formats import FORMATS, NVFP4
+from moe_runtime.kernels.gemm.dequant_layout import DEQUANT_FORMATS, unit_rows
+from moe_runtime.kernels.gemm.plan import choose_dequant_shape, choose_tma_shape, few_shape
 from moe_runtime.kernels.gemm.shapes import (
     DEQUANT_DECODE,
     DEQUANT_FEW,
+    DEQUANT_FEW_EVEN,
     DEQUANT_MIDDLE,
     DEQUANT_PREFILL,
     TMA_DECODE,
@@ -50,7 +51,11 @@ def test_cases_take_both_regimes_of_each_kernel() -> None:
     for case in sanitize.cases():
         rows = make_rows(case, 0, rng, "torch")
         sizes = rows.likely_rows, rows.num_groups
-        if case.weight_format not in DEQUANT_FORMATS:
+        if case is sanitize.MANY_TILES:
+            for n, k in ((2 * case.intermediate, case.hidden), (case.hidden, case.intermediate)):
+                assert choose_dequant_shape(*sizes, n, k, NVFP4) is DEQUANT_FEW
+                assert few_shape(sizes[0] * unit_rows(n), k, NVFP4, 132) is DEQUANT_FEW_EVEN
+        elif case.weight_format not in DEQUANT_FORMATS:
             seen[case.format].add(choose_tma_shape(*sizes))
         else:
             shape = choose_dequant_shape(*sizes, 2 * case.intermediate, case.hidden, case.weight_format)

@@ -41,6 +41,12 @@ inline void mbarrier_try_wait_parity_shared_cta_b64__selp_b32(unsigned& done, un
   done = yes;
 }
 
+// It gives up after one look.
+inline void mbarrier_try_wait_parity_shared_cta_b64__selp_b32(unsigned& done, unsigned barrier, unsigned parity, unsigned,
+                                                              int yes, int no) {
+  done = emulator::mbarrier_ended(barrier, parity) ? yes : no;
+}
+
 // Copies by the engine.
 inline void cp_async_bulk_shared_cluster_global_mbarrier_complete_tx_bytes(unsigned to, const void* from, unsigned bytes,
                                                                            unsigned barrier) {

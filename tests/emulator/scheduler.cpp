@@ -612,6 +612,12 @@ void mbarrier_wait(Word address, Word parity) {
   }
 }
 
+bool mbarrier_ended(Word address, Word parity) {
+  Block* block = block_of(address);
+  look("an mbarrier, for a while");
+  return made_mbarrier(block, address).parity != parity;
+}
+
 void bulk_load(Word to, const void* from, Word bytes, Word barrier) {
   check_aligned(from, from_shared(to, bytes), bytes, 16);
   const Piece piece = {from, to, bytes};

@@ -64,6 +64,7 @@ void mbarrier_arrive(Word barrier, Word count);
 void mbarrier_arrive_in_cluster(Word barrier, Word count);
 void mbarrier_expect(Word barrier, Word bytes);  // without an arrival
 void mbarrier_wait(Word barrier, Word parity);
+bool mbarrier_ended(Word barrier, Word parity);  // that phase; others go on meanwhile
 
 // Copies by the copy engine. `load` counts its bytes at a barrier; `store` is of this thread's open group, whose older
 // ones, all but `pending`, are waited for: until they have read, or until they have written.

@@ -40,6 +40,7 @@ from moe_runtime.kernels.gemm.plan import (
 from moe_runtime.kernels.gemm.prepacked import MAX_PREPACKED_EXPERTS, PrepackedWeights
 from moe_runtime.kernels.gemm.shapes import DEQUANT_DECODE as DECODE
 from moe_runtime.kernels.gemm.shapes import DEQUANT_FEW as FEW
+from moe_runtime.kernels.gemm.shapes import DEQUANT_FEW_EVEN as FEW_EVEN
 from moe_runtime.kernels.gemm.shapes import DEQUANT_FEW_MORE as FEW_MORE
 from moe_runtime.kernels.gemm.shapes import DEQUANT_MIDDLE as MIDDLE
 from moe_runtime.kernels.gemm.shapes import DEQUANT_PREFILL as PREFILL
@@ -133,7 +134,7 @@ def launched(
     w = weights_of(weight, 64, k, None if activation is None else activation.gate_up)
     choices: dict[str, Any] = {"choose_dequant_shape": lambda *_, **__: FEW if shape.own_tokens else shape}
     if shape.own_tokens:
-        choices["has_more_blocks"] = lambda *_: shape is FEW_MORE
+        choices["few_shape"] = lambda *_: shape
     if activation is None:
         run_dequant_gemm(a, w, torch.empty(rows, 64, dtype=getattr(torch, out)), **choices)
     else:
@@ -190,6 +191,11 @@ VARIANTS: list[tuple[DequantShape, str, str, int, Activation | None, str]] = [
     (FEW_MORE, "mxfp8", "mxfp8", 2048, SwiGLU(), "mxfp8 dequantized"),
     (FEW_MORE, "mxfp8", "mxfp8", 1536, None, "bfloat16 chained"),
     (FEW_MORE, "mxfp4", "bf16", 1536, None, "bfloat16 chained"),
+    (FEW_EVEN, "nvfp4", "nvfp4", 7168, SwiGLU(), "nvfp4 dequantized"),
+    (FEW_EVEN, "mxfp4", "bf16", 4096, SwiGLU(), "bf16 dequantized"),
+    (FEW_EVEN, "mxfp8", "mxfp8", 2048, SQUARED_RELU, "mxfp8"),
+    (FEW_EVEN, "nvfp4", "nvfp4", 2048, None, "bfloat16 chained"),
+    (FEW_EVEN, "mxfp8", "mxfp8", 1536, None, "bfloat16 chained"),
     (FEW, "nvfp4", "bf16", 2880, GPT_OSS, "bf16 dequantized"),
     (FEW, "mxfp4", "bf16", 4096, SwiGLU(), "bf16 dequantized"),
     (FEW, "mxfp4", "bf16", 2880, None, "bfloat16 chained"),
@@ -269,11 +275,15 @@ def test_gemm_compiles_to_what_it_is_meant_for(
     assert (
         ("L2::cache_hint" in compiled.ptx)
         == bool(launch.defines["KEEP_TOKENS"])
-        == (shape in (FEW, FEW_MORE, DECODE) and weight in ("nvfp4", "mxfp4"))
+        == (shape in (FEW, FEW_MORE, FEW_EVEN, DECODE) and weight in ("nvfp4", "mxfp4"))
     )
     assert "serialized" not in compiled.log and "Potential Performance Loss" not in compiled.log, compiled.log
     assert compiled.spilled_bytes <= SPILL_BYTES, compiled.log
-    check_room(launch, compiled, shape.blocks_of_all)
+    if shape.first_bytes:
+        check_one_block(launch, compiled, first=not chained)
+    else:
+        check_room(launch, compiled, shape.blocks_of_all)
+        assert launch.defines.get("BLOCKS_PER_SM", 1) == (FEW_MORE.blocks_of_all if shape.own_tokens else 1)
     if shape.own_tokens:
         assert "wgmma" not in compiled.ptx and "setmaxnreg" not in compiled.ptx
         assert compiled.ptx.count("griddepcontrol.launch_dependents") == 1
@@ -284,10 +294,24 @@ def test_gemm_compiles_to_what_it_is_meant_for(
     assert 128 * (shape.warpgroups * consumer + producer) <= REGISTERS_OF_A_BLOCK
 
 
+FIRST_BYTES, SECOND_BYTES = 124 * 1024, 103 * 1024
+"""Most shared memory of an SM for a block of FEW_EVEN, of the first of two products and of the second."""
+
+
+def check_one_block(launch: Recorded, compiled: Compiled, *, first: bool) -> None:
+    """An SM has room for a block of either product, and for no two of the first."""
+    shared = launch.shared_bytes + compiled.number(r"(\d+) bytes smem") + 1024
+    assert FIRST_BYTES + SECOND_BYTES <= SHARED_BYTES_OF_AN_SM
+    assert shared <= (FIRST_BYTES if first else SECOND_BYTES)
+    assert not first or 2 * shared > SHARED_BYTES_OF_AN_SM
+    assert 2 * launch.block * compiled.number(r"Used (\d+) registers") <= REGISTERS_OF_A_BLOCK
+
+
 def check_room(launch: Recorded, compiled: Compiled, blocks: int) -> None:
     """An SM has room for so many blocks, of each of which the driver takes 1 KiB of shared memory."""
     shared = launch.shared_bytes + compiled.number(r"(\d+) bytes smem")
     assert shared <= SHARED_BYTES_OF_A_BLOCK and blocks * (shared + 1024) <= SHARED_BYTES_OF_AN_SM
+    blocks = int(launch.defines.get("BLOCKS_PER_SM", blocks))
     assert blocks * launch.block * compiled.number(r"Used (\d+) registers") <= REGISTERS_OF_A_BLOCK
 
 
@@ -556,13 +580,20 @@ def test_the_groups_of_published_layers_stay_in_registers(
 ) -> None:
     """A warp of `dequant_few` has the table of groups in its registers: 12 groups in a lane for Kimi-K2."""
     token = "bf16" if activation is None else weight
-    launch = launched(recorded, weight, token, k, FEW, activation, out, chained=activation is None)
-    assert launch.defines["MAX_GROUPS"] == 32
-    launch.defines["MAX_GROUPS"] = dequant_gemm.few_groups(experts)
-    assert launch.defines["MAX_GROUPS"] == experts
-    compiled = compile_recorded(launch)
-    assert compiled.spilled_bytes <= SPILL_BYTES, compiled.log
-    check_room(launch, compiled, FEW.blocks_of_all)
+    for shape in (FEW, FEW_EVEN):
+        recorded.clear()
+        launch = launched(recorded, weight, token, k, shape, activation, out, chained=activation is None)
+        assert launch.defines["MAX_GROUPS"] == 32
+        groups = dequant_gemm.few_groups(experts)
+        assert groups == experts
+        launch.defines["MAX_GROUPS"] = groups
+        launch.defines["BLOCKS_PER_SM"] = dequant_gemm.blocks_with_registers(shape, groups)
+        compiled = compile_recorded(launch)
+        assert compiled.spilled_bytes <= SPILL_BYTES, compiled.log
+        if shape is FEW:
+            check_room(launch, compiled, FEW.blocks_of_all)
+        else:
+            check_one_block(launch, compiled, first=activation is not None)
 
 
 @pytest.mark.parametrize(("groups", "compiled_for"), [(1, 32), (32, 32), (33, 64), (128, 128), (384, 384), (512, 512)])

@@ -25,6 +25,7 @@ from moe_runtime.kernels.gemm.plan import DequantOverlap
 from moe_runtime.kernels.gemm.prepacked import MAX_PREPACKED_EXPERTS, PrepackedWeights
 from moe_runtime.kernels.gemm.shapes import DEQUANT_DECODE as DECODE
 from moe_runtime.kernels.gemm.shapes import DEQUANT_FEW as FEW
+from moe_runtime.kernels.gemm.shapes import DEQUANT_FEW_EVEN as FEW_EVEN
 from moe_runtime.kernels.gemm.shapes import DEQUANT_MIDDLE as MIDDLE
 from moe_runtime.kernels.gemm.shapes import DEQUANT_PREFILL as PREFILL
 from moe_runtime.kernels.gemm.shapes import FEW_TOKENS, MANY_TOKENS, DequantShape
@@ -240,15 +241,18 @@ def test_few_tokens_are_decoded_by_the_blocks_that_multiply_them(
 ) -> None:
     """The same bits as of tokens that are dequantized before, and of larger tiles; also of more rows than are expected.
 
-    A block holds all columns of one token, and of 2 to 8 at a time as many columns as there is room for.
+    A block is one team, or three. A team holds all columns of one token, and of 2 to 8 at a time as many columns as
+    there is room for.
     """
     w = random_weights(weight, 3, 136, k, rng, device)
     sizes, ids = [1, 0, 2, 5, 1, 3, 19, 4, 8], [2, 0, 0, -1, 1, 3, 2, 1, 1]
     a = make_rows(token, sizes, k, rng, device, num_experts=3, expert_ids=ids, gather=True, spare=7, sparse_scales=True)
     a = replace(a, num_active_experts=torch.tensor([8], dtype=torch.int32, device=device), expected_rows=9)
     prepacked, results = PrepackedWeights.prepack(w), []
-    for shape in (FEW, DECODE):
-        choose(monkeypatch, choose_dequant_shape=lambda *_, shape=shape, **__: shape)
+    for shape in (FEW, FEW_EVEN, DECODE):
+        of_rows = FEW if shape.own_tokens else shape
+        choose(monkeypatch, choose_dequant_shape=lambda *_, of_rows=of_rows, **__: of_rows)
+        choose(monkeypatch, few_shape=lambda *_, shape=shape: shape)
         results.append(poisoned(a.capacity, 136, torch.bfloat16, device))
         grouped_gemm(a, prepacked, out=results[-1])
         assert_same_bits(results[0], results[-1], "results")

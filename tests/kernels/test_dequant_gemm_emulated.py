@@ -23,9 +23,9 @@ from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.gemm.plan import DequantOverlap
 from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
 from moe_runtime.kernels.gemm.shapes import DEQUANT_DECODE as DECODE
+from moe_runtime.kernels.gemm.shapes import DEQUANT_FEW_EVEN, DequantShape
 from moe_runtime.kernels.gemm.shapes import DEQUANT_MIDDLE as MIDDLE
 from moe_runtime.kernels.gemm.shapes import DEQUANT_PREFILL as PREFILL
-from moe_runtime.kernels.gemm.shapes import DequantShape
 from moe_runtime.kernels.gemm.weights import SQUARED_RELU, Activation, ExpertWeights, GateUpOrder, SwiGLU
 from tests.emulator import Emulator, needs_emulator
 from tests.kernels import test_dequant_gemm as plain
@@ -104,6 +104,9 @@ def _cases() -> Iterator[Case]:
     ):
         arguments = {"name": name, "token": token, "out": out, "activation": activation, "shape": shape}
         yield gated.test_a_result_is_decoded_for_the_product_that_follows, arguments
+    for name, token, out in (("nvfp4", "nvfp4", "nvfp4"), ("mxfp4", "mxfp8", "mxfp8")):
+        arguments = {"name": name, "token": token, "out": out}
+        yield gated.test_teams_and_late_loads_do_not_change_the_bits_of_a_few_rows, arguments
     for name in operations.VARIANTS:
         yield operations.test_small_integers_are_exact, {"name": name}
 
@@ -193,8 +196,18 @@ def test_as_on_a_gpu(
         (144, False, [1, 0, 3, 2]),
         (192, False, [1, 0, 3, 2]),
         (1152, False, [2, 0, 10, 4]),
+        (192, True, [1, 0, 3, 2]),
     ],
-    ids=["plain", "dequantized", "plain-overlapped", "dequantized-overlapped", "few", "few-by-rows", "few-in-parts"],
+    ids=[
+        "plain",
+        "dequantized",
+        "plain-overlapped",
+        "dequantized-overlapped",
+        "few",
+        "few-by-rows",
+        "few-in-parts",
+        "few-by-teams",
+    ],
 )
 @pytest.mark.parametrize("schedule", range(SCHEDULES))
 def test_both_products_of_a_layer(
@@ -210,6 +223,7 @@ def test_both_products_of_a_layer(
     monkeypatch.setattr(dequant_gemm, "_launch", LAUNCH)
     if overlapped:
         choose(monkeypatch, plan_dequant_overlap=lambda *_: DequantOverlap(2, 2))
+        choose(monkeypatch, few_shape=lambda *_: DEQUANT_FEW_EVEN, next_loads_ns=lambda *_: 500)
     k = 128
     gate_up = random_weights("nvfp4", 2, 2 * inner, k, rng, CPU, gate_up=True)
     down = random_weights("nvfp4", 2, 136, inner, rng, CPU)
@@ -330,7 +344,12 @@ def test_mistakes_are_found(
 MISTAKES_OF_FEW = {
     "a_stage_given_back_twice": (
         "unit.prepare(ahead_scales);",
-        "unit.prepare(ahead_scales);\n      if (part == 0) barrier_arrive_warp(ring.empty + ring.stage * 8);",
+        "unit.prepare(ahead_scales);\n      if (part == 0) barrier_arrive_warp(ring.empty(ring.stage));",
+        "results|arrive|nothing can go on",
+    ),
+    "one_ring_for_all_teams": (
+        "shared_address(memory) + team * TEAM_BYTES",
+        "shared_address(memory)",
         "results|arrive|nothing can go on",
     ),
     "tokens_of_the_unit_before": ("own.load(k64 + part, tokens)", "own.load(k64, tokens)", "results"),

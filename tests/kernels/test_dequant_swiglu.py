@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -17,6 +18,8 @@ from moe_runtime.kernels.gemm.grouped_gemm import grouped_gemm, grouped_gemm_swi
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
 from moe_runtime.kernels.gemm.shapes import DEQUANT_DECODE as DECODE
+from moe_runtime.kernels.gemm.shapes import DEQUANT_FEW as FEW
+from moe_runtime.kernels.gemm.shapes import DEQUANT_FEW_EVEN as FEW_EVEN
 from moe_runtime.kernels.gemm.shapes import DEQUANT_MIDDLE as MIDDLE
 from moe_runtime.kernels.gemm.shapes import DEQUANT_PREFILL as PREFILL
 from moe_runtime.kernels.gemm.shapes import MANY_TOKENS, DequantShape
@@ -53,6 +56,7 @@ from tests.support.gemm_checks import (
     poisoned,
     unit_scales,
 )
+from tests.support.gemm_plans import choose
 
 IS_HOPPER = HAS_GPU and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = pytest.mark.skipif(HAS_GPU and not IS_HOPPER, reason="prepacked weights are for Hopper")
@@ -340,6 +344,33 @@ def test_a_result_is_decoded_for_the_product_that_follows(
     for rows, result in zip((hidden, chained), results, strict=True):
         grouped_gemm(rows, down, out=result)
     assert_same_bits(*results, "second product")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("name", "token", "out"),
+    [("nvfp4",) * 3, ("nvfp4", "bf16", "bf16"), ("mxfp8",) * 3, ("mxfp4", "bf16", "bf16"), ("mxfp4", "mxfp8", "mxfp8")],
+)
+def test_teams_and_late_loads_do_not_change_the_bits_of_a_few_rows(
+    name: str, token: str, out: str, rng: torch.Generator, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does the second product put off its loads when the first has ended, however long it may."""
+    inner, columns = 1152, 200
+    gate_up = PrepackedWeights.prepack(random_weights(name, 3, 2 * inner, 256, rng, device, gate_up=True))
+    down = PrepackedWeights.prepack(random_weights(name, 3, columns, inner, rng, device))
+    a = make_rows(token, [1, 0, 2, 3, 1], 256, rng, device, num_experts=3, expert_ids=[2, 0, 1, 0, -1], gather=True)
+    a, second, results = replace(a, expected_rows=5), 10**9, []
+    for shape, ns in ((FEW, 0), (FEW_EVEN, 0), (FEW_EVEN, 300), (FEW, second)):
+        choose(monkeypatch, few_shape=lambda *_, shape=shape: shape, next_loads_ns=lambda *_, ns=ns: ns)
+        results.append(poisoned(a.capacity, columns, torch.bfloat16, device))
+        began = time.perf_counter()
+        hidden = grouped_gemm_swiglu(a, gate_up, SwiGLU(), out_format=out, then=down)
+        assert hidden.dequantized is not None and hidden.dequantized.ndim == 2 and hidden.loads_after_ns == ns
+        grouped_gemm(hidden, down, out=results[-1])
+        assert_same_bits(results[0], results[-1], "second product")
+        assert ns < second or time.perf_counter() - began < 0.9 or device.type == "cpu"
+    plain = grouped_gemm_swiglu(a, gate_up, SwiGLU(), out_format=out)
+    check_inside(results[0], exact_gemm(plain, down.restore(), device), UNIT[torch.bfloat16])
 
 
 @pytest.mark.parametrize("inner", [144, 320])

@@ -26,12 +26,13 @@ from moe_runtime.kernels.gemm.plan import (
     GemmPlan,
     GemmProblem,
     choose_tma_shape,
-    has_more_blocks,
+    few_shape,
     plan_gemm,
 )
 from moe_runtime.kernels.gemm.shapes import (
     DEQUANT_DECODE,
     DEQUANT_FEW,
+    DEQUANT_FEW_EVEN,
     DEQUANT_FEW_MORE,
     DEQUANT_MIDDLE,
     DEQUANT_PREFILL,
@@ -44,6 +45,7 @@ from moe_runtime.kernels.gemm.shapes import (
     TMA_FEW,
     TMA_PREFILL,
     TMA_SOME,
+    DequantShape,
     GemmTile,
     Regime,
     TmaShape,
@@ -265,14 +267,32 @@ def test_few_tokens_leave_room_for_the_product() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tiles", "more"), [(396, False), (397, True), (528, True), (529, False)], ids=lambda value: str(value)
+    ("tiles", "shape", "blocks", "wide"),
+    [
+        (396, DEQUANT_FEW, 3, DEQUANT_FEW),
+        (397, DEQUANT_FEW_MORE, 4, DEQUANT_FEW_EVEN),
+        (528, DEQUANT_FEW_MORE, 4, DEQUANT_FEW_EVEN),
+        (529, DEQUANT_FEW_EVEN, 1, DEQUANT_FEW_EVEN),
+    ],
 )
-def test_a_few_more_blocks_where_each_tile_gets_one(tiles: int, more: bool) -> None:
+def test_each_tile_gets_a_block_or_each_sm_as_many_tiles(
+    tiles: int, shape: DequantShape, blocks: int, wide: DequantShape
+) -> None:
     how = plan(NVFP4, tiles, 64 * tiles, 2048, 1)
-    assert how.dequant is not None and how.dequant.shape is (DEQUANT_FEW_MORE if more else DEQUANT_FEW)
-    assert how.blocks == (4 if more else 3) * 132
-    assert not has_more_blocks(tiles, 7168, NVFP4, 132), "a token of such a width leaves little room for weights"
+    assert how.dequant is not None and how.dequant.shape is shape
+    assert how.blocks == blocks * 132
+    assert few_shape(tiles, 7168, NVFP4, 132) is wide, "a token of such a width leaves little room for weights"
+    assert few_shape(tiles, 2880, MXFP8, 132) is wide, "nor do three units of 64 in a stage"
     assert plan(NVFP4, tiles, 64 * tiles, 2048, 1, sm_limit=100).dequant.shape is DEQUANT_DECODE  # type: ignore[union-attr]
+
+
+def test_a_second_product_puts_off_its_loads_until_those_of_the_first_end() -> None:
+    """8 experts of Qwen3-235B-A22B have 57 MB of gate and up, which take 13.5 us; 8 of Qwen3-30B-A3B less than 4."""
+    for experts, n, k, least, most in ((8, 3072, 4096, 9000, 10000), (8, 1536, 2048, 0, 0)):
+        how = plan(NVFP4, 128, n, k, experts).dequant
+        assert how is not None and how.shape is DEQUANT_FEW and least <= how.next_loads_ns <= most
+    many = plan(NVFP4, 128, 3072, 4096, 4096).dequant
+    assert many is not None and many.next_loads_ns == 0, "only a few rows"
 
 
 @pytest.mark.parametrize("form", ["dequantized", "scales_in_record"])
