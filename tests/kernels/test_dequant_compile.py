@@ -538,9 +538,12 @@ def test_results_that_the_kernel_cannot_write(recorded: list[Recorded]) -> None:
     assert not recorded
 
 
-def test_weights_too_high_for_the_kernel(recorded: list[Recorded], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_too_large_for_the_kernel(recorded: list[Recorded], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dequant_gemm, "MAX_UNIT_ROWS", 2)
     a, w = rows_of("nvfp4", 4, 128), weights_of("nvfp4", 65, 128, None)
+    monkeypatch.setattr(dequant_gemm, "MAX_EXPERTS", 0)
+    with pytest.raises(ValueError, match=r"^w: expected at most 0 experts, got 1"):
+        run_dequant_gemm(a, weights_of("nvfp4", 64, 128, None), torch.empty(4, 64, dtype=torch.bfloat16))
     with pytest.raises(ValueError, match=r"^w: expected N < 128, got 65"):
         run_dequant_gemm(a, w, torch.empty(4, 66)[:, :65])
     assert not recorded
@@ -571,15 +574,18 @@ def test_the_kernel_clamps_and_inverts_the_encode_scale_itself(recorded: list[Re
     [
         ("nvfp4", 7168, SwiGLU(), "nvfp4 dequantized"),
         ("mxfp8", 7168, SwiGLU(), "mxfp8 dequantized"),
+        ("mxfp4", 7168, SwiGLU(), "bf16 dequantized"),
+        ("nvfp4", 2048, None, "bfloat16"),
+        ("mxfp8", 2048, None, "bfloat16"),
         ("mxfp4", 2048, None, "bfloat16"),
     ],
-    ids=["nvfp4", "mxfp8", "mxfp4"],
+    ids=["nvfp4", "mxfp8", "mxfp4", "nvfp4-down", "mxfp8-down", "mxfp4-down"],
 )
 def test_the_groups_of_published_layers_stay_in_registers(
     experts: int, weight: str, k: int, activation: Activation | None, out: str, recorded: list[Recorded]
 ) -> None:
     """A warp of `dequant_few` has the table of groups in its registers: 12 groups in a lane for Kimi-K2."""
-    token = "bf16" if activation is None else weight
+    token = "bf16" if weight == "mxfp4" else weight
     for shape in (FEW, FEW_EVEN):
         recorded.clear()
         launch = launched(recorded, weight, token, k, shape, activation, out, chained=activation is None)
