@@ -56,9 +56,7 @@ __device__ __forceinline__ void warp_product(float (&d)[4], const u32 (&a)[4], u
 // it in its registers; a lane has neighbouring groups.
 struct Tiles {
   static constexpr int GROUPS = MAX_GROUPS / 32;
-  static constexpr u32 NO_EXPERT = 0xFFFF;
-  int offsets[GROUPS + 1];
-  u32 experts[(GROUPS + 1) / 2];  // two in a word
+  int offsets[GROUPS + 1], experts[GROUPS];
   int own, before;  // parts of this lane's groups, and of those of the lanes before
   int all;          // tiles
 
@@ -74,16 +72,12 @@ struct Tiles {
       for (int i = 0; i <= GROUPS; ++i) offsets[i] = __ldcg(group_offsets + min(first + i, num_groups));
     }
 #pragma unroll
-    for (int i = 0; i < GROUPS; ++i) {
-      const u32 expert = first + i < num_groups ? __ldcg(expert_ids + first + i) : NO_EXPERT;
-      const u32 half = (expert < static_cast<u32>(num_experts) ? expert : NO_EXPERT) << 16 * (i % 2);
-      experts[i / 2] = i % 2 ? experts[i / 2] | half : half;
-    }
+    for (int i = 0; i < GROUPS; ++i) experts[i] = first + i < num_groups ? __ldcg(expert_ids + first + i) : -1;
     own = 0;
 #pragma unroll
     for (int i = 0; i <= GROUPS; ++i) offsets[i] = min(max(offsets[i], 0), capacity);
 #pragma unroll
-    for (int i = 0; i < GROUPS; ++i) own += ceil_div(rows_of(i), TILE_TOKENS);
+    for (int i = 0; i < GROUPS; ++i) own += ceil_div(rows_of(i, num_experts), TILE_TOKENS);
     before = own;
 #pragma unroll
     for (int lanes = 1; lanes < 32; lanes *= 2) {
@@ -94,17 +88,15 @@ struct Tiles {
     before -= own;
   }
 
-  __device__ __forceinline__ u32 expert_of(int i) const { return experts[i / 2] >> 16 * (i % 2) & 0xFFFF; }
-
-  __device__ __forceinline__ int rows_of(int i) const {
+  __device__ __forceinline__ int rows_of(int i, int num_experts) const {
     int end = offsets[i + 1];
     // So that they are computed for each tile: the compiler would keep them in registers, of which there are too few.
     asm volatile("" : "+r"(end));
-    return expert_of(i) == NO_EXPERT ? 0 : max(end - offsets[i], 0);
+    return static_cast<u32>(experts[i]) >= static_cast<u32>(num_experts) ? 0 : max(end - offsets[i], 0);
   }
 
   // Tile `number`; without rows if there are not so many.
-  __device__ __forceinline__ Tile find(int number, int unit_rows) const {
+  __device__ __forceinline__ Tile find(int number, int num_experts, int unit_rows) const {
     Tile tile = {};
     if (number >= all) return tile;
     const int lane = threadIdx.x & 31, part = number / unit_rows;
@@ -115,9 +107,9 @@ struct Tiles {
     tile.high = 1;
 #pragma unroll
     for (int i = 0; i < GROUPS; ++i) {
-      const int rows = rows_of(i), parts = ceil_div(rows, TILE_TOKENS);
+      const int rows = rows_of(i, num_experts), parts = ceil_div(rows, TILE_TOKENS);
       if (left >= 0 && left < parts) {
-        tile.group = lane * GROUPS + i, tile.start = offsets[i], tile.local = left * TILE_TOKENS, tile.expert = expert_of(i);
+        tile.group = lane * GROUPS + i, tile.start = offsets[i], tile.local = left * TILE_TOKENS, tile.expert = experts[i];
         tile.rows = min(rows - tile.local, TILE_TOKENS);
       }
       left -= parts;
@@ -333,7 +325,7 @@ extern "C" __global__ void __launch_bounds__(TEAMS * (CONSUMERS + 32), BLOCKS_PE
     of_all.read(group_offsets, ids, expert_ids, num_groups, num_experts, capacity, unit_rows);
     int number = first_tile(team);
     for (int count = 0;; ++count, number += TEAMS * gridDim.x) {
-      const Tile tile = of_all.find(number, unit_rows);
+      const Tile tile = of_all.find(number, num_experts, unit_rows);
       if (lane == 0) {
         tiles[team][count % TILES_AHEAD] = tile;
         barrier_arrive(ring.announced(count));

@@ -66,8 +66,6 @@ from moe_runtime.kernels.runtime import is_hopper
 
 MAX_UNIT_ROWS = 2**20
 """Bound on the rows of a weight / 64, below which the kernel's division is exact."""
-MAX_EXPERTS = 0xFFFF
-"""Bound on the experts of a weight: `dequant_few.cu` keeps their numbers in 16 bits, of which one stands for none."""
 MAX_GROUPS_BESIDE_MORE = 256
 """Groups up to which a block of DEQUANT_FEW keeps its registers few enough for blocks of DEQUANT_FEW_MORE beside it."""
 OUT_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
@@ -335,8 +333,6 @@ def _check(a: GroupedRows, w: PrepackedWeights, out: torch.Tensor, result: Group
         raise ValueError(f"w: prepacked for Hopper, got {torch.cuda.get_device_name(w.device)}; use w.restore()")
     if unit_rows(w.num_rows) >= MAX_UNIT_ROWS:
         raise ValueError(f"w: expected N < {MAX_UNIT_ROWS * UNIT}, got {w.num_rows}")
-    if w.num_experts > MAX_EXPERTS:
-        raise ValueError(f"w: expected at most {MAX_EXPERTS} experts, got {w.num_experts}")
     if w.units.data_ptr() % 16:
         raise ValueError("w.units: expected 16-byte alignment")
     if a.num_groups > MAX_PREPACKED_EXPERTS:

@@ -359,8 +359,9 @@ def test_teams_and_late_loads_do_not_change_the_bits_of_a_few_rows(
     gate_up = PrepackedWeights.prepack(random_weights(name, 3, 2 * inner, 256, rng, device, gate_up=True))
     down = PrepackedWeights.prepack(random_weights(name, 3, columns, inner, rng, device))
     a = make_rows(token, [1, 0, 2, 3, 1], 256, rng, device, num_experts=3, expert_ids=[2, 0, 1, 0, -1], gather=True)
-    a, second, results = replace(a, expected_rows=5), 10**9, []
-    for shape, ns in ((FEW, 0), (FEW_EVEN, 0), (FEW_EVEN, 300), (FEW, second)):
+    a, results, seconds = replace(a, expected_rows=5), [], []
+    long = (FEW, 2 * 10**9)
+    for shape, ns in ((FEW, 0), (FEW_EVEN, 0), (FEW_EVEN, 300), long, long, long):
         choose(monkeypatch, few_shape=lambda *_, shape=shape: shape, next_loads_ns=lambda *_, ns=ns: ns)
         results.append(poisoned(a.capacity, columns, torch.bfloat16, device))
         began = time.perf_counter()
@@ -368,7 +369,9 @@ def test_teams_and_late_loads_do_not_change_the_bits_of_a_few_rows(
         assert hidden.dequantized is not None and hidden.dequantized.ndim == 2 and hidden.loads_after_ns == ns
         grouped_gemm(hidden, down, out=results[-1])
         assert_same_bits(results[0], results[-1], "second product")
-        assert ns < second or time.perf_counter() - began < 0.9 or device.type == "cpu"
+        seconds.append(time.perf_counter() - began)
+    # On a GPU that others use, a call may take long for other reasons.
+    assert device.type == "cpu" or min(seconds[-3:]) < 1.9
     plain = grouped_gemm_swiglu(a, gate_up, SwiGLU(), out_format=out)
     check_inside(results[0], exact_gemm(plain, down.restore(), device), UNIT[torch.bfloat16])
 
