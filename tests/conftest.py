@@ -11,6 +11,7 @@ import random
 import sys
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -54,8 +55,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest file first, so that others run while its compilers do; skip tests marked `gpu` without a GPU."""
-    items.sort(key=lambda item: item.path.name != "test_aot.py")
+    """The longest file first, so that others run while its compilers do; skip tests marked `gpu` without a GPU.
+
+    Files of each folder are spread over the run: some folders compile, others wait for processes.
+    """
+    folders: dict[Path, list[Path]] = {}
+    for path in dict.fromkeys(item.path for item in items):
+        folders.setdefault(path.parent, []).append(path)
+    place = {path: (i + 0.5) / len(files) for files in folders.values() for i, path in enumerate(files)}
+    items.sort(key=lambda item: 0 if item.path.name == "test_aot.py" else place[item.path])
     if HAS_GPU:
         return
     skip = pytest.mark.skip(reason="needs a CUDA GPU")
