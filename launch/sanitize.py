@@ -95,7 +95,7 @@ def cases() -> list[GemmCase]:
         for fmt in FORMATS
         for name, groups, rows, routing in SIZES
     ]
-    return [*with_themselves, MANY_TILES] + [
+    of_mxfp4 = [
         GemmCase(
             f"mxfp4 x {fmt} {name} {groups}x{rows}, K={size}",
             fmt,
@@ -110,6 +110,7 @@ def cases() -> list[GemmCase]:
         for fmt in token_formats_for("mxfp4")
         for name, groups, rows, routing, size in MXFP4_SIZES
     ]
+    return [*with_themselves, MANY_TILES, *of_mxfp4]
 
 
 MANY = {"max_tokens_per_rank": 1000, "num_experts": 500}

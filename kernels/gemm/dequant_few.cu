@@ -5,15 +5,16 @@
 //
 // A tile is 64 weight rows and at most 8 tokens. Each of a team's four consumers, warps, multiplies 16 weight rows by `mma.sync`,
 // which for operands of bf16 gives the bits of `wgmma` (tests/kernels/test_dequant_gemm.py). A fifth warp, the producer, finds the
-// tiles and streams their weights through a ring of stages. A block is one team, or TEAMS of them that share nothing but an SM.
+// tiles and streams their weights through a ring of stages. A block is one team, or TEAMS of them that go their own ways: all that
+// they share is a table for requantization.
 //
 // A team dequantizes the tokens of a tile itself, once, and holds them by rows: all columns of one row, or as many columns of more
 // rows as there is room for. CHAINED tokens are the results of the kernel before, rows of bf16.
 //
 // Macros: those of dequant_unit.cuh and dequant_result.cuh, with MAX_BLOCKS 1, and
-//   TEAMS, BLOCKS_PER_SM (of all kernels that run at a time), STAGES, STAGE_K64 (columns of a stage / 64; divides `units`), CHUNK (columns
-//   of a chunk of weights / 64; divides STAGE_K64), MAX_GROUPS (a multiple of 32), KEEP_TOKENS (L2 keeps tokens and evicts weights
-//   first), CHAINED, OWN_BYTES (room for tokens), those of token_piece.cuh. K is `units` times 64.
+//   TEAMS, BLOCKS_PER_SM (of all kernels that run at a time), STAGES, STAGE_K64 (columns of a stage / 64; divides `units`), CHUNK
+//   (columns of a chunk of weights / 64; divides STAGE_K64), MAX_GROUPS (a multiple of 32), KEEP_TOKENS (L2 keeps tokens and evicts
+//   weights first), CHAINED, OWN_BYTES (room for tokens), those of token_piece.cuh. K is `units` times 64.
 
 #include "clock.cuh"
 #include "dequant_result.cuh"
@@ -32,7 +33,8 @@ __device__ __forceinline__ void store_16(u32 address, const u32* v) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
 }
 
-// A consumer's team, and its place there. `finish` counts teams as warpgroups.
+// A consumer's team, and its place there, which the compiler does not see where there is one team. `finish` takes a team for a
+// warpgroup.
 __device__ __forceinline__ int team_of_consumer() { return TEAMS == 1 ? 0 : threadIdx.x / CONSUMERS; }
 __device__ __forceinline__ int place_in_team() { return TEAMS == 1 ? threadIdx.x : threadIdx.x % CONSUMERS; }
 

@@ -155,7 +155,8 @@ class DequantShape:
         static_bytes: shared memory that is left for the rest of a team; its ring has all else.
         cases: smaller numbers of token blocks that have specialized code.
         teams: teams of a block that each take tiles of their own, with a ring of their own.
-        first_bytes: least dynamic shared memory of the first of two products, with which an SM takes one block of it.
+        first_bytes: least dynamic shared memory of the first of two products: with what a block has besides, more than
+            half of an SM's, so that an SM takes one of its blocks. 0 for other shapes.
     """
 
     regime: Regime

@@ -279,11 +279,10 @@ def test_gemm_compiles_to_what_it_is_meant_for(
     )
     assert "serialized" not in compiled.log and "Potential Performance Loss" not in compiled.log, compiled.log
     assert compiled.spilled_bytes <= SPILL_BYTES, compiled.log
-    if shape.first_bytes:
-        check_one_block(launch, compiled, first=not chained)
-    else:
-        check_room(launch, compiled, shape.blocks_of_all)
-        assert launch.defines.get("BLOCKS_PER_SM", 1) == (FEW_MORE.blocks_of_all if shape.own_tokens else 1)
+    check_room(launch, compiled, shape, chained=chained)
+    assert ("BLOCKS_PER_SM" in launch.defines) == shape.own_tokens
+    if shape in (FEW, FEW_MORE):
+        assert launch.defines["BLOCKS_PER_SM"] == FEW_MORE.blocks_of_all
     if shape.own_tokens:
         assert "wgmma" not in compiled.ptx and "setmaxnreg" not in compiled.ptx
         assert compiled.ptx.count("griddepcontrol.launch_dependents") == 1
@@ -298,20 +297,22 @@ FIRST_BYTES, SECOND_BYTES = 124 * 1024, 103 * 1024
 """Most shared memory of an SM for a block of FEW_EVEN, of the first of two products and of the second."""
 
 
-def check_one_block(launch: Recorded, compiled: Compiled, *, first: bool) -> None:
-    """An SM has room for a block of either product, and for no two of the first."""
-    shared = launch.shared_bytes + compiled.number(r"(\d+) bytes smem") + 1024
-    assert FIRST_BYTES + SECOND_BYTES <= SHARED_BYTES_OF_AN_SM
-    assert shared <= (FIRST_BYTES if first else SECOND_BYTES)
-    assert not first or 2 * shared > SHARED_BYTES_OF_AN_SM
-    assert 2 * launch.block * compiled.number(r"Used (\d+) registers") <= REGISTERS_OF_A_BLOCK
+def check_room(launch: Recorded, compiled: Compiled, shape: DequantShape, *, chained: bool) -> None:
+    """An SM has room for the blocks of `shape`, of each of which the driver takes 1 KiB of shared memory.
 
-
-def check_room(launch: Recorded, compiled: Compiled, blocks: int) -> None:
-    """An SM has room for so many blocks, of each of which the driver takes 1 KiB of shared memory."""
+    Of FEW_EVEN it has room for one block of either product, and for no two of the first.
+    """
     shared = launch.shared_bytes + compiled.number(r"(\d+) bytes smem")
-    assert shared <= SHARED_BYTES_OF_A_BLOCK and blocks * (shared + 1024) <= SHARED_BYTES_OF_AN_SM
-    blocks = int(launch.defines.get("BLOCKS_PER_SM", blocks))
+    assert shared <= SHARED_BYTES_OF_A_BLOCK
+    shared += 1024
+    if shape is FEW_EVEN:
+        assert FIRST_BYTES + SECOND_BYTES <= SHARED_BYTES_OF_AN_SM
+        assert shared <= (SECOND_BYTES if chained else FIRST_BYTES)
+        assert chained or 2 * shared > SHARED_BYTES_OF_AN_SM
+    else:
+        assert shape.blocks_of_all * shared <= SHARED_BYTES_OF_AN_SM
+    blocks = int(launch.defines.get("BLOCKS_PER_SM", shape.blocks_of_all))
+    assert blocks >= shape.blocks_of_all
     assert blocks * launch.block * compiled.number(r"Used (\d+) registers") <= REGISTERS_OF_A_BLOCK
 
 
@@ -593,10 +594,7 @@ def test_the_groups_of_published_layers_stay_in_registers(
         launch.defines["BLOCKS_PER_SM"] = dequant_gemm.blocks_with_registers(shape, groups)
         compiled = compile_recorded(launch)
         assert compiled.spilled_bytes <= SPILL_BYTES, compiled.log
-        if shape is FEW:
-            check_room(launch, compiled, FEW.blocks_of_all)
-        else:
-            check_one_block(launch, compiled, first=activation is not None)
+        check_room(launch, compiled, shape, chained=activation is None)
 
 
 @pytest.mark.parametrize(("groups", "compiled_for"), [(1, 32), (32, 32), (33, 64), (128, 128), (384, 384), (512, 512)])

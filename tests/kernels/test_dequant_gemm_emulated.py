@@ -222,6 +222,7 @@ def test_both_products_of_a_layer(
     monkeypatch.setattr(dequant_gemm, "_launch", LAUNCH)
     if overlapped:
         choose(monkeypatch, plan_dequant_overlap=lambda *_: DequantOverlap(2, 2))
+        # A few rows have nothing dequantized before: there the second product overlaps, and waits for a while.
         choose(monkeypatch, few_shape=lambda *_: DEQUANT_FEW_EVEN, next_loads_ns=lambda *_: 500)
     k = 128
     gate_up = random_weights("nvfp4", 2, 2 * inner, k, rng, CPU, gate_up=True)
