@@ -3,6 +3,7 @@
 #ifndef MOE_RUNTIME_MBARRIER
 #define MOE_RUNTIME_MBARRIER
 
+#include "clock.cuh"
 #include "numbers.cuh"
 
 __device__ __forceinline__ u32 shared_address(const void* at) { return static_cast<u32>(__cvta_generic_to_shared(at)); }
@@ -52,6 +53,12 @@ __device__ __forceinline__ bool barrier_wait_for(u32 barrier, u32 parity, u32 ns
                : "r"(barrier), "r"(parity), "r"(ns)
                : "memory");
   return done;
+}
+
+// The same, `ns` long however often the hardware gives up before.
+__device__ __forceinline__ void barrier_wait_long(u32 barrier, u32 parity, u32 ns) {
+  const u32 since = static_cast<u32>(clock_ns());
+  while (!barrier_wait_for(barrier, parity, ns) && static_cast<u32>(clock_ns()) - since < ns) {}
 }
 
 // Starts a bulk copy into shared memory that belongs to the phase of `barrier`. Addresses and size are multiples of 16 bytes.

@@ -16,7 +16,6 @@
 //   (columns of a chunk of weights / 64; divides STAGE_K64), MAX_GROUPS (a multiple of 32), KEEP_TOKENS (L2 keeps tokens and evicts
 //   weights first), CHAINED, OWN_BYTES (room for tokens), those of token_piece.cuh. K is `units` times 64.
 
-#include "clock.cuh"
 #include "dequant_result.cuh"
 #include "dequant_unit.cuh"
 #include "routed_ids.cuh"
@@ -125,12 +124,6 @@ struct Tiles {
     return tile;
   }
 };
-
-// Until the barrier `ended` says that the kernel before has ended, at most `ns` long.
-__device__ __forceinline__ void await_turn(u32 ended, u32 ns) {
-  const u32 since = static_cast<u32>(clock_ns());
-  while (!barrier_wait_for(ended, 0, ns) && static_cast<u32>(clock_ns()) - since < ns) {}
-}
 
 // A team's first tile. Blocks of one team without a tile should be those that share an SM with more blocks than others do. These
 // are the first, which come to an SM that other kernels left free, and the very last.
@@ -337,7 +330,7 @@ extern "C" __global__ void __launch_bounds__(TEAMS * (CONSUMERS + 32), BLOCKS_PE
       // Of the other lanes some could wait for a stage that is filled again before they look.
       if (lane != 0) continue;
       const u64 of_weights = KEEP_TOKENS ? policy_of_first_out() : 0;
-      if (CHAINED && count == 0 && loads_after_ns > 0) await_turn(ring.ended(), loads_after_ns);
+      if (CHAINED && count == 0 && loads_after_ns > 0) barrier_wait_long(ring.ended(), 0, loads_after_ns);
 #pragma unroll 1
       for (int k64 = 0; k64 < units; k64 += STAGE_K64, ring.advance()) {
         ring.await_empty();

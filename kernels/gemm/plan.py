@@ -126,11 +126,13 @@ class TmaPlan:
         shape: clusters and order of tiles.
         copies_scales: whether TMA copies the scales of MAX_STAGES stages at once.
         starts_early: whether it may start before the previous kernel has ended.
+        next_loads_ns: `GroupedRows.loads_after_ns` of a result.
     """
 
     shape: TmaShape
     copies_scales: bool
     starts_early: bool
+    next_loads_ns: int = 0
 
 
 def choose_tma_shape(rows: int, num_groups: int) -> TmaShape:
@@ -249,13 +251,12 @@ def few_shape(tiles: int, k: int, weight_format: TokenFormat, sms: int) -> Dequa
     return DEQUANT_FEW_EVEN
 
 
-def next_loads_ns(tiles: int, k: int, weight_format: TokenFormat) -> int:
+def next_loads_ns(weight_bytes: int) -> int:
     """How long after its start the second of two products should ask for its first weights.
 
-    It starts when the rows of the first are there, whose `tiles` tiles of K `k` load their weights meanwhile.
+    It starts when the rows of the first are there, which loads its `weight_bytes` meanwhile.
     """
-    ns = tiles * unit_columns(k) * unit_bytes(weight_format) / BYTES_PER_NS
-    return max(0, round(ns - NEXT_LOADS_NS))
+    return max(0, round(weight_bytes / BYTES_PER_NS - NEXT_LOADS_NS))
 
 
 def keeps_tokens(rows: int, k: int, weight_format: TokenFormat, shape: DequantShape) -> bool:
@@ -421,7 +422,7 @@ def _plan_dequant(p: GemmProblem) -> GemmPlan:
         overlap=overlap,
         # An early start would occupy the SMs that the previous product leaves free.
         starts_early=not p.dequantized or p.sm_limit is None,
-        next_loads_ns=next_loads_ns(tiles, p.k, p.weight_format) if shape.own_tokens else 0,
+        next_loads_ns=next_loads_ns(tiles * units * unit_bytes(p.weight_format)) if shape.own_tokens else 0,
     )
     _, stage, _ = shape.ring(p.weight_format, units)
     tile = 8 * shape.max_blocks, UNIT * shape.warpgroups, UNIT * stage
@@ -458,7 +459,11 @@ def _plan_tma(p: GemmProblem) -> GemmPlan:
     blocks = max(blocks // cluster, 1) * cluster
     tile = shape.tile_rows, shape.halves * HALF, 128 * 8 // p.token_format.element_bits
     # An early start gains with few rows, for which the launch is a part of the time. It was not measured with many.
-    how = TmaPlan(shape, copies_scales, starts_early=shape is not TMA_PREFILL and p.sm_limit is None)
+    # If each row has an expert of its own. Where some SMs have more tiles than others, memory has room for the second
+    # product before the first has loaded all.
+    tiles = p.rows * ceil_div(p.n, HALF)
+    later = next_loads_ns(p.rows * p.n * p.k * p.weight_format.element_bits // 8) if shape.few and tiles <= p.sms else 0
+    how = TmaPlan(shape, copies_scales, shape is not TMA_PREFILL and p.sm_limit is None, later)
     return GemmPlan(GemmKernel.TMA, shape.regime, tile, blocks, tma=how)
 
 

@@ -50,8 +50,8 @@ SCALE_BYTES = 1088
 """Shared memory for the scales of a stage. TMA copies scales of four stages at once; four stages hold two copies."""
 MAX_STAGES = 4
 MAX_FEW_STAGES = 6
-FEW_STAGING_BYTES = (HALF + 8) * 4
-"""Shared memory of a tile's row by which, in a tile of few rows, the threads of a warpgroup share its sums."""
+FEW_STAGING_BYTES = (HALF + 4) * 4
+"""Shared memory of a tile's row by which, in a tile of few rows, the threads of a warpgroup turn its sums."""
 TILES_AHEAD = 8
 """Tiles that the producers of a block may announce to its math warps in advance."""
 
@@ -117,11 +117,13 @@ class TmaShape:
         return (self.tile_rows + self.halves * HALF) * 128
 
     def _bytes_without_ring(self, num_groups: int) -> int:
-        """Staging, scales and barriers of the stages, announced tiles, the table of groups, maxima of two tiles."""
+        """Staging, scales and barriers of the stages, announced tiles, a barrier that tells of the kernel before, the
+        table of groups, maxima of two tiles."""
         staging = self.tile_rows * FEW_STAGING_BYTES if self.few else 8 * STAGING_BYTES
         scales = MAX_FEW_STAGES * (4 * (self.tile_rows + 8) + 16) if self.few else MAX_STAGES * (SCALE_BYTES + 16)
         maxima = 2 * (4 * 8 + 4 * self.tile_rows) if self.few else 0
-        return staging + scales + TILES_AHEAD * (8 + 16) + 16 * (num_groups + 1) + maxima
+        turn = 16 if self.few else 0
+        return staging + scales + TILES_AHEAD * (8 + 16) + turn + 16 * (num_groups + 1) + maxima
 
 
 TMA_FEW = TmaShape(Regime.FEW, cluster=2, box_rows=8, band=1, tile_rows=8)

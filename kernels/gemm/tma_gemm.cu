@@ -9,8 +9,9 @@
 //
 // FEW, for a few rows of each group, has tiles of ROWS 8 or 16 times 128 weight rows, which are gate and up of 64 columns of
 // a gated result. One warpgroup multiplies, and an SM has two blocks. In a cluster of two, which a gated result with block
-// scales needs, the blocks work on both halves of 128 columns and tell each other the largest values of a row. The tensor
-// cores multiply 64 rows all the same: behind those of the tile, they take the weights for more.
+// scales needs, the blocks work on both halves of 128 columns and tell each other the largest values of a row. Here the
+// weights are the operand of 64 rows, twice, and the rows that of 8 or 16 columns: each sum is of the same products in the same
+// order, and has the same bits.
 //
 // Macros: ROWS (of a tile), FP8 (1: e4m3 with fp32 scales of 1x128 and 128x128; 0: bf16), STAGES, CLUSTER 1 or 2, GATHER
 // (rows through row_index), ACTIVATED (the result is activated), GATED (and the weights are gate and up), FUNCTION
@@ -55,7 +56,7 @@ constexpr int BOXES = FEW && !GATED ? 1 : 2, BOX_ROWS = FEW && GATED ? HALF / 2 
 constexpr int BOX_BYTES = BOX_ROWS * 128;
 constexpr int STAGE_BYTES = A_BYTES + BOXES * BOX_BYTES;
 constexpr int WARP_STAGING = 2048;  // 16 rows of 128 bytes
-constexpr int SUMS_STRIDE = HALF + 8;  // floats between rows of sums in shared memory, for FEW
+constexpr int SUMS_STRIDE = HALF + 4;  // floats between rows of sums in shared memory, for FEW: the lanes of a warp write to all banks
 constexpr int STAGING_BYTES = FEW ? BM * SUMS_STRIDE * 4 : 4 * MATH_WGS * WARP_STAGING;
 // Scales of a stage: those of 128 rows, then of two halves. TMA copies them for the 4 stages of a round at once, 4 for each
 // row. The memory of all stages holds the scales of two rounds.
@@ -64,15 +65,16 @@ constexpr int SCALE_BYTES = TMA_SCALES ? 2 * ROUND_BYTES / STAGES : FP8 ? (BM + 
 static_assert(!TMA_SCALES || (FP8 && !GATHER && !FEW && STAGES == 4), "one copy brings the scales of 4 stages");
 constexpr int TILES_AHEAD = 8;         // tiles that the producers may announce to the math warps in advance
 constexpr int EARLY_STAGES = 3;        // stages of weights that are asked for while the dispatch still needs the memory
+constexpr int TURN_BARRIERS = FEW ? 2 : 0;  // the first one's phase ends with the kernel before
 constexpr int FEW_PAIRS = 2;           // most pairs of row tiles of a group whose odd tile comes after each band
 constexpr int NO_MORE = -0x7FFFFFFF;   // rows of the announcement after the last tile
 static_assert(!FEW || EARLY_STAGES <= STAGES);
 constexpr bool HALVES = !GATED && !FEW;  // whether there are tiles of one half
 constexpr int ONE_HALF = 1 << 30;      // marks a tile of one half in the announced column
 // Sums of a thread: of a tile, and of the 128 weight rows that FP8 multiplies at a time.
-constexpr int SUMS = FEW ? 64 : 128, PARTIAL_SUMS = 64;
-constexpr int PRODUCER_REGISTERS = FP8 && !GATHER && !FEW ? 24 : 40;  // the rest goes to the math warpgroups
-constexpr int MATH_REGISTERS = FEW ? 216 : FP8 && !GATHER ? 240 : 232;
+constexpr int SUMS = FEW ? BM : 128, PARTIAL_SUMS = FEW ? BM : 64;
+constexpr int PRODUCER_REGISTERS = FP8 && !GATHER ? 24 : 40;  // the rest goes to the math warpgroups, unless FEW
+constexpr int MATH_REGISTERS = FP8 && !GATHER ? 240 : 232;
 constexpr int MATH_WARPS = 4 * MATH_WGS;
 constexpr bool THREADS_GATHER = GATHER && !FEW;  // threads copy gathered rows, else TMA does, row by row
 // Arrivals at a stage for copies by threads: one per warp for gathered rows and their scales, one per thread for scales only.
@@ -359,6 +361,67 @@ __device__ __forceinline__ void load_word(float& to, u32 from, bool now) {
                  : "memory");
 }
 
+#if ROWS < 128
+// --- tensor cores for few rows ---
+
+#if FP8
+#define OPERANDS_OF_FEW "k32.f32.e4m3.e4m3"
+#define SIGNS_OF_FEW "1, 1"
+#else
+#define OPERANDS_OF_FEW "k16.f32.bf16.bf16"
+#define SIGNS_OF_FEW "1, 1, 0, 0"
+#endif
+
+// d[64 weight rows, BM rows] (+)= weights[64, 32 bytes of K] * rows[BM]^T, in the sums from FIRST on.
+template <int FIRST>
+__device__ __forceinline__ void mma_few(float (&d)[BM], u32 weights, u32 rows, int add) {
+#if ROWS == 8
+    asm volatile(DESCRIPTORS("%4", "%5", "%6")
+                 "wgmma.mma_async.sync.aligned.m64n8" OPERANDS_OF_FEW " {%0, %1, %2, %3}, a, b, p, " SIGNS_OF_FEW ";\n}"
+                 : F4(d, FIRST)
+                 : "r"(weights), "r"(rows), "r"(add));
+#else
+    asm volatile(DESCRIPTORS("%8", "%9", "%10")
+                 "wgmma.mma_async.sync.aligned.m64n16" OPERANDS_OF_FEW " {%0, %1, %2, %3, %4, %5, %6, %7}, a, b, p, "
+                 SIGNS_OF_FEW ";\n}"
+                 : F4(d, FIRST), F4(d, FIRST + 4)
+                 : "r"(weights), "r"(rows), "r"(add));
+#endif
+}
+
+// d (+)= weights[128] * rows[BM]^T over the 128 bytes of K of a stage. A thread has, in either half of `d`, of each 8 rows those
+// of numbers lane % 4 * 2 and the next, d[4j] and d[4j + 1] with weight row `lane / 4` of its warp's 16, d[4j + 2] and d[4j + 3] with
+// that 8 further.
+__device__ __forceinline__ void multiply(float (&d)[BM], u32 weights, u32 rows, bool add) {
+    keep(d);
+    mma_fence();
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+        mma_few<0>(d, weights + 2 * k, rows + 2 * k, add || k > 0);
+        mma_few<BM / 2>(d, weights + (HALF_BYTES / 2 >> 4) + 2 * k, rows + 2 * k, add || k > 0);
+    }
+    mma_commit();
+}
+
+// acc += part * (scale of the row * scale of the weight). Where that product is not a normal number, the scale of the row is
+// applied first. `scales` are those of a stage.
+__device__ __forceinline__ void add_up(float (&acc)[BM], float (&part)[BM], const float* scales) {
+    const float2* of_rows = (const float2*)(scales + threadIdx.x % 4 * 2);
+    float a[BM / 4], w[2] = {scales[BM], scales[BM + 1]};
+#pragma unroll
+    for (int j = 0; j < BM / 8; ++j) a[2 * j] = of_rows[4 * j].x, a[2 * j + 1] = of_rows[4 * j].y;
+    mma_wait<0>();
+    keep(part);
+#pragma unroll
+    for (int i = 0; i < BM; ++i) {
+        float of_row = a[i % (BM / 2) / 4 * 2 + i % 2], of_weight = w[GATED && ORDER != INTERLEAVED ? i / (BM / 2) : 0];
+        float both = of_row * of_weight, size = fabsf(both);
+        bool apart = size < SMALLEST || size > LARGEST;  // NaN gives NaN either way
+        float first = __fmul_rn(part[i], apart ? of_row : 1.0f);
+        acc[i] = __fmaf_rn(first, apart ? of_weight : both, acc[i]);
+    }
+}
+#else
 // part = a[64 rows] * b[128 rows]^T over the 128 bytes of K of a stage.
 __device__ __forceinline__ void multiply(float (&part)[PARTIAL_SUMS], u32 a, u32 b) {
     keep(part);
@@ -415,14 +478,14 @@ __device__ __forceinline__ void add_up(float (&acc)[SUMS], float (&part)[PARTIAL
 #pragma unroll
     for (int i = 0; i < PARTIAL_SUMS; ++i) {
         int r = i / 2 % 2;
-        if (BM == 8 && r > 0) continue;  // a row past the tile
-        int h = GATED && (ORDER == INTERLEAVED) != FEW ? i / 32 : FIRST / PARTIAL_SUMS;
+        int h = GATED && ORDER == INTERLEAVED ? i / 32 : FIRST / PARTIAL_SUMS;
         bool apart = !PLAIN && factors.apart(r, h);
         float first = PLAIN ? part[i] : __fmul_rn(part[i], apart ? factors.a[r] : 1.0f);
         acc[FIRST + i] = __fmaf_rn(first, apart ? factors.w[h] : factors.product[r][h], acc[FIRST + i]);
     }
     keep(acc);  // finish before the next products overwrite `part`
 }
+#endif
 
 // --- epilogue -------------------------------------------------------------------------------------------------------
 
@@ -640,17 +703,15 @@ __device__ __forceinline__ u32 largest_of_pair(const Maxima& x, u32 bits) {
 
 __device__ __forceinline__ void sync_warpgroup() { asm volatile("bar.sync %0, 128;" ::"r"(1) : "memory"); }
 
-// Spreads the sums of a tile, which one warp has, over the warpgroup: writes them to shared memory as [BM, SUMS_STRIDE].
+// Turns the sums of a tile: writes them to shared memory as [BM, SUMS_STRIDE].
 __device__ __forceinline__ void share_sums(const float (&acc)[SUMS], float* sums) {
     int lane = threadIdx.x % 32;
+    float* of_lane = sums + lane % 4 * 2 * SUMS_STRIDE + threadIdx.x / 32 * 16 + lane / 4;
     sync_warpgroup();  // those of the last tile have been read
-    if (threadIdx.x < 32) {
-        float* of_lane = sums + lane / 4 * SUMS_STRIDE + lane % 4 * 2;
 #pragma unroll
-        for (int j = 0; j < SUMS / 4; ++j) {
-            *(float2*)(of_lane + 8 * j) = make_float2(acc[4 * j], acc[4 * j + 1]);
-            if (BM == 16) *(float2*)(of_lane + 8 * SUMS_STRIDE + 8 * j) = make_float2(acc[4 * j + 2], acc[4 * j + 3]);
-        }
+    for (int i = 0; i < SUMS; ++i) {
+        int half = i / (SUMS / 2), j = i % (SUMS / 2) / 4;
+        of_lane[(8 * j + i % 2) * SUMS_STRIDE + half * 64 + i / 2 % 2 * 8] = acc[i];
     }
     sync_warpgroup();
 }
@@ -725,17 +786,18 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
          const float* a_scales, const float* w_scales, Extras extras, u8* out, long long out_stride, float* out_scales,
          const int* offsets, const int* expert_ids, const int* num_active, int num_groups, int num_experts,
          int capacity, int columns, int k_blocks, int row_bytes, int band_width, int settled, float alpha, float limit,
-         float up_offset, const void* topk_idx, int num_ids, int id_bytes) {
+         float up_offset, const void* topk_idx, int num_ids, int id_bytes, int loads_after_ns) {
     u8* staging = shared + STAGES * STAGE_BYTES;
     float* scales = (float*)(staging + STAGING_BYTES);
     u64* barriers = (u64*)((u8*)scales + STAGES * SCALE_BYTES);
     // Tiles that the producers announce to the math warps: start, rows, expert, column.
-    int4* tiles = (int4*)(barriers + 2 * STAGES + TILES_AHEAD);
+    int4* tiles = (int4*)(barriers + 2 * STAGES + TILES_AHEAD + TURN_BARRIERS);
     Group* groups = (Group*)(tiles + TILES_AHEAD);
     u64* told = (u64*)(groups + num_groups + 1);  // barriers of the other block's maxima, of each warp for two tiles
     u32* maxima = (u32*)(told + 2 * MATH_WARPS);
     int2* totals = (int2*)staging;  // of the groups of each warp
-    u32 full = shared_address(barriers), empty = full + 8 * STAGES, known = empty + 8 * STAGES, ring = shared_address(shared);
+    u32 full = shared_address(barriers), empty = full + 8 * STAGES, known = empty + 8 * STAGES, ended = known + 8 * TILES_AHEAD;
+    u32 ring = shared_address(shared);
     int wg = uniform(threadIdx.x / 128), warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
     int tiles_n = ceil_div(columns, ITEM_COLUMNS), step = gridDim.x / CLUSTER;  // between work items of a cluster
     u32 rank = cluster_rank();
@@ -746,6 +808,7 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
             barrier_init(empty + 8 * s, MATH_WARPS * TEAM * ARRIVALS_OF_WARP);
         }
         for (int i = 0; i < TILES_AHEAD; ++i) barrier_init(known + 8 * i, 1);
+        if (FEW) barrier_init(ended, 1);
         for (int i = 0; i < 2 * MATH_WARPS && PAIRED; ++i) barrier_init(shared_address(told) + 8 * i, 1);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
@@ -757,7 +820,8 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
     }
     // This kernel may have started before the one that writes its rows has ended. If `settled`, that one has not written
     // the table of groups, which then can be read, and the weights of the first tile loaded, before it ends. So they can if
-    // there are `ids`, which nobody has written since before it began.
+    // there are `ids`, which nobody has written since before it began. Weights are loaded `loads_after_ns` later, unless the one
+    // before has ended by then: earlier loads would delay those of that one.
     const RoutedIds ids = {FEW ? topk_idx : nullptr, num_ids, id_bytes};
     auto wait_for_rows = [] { asm volatile("griddepcontrol.wait;" ::: "memory"); };
     if (!FEW || !(settled || ids.given())) wait_for_rows();
@@ -775,7 +839,7 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
     for (int s = 0; s < STAGES; ++s) used |= (u32)((k_blocks - s + STAGES - 1) / STAGES & 1) << s;
     Tile tile;
     if (wg == MATH_WGS) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
+        if (!FEW) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
         // One thread starts the TMA copies, except for those of single rows, which a warp starts. All threads copy other
         // gathered rows, and scales that TMA does not copy.
         int thread = threadIdx.x % 128, chunk = thread % 8, first = thread / 8, under_way = -1;
@@ -832,6 +896,7 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
                     load_half(&w_map, b + h * BOX_BYTES, ready, kb * BK, tile.column, h, tile.expert, shared_weights);
             };
             if (begins) {
+                if (leader && loads_after_ns > 0) barrier_wait_long(ended, 0, loads_after_ns);
                 ahead = min(ids.given() ? EARLY_STAGES : STAGES, k_blocks);
                 for (int s = 0; s < ahead && leader; ++s) {
                     barrier_expect(full + 8 * s, box_bytes + halves * BOX_BYTES);
@@ -914,8 +979,9 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
         if (begins) wait_for_rows();  // the next kernel takes the end of this one for the end of the one before, too
         announce(make_int4(0, NO_MORE, 0, 0));
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MATH_REGISTERS));
+        if (!FEW) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MATH_REGISTERS));
         if (FEW) wait_for_rows();
+        if (FEW && threadIdx.x == 0) barrier_arrive(ended);
         if (ids.given()) start_next();
         float acc[SUMS];
         // Position of the scales of the next round of stages, and whether a tile swaps the two positions.
@@ -957,28 +1023,16 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
             float part[PARTIAL_SUMS];
             for (int kb = 0; kb < k_blocks; ++kb) {
                 barrier_wait(full + 8 * stage, phase >> stage & 1);
-                multiply(part, a + stage * STEP, b + stage * STEP);
-                Factors factors;
-                const float* of_rows = scales + stage * (SCALE_BYTES / 4) + lane / 4;
-                const float* of_weights = scales + stage * (SCALE_BYTES / 4) + BM;
-                factors.a[0] = of_rows[0], factors.a[1] = of_rows[BM - 8];
-                factors.w[0] = of_weights[0], factors.w[1] = of_weights[1];
-                factors.multiply(LARGEST);
-                mma_wait<0>();
+                multiply(part, b + stage * STEP, a + stage * STEP, false);
+                add_up(acc, part, scales + stage * (SCALE_BYTES / 4));
                 release(freed + 8 * stage, 1);
-                add_up<0, false>(acc, part, factors);
                 if (++stage == STAGES) stage = 0, phase = ~phase;
             }
 #else
             int before = 0;
             for (int kb = 0; kb < k_blocks; ++kb) {
-                u32 at = stage * STEP;
                 barrier_wait(full + 8 * stage, phase >> stage & 1);
-                keep(acc);
-                mma_fence();
-#pragma unroll
-                for (int k = 0; k < 4; ++k) mma_bf16_half(acc, a + at + 2 * k, b + at + 2 * k, kb > 0 || k > 0);
-                mma_commit();
+                multiply(acc, b + stage * STEP, a + stage * STEP, kb > 0);
                 mma_wait<1>();
                 if (kb > 0) release(freed + 8 * before, 1);
                 before = stage;

@@ -189,6 +189,7 @@ def _launch(
             # Adding -0 changes no value.
             ctypes.c_float(formula.up_offset or -0.0),
             *a.routed_ids,
+            a.loads_after_ns,
         ],
         device=device,
         shared_bytes=shape.shared_bytes(groups),

@@ -291,6 +291,9 @@ def test_a_second_product_puts_off_its_loads_until_those_of_the_first_end() -> N
     for experts, n, k, least, most in ((8, 3072, 4096, 9000, 10000), (8, 1536, 2048, 0, 0)):
         how = plan(NVFP4, 128, n, k, experts).dequant
         assert how is not None and how.shape is DEQUANT_FEW and least <= how.next_loads_ns <= most
+        tma = plan(FP8_BLOCK, 128, n, k, experts).tma
+        # 101 MB would take 24 us, but they are 192 tiles for 132 SMs. The 25 MB of the others are 96 tiles.
+        assert tma is not None and tma.shape is TMA_FEW and tma.next_loads_ns == (0 if n == 3072 else 1992)
     many = plan(NVFP4, 128, 3072, 4096, 4096).dequant
     assert many is not None and many.next_loads_ns == 0, "only a few rows"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -107,7 +108,12 @@ def test_tiles_that_end_with_any_stage(
 
 
 def both_products(
-    name: str, shape: TmaShape, emulator: Emulator, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    shape: TmaShape,
+    emulator: Emulator,
+    rng: torch.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+    loads_after_ns: int = 0,
 ) -> None:
     """The second product may start while the first runs; the bits are those of one after the other."""
     fresh = gemm_plans.empty_intermediate
@@ -125,7 +131,7 @@ def both_products(
     def run() -> torch.Tensor:
         hidden = tma_grouped_gemm_swiglu(a, gate_up, SwiGLU(), out_format=name, shape=shape)
         assert hidden.settled
-        return tma_grouped_gemm(hidden, down, shape=shape)
+        return tma_grouped_gemm(replace(hidden, loads_after_ns=loads_after_ns), down, shape=shape)
 
     want = run()
     for _ in range(SCHEDULES):
@@ -134,12 +140,21 @@ def both_products(
         assert_same_bits(got, want, name)
 
 
-@pytest.mark.parametrize("shape", [TMA_FEW, TMA_DECODE], ids=["few", "decode"])
+@pytest.mark.parametrize(
+    ("shape", "loads_after_ns"),
+    [(TMA_FEW, 0), (TMA_FEW, 500), (TMA_DECODE, 0)],
+    ids=["few", "few, with late loads", "decode"],
+)
 @names
 def test_a_product_starts_while_the_one_before_ends(
-    name: str, shape: TmaShape, emulator: Emulator, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    shape: TmaShape,
+    loads_after_ns: int,
+    emulator: Emulator,
+    rng: torch.Generator,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    both_products(name, shape, emulator, rng, monkeypatch)
+    both_products(name, shape, emulator, rng, monkeypatch, loads_after_ns)
     check_runs(emulator, 2 + SCHEDULES)
 
 

@@ -125,4 +125,5 @@ def tma_grouped_gemm_swiglu(
     fmt = format_named(out_format)
     plan = tma_plan(a, w, out_format=fmt, activation=activation, shape=shape, num_sms=num_sms)
     tma_gemm.multiply_swiglu(a, w, activation, out, plan)
-    return replace(out, settled=True)
+    assert plan.tma is not None
+    return replace(out, settled=True, loads_after_ns=plan.tma.next_loads_ns)
