@@ -58,10 +58,8 @@ from moe_runtime.kernels.gemm.shapes import (
     DEQUANT_FEW_EVEN,
     DEQUANT_MIDDLE,
     DEQUANT_PREFILL,
-    TMA_DECODE,
-    TMA_FEW,
     TMA_PREFILL,
-    TMA_SOME,
+    TMA_SHAPES,
     DequantShape,
     TmaShape,
     overlapped_token_shape,
@@ -297,7 +295,7 @@ def _hopper_cases() -> Iterator[CudaCase]:
             yield _dequant(GATED, fmt, few, torch.bfloat16, SILU, keep_tokens=keep, **first)
             yield _dequant(PLAIN, fmt, few, torch.bfloat16, keep_tokens=keep, **second)
     for fmt in (FP8_BLOCK, BF16):
-        for tma_shape in (TMA_FEW, TMA_SOME, TMA_DECODE, TMA_PREFILL):
+        for tma_shape in TMA_SHAPES:
             for operation in (PLAIN, GATED):
                 out_code = 3 if operation == GATED and fmt is FP8_BLOCK else 0
                 formula = None if operation == PLAIN else SILU

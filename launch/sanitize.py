@@ -61,6 +61,7 @@ SIZES = (
     ("few", 4, 1, "layer"),
     ("few", 12, 2, "layer"),
     ("decode", 4, 8, "layer"),
+    ("decode", 4, 12, "layer"),
     ("decode", 3, 24, "zipf"),
     ("prefill", 3, 130, "zipf"),
     ("prefill", 1, 520, "even"),

@@ -22,6 +22,7 @@ class Regime(Enum):
 
     FEW = "a row or two"
     SOME = "several rows"
+    SEVERAL = "a dozen rows"
     DECODE = "few rows"
     MIDDLE = "medium rows"
     PREFILL = "many rows"
@@ -128,9 +129,11 @@ class TmaShape:
 
 TMA_FEW = TmaShape(Regime.FEW, cluster=2, box_rows=8, band=1, tile_rows=8)
 TMA_SOME = TmaShape(Regime.SOME, cluster=2, box_rows=16, band=1, tile_rows=16)
+TMA_SEVERAL = TmaShape(Regime.SEVERAL, cluster=2, box_rows=16, band=1, tile_rows=32)
 TMA_DECODE = TmaShape(Regime.DECODE, cluster=1, box_rows=16, band=1)
 # 66 clusters run at a time. 8 column tiles by 8 pairs of row tiles read least: as many rows as weights.
 TMA_PREFILL = TmaShape(Regime.PREFILL, cluster=2, box_rows=TILE_ROWS, band=8)
+TMA_SHAPES = (TMA_FEW, TMA_SOME, TMA_SEVERAL, TMA_DECODE, TMA_PREFILL)
 
 
 # --- Hopper's kernels for weights that are dequantized in registers ---

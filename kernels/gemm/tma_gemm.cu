@@ -7,10 +7,10 @@
 // the same columns and share the weights. For the odd row tile of a group they work on two column tiles and share the rows.
 // If the last round of plain tiles has work for at most half of the clusters, its tiles are halved along the columns.
 //
-// FEW, for a few rows of each group, has tiles of ROWS 8 or 16 times 128 weight rows, which are gate and up of 64 columns of
+// FEW, for a few rows of each group, has tiles of ROWS 8, 16 or 32 times 128 weight rows, which are gate and up of 64 columns of
 // a gated result. One warpgroup multiplies, and an SM has two blocks. In a cluster of two, which a gated result with block
 // scales needs, the blocks work on both halves of 128 columns and tell each other the largest values of a row. Here the
-// weights are the operand of 64 rows, twice, and the rows that of 8 or 16 columns: each sum is of the same products in the same
+// weights are the operand of 64 rows, twice, and the rows that of 8, 16 or 32 columns: each sum is of the same products in the same
 // order, and has the same bits.
 //
 // Macros: ROWS (of a tile), FP8 (1: e4m3 with fp32 scales of 1x128 and 128x128; 0: bf16), STAGES, CLUSTER 1 or 2, GATHER
@@ -380,11 +380,17 @@ __device__ __forceinline__ void mma_few(float (&d)[BM], u32 weights, u32 rows, i
                  "wgmma.mma_async.sync.aligned.m64n8" OPERANDS_OF_FEW " {%0, %1, %2, %3}, a, b, p, " SIGNS_OF_FEW ";\n}"
                  : F4(d, FIRST)
                  : "r"(weights), "r"(rows), "r"(add));
-#else
+#elif ROWS == 16
     asm volatile(DESCRIPTORS("%8", "%9", "%10")
                  "wgmma.mma_async.sync.aligned.m64n16" OPERANDS_OF_FEW " {%0, %1, %2, %3, %4, %5, %6, %7}, a, b, p, "
                  SIGNS_OF_FEW ";\n}"
                  : F4(d, FIRST), F4(d, FIRST + 4)
+                 : "r"(weights), "r"(rows), "r"(add));
+#else
+    asm volatile(DESCRIPTORS("%16", "%17", "%18")
+                 "wgmma.mma_async.sync.aligned.m64n32" OPERANDS_OF_FEW " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, "
+                 "%12, %13, %14, %15}, a, b, p, " SIGNS_OF_FEW ";\n}"
+                 : F16(d, FIRST)
                  : "r"(weights), "r"(rows), "r"(add));
 #endif
 }

@@ -22,10 +22,7 @@ from moe_runtime.kernels.gemm.shapes import (
     DEQUANT_FEW_EVEN,
     DEQUANT_MIDDLE,
     DEQUANT_PREFILL,
-    TMA_DECODE,
-    TMA_FEW,
-    TMA_PREFILL,
-    TMA_SOME,
+    TMA_SHAPES,
     Regime,
 )
 from moe_runtime.launch import sanitize
@@ -38,9 +35,6 @@ CLEAN = {
     "memcheck": "========= ERROR SUMMARY: 0 errors",
     "racecheck": "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)",
 }
-
-
-TMA_SHAPES = {TMA_FEW, TMA_SOME, TMA_DECODE, TMA_PREFILL}
 
 
 def test_cases_take_both_regimes_of_each_kernel() -> None:
@@ -66,7 +60,7 @@ def test_cases_take_both_regimes_of_each_kernel() -> None:
         gathers.add((case.format, rows.row_index is not None))
     for name, fmt in FORMATS.items():
         dequant_shapes = {DEQUANT_FEW, DEQUANT_DECODE, DEQUANT_MIDDLE, DEQUANT_PREFILL}
-        assert seen[name] == (dequant_shapes if fmt in DEQUANT_FORMATS else TMA_SHAPES)
+        assert seen[name] == (dequant_shapes if fmt in DEQUANT_FORMATS else set(TMA_SHAPES))
         assert {(name, True), (name, False)} <= gathers
     assert set(others) == {("mxfp4", "bf16"), ("mxfp4", "mxfp8")}
     for shapes in others.values():

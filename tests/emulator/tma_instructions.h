@@ -126,6 +126,14 @@ template <class... Operands>
 inline void setp_ne_b32__mov_b64__mov_b64__wgmma_mma_async_sync_aligned_m64n16k16_f32_bf16_bf16(Operands&&... operands) {
   products(16, emulator::Kind::BF16, operands...);
 }
+template <class... Operands>
+inline void setp_ne_b32__mov_b64__mov_b64__wgmma_mma_async_sync_aligned_m64n32k32_f32_e4m3_e4m3(Operands&&... operands) {
+  products(32, emulator::Kind::E4M3, operands...);
+}
+template <class... Operands>
+inline void setp_ne_b32__mov_b64__mov_b64__wgmma_mma_async_sync_aligned_m64n32k16_f32_bf16_bf16(Operands&&... operands) {
+  products(32, emulator::Kind::BF16, operands...);
+}
 inline void wgmma_fence_sync_aligned() { emulator::wgmma_fence(); }
 inline void wgmma_commit_group_sync_aligned() { emulator::wgmma_commit(); }
 inline void wgmma_wait_group_sync_aligned(unsigned pending) { emulator::wgmma_wait(pending); }

@@ -20,6 +20,7 @@ from moe_runtime.kernels.gemm.operands import NativeForm
 from moe_runtime.kernels.gemm.plan import (
     MAX_TMA_GROUPS,
     TMA_FEW_ROWS,
+    TMA_SEVERAL_ROWS,
     TMA_SOME_ROWS,
     DequantOverlap,
     GemmKernel,
@@ -44,6 +45,8 @@ from moe_runtime.kernels.gemm.shapes import (
     TMA_DECODE,
     TMA_FEW,
     TMA_PREFILL,
+    TMA_SEVERAL,
+    TMA_SHAPES,
     TMA_SOME,
     DequantShape,
     GemmTile,
@@ -87,7 +90,9 @@ def plan(*arguments: object, **more: object) -> GemmPlan:
         (4 * TMA_FEW_ROWS, TMA_FEW),
         (4 * TMA_FEW_ROWS + 1, TMA_SOME),
         (4 * TMA_SOME_ROWS, TMA_SOME),
-        (4 * TMA_SOME_ROWS + 1, TMA_DECODE),
+        (4 * TMA_SOME_ROWS + 1, TMA_SEVERAL),
+        (4 * TMA_SEVERAL_ROWS, TMA_SEVERAL),
+        (4 * TMA_SEVERAL_ROWS + 1, TMA_DECODE),
         (256, TMA_DECODE),
         (257, TMA_PREFILL),
     ],
@@ -226,7 +231,7 @@ def test_scales_are_copied_for_many_rows_in_order() -> None:
 
 
 def test_shared_memory_of_tma_fits_whatever_the_number_of_groups() -> None:
-    for shape in (TMA_FEW, TMA_SOME, TMA_DECODE, TMA_PREFILL):
+    for shape in TMA_SHAPES:
         for groups in (1, 32, 256, MAX_TMA_GROUPS):
             assert 3 <= shape.stages(groups) <= (MAX_FEW_STAGES if shape.few else MAX_STAGES)
             # The driver takes 1 KB of an SM's 228 KB for each block.
@@ -238,7 +243,8 @@ def test_shape_of_tma_is_a_function_of_sizes() -> None:
     assert choose_tma_shape(8 * 64 + 1, 8) is TMA_PREFILL
     assert choose_tma_shape(8 * TMA_FEW_ROWS, 8) is choose_tma_shape(0, 1) is TMA_FEW
     assert choose_tma_shape(8 * TMA_FEW_ROWS + 1, 8) is choose_tma_shape(8 * TMA_SOME_ROWS, 8) is TMA_SOME
-    assert choose_tma_shape(8 * TMA_SOME_ROWS + 1, 8) is TMA_DECODE
+    assert choose_tma_shape(8 * TMA_SOME_ROWS + 1, 8) is choose_tma_shape(8 * TMA_SEVERAL_ROWS, 8) is TMA_SEVERAL
+    assert choose_tma_shape(8 * TMA_SEVERAL_ROWS + 1, 8) is TMA_DECODE
 
 
 def test_a_limit_on_sms_keeps_dequantization_before_the_product() -> None:

@@ -20,7 +20,15 @@ from moe_runtime.kernels.gemm import tma_gemm as tma
 from moe_runtime.kernels.gemm.arguments import empty_intermediate
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.gemm.plan import MAX_TMA_GROUPS, GemmKernel
-from moe_runtime.kernels.gemm.shapes import TILE_ROWS, TMA_DECODE, TMA_FEW, TMA_PREFILL, TMA_SOME, TmaShape
+from moe_runtime.kernels.gemm.shapes import (
+    TILE_ROWS,
+    TMA_DECODE,
+    TMA_FEW,
+    TMA_PREFILL,
+    TMA_SEVERAL,
+    TMA_SHAPES,
+    TmaShape,
+)
 from moe_runtime.kernels.gemm.weights import (
     GEGLU,
     GEGLU_TANH,
@@ -43,7 +51,7 @@ from tests.support.gemm_cases import (
 from tests.support.gemm_checks import check_quantized, check_untouched, parts_of, poisoned
 from tests.support.gemm_plans import planned, tma_grouped_gemm, tma_grouped_gemm_swiglu, tma_plan
 
-REGIMES = [TMA_FEW, TMA_SOME, TMA_DECODE, TMA_PREFILL]
+REGIMES = list(TMA_SHAPES)
 NAMES = ["fp8_block", "bf16"]
 IDS = [shape.regime.name.lower() for shape in REGIMES]
 
@@ -63,10 +71,12 @@ def gpu(test: Any) -> Any:
 def _variants() -> list[dict[str, int]]:
     """Every way in which a layer uses the kernel: both products, gathered and packed.
 
-    Up before gate is left out: only the place in memory of a half is another then.
+    Up before gate is left out: only the place in memory of a half is another then. So are packed rows in wider tiles of
+    few rows, which no other step of K reads.
     """
     found = []
-    ways = [(fmt, regime, gather, False) for fmt in (FP8_BLOCK, BF16) for regime in REGIMES for gather in (False, True)]
+    ways = [(fmt, regime, True, False) for fmt in (FP8_BLOCK, BF16) for regime in REGIMES]
+    ways += [(fmt, regime, False, False) for fmt in (FP8_BLOCK, BF16) for regime in (TMA_FEW, TMA_DECODE, TMA_PREFILL)]
     for fmt, regime, gather, copied in [*ways, (FP8_BLOCK, TMA_PREFILL, False, True)]:
         common: dict[str, Any] = dict(gather=gather, extras=False, copied_scales=copied)
         found.append(tma.macros(fmt, regime, 32, activation=None, order=None, out_code=0, **common))
@@ -105,7 +115,7 @@ def test_variants_multiply_in_tensor_cores_and_keep_their_sums_in_registers(tmp_
         products = [place for place, name in enumerate(names) if name in ("QGMMA", "HGMMA")]
         # Of FP8 the first four before the loop, which begins where the first half is under way, then those of both
         # halves, unrolled over the stages; then come those for other scales. Tiles of one half have theirs in bf16.
-        # With few rows the weights are in two products, of 64 weight rows each.
+        # Tiles of few rows have two for each step of K, of 64 weight rows each.
         count = 8 if few else 4 + 8 * variant["STAGES"] if variant["FP8"] else 4
         others = 0 if few else 8 if variant["FP8"] else 4 * (not variant["GATED"])
         assert len(products) == count + others, variant
@@ -118,7 +128,8 @@ def test_variants_multiply_in_tensor_cores_and_keep_their_sums_in_registers(tmp_
         (0, 8, 1),
         (3 * 4, 8, 1),
         (3 * 4 + 1, 16, 1),
-        (3 * 8 + 1, 128, 1),
+        (3 * 10 + 1, 32, 1),
+        (3 * 16 + 1, 128, 1),
         (3 * 64, 128, 1),
         (3 * 64 + 1, 128, 2),
         (None, 128, 2),
@@ -480,7 +491,7 @@ def test_many_groups(rng: torch.Generator, device: torch.device) -> None:
 
 
 @gpu
-@pytest.mark.parametrize("shape", [TMA_FEW, TMA_SOME], ids=["few", "some"])
+@pytest.mark.parametrize("shape", [TMA_FEW, TMA_SEVERAL], ids=["few", "several"])
 @pytest.mark.parametrize("name", NAMES)
 def test_late_loads_do_not_change_the_bits_of_a_few_rows(
     name: str, shape: TmaShape, rng: torch.Generator, device: torch.device
