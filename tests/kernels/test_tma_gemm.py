@@ -71,8 +71,8 @@ def gpu(test: Any) -> Any:
 def _variants() -> list[dict[str, int]]:
     """Every way in which a layer uses the kernel: both products, gathered and packed.
 
-    Up before gate is left out: only the place in memory of a half is another then. So are packed rows in wider tiles of
-    few rows, which no other step of K reads.
+    Up before gate is left out: only the place in memory of a half is another then. Packed rows of a few are compiled
+    for the smallest tile only.
     """
     found = []
     ways = [(fmt, regime, True, False) for fmt in (FP8_BLOCK, BF16) for regime in REGIMES]
