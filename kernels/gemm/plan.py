@@ -115,10 +115,13 @@ TMA_DECODE_ROWS = 64
 """Average rows of a group up to which a launch uses TMA_DECODE."""
 TMA_FEW_ROWS = 4
 """Average rows of a group up to which it uses TMA_FEW. With more, some groups have more than the 8 rows of a tile."""
-TMA_SOME_ROWS = 10
+TMA_SOME_ROWS = 8
 """The same for TMA_SOME, whose tiles have 16 rows."""
 TMA_SEVERAL_ROWS = 16
 """The same for TMA_SEVERAL, whose tiles have 32 rows. It loses from 20 rows on in BF16, from 24 in FP8."""
+TMA_SEVERAL_K = {True: 3072, False: 1024}
+"""Largest K for which it is used, of gathered rows and of others. It gained with K of 2048 and 2880, in second products
+with 768, and lost with 7168 and in second products with 2048."""
 
 
 @dataclass(frozen=True)
@@ -138,13 +141,13 @@ class TmaPlan:
     next_loads_ns: int = 0
 
 
-def choose_tma_shape(rows: int, num_groups: int) -> TmaShape:
-    """The shape for `rows` expected rows; all shapes give the same bits for any number of rows."""
+def choose_tma_shape(rows: int, num_groups: int, k: int, *, gathered: bool) -> TmaShape:
+    """The shape for `rows` expected rows of `k` values; all shapes give the same bits for any number of rows."""
     if rows <= TMA_FEW_ROWS * num_groups:
         return TMA_FEW
     if rows <= TMA_SOME_ROWS * num_groups:
         return TMA_SOME
-    if rows <= TMA_SEVERAL_ROWS * num_groups:
+    if rows <= TMA_SEVERAL_ROWS * num_groups and k <= TMA_SEVERAL_K[gathered]:
         return TMA_SEVERAL
     return TMA_DECODE if rows <= TMA_DECODE_ROWS * num_groups else TMA_PREFILL
 
@@ -448,7 +451,7 @@ def _tma_takes(p: GemmProblem) -> bool:
 
 
 def _plan_tma(p: GemmProblem) -> GemmPlan:
-    shape = choose_tma_shape(p.rows, p.groups)
+    shape = choose_tma_shape(p.rows, p.groups, p.k, gathered=p.gathered)
     # For many contiguous rows only: with few rows, most of the 128 scales of a copy would belong to other groups.
     copies_scales = (
         p.token_format == FP8_BLOCK

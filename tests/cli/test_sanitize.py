@@ -50,7 +50,8 @@ def test_cases_take_both_regimes_of_each_kernel() -> None:
                 assert choose_dequant_shape(*sizes, n, k, NVFP4) is DEQUANT_FEW
                 assert few_shape(sizes[0] * unit_rows(n), k, NVFP4, 132) is DEQUANT_FEW_EVEN
         elif case.weight_format not in DEQUANT_FORMATS:
-            seen[case.format].add(choose_tma_shape(*sizes))
+            gathered = rows.row_index is not None
+            seen[case.format].add(choose_tma_shape(*sizes, case.hidden, gathered=gathered))
         else:
             shape = choose_dequant_shape(*sizes, 2 * case.intermediate, case.hidden, case.weight_format)
             if case.weights is not None:

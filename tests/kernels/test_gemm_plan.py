@@ -20,6 +20,7 @@ from moe_runtime.kernels.gemm.operands import NativeForm
 from moe_runtime.kernels.gemm.plan import (
     MAX_TMA_GROUPS,
     TMA_FEW_ROWS,
+    TMA_SEVERAL_K,
     TMA_SEVERAL_ROWS,
     TMA_SOME_ROWS,
     DequantOverlap,
@@ -90,9 +91,7 @@ def plan(*arguments: object, **more: object) -> GemmPlan:
         (4 * TMA_FEW_ROWS, TMA_FEW),
         (4 * TMA_FEW_ROWS + 1, TMA_SOME),
         (4 * TMA_SOME_ROWS, TMA_SOME),
-        (4 * TMA_SOME_ROWS + 1, TMA_SEVERAL),
-        (4 * TMA_SEVERAL_ROWS, TMA_SEVERAL),
-        (4 * TMA_SEVERAL_ROWS + 1, TMA_DECODE),
+        (4 * TMA_SOME_ROWS + 1, TMA_DECODE),
         (256, TMA_DECODE),
         (257, TMA_PREFILL),
     ],
@@ -239,12 +238,19 @@ def test_shared_memory_of_tma_fits_whatever_the_number_of_groups() -> None:
 
 
 def test_shape_of_tma_is_a_function_of_sizes() -> None:
-    assert choose_tma_shape(8 * 64, 8) is TMA_DECODE
-    assert choose_tma_shape(8 * 64 + 1, 8) is TMA_PREFILL
-    assert choose_tma_shape(8 * TMA_FEW_ROWS, 8) is choose_tma_shape(0, 1) is TMA_FEW
-    assert choose_tma_shape(8 * TMA_FEW_ROWS + 1, 8) is choose_tma_shape(8 * TMA_SOME_ROWS, 8) is TMA_SOME
-    assert choose_tma_shape(8 * TMA_SOME_ROWS + 1, 8) is choose_tma_shape(8 * TMA_SEVERAL_ROWS, 8) is TMA_SEVERAL
-    assert choose_tma_shape(8 * TMA_SEVERAL_ROWS + 1, 8) is TMA_DECODE
+    def shape(rows: int, k: int = 7168, gathered: bool = True) -> TmaShape:
+        return choose_tma_shape(rows, 8, k, gathered=gathered)
+
+    assert shape(8 * 64) is TMA_DECODE
+    assert shape(8 * 64 + 1) is TMA_PREFILL
+    assert shape(8 * TMA_FEW_ROWS) is choose_tma_shape(0, 1, 64, gathered=False) is TMA_FEW
+    assert shape(8 * TMA_FEW_ROWS + 1) is shape(8 * TMA_SOME_ROWS) is TMA_SOME
+    assert shape(8 * TMA_SOME_ROWS + 1) is TMA_DECODE
+    for gathered, k in TMA_SEVERAL_K.items():
+        assert shape(8 * TMA_SOME_ROWS + 1, k, gathered) is shape(8 * TMA_SEVERAL_ROWS, k, gathered) is TMA_SEVERAL
+        assert (
+            shape(8 * TMA_SEVERAL_ROWS + 1, k, gathered) is shape(8 * TMA_SEVERAL_ROWS, k + 1, gathered) is TMA_DECODE
+        )
 
 
 def test_a_limit_on_sms_keeps_dequantization_before_the_product() -> None:

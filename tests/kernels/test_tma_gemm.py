@@ -128,7 +128,7 @@ def test_variants_multiply_in_tensor_cores_and_keep_their_sums_in_registers(tmp_
         (0, 8, 1),
         (3 * 4, 8, 1),
         (3 * 4 + 1, 16, 1),
-        (3 * 10 + 1, 32, 1),
+        (3 * 8 + 1, 32, 1),
         (3 * 16 + 1, 128, 1),
         (3 * 64, 128, 1),
         (3 * 64 + 1, 128, 2),
