@@ -34,7 +34,7 @@ help: ## list the targets
 demo: $(STAMP) ## run every format on 4 ranks, no GPU needed
 	@$(BIN)/python -m moe_runtime.launch.demo
 
-# In the order of tests/conftest.py: test_aot, the longest file, comes first.
+# In the order of tests/conftest.py: the longest files come first.
 test: lint ## lint, types and all tests that need no GPU
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 

@@ -54,8 +54,12 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(folder.cleanup)
 
 
+LONGEST = ("test_aot.py", "test_tma_gemm.py")
+"""Files with a test that compiles for minutes."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest file first, so that others run while its compilers do; skip tests marked `gpu` without a GPU.
+    """The longest files first, so that others run while their compilers do; skip tests marked `gpu` without a GPU.
 
     Files of each folder are spread over the run: some folders compile, others wait for processes.
     """
@@ -63,7 +67,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for path in dict.fromkeys(item.path for item in items):
         folders.setdefault(path.parent, []).append(path)
     place = {path: (i + 0.5) / len(files) for files in folders.values() for i, path in enumerate(files)}
-    items.sort(key=lambda item: 0 if item.path.name == "test_aot.py" else place[item.path])
+    items.sort(key=lambda item: 0 if item.path.name in LONGEST else place[item.path])
     if HAS_GPU:
         return
     skip = pytest.mark.skip(reason="needs a CUDA GPU")

@@ -119,8 +119,8 @@ TMA_SOME_ROWS = 8
 """The same for TMA_SOME, whose tiles have 16 rows."""
 TMA_SEVERAL_ROWS = 16
 """The same for TMA_SEVERAL, whose tiles have 32 rows. It loses from 20 rows on in BF16, from 24 in FP8."""
-TMA_SEVERAL_K = {True: 3072, False: 1024}
-"""Largest K for which it is used, of gathered rows and of others. It gained with K of 2048 and 2880, in second products
+TMA_SEVERAL_GATHERED_K, TMA_SEVERAL_K = 3072, 1024
+"""Largest K for which it is used: of gathered rows, and of others. It gained with K of 2048 and 2880, in second products
 with 768, and lost with 7168 and in second products with 2048."""
 
 
@@ -147,7 +147,7 @@ def choose_tma_shape(rows: int, num_groups: int, k: int, *, gathered: bool) -> T
         return TMA_FEW
     if rows <= TMA_SOME_ROWS * num_groups:
         return TMA_SOME
-    if rows <= TMA_SEVERAL_ROWS * num_groups and k <= TMA_SEVERAL_K[gathered]:
+    if rows <= TMA_SEVERAL_ROWS * num_groups and k <= (TMA_SEVERAL_GATHERED_K if gathered else TMA_SEVERAL_K):
         return TMA_SEVERAL
     return TMA_DECODE if rows <= TMA_DECODE_ROWS * num_groups else TMA_PREFILL
 

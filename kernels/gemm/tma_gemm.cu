@@ -361,8 +361,7 @@ __device__ __forceinline__ void load_word(float& to, u32 from, bool now) {
                  : "memory");
 }
 
-#if ROWS < 128
-// --- tensor cores for few rows ---
+#if ROWS < 128  // few rows
 
 #if FP8
 #define OPERANDS_OF_FEW "k32.f32.e4m3.e4m3"
@@ -427,7 +426,8 @@ __device__ __forceinline__ void add_up(float (&acc)[BM], float (&part)[BM], cons
         acc[i] = __fmaf_rn(first, apart ? of_weight : both, acc[i]);
     }
 }
-#else
+#else  // many rows
+
 // part = a[64 rows] * b[128 rows]^T over the 128 bytes of K of a stage.
 __device__ __forceinline__ void multiply(float (&part)[PARTIAL_SUMS], u32 a, u32 b) {
     keep(part);

@@ -82,9 +82,8 @@ def _variants() -> list[dict[str, int]]:
         found.append(tma.macros(fmt, regime, 32, activation=None, order=None, out_code=0, **common))
         for order in (GateUpOrder.GATE_UP, GateUpOrder.INTERLEAVED):
             code = 3 if fmt is FP8_BLOCK else 0
-            for short in (False, True) if fmt is FP8_BLOCK else (False,):
-                more = {**common, "short_blocks": short}
-                found.append(tma.macros(fmt, regime, 32, activation=SILU, order=order, out_code=code, **more))
+            more = {**common, "short_blocks": fmt is FP8_BLOCK and (order is GateUpOrder.INTERLEAVED) == gather}
+            found.append(tma.macros(fmt, regime, 32, activation=SILU, order=order, out_code=code, **more))
         for formula in (GEGLU, GEGLU_TANH, SQUARED_RELU) if regime is TMA_PREFILL and (gather or copied) else ():
             more = {**common, "short_blocks": fmt is FP8_BLOCK and not copied}
             order, code = formula.gate_up, 3 if fmt is FP8_BLOCK else 0
