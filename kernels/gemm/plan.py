@@ -120,8 +120,8 @@ TMA_SOME_ROWS = 8
 TMA_SEVERAL_ROWS = 16
 """The same for TMA_SEVERAL, whose tiles have 32 rows. It loses from 20 rows on in BF16, from 24 in FP8."""
 TMA_SEVERAL_GATHERED_K, TMA_SEVERAL_K = 3072, 1024
-"""Largest K for which it is used: of gathered rows, and of others. It gained with K of 2048 and 2880, in second products
-with 768, and lost with 7168 and in second products with 2048."""
+"""Largest K for which it is used: of gathered rows, and of others. It gained with K of 2048 and 2880, in second
+products with 768, and lost with 7168 and in second products with 2048."""
 
 
 @dataclass(frozen=True)
