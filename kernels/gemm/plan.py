@@ -31,9 +31,9 @@ from moe_runtime.kernels.gemm.shapes import (
     MANY_TOKENS,
     MAX_STAGES,
     TMA_DECODE,
+    TMA_DOZEN,
     TMA_FEW,
     TMA_PREFILL,
-    TMA_SEVERAL,
     TMA_SOME,
     DequantShape,
     GemmTile,
@@ -117,10 +117,10 @@ TMA_FEW_ROWS = 4
 """Average rows of a group up to which it uses TMA_FEW. With more, some groups have more than the 8 rows of a tile."""
 TMA_SOME_ROWS = 8
 """The same for TMA_SOME, whose tiles have 16 rows."""
-TMA_SEVERAL_ROWS = 16
-"""The same for TMA_SEVERAL, whose tiles have 32 rows. It loses from 20 rows on in BF16, from 24 in FP8."""
-TMA_SEVERAL_GATHERED_K, TMA_SEVERAL_K = 3072, 1024
-"""Largest K for which it is used: of gathered rows, and of others. It gained with K of 2048 and 2880, in second
+TMA_DOZEN_ROWS = 16
+"""The same for TMA_DOZEN, whose tiles have 32 rows. It loses from 20 rows on in BF16, from 24 in FP8."""
+TMA_DOZEN_GATHERED_K, TMA_DOZEN_K = 3072, 1024
+"""Largest K for which TMA_DOZEN is used: of gathered rows, and of others. It gained with K of 2048 and 2880, in second
 products with 768, and lost with 7168 and in second products with 2048."""
 
 
@@ -147,8 +147,8 @@ def choose_tma_shape(rows: int, num_groups: int, k: int, *, gathered: bool) -> T
         return TMA_FEW
     if rows <= TMA_SOME_ROWS * num_groups:
         return TMA_SOME
-    if rows <= TMA_SEVERAL_ROWS * num_groups and k <= (TMA_SEVERAL_GATHERED_K if gathered else TMA_SEVERAL_K):
-        return TMA_SEVERAL
+    if rows <= TMA_DOZEN_ROWS * num_groups and k <= (TMA_DOZEN_GATHERED_K if gathered else TMA_DOZEN_K):
+        return TMA_DOZEN
     return TMA_DECODE if rows <= TMA_DECODE_ROWS * num_groups else TMA_PREFILL
 
 
@@ -262,7 +262,7 @@ def few_shape(tiles: int, k: int, weight_format: TokenFormat, sms: int) -> Dequa
 def next_loads_ns(weight_bytes: int) -> int:
     """How long after its start the second of two products should ask for its first weights.
 
-    It starts when the rows of the first are there, which loads its `weight_bytes` meanwhile.
+    It starts when the first has its rows, and begins to load `weight_bytes` of weights.
     """
     return max(0, round(weight_bytes / BYTES_PER_NS - NEXT_LOADS_NS))
 
@@ -467,11 +467,13 @@ def _plan_tma(p: GemmProblem) -> GemmPlan:
     blocks = max(blocks // cluster, 1) * cluster
     tile = shape.tile_rows, shape.halves * HALF, 128 * 8 // p.token_format.element_bits
     # An early start gains with few rows, for which the launch is a part of the time. It was not measured with many.
-    # If each row has an expert of its own. Where some SMs have more tiles than others, memory has room for the second
-    # product before the first has loaded all.
-    tiles = p.rows * ceil_div(p.n, HALF)
-    later = next_loads_ns(p.rows * p.n * p.k * p.weight_format.element_bits // 8) if shape.few and tiles <= p.sms else 0
-    how = TmaPlan(shape, copies_scales, shape is not TMA_PREFILL and p.sm_limit is None, later)
+    starts_early = shape is not TMA_PREFILL and p.sm_limit is None
+    # Where some SMs have more tiles than others, memory has room for the second product before the first has loaded
+    # all.
+    tiles = p.rows * ceil_div(p.n, HALF)  # if each row has an expert of its own
+    weight_bytes = p.rows * p.n * p.k * p.weight_format.element_bits // 8
+    later = next_loads_ns(weight_bytes) if shape.few and tiles <= p.sms else 0
+    how = TmaPlan(shape, copies_scales, starts_early, later)
     return GemmPlan(GemmKernel.TMA, shape.regime, tile, blocks, tma=how)
 
 

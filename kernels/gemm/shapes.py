@@ -22,7 +22,7 @@ class Regime(Enum):
 
     FEW = "a row or two"
     SOME = "several rows"
-    SEVERAL = "a dozen rows"
+    DOZEN = "a dozen rows"
     DECODE = "few rows"
     MIDDLE = "medium rows"
     PREFILL = "many rows"
@@ -52,7 +52,7 @@ SCALE_BYTES = 1088
 MAX_STAGES = 4
 MAX_FEW_STAGES = 6
 FEW_STAGING_BYTES = (HALF + 4) * 4
-"""Shared memory of a tile's row by which, in a tile of few rows, the threads of a warpgroup turn its sums."""
+"""Shared memory of a tile's row by which, in a tile of few rows, the threads of a warpgroup share its sums."""
 TILES_AHEAD = 8
 """Tiles that the producers of a block may announce to its math warps in advance."""
 
@@ -129,11 +129,11 @@ class TmaShape:
 
 TMA_FEW = TmaShape(Regime.FEW, cluster=2, box_rows=8, band=1, tile_rows=8)
 TMA_SOME = TmaShape(Regime.SOME, cluster=2, box_rows=16, band=1, tile_rows=16)
-TMA_SEVERAL = TmaShape(Regime.SEVERAL, cluster=2, box_rows=16, band=1, tile_rows=32)
+TMA_DOZEN = TmaShape(Regime.DOZEN, cluster=2, box_rows=16, band=1, tile_rows=32)
 TMA_DECODE = TmaShape(Regime.DECODE, cluster=1, box_rows=16, band=1)
 # 66 clusters run at a time. 8 column tiles by 8 pairs of row tiles read least: as many rows as weights.
 TMA_PREFILL = TmaShape(Regime.PREFILL, cluster=2, box_rows=TILE_ROWS, band=8)
-TMA_SHAPES = (TMA_FEW, TMA_SOME, TMA_SEVERAL, TMA_DECODE, TMA_PREFILL)
+TMA_SHAPES = (TMA_FEW, TMA_SOME, TMA_DOZEN, TMA_DECODE, TMA_PREFILL)
 
 
 # --- Hopper's kernels for weights that are dequantized in registers ---

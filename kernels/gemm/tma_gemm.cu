@@ -56,7 +56,8 @@ constexpr int BOXES = FEW && !GATED ? 1 : 2, BOX_ROWS = FEW && GATED ? HALF / 2 
 constexpr int BOX_BYTES = BOX_ROWS * 128;
 constexpr int STAGE_BYTES = A_BYTES + BOXES * BOX_BYTES;
 constexpr int WARP_STAGING = 2048;  // 16 rows of 128 bytes
-constexpr int SUMS_STRIDE = HALF + 4;  // floats between rows of sums in shared memory, for FEW: the lanes of a warp write to all banks
+// Floats between rows of sums in shared memory, for FEW. The lanes of a warp write to all banks.
+constexpr int SUMS_STRIDE = HALF + 4;
 constexpr int STAGING_BYTES = FEW ? BM * SUMS_STRIDE * 4 : 4 * MATH_WGS * WARP_STAGING;
 // Scales of a stage: those of 128 rows, then of two halves. TMA copies them for the 4 stages of a round at once, 4 for each
 // row. The memory of all stages holds the scales of two rounds.
@@ -491,7 +492,7 @@ __device__ __forceinline__ void add_up(float (&acc)[SUMS], float (&part)[PARTIAL
     }
     keep(acc);  // finish before the next products overwrite `part`
 }
-#endif
+#endif  // many rows
 
 // --- epilogue -------------------------------------------------------------------------------------------------------
 
@@ -709,7 +710,7 @@ __device__ __forceinline__ u32 largest_of_pair(const Maxima& x, u32 bits) {
 
 __device__ __forceinline__ void sync_warpgroup() { asm volatile("bar.sync %0, 128;" ::"r"(1) : "memory"); }
 
-// Turns the sums of a tile: writes them to shared memory as [BM, SUMS_STRIDE].
+// Writes the sums of a tile to shared memory by rows, as [BM, SUMS_STRIDE]. A thread has them by weight rows.
 __device__ __forceinline__ void share_sums(const float (&acc)[SUMS], float* sums) {
     int lane = threadIdx.x % 32;
     float* of_lane = sums + lane % 4 * 2 * SUMS_STRIDE + threadIdx.x / 32 * 16 + lane / 4;

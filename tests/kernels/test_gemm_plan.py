@@ -19,10 +19,10 @@ from moe_runtime.kernels.formats.number_formats import (
 from moe_runtime.kernels.gemm.operands import NativeForm
 from moe_runtime.kernels.gemm.plan import (
     MAX_TMA_GROUPS,
+    TMA_DOZEN_GATHERED_K,
+    TMA_DOZEN_K,
+    TMA_DOZEN_ROWS,
     TMA_FEW_ROWS,
-    TMA_SEVERAL_GATHERED_K,
-    TMA_SEVERAL_K,
-    TMA_SEVERAL_ROWS,
     TMA_SOME_ROWS,
     DequantOverlap,
     GemmKernel,
@@ -45,9 +45,9 @@ from moe_runtime.kernels.gemm.shapes import (
     MAX_STAGES,
     SHARED_BYTES,
     TMA_DECODE,
+    TMA_DOZEN,
     TMA_FEW,
     TMA_PREFILL,
-    TMA_SEVERAL,
     TMA_SHAPES,
     TMA_SOME,
     DequantShape,
@@ -247,11 +247,9 @@ def test_shape_of_tma_is_a_function_of_sizes() -> None:
     assert shape(8 * TMA_FEW_ROWS) is choose_tma_shape(0, 1, 64, gathered=False) is TMA_FEW
     assert shape(8 * TMA_FEW_ROWS + 1) is shape(8 * TMA_SOME_ROWS) is TMA_SOME
     assert shape(8 * TMA_SOME_ROWS + 1) is TMA_DECODE
-    for gathered, k in ((True, TMA_SEVERAL_GATHERED_K), (False, TMA_SEVERAL_K)):
-        assert shape(8 * TMA_SOME_ROWS + 1, k, gathered) is shape(8 * TMA_SEVERAL_ROWS, k, gathered) is TMA_SEVERAL
-        assert (
-            shape(8 * TMA_SEVERAL_ROWS + 1, k, gathered) is shape(8 * TMA_SEVERAL_ROWS, k + 1, gathered) is TMA_DECODE
-        )
+    for gathered, k in ((True, TMA_DOZEN_GATHERED_K), (False, TMA_DOZEN_K)):
+        assert shape(8 * TMA_SOME_ROWS + 1, k, gathered) is shape(8 * TMA_DOZEN_ROWS, k, gathered) is TMA_DOZEN
+        assert shape(8 * TMA_DOZEN_ROWS + 1, k, gathered) is shape(8 * TMA_DOZEN_ROWS, k + 1, gathered) is TMA_DECODE
 
 
 def test_a_limit_on_sms_keeps_dequantization_before_the_product() -> None:

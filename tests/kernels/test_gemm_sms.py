@@ -15,7 +15,7 @@ from moe_runtime.kernels.gemm import dequant_gemm, dequant_tokens
 from moe_runtime.kernels.gemm import tma_gemm as tma
 from moe_runtime.kernels.gemm.arguments import empty_intermediate
 from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
-from moe_runtime.kernels.gemm.shapes import TMA_DECODE, TMA_FEW, TMA_PREFILL, TMA_SEVERAL
+from moe_runtime.kernels.gemm.shapes import TMA_DECODE, TMA_DOZEN, TMA_FEW, TMA_PREFILL
 from moe_runtime.kernels.gemm.weights import SwiGLU
 from tests.conftest import HAS_GPU
 from tests.support.comparison import assert_same_bits
@@ -50,7 +50,7 @@ def test_grids(limit: int | None, blocks: int, rng: torch.Generator, monkeypatch
     assert grids == [blocks, blocks]
     w = random_weights("fp8_block", 4, 256, 256, rng, cpu)
     a = make_rows("fp8_block", SIZES, 256, rng, cpu, num_experts=4)
-    for shape in (TMA_DECODE, TMA_PREFILL, TMA_FEW, TMA_SEVERAL):
+    for shape in (TMA_DECODE, TMA_PREFILL, TMA_FEW, TMA_DOZEN):
         tma_grouped_gemm(a, w, shape=shape, num_sms=limit)
         tma_grouped_gemm_swiglu(a, w, SwiGLU(), out_format="fp8_block", shape=shape, num_sms=limit)
     pairs = max(2, blocks // 2 * 2)

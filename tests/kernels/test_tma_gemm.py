@@ -23,9 +23,9 @@ from moe_runtime.kernels.gemm.plan import MAX_TMA_GROUPS, GemmKernel
 from moe_runtime.kernels.gemm.shapes import (
     TILE_ROWS,
     TMA_DECODE,
+    TMA_DOZEN,
     TMA_FEW,
     TMA_PREFILL,
-    TMA_SEVERAL,
     TMA_SHAPES,
     TmaShape,
 )
@@ -490,7 +490,7 @@ def test_many_groups(rng: torch.Generator, device: torch.device) -> None:
 
 
 @gpu
-@pytest.mark.parametrize("shape", [TMA_FEW, TMA_SEVERAL], ids=["few", "several"])
+@pytest.mark.parametrize("shape", [TMA_FEW, TMA_DOZEN], ids=["few", "dozen"])
 @pytest.mark.parametrize("name", NAMES)
 def test_late_loads_do_not_change_the_bits_of_a_few_rows(
     name: str, shape: TmaShape, rng: torch.Generator, device: torch.device
