@@ -262,7 +262,7 @@ def few_shape(tiles: int, k: int, weight_format: TokenFormat, sms: int) -> Dequa
 def next_loads_ns(weight_bytes: int) -> int:
     """How long after its start the second of two products should ask for its first weights.
 
-    It starts when the first has its rows, and begins to load `weight_bytes` of weights.
+    It starts when the first has its rows. The first has `weight_bytes` of weights to load from then on.
     """
     return max(0, round(weight_bytes / BYTES_PER_NS - NEXT_LOADS_NS))
 
