@@ -45,20 +45,16 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
   } while (!done);
 }
 
-// The same, at most some `ns` long. Returns whether the phase has ended.
-__device__ __forceinline__ bool barrier_wait_for(u32 barrier, u32 parity, u32 ns) {
-  u32 done;
-  asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2, %3;\nselp.b32 %0, 1, 0, p;\n}"
-               : "=r"(done)
-               : "r"(barrier), "r"(parity), "r"(ns)
-               : "memory");
-  return done;
-}
-
-// The same, `ns` long however often the hardware gives up before.
-__device__ __forceinline__ void barrier_wait_long(u32 barrier, u32 parity, u32 ns) {
+// The same, at most some `ns` long. The hardware may give up before.
+__device__ __forceinline__ void barrier_wait_for(u32 barrier, u32 parity, u32 ns) {
   const u32 since = static_cast<u32>(clock_ns());
-  while (!barrier_wait_for(barrier, parity, ns) && static_cast<u32>(clock_ns()) - since < ns) {}
+  u32 done;
+  do {
+    asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2, %3;\nselp.b32 %0, 1, 0, p;\n}"
+                 : "=r"(done)
+                 : "r"(barrier), "r"(parity), "r"(ns)
+                 : "memory");
+  } while (!done && static_cast<u32>(clock_ns()) - since < ns);
 }
 
 // Starts a bulk copy into shared memory that belongs to the phase of `barrier`. Addresses and size are multiples of 16 bytes.

@@ -330,7 +330,7 @@ extern "C" __global__ void __launch_bounds__(TEAMS * (CONSUMERS + 32), BLOCKS_PE
       // Of the other lanes some could wait for a stage that is filled again before they look.
       if (lane != 0) continue;
       const u64 of_weights = KEEP_TOKENS ? policy_of_first_out() : 0;
-      if (CHAINED && count == 0 && loads_after_ns > 0) barrier_wait_long(ring.ended(), 0, loads_after_ns);
+      if (CHAINED && count == 0 && loads_after_ns > 0) barrier_wait_for(ring.ended(), 0, loads_after_ns);
 #pragma unroll 1
       for (int k64 = 0; k64 < units; k64 += STAGE_K64, ring.advance()) {
         ring.await_empty();

@@ -348,8 +348,7 @@ def grouped_gemm_swiglu(
     out, gsf = empty_intermediate(a, raw, activation, out_format, out_gsf)
     if plan.kernel is GemmKernel.TMA:
         tma_gemm.multiply_swiglu(a, raw, activation, out, plan)
-        assert plan.tma is not None
-        return replace(out, settled=True, loads_after_ns=plan.tma.next_loads_ns)
+        return tma_gemm.for_next(out, plan)
     scales = None if out.scales is None else raw_bits(out.scales)
     target = (raw_bits(out.rows), scales, gsf, out.group_scale_offsets)
     _launch(a, raw, plan, out.num_columns, target, out.num_columns, int(out.format.code), activation)

@@ -471,7 +471,7 @@ def _plan_tma(p: GemmProblem) -> GemmPlan:
     # Where some SMs have more tiles than others, memory has room for the second product before the first has loaded
     # all.
     tiles = p.rows * ceil_div(p.n, HALF)  # if each row has an expert of its own
-    weight_bytes = p.rows * p.n * p.k * p.weight_format.element_bits // 8
+    weight_bytes = p.rows * p.n * p.weight_format.quant_bytes(p.k)
     later = next_loads_ns(weight_bytes) if shape.few and tiles <= p.sms else 0
     how = TmaPlan(shape, copies_scales, starts_early, later)
     return GemmPlan(GemmKernel.TMA, shape.regime, tile, blocks, tma=how)

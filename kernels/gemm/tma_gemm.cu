@@ -66,7 +66,7 @@ constexpr int SCALE_BYTES = TMA_SCALES ? 2 * ROUND_BYTES / STAGES : FP8 ? (BM + 
 static_assert(!TMA_SCALES || (FP8 && !GATHER && !FEW && STAGES == 4), "one copy brings the scales of 4 stages");
 constexpr int TILES_AHEAD = 8;         // tiles that the producers may announce to the math warps in advance
 constexpr int EARLY_STAGES = 3;        // stages of weights that are asked for while the dispatch still needs the memory
-constexpr int TURN_BARRIERS = FEW ? 2 : 0;  // the first one's phase ends with the kernel before
+constexpr int TURN_BARRIERS = FEW ? 2 : 0;  // the phase of one ends with the kernel before; the other fills 16 bytes
 constexpr int FEW_PAIRS = 2;           // most pairs of row tiles of a group whose odd tile comes after each band
 constexpr int NO_MORE = -0x7FFFFFFF;   // rows of the announcement after the last tile
 static_assert(!FEW || EARLY_STAGES <= STAGES);
@@ -903,7 +903,7 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
                     load_half(&w_map, b + h * BOX_BYTES, ready, kb * BK, tile.column, h, tile.expert, shared_weights);
             };
             if (begins) {
-                if (leader && loads_after_ns > 0) barrier_wait_long(ended, 0, loads_after_ns);
+                if (leader && loads_after_ns > 0) barrier_wait_for(ended, 0, loads_after_ns);
                 ahead = min(ids.given() ? EARLY_STAGES : STAGES, k_blocks);
                 for (int s = 0; s < ahead && leader; ++s) {
                     barrier_expect(full + 8 * s, box_bytes + halves * BOX_BYTES);

@@ -26,6 +26,7 @@ It is bound by power. Gains of each version and dropped ideas: `kernels/gemm/not
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any
 
@@ -69,6 +70,12 @@ def multiply_swiglu(a: GroupedRows, w: ExpertWeights, activation: Activation, ou
     """`grouped_gemm_swiglu` of checked operands into `out`."""
     code = 0 if out.scales is None else 3
     _launch(a, w, plan, out.num_columns, out.rows, out.rows.stride(0), out.scales, code, activation)
+
+
+def for_next(out: GroupedRows, plan: GemmPlan) -> GroupedRows:
+    """`out` of `multiply_swiglu` by `plan`, with what a product that starts before that has ended must know."""
+    assert plan.tma is not None
+    return replace(out, settled=True, loads_after_ns=plan.tma.next_loads_ns)
 
 
 class _Extras(ctypes.Structure):

@@ -95,45 +95,19 @@ inline void products(unsigned columns, emulator::Kind kind, Operands&&... operan
   auto descriptor = [&](int i) { return Long(word(4 + i)) << 32 | word(i); };
   emulator::wgmma(reinterpret_cast<float* const*>(at), columns, kind, descriptor(0), descriptor(1), word(2) != word(3));
 }
-template <class... Operands>
-inline void setp_ne_b32__mov_b64__mov_b64__wgmma_mma_async_sync_aligned_m64n128k32_f32_e4m3_e4m3(
-    Operands&&... operands) {
-  products(128, emulator::Kind::E4M3, operands...);
-}
-template <class... Operands>
-inline void setp_ne_b32__mov_b64__mov_b64__wgmma_mma_async_sync_aligned_m64n128k16_f32_bf16_bf16(
-    Operands&&... operands) {
-  products(128, emulator::Kind::BF16, operands...);
-}
-template <class... Operands>
-inline void setp_ne_b32__mov_b64__mov_b64__wgmma_mma_async_sync_aligned_m64n256k16_f32_bf16_bf16(
-    Operands&&... operands) {
-  products(256, emulator::Kind::BF16, operands...);
-}
-template <class... Operands>
-inline void setp_ne_b32__mov_b64__mov_b64__wgmma_mma_async_sync_aligned_m64n8k32_f32_e4m3_e4m3(Operands&&... operands) {
-  products(8, emulator::Kind::E4M3, operands...);
-}
-template <class... Operands>
-inline void setp_ne_b32__mov_b64__mov_b64__wgmma_mma_async_sync_aligned_m64n16k32_f32_e4m3_e4m3(Operands&&... operands) {
-  products(16, emulator::Kind::E4M3, operands...);
-}
-template <class... Operands>
-inline void setp_ne_b32__mov_b64__mov_b64__wgmma_mma_async_sync_aligned_m64n8k16_f32_bf16_bf16(Operands&&... operands) {
-  products(8, emulator::Kind::BF16, operands...);
-}
-template <class... Operands>
-inline void setp_ne_b32__mov_b64__mov_b64__wgmma_mma_async_sync_aligned_m64n16k16_f32_bf16_bf16(Operands&&... operands) {
-  products(16, emulator::Kind::BF16, operands...);
-}
-template <class... Operands>
-inline void setp_ne_b32__mov_b64__mov_b64__wgmma_mma_async_sync_aligned_m64n32k32_f32_e4m3_e4m3(Operands&&... operands) {
-  products(32, emulator::Kind::E4M3, operands...);
-}
-template <class... Operands>
-inline void setp_ne_b32__mov_b64__mov_b64__wgmma_mma_async_sync_aligned_m64n32k16_f32_bf16_bf16(Operands&&... operands) {
-  products(32, emulator::Kind::BF16, operands...);
-}
+#define PRODUCTS(NAME, COLUMNS, KIND)                                                                                \
+  template <class... Operands>                                                                                       \
+  inline void setp_ne_b32__mov_b64__mov_b64__wgmma_mma_async_sync_aligned_m64n##COLUMNS##NAME(Operands&&... operands) { \
+    products(COLUMNS, emulator::Kind::KIND, operands...);                                                            \
+  }
+#define PRODUCTS_OF_BOTH(COLUMNS)                 \
+  PRODUCTS(k32_f32_e4m3_e4m3, COLUMNS, E4M3)      \
+  PRODUCTS(k16_f32_bf16_bf16, COLUMNS, BF16)
+PRODUCTS_OF_BOTH(8)
+PRODUCTS_OF_BOTH(16)
+PRODUCTS_OF_BOTH(32)
+PRODUCTS_OF_BOTH(128)
+PRODUCTS(k16_f32_bf16_bf16, 256, BF16)
 inline void wgmma_fence_sync_aligned() { emulator::wgmma_fence(); }
 inline void wgmma_commit_group_sync_aligned() { emulator::wgmma_commit(); }
 inline void wgmma_wait_group_sync_aligned(unsigned pending) { emulator::wgmma_wait(pending); }

@@ -71,19 +71,18 @@ def gpu(test: Any) -> Any:
 def _variants() -> list[dict[str, int]]:
     """Every way in which a layer uses the kernel: both products, gathered and packed.
 
-    Up before gate is left out: only the place in memory of a half is another then. Packed rows of a few are compiled
-    for the smallest tile only.
+    Up before gate is left out: only the place in memory of a half is another then.
     """
     found = []
-    ways = [(fmt, regime, True, False) for fmt in (FP8_BLOCK, BF16) for regime in REGIMES]
-    ways += [(fmt, regime, False, False) for fmt in (FP8_BLOCK, BF16) for regime in (TMA_FEW, TMA_DECODE, TMA_PREFILL)]
+    ways = [(fmt, regime, gather, False) for fmt in (FP8_BLOCK, BF16) for regime in REGIMES for gather in (False, True)]
     for fmt, regime, gather, copied in [*ways, (FP8_BLOCK, TMA_PREFILL, False, True)]:
         common: dict[str, Any] = dict(gather=gather, extras=False, copied_scales=copied)
         found.append(tma.macros(fmt, regime, 32, activation=None, order=None, out_code=0, **common))
         for order in (GateUpOrder.GATE_UP, GateUpOrder.INTERLEAVED):
             code = 3 if fmt is FP8_BLOCK else 0
-            more = {**common, "short_blocks": fmt is FP8_BLOCK and (order is GateUpOrder.INTERLEAVED) == gather}
-            found.append(tma.macros(fmt, regime, 32, activation=SILU, order=order, out_code=code, **more))
+            for short in (False, True) if fmt is FP8_BLOCK else (False,):
+                more = {**common, "short_blocks": short}
+                found.append(tma.macros(fmt, regime, 32, activation=SILU, order=order, out_code=code, **more))
         for formula in (GEGLU, GEGLU_TANH, SQUARED_RELU) if regime is TMA_PREFILL and (gather or copied) else ():
             more = {**common, "short_blocks": fmt is FP8_BLOCK and not copied}
             order, code = formula.gate_up, 3 if fmt is FP8_BLOCK else 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
 from inspect import unwrap
 from typing import Any
 from unittest.mock import patch
@@ -125,5 +124,4 @@ def tma_grouped_gemm_swiglu(
     fmt = format_named(out_format)
     plan = tma_plan(a, w, out_format=fmt, activation=activation, shape=shape, num_sms=num_sms)
     tma_gemm.multiply_swiglu(a, w, activation, out, plan)
-    assert plan.tma is not None
-    return replace(out, settled=True, loads_after_ns=plan.tma.next_loads_ns)
+    return tma_gemm.for_next(out, plan)
