@@ -53,7 +53,7 @@ def compare_with_plain(
     for key in {"c", "out", "buf"} & set(arguments):
         if difference := differs(arguments[key], plain[key]):
             raise Fault(f"{at} | wrong {key}: {difference}\n    {said}")
-    on_meta = any(isinstance(value, torch.Tensor) and value.is_meta for value in before.values())
+    on_meta = any(isinstance(value, torch.Tensor) and value.is_meta for value in (result, *before.values()))
     if name in REFERENCES and not on_meta and (difference := REFERENCES[name](result, **before)):
         raise Fault(f"{at} | not as the reference: {difference}\n    {said}")
 
