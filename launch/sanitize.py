@@ -62,8 +62,8 @@ SIZES = (
     ("few", 12, 2, "layer"),
     ("decode", 4, 8, "layer"),
     ("decode", 4, 12, "layer"),
-    ("decode", 3, 24, "zipf"),
-    ("prefill", 3, 130, "zipf"),
+    ("decode", 3, 24, "layer"),
+    ("prefill", 3, 130, "layer"),
     ("prefill", 1, 520, "even"),
     (OVERLAPPED, 2, 200, "zipf"),
 )
@@ -127,7 +127,8 @@ EXCHANGES: dict[str, dict[str, Any]] = {
     "exchange fp8_block on 3 SMs": {"token_format": "fp8_block", "mode": "contiguous", "num_sms": 3},
     "exchange nvfp4, squared ReLU and a norm": {"token_format": "nvfp4", "mode": "gathered"} | NORMED,
     "exchange fp8_block, squared ReLU and a norm": {"token_format": "fp8_block", "mode": "contiguous"} | NORMED,
-    "exchange bf16, many tokens": {"token_format": "bf16", "mode": "contiguous"} | MANY,
+    "exchange bf16, many tokens": {"token_format": "bf16", "mode": "gathered"} | MANY,
+    "exchange fp8_block, many tokens": {"token_format": "fp8_block", "mode": "contiguous"} | MANY,
     "exchange nvfp4, many tokens": {"token_format": "nvfp4", "mode": "gathered"} | MANY,
     "one rank, nvfp4, bf16 home": {"token_format": "nvfp4", "mode": "gathered", "ranks": 1},
     "one rank, fp8_block contiguous, mxfp8 home": {

@@ -36,7 +36,7 @@ OLD_MODES: dict[str, ResolvedMode] = {"packed": "contiguous", "indexed": "gather
 """Former names of the modes."""
 
 GATHERED_MAX_TOKENS = 256
-"""Largest `max_tokens_per_rank` for which mode `auto` means `gathered` whatever the format."""
+"""Largest `max_tokens_per_rank` for which mode `auto` means `gathered` for `fp8_block`, too."""
 GATHERED_MAX_ROWS = 64
 """Most rows of an expert, on average, for which it does: more take the GEMM longer to gather than to copy before it."""
 
@@ -84,16 +84,15 @@ def resolve_mode(
     """How rows lie after dispatch. All ranks must pass equal values.
 
     `gathered` keeps one row per token and rank, which `row_index` finds: least traffic and memory, low latency.
-    `contiguous` sorts rows by expert: the fastest reads for a GEMM that takes them as they are. `auto` is `gathered`
-    for formats whose rows are dequantized before the GEMM, up to 256 tokens per rank, and up to 64 rows per expert;
-    else `contiguous`.
+    `contiguous` sorts rows by expert. `auto` is `gathered`, but `contiguous` for `fp8_block` with more than 256 tokens
+    per rank and more than 64 rows per expert: so many a GEMM multiplies faster than it can gather them.
 
     Args:
         rows_per_expert: as the function of this name says; None is many.
 
     Raises `ValueError` for another `mode`.
 
-    >>> [resolve_mode("auto", count, "fp8_block") for count in (256, 257)], resolve_mode("auto", 4096, "nvfp4")
+    >>> [resolve_mode("auto", count, "fp8_block") for count in (256, 257)], resolve_mode("auto", 4096, "bf16")
     (['gathered', 'contiguous'], 'gathered')
     >>> [resolve_mode("auto", 512, "fp8_block", rows) for rows in (64, 65)]
     ['gathered', 'contiguous']
@@ -107,7 +106,7 @@ def resolve_mode(
         raise ValueError(f"mode: expected auto, contiguous or gathered, got {mode!r}")
     few = max_tokens_per_rank <= GATHERED_MAX_TOKENS
     few |= rows_per_expert is not None and rows_per_expert <= GATHERED_MAX_ROWS
-    return "gathered" if few or token_format in ("nvfp4", "mxfp8") else "contiguous"
+    return "gathered" if few or token_format != "fp8_block" else "contiguous"
 
 
 def _says_nothing(key: object, value: object) -> bool:

@@ -345,7 +345,7 @@ def combine_send(
         combine_macros(geometry, output_bf16=is_bf16, has_shared=False, await_tokens=await_ns is not None),
         grid=(plan.combine_send_blocks(most_sms(context.device)), 1, 1),
         block=(plan.output_readers + 2 + (await_ns is not None)) * WARP,
-        shared_bytes=plan.output_ring(is_bf16).shared_bytes + plan.combine_shared_bytes,
+        shared_bytes=plan.combine_shared_bytes[is_bf16],
         arguments=[
             output_RH,
             int64(output_RH.stride(0) * output_RH.element_size()),

@@ -452,11 +452,10 @@ def _tma_takes(p: GemmProblem) -> bool:
 
 def _plan_tma(p: GemmProblem) -> GemmPlan:
     shape = choose_tma_shape(p.rows, p.groups, p.k, gathered=p.gathered)
-    # For many contiguous rows only: with few rows, most of the 128 scales of a copy would belong to other groups.
+    # For many rows only: with few, most of the 128 scales of a copy would belong to other groups.
     copies_scales = (
         p.token_format == FP8_BLOCK
         and shape is TMA_PREFILL
-        and not p.gathered
         and shape.stages(p.groups) == MAX_STAGES
         and ceil_div(p.k, HALF) % MAX_STAGES == 0
         and p.scales_aligned

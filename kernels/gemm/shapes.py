@@ -119,12 +119,13 @@ class TmaShape:
 
     def _bytes_without_ring(self, num_groups: int) -> int:
         """Staging, scales and barriers of the stages, announced tiles, a barrier that tells of the kernel before, the
-        table of groups, maxima of two tiles."""
+        table of groups, numbers of a tile's gathered rows, maxima of two tiles."""
         staging = self.tile_rows * FEW_STAGING_BYTES if self.few else 8 * STAGING_BYTES
         scales = MAX_FEW_STAGES * (4 * (self.tile_rows + 8) + 16) if self.few else MAX_STAGES * (SCALE_BYTES + 16)
         maxima = 2 * (4 * 8 + 4 * self.tile_rows) if self.few else 0
+        numbers = 0 if self.few else 4 * self.tile_rows
         turn = 16 if self.few else 0
-        return staging + scales + TILES_AHEAD * (8 + 16) + turn + 16 * (num_groups + 1) + maxima
+        return staging + scales + TILES_AHEAD * (8 + 16) + turn + 16 * (num_groups + 1) + numbers + maxima
 
 
 TMA_FEW = TmaShape(Regime.FEW, cluster=2, box_rows=8, band=1, tile_rows=8)

@@ -1,5 +1,5 @@
 // Grouped GEMM for Hopper that feeds operands to the tensor cores as they are stored. One warpgroup of producers fills a
-// ring in shared memory by TMA (by cp.async for gathered rows); two warpgroups multiply by wgmma.
+// ring in shared memory by TMA (gathered rows one by one); two warpgroups multiply by wgmma.
 //
 // A tile is 128 rows times two halves of 128 weight rows: 256 columns of a result, or gate and up of the same 128 columns
 // of a gated one. Each math warpgroup multiplies 64 of the rows. Tiles of at most 64 rows alternate between the two
@@ -18,9 +18,9 @@
 // (`ActivationFunction.code`), GATE_SOFTCAP and UP_SOFTCAP (of `Activation`; none if not defined), ORDER
 // (`GateUpOrder.code`, 0 for none), OUT (0 bf16, 1 fp16, 2 fp32, 3 e4m3 with 1x128 scales), EXTRAS (row scale, expert scales
 // or bias exist), A_BOX (rows of a box of the rows' tensor map), TMA_SCALES (TMA copies the scales too, so that one thread
-// produces; needs FP8 without GATHER, 4 stages, scales of a row a multiple of 4), SHORT_BLOCKS (the columns of an activated
+// produces contiguous rows; needs FP8, 4 stages, scales of a row a multiple of 4), SHORT_BLOCKS (the columns of an activated
 // result end within a block of 128, and so do gate and up unless interleaved).
-// The last stage of K may be short too: past its end TMA and the gathering threads write zeros, which add nothing.
+// The last stage of K may be short too: past its end TMA writes zeros, which add nothing.
 
 #include "activation.cuh"
 #include "mbarrier.cuh"
@@ -63,7 +63,7 @@ constexpr int STAGING_BYTES = FEW ? BM * SUMS_STRIDE * 4 : 4 * MATH_WGS * WARP_S
 // row. The memory of all stages holds the scales of two rounds.
 constexpr int ROUND_BYTES = (128 + 2) * 16 + 96;  // a multiple of 128
 constexpr int SCALE_BYTES = TMA_SCALES ? 2 * ROUND_BYTES / STAGES : FP8 ? (BM + 8) * 4 : 0;
-static_assert(!TMA_SCALES || (FP8 && !GATHER && !FEW && STAGES == 4), "one copy brings the scales of 4 stages");
+static_assert(!TMA_SCALES || (FP8 && !FEW && STAGES == 4), "one copy brings the scales of 4 stages");
 constexpr int TILES_AHEAD = 8;         // tiles that the producers may announce to the math warps in advance
 constexpr int EARLY_STAGES = 3;        // stages of weights that are asked for while the dispatch still needs the memory
 constexpr int TURN_BARRIERS = FEW ? 2 : 0;  // the phase of one ends with the kernel before; the other fills 16 bytes
@@ -77,9 +77,12 @@ constexpr int SUMS = FEW ? BM : 128, PARTIAL_SUMS = FEW ? BM : 64;
 constexpr int PRODUCER_REGISTERS = FP8 && !GATHER ? 24 : 40;  // the rest goes to the math warpgroups, unless FEW
 constexpr int MATH_REGISTERS = FP8 && !GATHER ? 240 : 232;
 constexpr int MATH_WARPS = 4 * MATH_WGS;
-constexpr bool THREADS_GATHER = GATHER && !FEW;  // threads copy gathered rows, else TMA does, row by row
-// Arrivals at a stage for copies by threads: one per warp for gathered rows and their scales, one per thread for scales only.
-constexpr int OF_COPIES = THREADS_GATHER ? 4 * ARRIVALS_OF_WARP : FP8 && !TMA_SCALES ? 128 : 0;
+constexpr bool THREADS_COPY = FP8 && !TMA_SCALES;  // scales, by all threads that produce
+constexpr int OF_COPIES = THREADS_COPY ? 128 : 0;  // arrivals at a stage for these copies
+// A warp loads up to 32 gathered rows of a tile. With FEW each lane starts the copy of its row, one lane after the other. Of
+// many rows one lane starts all, with a third of the instructions: it finds their numbers in shared memory.
+constexpr int NUMBERS = GATHER && !FEW ? BM : 0;
+constexpr int PRODUCING_WARPS = THREADS_COPY || NUMBERS > 0 ? 4 : 1;
 constexpr float SMALLEST = 1.17549435e-38f, LARGEST = 3.40282347e38f;  // normal numbers
 constexpr int GATE_UP = 1, UP_GATE = 2, INTERLEAVED = 3;
 
@@ -87,6 +90,13 @@ constexpr int GATE_UP = 1, UP_GATE = 2, INTERLEAVED = 3;
 
 // Makes a value warp-uniform for the compiler: tensor core instructions need uniform registers.
 __device__ __forceinline__ u32 uniform(u32 x) { return __shfl_sync(~0u, x, 0); }
+
+// True in one lane of the warp. The compiler knows that it is one, and starts copies there without a loop over lanes.
+__device__ __forceinline__ bool elected() {
+    u32 is;
+    asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xFFFFFFFF;\nselp.b32 %0, 1, 0, p;\n}" : "=r"(is));
+    return is != 0;
+}
 
 __device__ __forceinline__ u32 cluster_rank() {
     u32 rank = 0;
@@ -789,10 +799,10 @@ extern __shared__ __align__(1024) u8 shared[];
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(128 * (MATH_WGS + 1), FEW ? 2 : 1)
 tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap w_map,
-         const __grid_constant__ TensorMap scales_map, const u8* a_rows, long long a_stride, const int* row_index,
-         const float* a_scales, const float* w_scales, Extras extras, u8* out, long long out_stride, float* out_scales,
+         const __grid_constant__ TensorMap scales_map, const int* row_index, const float* a_scales, const float* w_scales,
+         Extras extras, u8* out, long long out_stride, float* out_scales,
          const int* offsets, const int* expert_ids, const int* num_active, int num_groups, int num_experts,
-         int capacity, int columns, int k_blocks, int row_bytes, int band_width, int settled, float alpha, float limit,
+         int capacity, int columns, int k_blocks, int band_width, int settled, float alpha, float limit,
          float up_offset, const void* topk_idx, int num_ids, int id_bytes, int loads_after_ns) {
     u8* staging = shared + STAGES * STAGE_BYTES;
     float* scales = (float*)(staging + STAGING_BYTES);
@@ -800,7 +810,8 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
     // Tiles that the producers announce to the math warps: start, rows, expert, column.
     int4* tiles = (int4*)(barriers + 2 * STAGES + TILES_AHEAD + TURN_BARRIERS);
     Group* groups = (Group*)(tiles + TILES_AHEAD);
-    u64* told = (u64*)(groups + num_groups + 1);  // barriers of the other block's maxima, of each warp for two tiles
+    int* numbers = (int*)(groups + num_groups + 1);  // of the rows of the tile that is being loaded, if they are gathered
+    u64* told = (u64*)(numbers + NUMBERS);  // barriers of the other block's maxima, of each warp for two tiles
     u32* maxima = (u32*)(told + 2 * MATH_WARPS);
     int2* totals = (int2*)staging;  // of the groups of each warp
     u32 full = shared_address(barriers), empty = full + 8 * STAGES, known = empty + 8 * STAGES, ended = known + 8 * TILES_AHEAD;
@@ -823,7 +834,7 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
     enter_cluster();
     if (threadIdx.x == 64) {
         asm volatile("prefetch.tensormap [%0];" ::"l"(&w_map) : "memory");
-        if (!THREADS_GATHER) asm volatile("prefetch.tensormap [%0];" ::"l"(&a_map) : "memory");
+        asm volatile("prefetch.tensormap [%0];" ::"l"(&a_map) : "memory");
     }
     // This kernel may have started before the one that writes its rows has ended. If `settled`, that one has not written
     // the table of groups, which then can be read, and the weights of the first tile loaded, before it ends. So they can if
@@ -847,9 +858,9 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
     Tile tile;
     if (wg == MATH_WGS) {
         if (!FEW) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
-        // One thread starts the TMA copies, except for those of single rows, which a warp starts. All threads copy other
-        // gathered rows, and scales that TMA does not copy.
-        int thread = threadIdx.x % 128, chunk = thread % 8, first = thread / 8, under_way = -1;
+        // One thread starts the TMA copies, but for those of gathered rows, which one of each of some warps starts. All threads
+        // copy scales that TMA does not copy.
+        int thread = threadIdx.x % 128, first_own = warp % 4 * 32;
         bool leader = thread == 0;
         int announced = 0;
         // An announcement overwrites the one of TILES_AHEAD tiles ago. That is safe: a warp that had not read it would still
@@ -862,21 +873,9 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
             ++announced;
         };
         u32 round = 0;
-        u32 to = first * 128 + ((chunk ^ first % 8) << 4);
         // This thread handles the tiles below `last`. If one thread copies, its whole warp loops, so that values stay
         // warp-uniform.
-        bool idle = TMA_SCALES || (FEW && !FP8) ? warp != MATH_WARPS : !FP8 && !GATHER && !leader;
-        int last = idle ? 0 : 0x7FFFFFFF;
-        // Gathered rows of a stage are handed over when the copies of the next stage have started, or if there is no next.
-        auto hand_over = [&] {
-            asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-            barrier_arrive_warp(full + 8 * under_way);
-            under_way = -1;
-        };
-        auto hand_over_last = [&] {
-            asm volatile("cp.async.wait_group 0;" ::: "memory");
-            hand_over();
-        };
+        int last = warp - MATH_WARPS < PRODUCING_WARPS ? 0x7FFFFFFF : 0;
         // The first stages of the first tile, whose weights wait neither for row numbers nor, if `settled`, for the kernel
         // before this one.
         int ahead = 0;
@@ -890,11 +889,17 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
             tile.column += halved % 2 * HALF;
             bool shared_rows = TEAM > 1 && !tile.pair_rows, shared_weights = TEAM > 1 && tile.pair_rows;
             int boxes = GATHER ? 0 : min(BM / A_BOX, ceil_div(tile.rows, A_BOX)), box_bytes = boxes * A_BOX * 128;
-            int single_rows = FEW && GATHER ? min(BM, tile.rows) : 0;  // each is copied by a lane
-            box_bytes += single_rows * 128;
+            int gathered = GATHER ? min(BM, tile.rows) : 0, own = min(32, gathered - first_own);
+            box_bytes += gathered * 128;
+            // Each warp has those of the rows that it loads.
             int row_of_lane = 0;
             auto load_row_numbers = [&] {
-                if (FEW && GATHER && lane < single_rows) row_of_lane = row_index[tile.start + lane];
+                if (GATHER && lane < own) row_of_lane = row_index[tile.start + first_own + lane];
+                if (NUMBERS > 0) {
+                    __syncwarp();  // those of the last tile have been used
+                    numbers[first_own + lane] = row_of_lane;
+                    __syncwarp();
+                }
             };
             bool numbers_wait = begins && ids.given();
             if (!numbers_wait) load_row_numbers();
@@ -917,26 +922,13 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
             const float* a_scale = a_scales + (long long)(tile.start + min(thread, tile.rows - 1)) * k_blocks;
             const float* w_scale = w_scales + weight_scales(tile.expert, tile.column, columns, thread) * k_blocks;
             const float* of_second = w_scales + weight_scales(tile.expert, tile.column, columns, 1) * k_blocks;
-            constexpr int ROWS_OF_THREAD = THREADS_GATHER ? BM / 16 : 1;
-            const u8* from[ROWS_OF_THREAD];
-            if (THREADS_GATHER) {
-#pragma unroll
-                for (int i = 0; i < ROWS_OF_THREAD; ++i) {
-                    int row = first + 16 * i;
-                    from[i] = a_rows + chunk * 16;
-                    if (row < tile.rows) from[i] += row_index[tile.start + row] * a_stride;
-                }
-            }
             int stage = 0;
             u32 phase = phases;
             phases ^= used;
             for (int kb = 0; kb < k_blocks; ++kb) {
                 u32 a = ring + stage * STAGE_BYTES, b = a + A_BYTES, ready = full + 8 * stage;
-                // A tile may end with the first stage of the next tile, which cannot be freed before it was filled, or with
-                // the stage after it, for which math warps wait before they free the first.
-                if (THREADS_GATHER && kb == 0 && (u32)under_way <= 1) hand_over_last();
                 barrier_wait(empty + 8 * stage, ~phase >> stage & 1);
-                if (TMA_SCALES || FEW) __syncwarp();  // a late lane would wait for the following round
+                __syncwarp();  // a late lane would wait for the following round
                 if (leader) {
                     bool scales_too = TMA_SCALES && stage == 0;
                     if (!FEW || ahead <= 0)
@@ -953,36 +945,28 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
                     }
                 }
                 --ahead;
-                if (warp == MATH_WARPS && lane < single_rows)
-                    load_rows(&a_map, a + lane * 128, ready, kb * BK, row_of_lane, false);
-                if (FP8 && !TMA_SCALES) {
+                auto load_row = [&](int i, int n) { load_rows(&a_map, a + i * 128, ready, kb * BK, n, false); };
+                if (FEW && GATHER && lane < own) load_row(lane, row_of_lane);
+                if (NUMBERS > 0 && own > 0 && elected()) {
+                    int i = first_own, end = first_own + own;
+#pragma unroll 1
+                    for (; i + 8 <= end; i += 8) {
+                        int4 n = *(const int4*)(numbers + i), m = *(const int4*)(numbers + i + 4);
+                        load_row(i, n.x), load_row(i + 1, n.y), load_row(i + 2, n.z), load_row(i + 3, n.w);
+                        load_row(i + 4, m.x), load_row(i + 5, m.y), load_row(i + 6, m.z), load_row(i + 7, m.w);
+                    }
+#pragma unroll 1
+                    for (; i < end; ++i) load_row(i, numbers[i]);
+                }
+                if (THREADS_COPY) {
                     u32 scale = shared_address(scales) + stage * SCALE_BYTES;
                     if (thread < BM) copy_word(scale + thread * 4, a_scale + kb);
                     if (thread < 2) copy_word(scale + BM * 4 + thread * 4, w_scale + kb);
-                }
-                if (FP8 && !TMA_SCALES && !THREADS_GATHER)
                     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(ready) : "memory");
-                if (THREADS_GATHER) {
-                    // Past the end of a row nothing is read and zeros are written.
-                    int bytes = kb * 128 + chunk * 16 < row_bytes ? 16 : 0;
-#pragma unroll
-                    for (int i = 0; i < ROWS_OF_THREAD; ++i) {
-                        if (first + 16 * i < tile.rows)
-                            asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(a + to + i * 2048),
-                                         "l"(bytes ? from[i] + kb * 128 : a_rows), "r"(bytes)
-                                         : "memory");
-                    }
-                    asm volatile("cp.async.commit_group;" ::: "memory");
-                    if (under_way >= 0) {
-                        asm volatile("cp.async.wait_group 1;" ::: "memory");
-                        hand_over();
-                    }
-                    under_way = stage;
                 }
                 if (++stage == STAGES) stage = 0, phase = ~phase;
             }
         }
-        if (under_way >= 0) hand_over_last();
         if (begins) wait_for_rows();  // the next kernel takes the end of this one for the end of the one before, too
         announce(make_int4(0, NO_MORE, 0, 0));
     } else {

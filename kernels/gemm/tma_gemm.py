@@ -157,9 +157,9 @@ def _launch(
     # A tile of a gated result has as many rows of gate as of up.
     gate_up = None if activation is None else activation.gate_up
     w_map = _weight_map(w, gate_up, HALF if gate_up is None else shape.halves * HALF // 2)
-    # Copies of gathered rows by TMA are of one row.
+    # Gathered rows are copied one by one.
     box_rows = 1 if gather else shape.box_rows
-    a_map = w_map if gather and not shape.few else _rows_map(a.rows, a.num_columns, box_rows)
+    a_map = _rows_map(a.rows, a.num_columns, box_rows)
     row_bytes = a.num_columns * a.rows.element_size()
     formula = activation or SILU
     nvrtc.launch(
@@ -172,8 +172,6 @@ def _launch(
             a_map,
             w_map,
             _scales_map(a.scales) if copied_scales and a.scales is not None else w_map,
-            a.rows,
-            ctypes.c_int64(a.rows.stride(0) * a.rows.element_size()),
             a.row_index,
             a.scales,
             w.scales,
@@ -189,7 +187,6 @@ def _launch(
             a.capacity,
             columns,
             ceil_div(row_bytes, 128),
-            row_bytes,
             shape.band,
             int(a.settled),
             ctypes.c_float(formula.alpha),

@@ -45,6 +45,13 @@ inline void prefetch_tensormap(const void*) {}
 inline void setmaxnreg_dec_sync_aligned_u32(int) { emulator::meet("setmaxnreg.dec", 0); }
 inline void setmaxnreg_inc_sync_aligned_u32(int) { emulator::meet("setmaxnreg.inc", 0); }
 
+// One lane of the warp, whichever.
+inline void elect_sync__selp_b32(unsigned& is, unsigned mask, unsigned yes, unsigned no) {
+  all_lanes(mask);
+  emulator::meet("elect.sync", 0);
+  is = lane_of_warp() == 31 ? yes : no;
+}
+
 // Copies of boxes.
 inline void cp_async_bulk_tensor_2d_shared_cluster_global_mbarrier_complete_tx_bytes(unsigned to, const void* map,
                                                                                      unsigned barrier, int c0, int c1) {

@@ -75,7 +75,7 @@ def _variants() -> list[dict[str, int]]:
     """
     found = []
     ways = [(fmt, regime, gather, False) for fmt in (FP8_BLOCK, BF16) for regime in REGIMES for gather in (False, True)]
-    for fmt, regime, gather, copied in [*ways, (FP8_BLOCK, TMA_PREFILL, False, True)]:
+    for fmt, regime, gather, copied in [*ways, *((FP8_BLOCK, TMA_PREFILL, gather, True) for gather in (False, True))]:
         common: dict[str, Any] = dict(gather=gather, extras=False, copied_scales=copied)
         found.append(tma.macros(fmt, regime, 32, activation=None, order=None, out_code=0, **common))
         for order in (GateUpOrder.GATE_UP, GateUpOrder.INTERLEAVED):

@@ -299,7 +299,7 @@ def test_every_key_is_described() -> None:
 
 @given(st.integers(1, 10**6), st.sampled_from(sorted(FORMATS)), st.none() | st.integers(0, 200))
 def test_resolve_mode(tokens: int, fmt: str, rows: int | None) -> None:
-    gathers = tokens <= 256 or fmt in ("nvfp4", "mxfp8") or (rows is not None and rows <= 64)
+    gathers = tokens <= 256 or fmt != "fp8_block" or (rows is not None and rows <= 64)
     assert resolve_mode("auto", tokens, fmt, rows) == ("gathered" if gathers else "contiguous")
     assert resolve_mode("gathered", tokens, fmt) == "gathered"
     assert resolve_mode("contiguous", tokens, fmt) == "contiguous"
