@@ -56,7 +56,7 @@ class Machine:
     """
 
     network_gb_per_s: float = 45.0
-    network_latency_us: float = 10.7
+    network_latency_us: float = 10.6
     link_gb_per_s: float = link_rate.MEASURED.gb_per_s
     memory_tb_per_s: float = gemm_cases.MEMORY_TB_PER_S
     bf16_tflop_per_s: float = gemm_cases.BF16_TFLOP_PER_S
