@@ -18,7 +18,7 @@ from moe_runtime.kernels import nvrtc
 from moe_runtime.kernels.exchange import cuda, plan
 from moe_runtime.kernels.exchange.geometry import ExchangeGeometry, worst_case_rows
 from moe_runtime.kernels.exchange.interface import ExchangeMemory, RecvBuffers
-from moe_runtime.kernels.exchange.plan import plan_exchange, required_plan
+from moe_runtime.kernels.exchange.plan import BLOCK_RESERVED_BYTES, SM_SHARED_BYTES, plan_exchange, required_plan
 from moe_runtime.kernels.exchange.record import RecordLayout
 from moe_runtime.kernels.formats.number_formats import COMBINE_FORMATS, FORMATS, align
 from tests.kernels.test_dequant_compile import (
@@ -189,6 +189,28 @@ def test_edges_compile_to_what_can_be_launched(case: str) -> None:
         assert static + launch.shared_bytes <= SHARED_BYTES_OF_A_BLOCK
         if launch.block < 1024:
             assert kernel.spilled_bytes <= KNOWN_SPILLS.get((case, launch.name), SPILL_BYTES), kernel.log
+
+
+@pytest.mark.parametrize(
+    ("hidden", "wire"), [(2048, "bf16"), (2880, "fp8_block"), (4096, "bf16"), (5120, "fp8_block"), (7168, "bf16")]
+)
+@pytest.mark.parametrize("max_tokens", [8, 4096])
+def test_an_sm_has_room_for_one_block_of_each_kernel_of_combine(hidden: int, wire: str, max_tokens: int) -> None:
+    """With two blocks of `combine_send` on some SMs others have none: combine takes 10% longer."""
+    of_block, of_sm = BLOCK_RESERVED_BYTES, SM_SHARED_BYTES
+    for shared in (False, True):
+        geometry = geometry_of("nvfp4", wire, hidden, 8, 2, 128, max_tokens, False)
+        both = [launch for launch in launches(geometry, shared=shared) if launch.file == "combine.cu"]
+        send, recv = both
+        compiled = {launch.name: of_kernel(compile_recorded(launch), launch.name) for launch in both}
+        sizes = {
+            launch.name: launch.shared_bytes + compiled[launch.name].number(r"(\d+) bytes smem") + of_block
+            for launch in both
+        }
+        assert 2 * sizes[send.name] > of_sm and sizes[send.name] + sizes[recv.name] <= of_sm
+        registers = [launch.block * compiled[launch.name].number(r"Used (\d+) registers") for launch in both]
+        # Blocks of few tokens look at both halves, and are fewer than SMs.
+        assert max_tokens == 8 or sum(registers) <= REGISTERS_OF_A_BLOCK
 
 
 @pytest.mark.parametrize(("max_tokens", "fences"), [(8, 1), (128, 1), (4096, 0)])
