@@ -21,6 +21,12 @@ MAX_THREADS = 1024
 MAX_SHARED_BYTES = 227 * 1024
 SM_SHARED_BYTES, BLOCK_RESERVED_BYTES = 228 * 1024, 1024
 """Shared memory of an SM, and what the driver takes of it for each block."""
+LEAST_SEND_BYTES = SM_SHARED_BYTES // 2 - BLOCK_RESERVED_BYTES + 128
+"""Shared memory of a block of `combine_send`, such that an SM takes one.
+
+SMs that are the first to be free would else take two, and others none: combine of 4096 and 8192 tokens of 2 ranks took
+224 and 438 us, now 204 and 396.
+"""
 
 RECORD_STAGES = 2
 """Records that a team of `dispatch_send` has in shared memory: one in the making, one being copied."""
@@ -278,7 +284,7 @@ def plan_exchange(geometry: ExchangeGeometry) -> ExchangePlan | None:
     if g.num_sms is None and g.max_tokens >= TOKENS_IN_PARTS:
         num_parts = PROGRESS_PARTS if g.max_tokens >= TOKENS_IN_MOST_PARTS else EARLY_PARTS
     # An SM has a block of either kernel of combine at a time, one of which begins while the other drains.
-    least_bytes = least_shared_bytes(1) if g.num_sms is None else 0
+    least_bytes = LEAST_SEND_BYTES if g.num_sms is None else 0
     partial_rings = (
         _ring(g.partial_bytes, 0, least_bytes),
         _ring(max(g.partial_bytes, 2 * g.output_hidden), 0, least_bytes),
@@ -334,15 +340,6 @@ def _readers(units: int) -> int:
 
 def _place_bytes(row_bytes: int) -> int:
     return align(row_bytes, 128)
-
-
-def least_shared_bytes(blocks: int) -> int:
-    """Shared memory of a block such that an SM takes no more than `blocks`.
-
-    An SM that is the first to be free would else take several blocks of a launch that has one for each SM, and another
-    SM none. So `combine_send` took 10% longer: 4096 / 8192 tokens of 2 ranks 224 / 438 us, now 204 / 396.
-    """
-    return SM_SHARED_BYTES // (blocks + 1) - BLOCK_RESERVED_BYTES + 128
 
 
 def _ring(row_bytes: int, other_bytes: int, beside_bytes: int = 0) -> RowRing:

@@ -75,17 +75,24 @@ def _variants() -> list[dict[str, int]]:
     """
     found = []
     ways = [(fmt, regime, gather, False) for fmt in (FP8_BLOCK, BF16) for regime in REGIMES for gather in (False, True)]
-    for fmt, regime, gather, copied in [*ways, *((FP8_BLOCK, TMA_PREFILL, gather, True) for gather in (False, True))]:
+    for fmt, regime, gather, copied in [
+        *ways,
+        (FP8_BLOCK, TMA_PREFILL, False, True),
+        (FP8_BLOCK, TMA_PREFILL, True, True),
+    ]:
         common: dict[str, Any] = dict(gather=gather, extras=False, copied_scales=copied)
+        code = 3 if fmt is FP8_BLOCK else 0
+        if gather and copied:  # the loads of one, the products of the other
+            found.append(tma.macros(fmt, regime, 32, activation=SILU, order=SILU.gate_up, out_code=code, **common))
+            continue
         found.append(tma.macros(fmt, regime, 32, activation=None, order=None, out_code=0, **common))
         for order in (GateUpOrder.GATE_UP, GateUpOrder.INTERLEAVED):
-            code = 3 if fmt is FP8_BLOCK else 0
             for short in (False, True) if fmt is FP8_BLOCK else (False,):
                 more = {**common, "short_blocks": short}
                 found.append(tma.macros(fmt, regime, 32, activation=SILU, order=order, out_code=code, **more))
         for formula in (GEGLU, GEGLU_TANH, SQUARED_RELU) if regime is TMA_PREFILL and (gather or copied) else ():
             more = {**common, "short_blocks": fmt is FP8_BLOCK and not copied}
-            order, code = formula.gate_up, 3 if fmt is FP8_BLOCK else 0
+            order = formula.gate_up
             found.append(tma.macros(fmt, regime, 32, activation=formula, order=order, out_code=code, **more))
     return found
 
@@ -107,6 +114,8 @@ def test_variants_multiply_in_tensor_cores_and_keep_their_sums_in_registers(tmp_
         assert wgmma in sass.stdout and "UTMALDG.4D" in sass.stdout, variant
         assert ("USETMAXREG" in sass.stdout) == (not few), variant
         assert ("UTMALDG.4D.MULTICAST" in sass.stdout) == (variant["CLUSTER"] == 2 and not few), variant
+        # TMA copies all rows; threads copy scales alone, 4 bytes at a time.
+        assert "UTMALDG.2D" in sass.stdout and "LDGSTS.E.BYPASS" not in sass.stdout, variant
         # Both blocks of a cluster tell each other the largest values of rows.
         assert ("STAS" in sass.stdout) == (few and variant["CLUSTER"] == 2), variant
         names = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@\S+\s+)?(\w+)", sass.stdout, re.MULTILINE)
