@@ -336,11 +336,14 @@ def left_in_shared_memory() -> set[str]:
 
 
 def undisturbed(transport: str) -> list[str]:
-    """The places of rank 1 of a job in which nobody is killed."""
+    """The places of rank 1 of a job in which nobody is killed, but for those that another job may not come to.
+
+    How many answers `close` waits for depends on who came first.
+    """
     count = 4 if transport == "hierarchical" else 2
     fates = run_job(Kill(transport, HOSTS[0], count))
     assert [fate.outcome for fate in fates] == ["clean"] * count, fates
-    return fates[1].places
+    return [place for place in fates[1].places if not place.startswith("close: answered (")]
 
 
 def random_kill(chooser: random.Random, places: dict[str, dict[str, list[str]]]) -> Kill:
