@@ -858,7 +858,7 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
     Tile tile;
     if (wg == MATH_WGS) {
         if (!FEW) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
-        // One thread starts the TMA copies, but for those of gathered rows, which one of each of some warps starts. All threads
+        // One thread starts the copies by TMA, but for gathered rows: a thread of each warp starts those of its rows. All threads
         // copy scales that TMA does not copy.
         int thread = threadIdx.x % 128, first_own = warp % 4 * 32;
         bool leader = thread == 0;
