@@ -82,7 +82,10 @@ constexpr int OF_COPIES = THREADS_COPY ? 128 : 0;  // arrivals at a stage for th
 // A warp loads up to 32 gathered rows of a tile. With FEW each lane starts the copy of its row, one lane after the other. Of
 // many rows one lane starts all, with a third of the instructions: it finds their numbers in shared memory.
 constexpr int NUMBERS = GATHER && !FEW ? BM : 0;
-constexpr int PRODUCING_WARPS = THREADS_COPY || NUMBERS > 0 ? 4 : 1;
+// Arrivals at a stage for these rows: of all warps, also of those that have none in a tile. One that nobody waited for could fall
+// back by a round of the ring, and would then wait for a phase that does not come.
+constexpr int OF_ROWS = NUMBERS > 0 ? 4 : 0;
+constexpr int PRODUCING_WARPS = THREADS_COPY || OF_ROWS > 0 ? 4 : 1;
 constexpr float SMALLEST = 1.17549435e-38f, LARGEST = 3.40282347e38f;  // normal numbers
 constexpr int GATE_UP = 1, UP_GATE = 2, INTERLEAVED = 3;
 
@@ -822,7 +825,7 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
 
     if (threadIdx.x == 32) {
         for (int s = 0; s < STAGES; ++s) {
-            barrier_init(full + 8 * s, 1 + OF_COPIES);
+            barrier_init(full + 8 * s, 1 + OF_COPIES + OF_ROWS);
             barrier_init(empty + 8 * s, MATH_WARPS * TEAM * ARRIVALS_OF_WARP);
         }
         for (int i = 0; i < TILES_AHEAD; ++i) barrier_init(known + 8 * i, 1);
@@ -889,8 +892,8 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
             tile.column += halved % 2 * HALF;
             bool shared_rows = TEAM > 1 && !tile.pair_rows, shared_weights = TEAM > 1 && tile.pair_rows;
             int boxes = GATHER ? 0 : min(BM / A_BOX, ceil_div(tile.rows, A_BOX)), box_bytes = boxes * A_BOX * 128;
-            int gathered = GATHER ? min(BM, tile.rows) : 0, own = min(32, gathered - first_own);
-            box_bytes += gathered * 128;
+            int gathered = GATHER ? min(BM, tile.rows) : 0, own = max(0, min(32, gathered - first_own));
+            if (FEW) box_bytes += gathered * 128;
             // Each warp has those of the rows that it loads.
             int row_of_lane = 0;
             auto load_row_numbers = [&] {
@@ -947,8 +950,9 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
                 --ahead;
                 auto load_row = [&](int i, int n) { load_rows(&a_map, a + i * 128, ready, kb * BK, n, false); };
                 if (FEW && GATHER && lane < own) load_row(lane, row_of_lane);
-                if (NUMBERS > 0 && own > 0 && elected()) {
+                if (OF_ROWS > 0 && elected()) {
                     int i = first_own, end = first_own + own;
+                    barrier_expect(ready, own * 128);
 #pragma unroll 1
                     for (; i + 8 <= end; i += 8) {
                         int4 n = *(const int4*)(numbers + i), m = *(const int4*)(numbers + i + 4);

@@ -342,8 +342,8 @@ MISTAKES = {
         "outside",
     ),
     "one warp loads no rows": (
-        "own > 0 && elected()",
-        "warp % 4 != 2 && own > 0 && elected()",
+        "if (OF_ROWS > 0 && elected())",
+        "if (warp % 4 != 2 && elected())",
         "nothing can go on",
     ),
     "each warp loads the rows of the first": (
@@ -352,8 +352,8 @@ MISTAKES = {
         "outside|changed while|nothing can go on",
     ),
     "a stage is there when all but one have arrived": (
-        "barrier_init(full + 8 * s, 1 + OF_COPIES)",
-        "barrier_init(full + 8 * s, OF_COPIES)",
+        "barrier_init(full + 8 * s, 1 + OF_COPIES + OF_ROWS)",
+        "barrier_init(full + 8 * s, OF_COPIES + OF_ROWS)",
         "changed while their product was under way|outside|waits for|nothing can go on",
     ),
     "a block ends before the other of its cluster": ("leave_cluster();\n}", "}", "of a block that has ended"),
