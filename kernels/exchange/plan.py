@@ -18,9 +18,9 @@ from moe_runtime.kernels.runtime import Engine
 
 WARP = 32
 MAX_THREADS = 1024
-MAX_SHARED_BYTES = 227 * 1024
 SM_SHARED_BYTES, BLOCK_RESERVED_BYTES = 228 * 1024, 1024
 """Shared memory of an SM, and what the driver takes of it for each block."""
+MAX_SHARED_BYTES = SM_SHARED_BYTES - BLOCK_RESERVED_BYTES
 LEAST_SEND_BYTES = SM_SHARED_BYTES // 2 - BLOCK_RESERVED_BYTES + 128
 """Shared memory of a block of `combine_send`, such that an SM takes one.
 

@@ -25,6 +25,7 @@
 // Sizes are in tma_sizes.cuh, copies in tma_loads.cuh, the order of tiles in tma_tiles.cuh, products in tma_products.cuh,
 // what is stored in tma_epilogue.cuh; here is the ring between those who load and those who multiply.
 
+#include "tma_loads.cuh"
 #include "tma_tiles.cuh"
 #include "tma_products.cuh"
 #include "tma_epilogue.cuh"

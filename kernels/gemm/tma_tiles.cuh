@@ -3,7 +3,7 @@
 #ifndef MOE_RUNTIME_TMA_TILES
 #define MOE_RUNTIME_TMA_TILES
 
-#include "tma_loads.cuh"
+#include "tma_sizes.cuh"
 
 // Row of the weight's scales, counted over all experts, for half 0 or 1 of a tile (128 rows share one). If gate and up are
 // interleaved, both halves use both rows, the first one for the first 64 columns. With FEW, only gate and up that are not

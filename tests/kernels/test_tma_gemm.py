@@ -86,10 +86,8 @@ def _variants() -> list[dict[str, int]]:
             found.append(tma.macros(fmt, regime, 32, activation=SILU, order=SILU.gate_up, out_code=code, **common))
             continue
         found.append(tma.macros(fmt, regime, 32, activation=None, order=None, out_code=0, **common))
-        # Of the smaller tiles one form is compiled: the largest has most registers.
-        all_forms = not regime.few or regime is TMA_DOZEN
-        for order in (GateUpOrder.GATE_UP, GateUpOrder.INTERLEAVED) if all_forms else (GateUpOrder.GATE_UP,):
-            for short in (False, True) if fmt is FP8_BLOCK and all_forms else (fmt is FP8_BLOCK,):
+        for order in (GateUpOrder.GATE_UP, GateUpOrder.INTERLEAVED):
+            for short in (False, True) if fmt is FP8_BLOCK else (False,):
                 more = {**common, "short_blocks": short}
                 found.append(tma.macros(fmt, regime, 32, activation=SILU, order=order, out_code=code, **more))
         for formula in (GEGLU, GEGLU_TANH, SQUARED_RELU) if regime is TMA_PREFILL and (gather or copied) else ():

@@ -46,7 +46,7 @@ LAYERS = [
     config("bf16"),
     config("fp8_block", max_tokens_per_rank=GATHERED_MAX_TOKENS + 1, combine_format="fp8_block"),
     config("mxfp8", combine_format="mxfp8"),
-    config("bf16", weight_format="nvfp4"),
+    config("bf16", weight_format="nvfp4", max_tokens_per_rank=GATHERED_MAX_TOKENS + 1),
 ]
 """What processes and virtual ranks are compared on: every format, gathered and contiguous rows, every wire."""
 
