@@ -2,9 +2,9 @@
 
 Small cases of every kernel of the grouped GEMM that the GPU runs, in both regimes, of what quantizes and swizzles their
 operands, and of the exchange between two virtual ranks: steps of a layer, with an expert id out of range at the end,
-handles that are combined again, and rows padded for each expert; once under each of `TOOLS`. Writes JSON with the
-environment (`--json FILE`); exits with 1 where a tool reports something, or a run fails or takes longer than
-`--seconds`.
+handles that are combined again, and rows padded for each expert; once under each of `TOOLS`. Several processes share
+the cases (`--parts`), and each tells when it has ended. Writes JSON with the environment (`--json FILE`); exits with 1
+where a tool reports something, or a run fails or takes longer than `--seconds`.
 
 At an arrival at a barrier racecheck counts what its own thread did before. It does not know that a `__syncwarp`, or a
 wait for products of a warpgroup, orders other lanes before it. The kernels in CUDA C++ are therefore compiled with
@@ -162,11 +162,21 @@ def names() -> list[str]:
     return [case.name for case in cases()] + list(EXCHANGES) + list(AGAIN)
 
 
-def run_cases(engine: str) -> None:
-    """Every case once; raises `RuntimeError` naming one that gives what it must not."""
+def chosen_names(pattern: str | None) -> list[str]:
+    """Of the cases in whose names the regular expression is found. Raises `ValueError` where there is none."""
+    found = [name for name in names() if pattern is None or re.search(pattern, name)]
+    if not found:
+        raise ValueError(f"--cases: found in no name of {', '.join(names())}")
+    return found
+
+
+def run_cases(engine: str, chosen: Sequence[str]) -> None:
+    """The chosen cases once; raises `RuntimeError` naming one that gives what it must not."""
     nvrtc.EVERY_PROGRAM["EACH_LANE_ARRIVES"] = 1
-    run_gemms(engine)
+    run_gemms(engine, [case for case in cases() if case.name in chosen])
     for name in (*EXCHANGES, *AGAIN):
+        if name not in chosen:
+            continue
         run = run_exchange if name in EXCHANGES else run_again
         run(name, engine)
         print(name, flush=True)
@@ -279,11 +289,11 @@ def _padded_rows(dispatcher: TokenDispatcher) -> PaddedRows:
     )
 
 
-def run_gemms(engine: str) -> None:
-    """Every GEMM; raises `RuntimeError` naming one whose results are not finite."""
+def run_gemms(engine: str, chosen: Sequence[GemmCase]) -> None:
+    """GEMMs; raises `RuntimeError` naming one whose results are not finite."""
     with ExpertParallelContext(engine=engine) as context:
         rng = torch.Generator(context.device).manual_seed(SEED)
-        for case in cases():
+        for case in chosen:
             rows = make_rows(case, SEED, rng, engine)
             first, last = (make_weights(case, product, rng, engine) for product in case.products)
             overlap = DequantOverlap(first=2, sms=3) if OVERLAPPED in case.name else None
@@ -304,15 +314,15 @@ def findings(output: str) -> int | None:
     return sum(int(number) for number in found) if found else None
 
 
-def check(tool: str, engine: str, seconds: float) -> dict[str, Any]:
-    """All cases with kernels of `engine` under one tool: what it reported, and the end of its output if that is bad."""
+def check(tool: str, engine: str, chosen: Sequence[str], seconds: float) -> dict[str, Any]:
+    """Cases with kernels of `engine` under one tool: what it reported, and the end of its output if that is bad."""
     command = ["compute-sanitizer", "--tool", tool, "--target-processes", "application-only"]
     # Torch's kernels, most of them for weights, are not checked: they would take most of the time.
     command += ["--kernel-name-exclude", "kernel_substring=at6native"]
     if tool == "memcheck":
         # cuda-bindings asks for functions that an older driver does not have.
         command += ["--report-api-errors", "no"]
-    command += [sys.executable, "-m", "moe_runtime.launch.sanitize", "--run", engine]
+    command += [sys.executable, "-m", "moe_runtime.launch.sanitize", "--run", engine, "--only", *chosen]
     start = time.perf_counter()
     # A session of its own: where only the tool is ended, the program that it ran goes on.
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True) as run:
@@ -322,8 +332,8 @@ def check(tool: str, engine: str, seconds: float) -> dict[str, Any]:
             os.killpg(run.pid, signal.SIGKILL)
             text, _ = run.communicate()
     output, code = text.decode(errors="replace"), run.returncode
-    finished = [name for name in names() if name in output.splitlines()]
-    passed = findings(output) == 0 and code == 0 and len(finished) == len(names())
+    finished = [name for name in chosen if name in output.splitlines()]
+    passed = findings(output) == 0 and code == 0 and len(finished) == len(chosen)
     races = Counter(_RACE.findall(output))
     return {
         "tool": tool,
@@ -338,28 +348,56 @@ def check(tool: str, engine: str, seconds: float) -> dict[str, Any]:
     }
 
 
+def together(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The results of processes that shared the cases of one tool and one engine, as that of one process."""
+    finished = {name for part in parts for name in part["cases"]}
+    reported = [part["findings"] for part in parts]
+    return {
+        "tool": parts[0]["tool"],
+        "engine": parts[0]["engine"],
+        "findings": None if None in reported else sum(reported),
+        "races": dict(sum((Counter(part["races"]) for part in parts), Counter())),
+        "exit_code": next((part["exit_code"] for part in parts if part["exit_code"]), 0),
+        "cases": [name for name in names() if name in finished],
+        "seconds": max(part["seconds"] for part in parts),
+        "passed": all(part["passed"] for part in parts),
+        "output": [line for part in parts for line in part["output"]],
+    }
+
+
 def work(options: argparse.Namespace) -> int:
     """Run, print and write; 1 if something is reported."""
     if options.run is not None:
-        run_cases(options.run)
+        run_cases(options.run, options.only or names())
         return 0
     environment.check_folder("--json", options.json)
+    environment.check_at_least(1, parts=options.parts)
+    chosen = chosen_names(options.cases)
     if shutil.which("compute-sanitizer") is None:
         raise ValueError("sanitize: expected compute-sanitizer on PATH, found none")
     with ExpertParallelContext() as context:
         if context.device.type != "cuda":
             raise ValueError("sanitize: expected a CUDA GPU, got none")
         record = environment.environment_record(context)
-    runs = [(tool, engine) for tool in TOOLS for engine in ("auto", "triton")]
-    with ThreadPoolExecutor(len(runs)) as pool:
-        results = list(pool.map(lambda run: check(run[0], run[1], options.seconds), runs))
-    report = {"kind": KIND, "environment": record, "results": results}
-    for result in results:
+    tools = [(tool, engine) for tool in TOOLS for engine in ("auto", "triton")]
+    # A process keeps about one core busy.
+    count = min(options.parts or max(1, (os.cpu_count() or 1) // len(tools)), len(chosen))
+    runs = [(*each, chosen[part::count]) for each in tools for part in range(count)]
+
+    def run(tool: str, engine: str, part: list[str]) -> dict[str, Any]:
+        result = check(tool, engine, part, options.seconds)
         shown = "passed" if result["passed"] else f"FAILED, exit code {result['exit_code']}"
-        print(f"{result['tool']}, engine {result['engine']}: {result['findings']} findings, {shown}")
+        about = f"{len(result['cases'])} of {len(part)} cases, {result['findings']} findings"
+        print(f"{tool}, engine {engine}: {about}, {shown}", flush=True)
+        return result
+
+    with ThreadPoolExecutor(len(runs)) as pool:
+        found = list(pool.map(lambda each: run(*each), runs))
+    results = [together(found[first : first + count]) for first in range(0, len(found), count)]
+    for result in results:
         print("\n".join(result["output"]), end="\n" if result["output"] else "")
     if options.json is not None:
-        environment.write_json(options.json, report)
+        environment.write_json(options.json, {"kind": KIND, "environment": record, "results": results})
     return int(not all(result["passed"] for result in results))
 
 
@@ -367,8 +405,12 @@ def main(arguments: list[str] | None = None) -> int:
     """The command line; the exit code."""
     parser = argparse.ArgumentParser(prog="python -m moe_runtime.launch.sanitize", description="compute-sanitizer.")
     environment.add_json_option(parser)
+    parser.add_argument("--cases", metavar="REGEX", help="only cases with such a name")
     parser.add_argument("--seconds", type=float, default=600, help="bound of one tool's run")
+    shared = "processes that share the cases of a tool and an engine (default: by the number of cores)"
+    parser.add_argument("--parts", type=int, metavar="N", help=shared)
     parser.add_argument("--run", choices=("auto", "triton"), metavar="ENGINE", help="run the cases, without a tool")
+    parser.add_argument("--only", nargs="+", choices=names(), metavar="CASE", help="with --run: these cases")
     environment.add_debug_option(parser)
     options = parser.parse_args(arguments)
     return environment.run_program("sanitize", lambda: work(options), debug=options.debug)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
+from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -126,14 +130,15 @@ def run_instead(monkeypatch: pytest.MonkeyPatch, program: str) -> list[list[str]
 def test_a_run_passes_when_all_cases_ran_without_findings(
     code: int, lost: int, summary: int | None, passed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names = sanitize.names()
+    names = sanitize.names()[::3]
     lines = names[lost:] if summary is None else [*names[lost:], f"========= ERROR SUMMARY: {summary} errors"]
 
     program = f"print({chr(10).join(lines)!r}); raise SystemExit({code})"
     commands = run_instead(monkeypatch, program)
-    result = sanitize.check("memcheck", "auto", 30.0)
+    result = sanitize.check("memcheck", "auto", names, 30.0)
     (command,) = commands
-    assert command[:3] == ["compute-sanitizer", "--tool", "memcheck"] and command[-2:] == ["--run", "auto"]
+    assert command[:3] == ["compute-sanitizer", "--tool", "memcheck"]
+    assert command[-3 - len(names) :] == ["--run", "auto", "--only", *names]
     assert result["passed"] is passed and result["cases"] == names[lost:] and bool(result["output"]) is not passed
 
 
@@ -141,9 +146,47 @@ def test_a_run_that_takes_too_long_is_ended_with_what_it_started(monkeypatch: py
     child = "import time; print('half a line', flush=True); time.sleep(600)"
     run_instead(monkeypatch, f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])")
     # Ends only when nobody holds the pipe any more.
-    result = sanitize.check("racecheck", "triton", 5.0)
+    result = sanitize.check("racecheck", "triton", sanitize.names(), 5.0)
     assert not result["passed"] and result["output"] == ["half a line"] and result["findings"] is None
     assert result["exit_code"] == -signal.SIGKILL and result["seconds"] < 300
+
+
+def test_processes_share_the_cases(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each case runs once under each tool and engine; one that finds something fails all."""
+    monkeypatch.setattr(sanitize.shutil, "which", lambda name: name)
+    context = SimpleNamespace(device=torch.device("cuda"))
+    monkeypatch.setattr(sanitize, "ExpertParallelContext", lambda: nullcontext(context))
+    monkeypatch.setattr(sanitize.environment, "environment_record", lambda _: {})
+    bad = ""
+    ran: list[tuple[str, str, str]] = []
+
+    def check(tool: str, engine: str, chosen: list[str], seconds: float) -> dict[str, Any]:
+        ran.extend((tool, engine, name) for name in chosen)
+        hit = tool == "racecheck" and bad in chosen
+        about = {"findings": int(hit), "races": {"f": 1} if hit else {}, "exit_code": 0, "seconds": len(chosen)}
+        more = {"cases": chosen, "passed": not hit, "output": ["found"] if hit else []}
+        return {"tool": tool, "engine": engine, **about, **more}
+
+    monkeypatch.setattr(sanitize, "check", check)
+    file = tmp_path / "report.json"
+    assert sanitize.main(["--parts", "3", "--json", str(file)]) == 0
+    assert sorted(ran) == sorted(product(sanitize.TOOLS, ("auto", "triton"), sanitize.names()))
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 12 and all(line.endswith("0 findings, passed") for line in lines)
+    ran.clear()
+    bad = "exchange bf16, many tokens"
+    assert sanitize.main(["--parts", "3", "--cases", "bf16", "--json", str(file)]) == 1
+    chosen = [name for name in sanitize.names() if "bf16" in name]
+    assert sorted(ran) == sorted(product(sanitize.TOOLS, ("auto", "triton"), chosen))
+    results = json.loads(file.read_text())["results"]
+    assert [(r["findings"], r["passed"], r["races"]) for r in results] == [(0, True, {})] * 2 + [
+        (1, False, {"f": 1})
+    ] * 2
+    assert all(r["cases"] == chosen for r in results)
+    assert sanitize.main(["--cases", "no such case"]) == 2
+    assert "--cases: found in no name" in capsys.readouterr().err
 
 
 def test_the_program_names_what_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
