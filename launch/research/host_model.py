@@ -56,12 +56,12 @@ class Machine:
     """
 
     network_gb_per_s: float = 45.0
-    network_latency_us: float = 10.6
+    network_latency_us: float = 10.5
     link_gb_per_s: float = link_rate.MEASURED.gb_per_s
     memory_tb_per_s: float = gemm_cases.MEMORY_TB_PER_S
     bf16_tflop_per_s: float = gemm_cases.BF16_TFLOP_PER_S
     fp8_tflop_per_s: float = gemm_cases.FP8_TFLOP_PER_S
-    kernel_us: float = 3.8
+    kernel_us: float = 3.9
     experts_over_floor: float = 1.14
 
     def __post_init__(self) -> None:
