@@ -137,6 +137,11 @@ def is_hopper(device: torch.device) -> bool:
     return capability(device) == (9, 0)
 
 
+SM_SHARED_BYTES, BLOCK_RESERVED_BYTES = 228 * 1024, 1024
+"""Shared memory of an SM of Hopper, and what the driver takes of it for each block."""
+MAX_SHARED_BYTES = SM_SHARED_BYTES - BLOCK_RESERVED_BYTES
+"""Most shared memory of a block there."""
+
 ALL_ARCHS = (90, 100, 120)
 
 

@@ -380,8 +380,8 @@ def work(options: argparse.Namespace) -> int:
             raise ValueError("sanitize: expected a CUDA GPU, got none")
         record = environment.environment_record(context)
     tools = [(tool, engine) for tool in TOOLS for engine in ("auto", "triton")]
-    # A process keeps about one core busy.
-    count = min(options.parts or max(1, (os.cpu_count() or 1) // len(tools)), len(chosen))
+    # So that each process has two cores.
+    count = min(options.parts or max(1, (os.cpu_count() or 1) // (2 * len(tools))), len(chosen))
     runs = [(*each, chosen[part::count]) for each in tools for part in range(count)]
 
     def run(tool: str, engine: str, part: list[str]) -> dict[str, Any]:

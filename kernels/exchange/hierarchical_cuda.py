@@ -26,10 +26,9 @@ from moe_runtime.kernels.exchange.hierarchical import (
 )
 from moe_runtime.kernels.exchange.interface import ExchangeMemory
 from moe_runtime.kernels.exchange.macros import BULK_STORE, shared_macros, token_macros
-from moe_runtime.kernels.exchange.plan import MAX_SHARED_BYTES
 from moe_runtime.kernels.formats.number_formats import FORMATS, ceil_div
 from moe_runtime.kernels.nvrtc import Defines, int64
-from moe_runtime.kernels.runtime import CudaCase
+from moe_runtime.kernels.runtime import MAX_SHARED_BYTES, CudaCase
 
 FILE = "hierarchical.cu"
 MOST_WARPS = 8

@@ -14,13 +14,10 @@ from functools import cache
 from moe_runtime.comm.signals import PARTIAL_FLAG_TOKENS, PROGRESS_PARTS
 from moe_runtime.kernels.exchange.geometry import ExchangeGeometry
 from moe_runtime.kernels.formats.number_formats import TokenFormat, align, ceil_div
-from moe_runtime.kernels.runtime import Engine
+from moe_runtime.kernels.runtime import BLOCK_RESERVED_BYTES, MAX_SHARED_BYTES, SM_SHARED_BYTES, Engine
 
 WARP = 32
 MAX_THREADS = 1024
-SM_SHARED_BYTES, BLOCK_RESERVED_BYTES = 228 * 1024, 1024
-"""Shared memory of an SM, and what the driver takes of it for each block."""
-MAX_SHARED_BYTES = SM_SHARED_BYTES - BLOCK_RESERVED_BYTES
 LEAST_SEND_BYTES = SM_SHARED_BYTES // 2 - BLOCK_RESERVED_BYTES + 128
 """Shared memory of a block of `combine_send`, such that an SM takes one.
 

@@ -12,9 +12,7 @@ from enum import Enum
 from moe_runtime.kernels.formats.number_formats import MXFP4, NVFP4, TokenFormat, ceil_div
 from moe_runtime.kernels.gemm.dequant_layout import stage_units, unit_bytes
 from moe_runtime.kernels.gemm.prepacked import MAX_PREPACKED_EXPERTS
-
-SHARED_BYTES = 227 * 1024
-"""Most shared memory of a block on Hopper."""
+from moe_runtime.kernels.runtime import BLOCK_RESERVED_BYTES, MAX_SHARED_BYTES, SM_SHARED_BYTES
 
 
 class Regime(Enum):
@@ -104,8 +102,7 @@ class TmaShape:
     def stages(self, num_groups: int) -> int:
         """Stages of the ring: as many as fit into the rest of shared memory, at most MAX_STAGES."""
         most = MAX_FEW_STAGES if self.few else MAX_STAGES
-        # The driver reserves 1 KB for each block.
-        bytes_of_block = (SHARED_BYTES + 1024) // self.blocks_per_sm - 1024
+        bytes_of_block = SM_SHARED_BYTES // self.blocks_per_sm - BLOCK_RESERVED_BYTES
         return min((bytes_of_block - self._bytes_without_ring(num_groups)) // self._stage_bytes, most)
 
     def shared_bytes(self, num_groups: int) -> int:
@@ -202,7 +199,7 @@ class DequantShape:
         no tokens, which lie behind them (`own_bytes`).
         """
         unit_stage = self.warpgroups * unit_bytes(w_format) + (0 if self.own_tokens else self.max_blocks * 1024)
-        ring_bytes = SHARED_BYTES // self.blocks_of_all // self.teams - self.static_bytes
+        ring_bytes = MAX_SHARED_BYTES // self.blocks_of_all // self.teams - self.static_bytes
         if self.own_tokens:
             ring_bytes -= own_bytes(units)
         size = stage_units(units, min(self.stage_units, ring_bytes // (2 * unit_stage)))

@@ -18,12 +18,13 @@ from moe_runtime.kernels import nvrtc
 from moe_runtime.kernels.exchange import cuda, plan
 from moe_runtime.kernels.exchange.geometry import ExchangeGeometry, worst_case_rows
 from moe_runtime.kernels.exchange.interface import ExchangeMemory, RecvBuffers
-from moe_runtime.kernels.exchange.plan import BLOCK_RESERVED_BYTES, SM_SHARED_BYTES, plan_exchange, required_plan
+from moe_runtime.kernels.exchange.plan import plan_exchange, required_plan
 from moe_runtime.kernels.exchange.record import RecordLayout
 from moe_runtime.kernels.formats.number_formats import COMBINE_FORMATS, FORMATS, align
 from tests.kernels.test_dequant_compile import (
     REGISTERS_OF_A_BLOCK,
     SHARED_BYTES_OF_A_BLOCK,
+    SHARED_BYTES_OF_AN_SM,
     SPILL_BYTES,
     Compiled,
     Recorded,
@@ -197,7 +198,7 @@ def test_edges_compile_to_what_can_be_launched(case: str) -> None:
 @pytest.mark.parametrize("max_tokens", [8, 4096])
 def test_an_sm_has_room_for_one_block_of_each_kernel_of_combine(hidden: int, wire: str, max_tokens: int) -> None:
     """With two blocks of `combine_send` on some SMs others have none: combine takes 10% longer."""
-    of_block, of_sm = BLOCK_RESERVED_BYTES, SM_SHARED_BYTES
+    of_block, of_sm = 1024, SHARED_BYTES_OF_AN_SM
     for shared in (False, True):
         geometry = geometry_of("nvfp4", wire, hidden, 8, 2, 128, max_tokens, False)
         both = [launch for launch in launches(geometry, shared=shared) if launch.file == "combine.cu"]
