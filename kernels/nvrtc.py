@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -24,6 +25,7 @@ import torch
 from moe_runtime.kernels import kernel_cache
 
 FOLDER = Path(__file__).parent
+_INCLUDE = re.compile(rb'^\s*#\s*include\s+"(.*)"', re.MULTILINE)
 CACHE_VARIABLE = "MOE_RUNTIME_CACHE_DIR"
 
 Argument = torch.Tensor | int | None | ctypes._SimpleCData
@@ -118,10 +120,15 @@ def source_path(name: str) -> Path:
     return path
 
 
-def _headers() -> dict[bytes, bytes]:
-    """Contents of all headers by name."""
-    paths = {path.name: path for path in FOLDER.rglob("*.cuh")}
-    return {name.encode(): paths[name].read_bytes() for name in sorted(paths)}
+def _headers(source: bytes) -> dict[bytes, bytes]:
+    """Contents of the headers that `source` includes, and that those include, by name."""
+    paths, found, texts = {path.name.encode(): path for path in FOLDER.rglob("*.cuh")}, dict[bytes, bytes](), [source]
+    while texts:
+        for name in _INCLUDE.findall(texts.pop()):
+            if name in paths and name not in found:
+                found[name] = paths[name].read_bytes()
+                texts.append(found[name])
+    return dict(sorted(found.items()))
 
 
 def _options(defines: Defines, arch: str) -> list[str]:
@@ -133,7 +140,7 @@ def _file_name(file: str, defines: Defines, arch: str) -> str:
     from cuda.bindings import nvrtc
 
     source, version = source_path(file).read_bytes(), _checked(nvrtc.nvrtcVersion())
-    key = hashlib.sha256(repr((source, _headers(), _options(defines, arch), version)).encode()).hexdigest()[:32]
+    key = hashlib.sha256(repr((source, _headers(source), _options(defines, arch), version)).encode()).hexdigest()[:32]
     return f"{Path(file).stem}-{key}.{'ptx' if arch.startswith('compute') else 'cubin'}"
 
 
@@ -167,8 +174,8 @@ def _compile(file: str, defines: Defines, arch: str) -> Compiled:
 
     # For the log; in the cubin it changes only the note of the compiler options.
     options = [*_options(defines, arch), "--ptxas-options=-v"]
-    headers = _headers()
     source = source_path(file).read_bytes()
+    headers = _headers(source)
     program = _checked(
         nvrtc.nvrtcCreateProgram(source, file.encode(), len(headers), list(headers.values()), list(headers))
     )

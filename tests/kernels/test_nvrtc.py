@@ -204,6 +204,25 @@ def test_a_changed_header_compiles_anew(sources: Path) -> None:
 
 
 @pytest.mark.cpu_only
+def test_only_headers_that_are_included_count(sources: Path) -> None:
+    """Also through others, and where two include each other; spaces do not matter."""
+    (sources / "asks.cu").write_text(
+        '# include  "first.cuh"\nextern "C" __global__ void asks(int* p) { *p = ANSWER; }\n'
+    )
+    (sources / "first.cuh").write_text('#pragma once\n  #include "second.cuh"\n')
+    (sources / "other.cuh").write_text("#define ANSWER 1\n")
+    for answer in (41, 42):
+        (sources / "second.cuh").write_text(f'#include "first.cuh"\n#define ANSWER {answer}\n')
+        forget()
+        assert f", {answer};" in nvrtc.compile_source("asks.cu", {}, "compute_90a").decode()
+    assert len(kept(sources)) == 2
+    (sources / "other.cuh").write_text("#define ANSWER 2\n")
+    forget()
+    nvrtc.compile_source("asks.cu", {}, "compute_90a")
+    assert len(kept(sources)) == 2
+
+
+@pytest.mark.cpu_only
 def test_another_compiler_compiles_anew(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Major and minor version count."""
     from cuda.bindings import nvrtc as bindings
