@@ -162,14 +162,6 @@ def names() -> list[str]:
     return [case.name for case in cases()] + list(EXCHANGES) + list(AGAIN)
 
 
-def chosen_names(pattern: str | None) -> list[str]:
-    """Of the cases in whose names the regular expression is found. Raises `ValueError` where there is none."""
-    found = [name for name in names() if pattern is None or re.search(pattern, name)]
-    if not found:
-        raise ValueError(f"--cases: found in no name of {', '.join(names())}")
-    return found
-
-
 def run_cases(engine: str, chosen: Sequence[str]) -> None:
     """The chosen cases once; raises `RuntimeError` naming one that gives what it must not."""
     nvrtc.EVERY_PROGRAM["EACH_LANE_ARRIVES"] = 1
@@ -372,7 +364,7 @@ def work(options: argparse.Namespace) -> int:
         return 0
     environment.check_folder("--json", options.json)
     environment.check_at_least(1, parts=options.parts)
-    chosen = chosen_names(options.cases)
+    chosen = environment.chosen_cases(names(), options.cases)
     if shutil.which("compute-sanitizer") is None:
         raise ValueError("sanitize: expected compute-sanitizer on PATH, found none")
     with ExpertParallelContext() as context:

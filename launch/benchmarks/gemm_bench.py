@@ -8,7 +8,6 @@ rows and weights in turn. On a CPU, or with `--small`, sizes are small and times
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -220,13 +219,8 @@ def _met(result: dict[str, Any], goal: Goal, by_name: dict[str, dict[str, Any]])
 
 def select(pattern: str | None) -> tuple[GemmCase, ...]:
     """The cases in whose names the regular expression is found. Raises `ValueError` where there is none."""
-    try:
-        found = tuple(case for case in CASES if pattern is None or re.search(pattern, case.name))
-    except re.error as error:
-        raise ValueError(f"--cases: {error}") from None
-    if not found:
-        raise ValueError(f"--cases: no case like {pattern!r}; there are {', '.join(case.name for case in CASES)}")
-    return found
+    chosen = environment.chosen_cases([case.name for case in CASES], pattern)
+    return tuple(case for case in CASES if case.name in chosen)
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import re
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -234,17 +233,11 @@ def _record(
 
 def select(pattern: str | None) -> dict[Model, list[tuple[str, str]]]:
     """Pairs of the models in whose names the regular expression is found. Raises `ValueError` where there is none."""
+    chosen = environment.chosen_cases([name_of(*case) for case in cases()], pattern)
     found: dict[Model, list[tuple[str, str]]] = {}
-    try:
-        for model, weights, tokens in cases():
-            if pattern is None or re.search(pattern, name_of(model, weights, tokens)):
-                found.setdefault(model, []).append((weights, tokens))
-    except re.error as error:
-        raise ValueError(f"--cases: {error}") from None
-    if not found:
-        raise ValueError(
-            f"--cases: no case like {pattern!r}; there are {', '.join(name_of(*case) for case in cases())}"
-        )
+    for model, weights, tokens in cases():
+        if name_of(model, weights, tokens) in chosen:
+            found.setdefault(model, []).append((weights, tokens))
     return found
 
 

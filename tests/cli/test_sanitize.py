@@ -186,7 +186,9 @@ def test_processes_share_the_cases(
     ] * 2
     assert all(r["cases"] == chosen for r in results)
     assert sanitize.main(["--cases", "no such case"]) == 2
-    assert "--cases: found in no name" in capsys.readouterr().err
+    assert "--cases: no case like 'no such case'; there are bf16 few 4x1, " in capsys.readouterr().err
+    assert sanitize.main(["--cases", "("]) == 2
+    assert "--cases: " in capsys.readouterr().err
 
 
 def test_the_program_names_what_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
