@@ -359,12 +359,12 @@ def together(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def work(options: argparse.Namespace) -> int:
     """Run, print and write; 1 if something is reported."""
+    chosen = environment.chosen_cases(options.only or names(), options.cases)
     if options.run is not None:
-        run_cases(options.run, options.only or names())
+        run_cases(options.run, chosen)
         return 0
     environment.check_folder("--json", options.json)
     environment.check_at_least(1, parts=options.parts)
-    chosen = environment.chosen_cases(names(), options.cases)
     if shutil.which("compute-sanitizer") is None:
         raise ValueError("sanitize: expected compute-sanitizer on PATH, found none")
     with ExpertParallelContext() as context:
@@ -402,7 +402,7 @@ def main(arguments: list[str] | None = None) -> int:
     shared = "processes that share the cases of a tool and an engine (default: by the number of cores)"
     parser.add_argument("--parts", type=int, metavar="N", help=shared)
     parser.add_argument("--run", choices=("auto", "triton"), metavar="ENGINE", help="run the cases, without a tool")
-    parser.add_argument("--only", nargs="+", choices=names(), metavar="CASE", help="with --run: these cases")
+    parser.add_argument("--only", nargs="+", choices=names(), metavar="CASE", help="only these cases")
     environment.add_debug_option(parser)
     options = parser.parse_args(arguments)
     return environment.run_program("sanitize", lambda: work(options), debug=options.debug)

@@ -181,10 +181,17 @@ def test_processes_share_the_cases(
     chosen = [name for name in sanitize.names() if "bf16" in name]
     assert sorted(ran) == sorted(product(sanitize.TOOLS, ("auto", "triton"), chosen))
     results = json.loads(file.read_text())["results"]
-    assert [(r["findings"], r["passed"], r["races"]) for r in results] == [(0, True, {})] * 2 + [
-        (1, False, {"f": 1})
-    ] * 2
+    clean, dirty = (0, True, {}), (1, False, {"f": 1})
+    assert [(r["findings"], r["passed"], r["races"]) for r in results] == [clean, clean, dirty, dirty]
     assert all(r["cases"] == chosen for r in results)
+    # So does a run without a tool, and a case may be named whole.
+    ran.clear()
+    monkeypatch.setattr(sanitize, "run_cases", lambda engine, chosen: ran.extend(("", engine, name) for name in chosen))
+    assert sanitize.main(["--run", "triton", "--cases", "bf16"]) == 0
+    assert ran == [("", "triton", name) for name in chosen]
+    ran.clear()
+    assert sanitize.main(["--run", "auto", "--only", bad, "one rank, nvfp4, bf16 home"]) == 0
+    assert ran == [("", "auto", bad), ("", "auto", "one rank, nvfp4, bf16 home")]
     assert sanitize.main(["--cases", "no such case"]) == 2
     assert "--cases: no case like 'no such case'; there are bf16 few 4x1, " in capsys.readouterr().err
     assert sanitize.main(["--cases", "("]) == 2
