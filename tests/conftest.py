@@ -54,12 +54,12 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(folder.cleanup)
 
 
-LONGEST = ("test_aot.py", "test_tma_gemm.py")
-"""Files with a test that compiles for minutes."""
+LONGEST = ("test_aot.py", "test_tma_gemm.py", "test_tma_gemm_emulated.py", "test_dequant_gemm_emulated.py")
+"""Files that take minutes: one that began late would be the last to end, alone."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files first, so that others run while their compilers do; skip tests marked `gpu` without a GPU.
+    """The longest files first, so that others run beside them; skip tests marked `gpu` without a GPU.
 
     Files of each folder are spread over the run: some folders compile, others wait for processes.
     """

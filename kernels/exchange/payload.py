@@ -8,6 +8,7 @@ the rows. Two numbers for 4096 tokens of 7168 bf16 numbers on 2 ranks: no operat
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
@@ -230,6 +231,7 @@ def _programs(rows: int, num_sms: int | None) -> int:
     return rows if num_sms is None else min(rows, PROGRAMS_PER_SM * num_sms)
 
 
+@cache
 def _constexprs(layout: PayloadLayout) -> dict[str, int]:
     return {
         "TOKEN_BYTES": layout.token_bytes,

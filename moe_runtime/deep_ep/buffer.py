@@ -268,7 +268,8 @@ class Buffer:
         with self._comm.running(beside, previous_event):
             got = self._exchange(hidden).dispatch(x, *counts, topk_idx, topk_weights, num_worst_tokens)
         experts = [] if got.handle.tokens_of_experts is None else got.handle.tokens_of_experts
-        experts = [align(count, expert_alignment) for count in experts]
+        if expert_alignment > 1:
+            experts = [align(count, expert_alignment) for count in experts]
         used = (quants, scales, topk_idx, topk_weights, got.x, got.scales, got.topk_idx, got.topk_weights)
         event = self._comm.finish(beside, async_finish, (*used, *counts, got.handle[3]))
         tokens = got.x if got.scales is None else (got.x, got.scales)

@@ -15,6 +15,7 @@ import torch
 
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.context.peers import collective_step
+from moe_runtime.deep_ep.counts import CountsExchange, count_words
 from moe_runtime.deep_ep.sizes import MOST_TOP_K, normal_words
 from moe_runtime.dispatcher.handle import DispatchedTokens
 from moe_runtime.dispatcher.token_dispatcher import RoutingDispatcher, TokenDispatcher
@@ -112,6 +113,9 @@ class NormalExchange:
         self.num_sms: int | None = None
         self._dispatchers: dict[tuple[int, int, int | None], TokenDispatcher] = {}
         self._combiners: dict[tuple[int, int, int | None], RoutingDispatcher] = {}
+        self._counts: dict[tuple[int, int | None], CountsExchange] = {}
+        self._rank_numbers = torch.arange(context.world_size, dtype=torch.int64, device=context.device)
+        self._ones = torch.ones(max_tokens, context.world_size, dtype=torch.float32, device=context.device)
         # The widest first: the memory for it suffices for all others.
         self._dispatcher(normal_words(hidden), max_tokens)
         context.allocate()
@@ -169,6 +173,8 @@ class NormalExchange:
         """
         num_tokens = is_token_in_rank.shape[0]
         table: torch.Tensor | None = None
+        prefix: torch.Tensor | None = None
+        of_experts: list[int] | None = None
         if num_worst_tokens:
             with collective_step(self.context):
                 if num_tokens > self.max_tokens:
@@ -178,19 +184,20 @@ class NormalExchange:
                     )
             steps, num_rows, room = 1, num_worst_tokens, self.max_tokens
         else:
-            table = self._exchange_counts(num_tokens, num_tokens_per_rank, num_tokens_per_expert)
-            most = int(table[:, 0].max())
+            table, sums = self._exchange_counts(num_tokens, num_tokens_per_rank, num_tokens_per_expert)
+            prefix = sums[:, 1 : 1 + self.context.world_size].clone(memory_format=torch.contiguous_format)
+            # Small arrays, which numpy handles in a fraction of the time.
+            counts = table.numpy()
+            most = int(counts[:, 0].max())
             steps, room = max(1, ceil_div(most, self.max_tokens)), self._room_for(most)
-            num_rows = int(table[:, 1 + self.context.rank].sum())
+            num_rows = int(counts[:, 1 + self.context.rank].sum())
+            local = num_tokens_per_expert.numel() // self.context.world_size
+            first = 1 + self.context.world_size + self.context.rank * local
+            of_experts = counts[:, first : first + local].sum(axis=0).tolist()
         layout = self._layout(x, topk_idx)
         packed = self._packed(layout, x, topk_idx, topk_weights)
         out = UnpackedRows.allocate(layout, num_rows, self.context.device)
         done = self._steps(layout, packed, is_token_in_rank, steps, room, table, out, num_tokens_per_expert.numel())
-        prefix, of_experts = None, None
-        if table is not None:
-            world, mine = self.context.world_size, self.context.rank
-            prefix = table[:, 1 : 1 + world].cumsum(0).to(device=self.context.device, dtype=torch.int32)
-            of_experts = table[:, 1 + world :].sum(dim=0).view(world, -1)[mine].tolist()
         handle = NormalHandle((prefix, None, None, out.source_tokens, is_token_in_rank, None))
         handle.steps, handle.num_tokens, handle.num_rows = done, num_tokens, num_rows
         handle.tokens_of_experts = of_experts
@@ -226,8 +233,9 @@ class NormalExchange:
         num_experts: int,
     ) -> list[_Step]:
         """Send in `steps` steps of `room` tokens, and receive into `out`."""
-        ranks = _ranks_as_experts(is_token_in_rank)
-        weights = torch.ones(ranks.shape, dtype=torch.float32, device=ranks.device)
+        # Each rank is one expert of the exchange.
+        ranks = torch.where(is_token_in_rank, self._rank_numbers, -1)
+        weights = self._ones_for(ranks.shape[0])
         dispatcher = self._dispatcher(layout.words, room)
         if steps == 1:
             arrived = dispatcher.dispatch(packed, ranks, weights)
@@ -255,23 +263,20 @@ class NormalExchange:
         most = self.max_tokens
         return [(min(i * most, num_tokens), min((i + 1) * most, num_tokens)) for i in range(steps)]
 
-    def _exchange_counts(self, num_tokens: int, per_rank: torch.Tensor, per_expert: torch.Tensor) -> torch.Tensor:
-        """int64 `[W, 1 + W + E]` on the CPU: of each rank its tokens, its tokens by rank, and by expert."""
-        device, world = self.context.device, self.context.world_size
-        mine = torch.cat([per_rank.new_full((1,), num_tokens), per_rank, per_expert]).to(torch.int32)
-        words = align(2 * mine.numel(), 16)
-        payload = torch.zeros(1, words // 2, dtype=torch.int32, device=device)
-        payload[0, : mine.numel()] = mine
-        everyone = torch.arange(world, device=device)[None, :]
-        weights = torch.ones(1, world, dtype=torch.float32, device=device)
-        dispatcher = self._dispatcher(words, 1)
-        arrived = dispatcher.dispatch(payload.view(torch.bfloat16), everyone, weights)
-        assert arrived.row_index is not None
-        landed = arrived.rows.index_select(0, arrived.row_index[:world])
-        table = landed.view(torch.int32)[:, : mine.numel()].to(device="cpu", dtype=torch.int64)
-        # On a GPU a failure is known by now: the copy has waited for the kernels.
-        self.context.check()
-        return table
+    def _exchange_counts(
+        self, num_tokens: int, per_rank: torch.Tensor, per_expert: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What `CountsExchange` gives of `[W, 1 + W + E]`: of a rank its tokens, those by rank, and by expert."""
+        key = 1 + per_rank.numel() + per_expert.numel(), self.num_sms
+        if key not in self._counts:
+            self._counts[key] = CountsExchange(self._dispatcher(count_words(key[0]), 1), key[0])
+        return self._counts[key].exchange(num_tokens, (per_rank, per_expert))
+
+    def _ones_for(self, num_tokens: int) -> torch.Tensor:
+        """fp32 ones `[T, W]`, which nobody writes."""
+        if num_tokens > self._ones.shape[0]:
+            self._ones = self._ones.new_ones(num_tokens, self._ones.shape[1])
+        return self._ones[:num_tokens]
 
     def _place(self, table: torch.Tensor, sources: torch.Tensor, filled: torch.Tensor) -> torch.Tensor:
         """int64 `[R]`: rows of all steps for those of this one, which are sorted by source; adds them to `filled`."""
@@ -381,9 +386,3 @@ class NormalExchange:
         for part in range(geometry.parts):
             total = torch.where(renewed.num_parts[:, None] > part, total + values[:, part], total)
         return total
-
-
-def _ranks_as_experts(is_token_in_rank: torch.Tensor) -> torch.Tensor:
-    """int64 `[T, W]`: rank `r` where the token goes there, -1 elsewhere; each rank is one expert of the exchange."""
-    ranks = torch.arange(is_token_in_rank.shape[1], dtype=torch.int64, device=is_token_in_rank.device)
-    return torch.where(is_token_in_rank, ranks, -1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -109,8 +110,8 @@ def replay_normal(rank: int, world: int, seed: int) -> None:
     buffer = Buffer(dist.group.WORLD, normal_bytes(HIDDEN, world, MOST), explicitly_destroy=True)
     held = data_of(seed, rank, device)
 
-    def step(**ways: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        x, ids, weights = held
+    def step(tokens: int = MOST, **ways: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        x, ids, weights = (tensor[:tokens] for tensor in held)
         per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(ids, EXPERTS)
         counts = {
             "num_tokens_per_rank": per_rank,
@@ -140,12 +141,17 @@ def replay_normal(rank: int, world: int, seed: int) -> None:
         assert y_weights is not None
         return (got_ids >= 0).sum(), y, y_weights
 
-    def check(seed: int, found: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
-        everyone = [data_of(seed, r, device) for r in range(world)]
+    def check(
+        seed: int, found: tuple[torch.Tensor, torch.Tensor, torch.Tensor], tokens: Callable[[int], int] = lambda r: MOST
+    ) -> None:
+        datas = [data_of(seed, r, device) for r in range(world)]
+        everyone = [
+            (x[: tokens(r)], ids[: tokens(r)], weights[: tokens(r)]) for r, (x, ids, weights) in enumerate(datas)
+        ]
         x, ids, weights = everyone[rank]
         first, end = rank * EXPERTS // world, (rank + 1) * EXPERTS // world
         assert int(found[0]) == sum(int(((d[1] >= first) & (d[1] < end)).sum()) for d in everyone)
-        total = torch.zeros(MOST, HIDDEN, device=device)
+        total = torch.zeros(tokens(rank), HIDDEN, device=device)
         for r in range(world):
             here = (ids >= 0) & (ids // (EXPERTS // world) == r)
             factor = summed(torch.where(here, weights, 0.0))
@@ -156,6 +162,18 @@ def replay_normal(rank: int, world: int, seed: int) -> None:
     worst = world * MOST
     for ways in ({}, {"num_worst_tokens": worst}, {"beside": True}):
         check(seed, step(**ways))
+    # Counts travel in a graph that the buffer replays, on either stream.
+    for turn in range(12):
+        copied(held, data_of(seed + turn, rank, device))
+
+        def tokens(r: int, turn: int = turn) -> int:
+            return MOST if (turn + r) % 3 else turn % 2 * 5
+
+        with torch.inference_mode(turn % 2 == 1):
+            check(seed + turn, step(tokens(rank), beside=turn % 3 == 2), tokens)
+    with pytest.raises(ValueError, match="num_worst_tokens: expected it in a capture"):
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            step()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         found = step(num_worst_tokens=worst)

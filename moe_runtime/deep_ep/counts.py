@@ -1,0 +1,95 @@
+"""Before a dispatch of normal mode, ranks tell each other how many tokens come: one small record each."""
+
+from __future__ import annotations
+
+import torch
+
+from moe_runtime.context.expert_parallel import ExpertParallelContext
+from moe_runtime.context.peers import collective_step
+from moe_runtime.context.threads import by_one_thread, is_capturing
+from moe_runtime.dispatcher.token_dispatcher import TokenDispatcher
+from moe_runtime.kernels.exchange.payload import WORD
+from moe_runtime.kernels.formats.number_formats import align
+
+
+def count_words(num_counts: int) -> int:
+    """bf16 words of the record in which a rank sends `num_counts` int32 counts."""
+    return align(4 // WORD * num_counts, 16)
+
+
+class CountsExchange:
+    """The exchange of `N` counts of each rank: of its tokens, and of those for each of some receivers.
+
+    On a GPU the second call captures it in a CUDA graph, which is replayed from then on. Launched one by one, its
+    kernels would take the host longer than tokens take to travel.
+
+    Args:
+        dispatcher: of steps of one token of each rank for all ranks, `count_words(num_counts)` wide.
+        num_counts: `N`.
+    """
+
+    def __init__(self, dispatcher: TokenDispatcher, num_counts: int) -> None:
+        self.context: ExpertParallelContext = dispatcher.context
+        device, world = self.context.device, self.context.world_size
+        self._dispatcher, self._num_counts = dispatcher, num_counts
+        with torch.inference_mode(False):
+            payload = torch.zeros(1, count_words(num_counts) // 2, dtype=torch.int32, device=device)
+            self._num_tokens, self._by_receiver = payload[0, :1], payload[0, 1:num_counts]
+            self._sent = (
+                payload.view(torch.bfloat16),
+                torch.arange(world, device=device)[None, :],
+                torch.ones(1, world, dtype=torch.float32, device=device),
+            )
+            self._table = torch.empty(world, num_counts, dtype=torch.int32, pin_memory=device.type == "cuda")
+            self._sums = torch.empty(world, num_counts, dtype=torch.int32, device=device)
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._is_warm = False
+
+    @by_one_thread
+    def exchange(self, num_tokens: int, by_receiver: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Send the counts of this rank, and wait for those of all. Collective; waits for the host.
+
+        Args:
+            num_tokens: the first count.
+            by_receiver: int32, the `N - 1` others.
+
+        Returns:
+            int32 `[W, N]` on the CPU, and on the device the sums of its rows 0 to `i`; both until the next call.
+
+        Raises:
+            ValueError: in the capture of a CUDA graph.
+            MoERuntimeError: a rank that failed or did not come.
+        """
+        device = self.context.device
+        if is_capturing(device):
+            raise ValueError("num_worst_tokens: expected it in a capture, where the host cannot wait for the counts")
+        self._num_tokens.fill_(num_tokens)
+        torch.cat(by_receiver, out=self._by_receiver)
+        if self._graph is None and self._is_warm and device.type == "cuda" and self.context.graph_safe:
+            self._graph = self._captured()
+        if self._graph is None:
+            self._run()
+        else:
+            with collective_step(self.context):
+                self._graph.replay()
+        self._is_warm = True
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+        # By now a failure is known.
+        self.context.check()
+        return self._table, self._sums
+
+    def _run(self) -> None:
+        arrived = self._dispatcher.dispatch(*self._sent)
+        assert arrived.row_index is not None
+        landed = arrived.rows.index_select(0, arrived.row_index[: self.context.world_size])
+        table = landed.view(torch.int32)[:, : self._num_counts].contiguous()
+        self._table.copy_(table, non_blocking=True)
+        torch.cumsum(table, 0, dtype=torch.int32, out=self._sums)
+
+    def _captured(self) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        # Other threads of the process may make calls meanwhile that a capture forbids.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            self._run()
+        return graph
