@@ -44,17 +44,21 @@ class CountsExchange:
             self._sums = torch.empty(world, num_counts, dtype=torch.int32, device=device)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._is_warm = False
-        self._done = torch.cuda.Event() if device.type == "cuda" else None
 
     @by_one_thread
-    def start(self, num_tokens: int, by_receiver: tuple[torch.Tensor, ...]) -> None:
-        """Send the counts of this rank. Collective; `finish` comes next.
+    def exchange(self, num_tokens: int, by_receiver: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Send the counts of this rank, and wait for those of all. Collective; waits for the host.
 
         Args:
             num_tokens: the first count.
             by_receiver: int32, the `N - 1` others.
 
-        Raises `ValueError` in the capture of a CUDA graph, where the host cannot wait.
+        Returns:
+            int32 `[W, N]` on the CPU, and on the device the sums of its rows 0 to `i`; both until the next call.
+
+        Raises:
+            ValueError: in the capture of a CUDA graph.
+            MoERuntimeError: a rank that failed or did not come.
         """
         device = self.context.device
         if is_capturing(device):
@@ -69,19 +73,8 @@ class CountsExchange:
             with collective_step(self.context):
                 self._graph.replay()
         self._is_warm = True
-        if self._done is not None:
-            self._done.record()
-
-    def finish(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Wait for the counts of all ranks, with the host, but not for what was launched since `start`.
-
-        Returns:
-            int32 `[W, N]` on the CPU, and on the device the sums of its rows 0 to `i`; both until the next `start`.
-
-        Raises `MoERuntimeError` for a rank that failed or did not come.
-        """
-        if self._done is not None:
-            self._done.synchronize()
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
         # By now a failure is known.
         self.context.check()
         return self._table, self._sums

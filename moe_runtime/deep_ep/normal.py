@@ -172,8 +172,9 @@ class NormalExchange:
         Waits for the host unless `num_worst_tokens` says how many rows to make room for.
         """
         num_tokens = is_token_in_rank.shape[0]
-        layout = self._layout(x, topk_idx)
-        exchange = table = prefix = of_experts = None
+        table: torch.Tensor | None = None
+        prefix: torch.Tensor | None = None
+        of_experts: list[int] | None = None
         if num_worst_tokens:
             with collective_step(self.context):
                 if num_tokens > self.max_tokens:
@@ -181,26 +182,22 @@ class NormalExchange:
                         f"x: expected at most {self.max_tokens} tokens with num_worst_tokens (num_nvl_bytes has room "
                         f"for no more in one step), got {num_tokens}"
                     )
+            steps, num_rows, room = 1, num_worst_tokens, self.max_tokens
         else:
-            exchange = self._counts_exchange(1 + num_tokens_per_rank.numel() + num_tokens_per_expert.numel())
-            exchange.start(num_tokens, (num_tokens_per_rank, num_tokens_per_expert))
-        # While the counts travel.
-        packed = self._packed(layout, x, topk_idx, topk_weights)
-        # Each rank is one expert of the exchange.
-        ranks = torch.where(is_token_in_rank, self._rank_numbers, -1)
-        steps, num_rows, room = 1, num_worst_tokens, self.max_tokens
-        if exchange is not None:
-            world, rank = self.context.world_size, self.context.rank
-            table, sums = exchange.finish()
-            prefix = sums[:, 1 : 1 + world].clone(memory_format=torch.contiguous_format)
+            table, sums = self._exchange_counts(num_tokens, num_tokens_per_rank, num_tokens_per_expert)
+            prefix = sums[:, 1 : 1 + self.context.world_size].clone(memory_format=torch.contiguous_format)
             # Small arrays, which numpy handles in a fraction of the time.
             counts = table.numpy()
             most = int(counts[:, 0].max())
             steps, room = max(1, ceil_div(most, self.max_tokens)), self._room_for(most)
-            num_rows = int(counts[:, 1 + rank].sum())
-            of_experts = counts[:, 1 + world :].reshape(world, world, -1)[:, rank].sum(axis=0).tolist()
+            num_rows = int(counts[:, 1 + self.context.rank].sum())
+            local = num_tokens_per_expert.numel() // self.context.world_size
+            first = 1 + self.context.world_size + self.context.rank * local
+            of_experts = counts[:, first : first + local].sum(axis=0).tolist()
+        layout = self._layout(x, topk_idx)
+        packed = self._packed(layout, x, topk_idx, topk_weights)
         out = UnpackedRows.allocate(layout, num_rows, self.context.device)
-        done = self._steps(layout, packed, ranks, steps, room, table, out, num_tokens_per_expert.numel())
+        done = self._steps(layout, packed, is_token_in_rank, steps, room, table, out, num_tokens_per_expert.numel())
         handle = NormalHandle((prefix, None, None, out.source_tokens, is_token_in_rank, None))
         handle.steps, handle.num_tokens, handle.num_rows = done, num_tokens, num_rows
         handle.tokens_of_experts = of_experts
@@ -228,7 +225,7 @@ class NormalExchange:
         self,
         layout: PayloadLayout,
         packed: torch.Tensor,
-        ranks: torch.Tensor,
+        is_token_in_rank: torch.Tensor,
         steps: int,
         room: int,
         table: torch.Tensor | None,
@@ -236,6 +233,8 @@ class NormalExchange:
         num_experts: int,
     ) -> list[_Step]:
         """Send in `steps` steps of `room` tokens, and receive into `out`."""
+        # Each rank is one expert of the exchange.
+        ranks = torch.where(is_token_in_rank, self._rank_numbers, -1)
         weights = self._ones_for(ranks.shape[0])
         dispatcher = self._dispatcher(layout.words, room)
         if steps == 1:
@@ -264,12 +263,14 @@ class NormalExchange:
         most = self.max_tokens
         return [(min(i * most, num_tokens), min((i + 1) * most, num_tokens)) for i in range(steps)]
 
-    def _counts_exchange(self, num_counts: int) -> CountsExchange:
-        """The exchange of a rank's tokens, those by rank, and those by expert."""
-        key = num_counts, self.num_sms
+    def _exchange_counts(
+        self, num_tokens: int, per_rank: torch.Tensor, per_expert: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What `CountsExchange` gives of `[W, 1 + W + E]`: of a rank its tokens, those by rank, and by expert."""
+        key = 1 + per_rank.numel() + per_expert.numel(), self.num_sms
         if key not in self._counts:
-            self._counts[key] = CountsExchange(self._dispatcher(count_words(num_counts), 1), num_counts)
-        return self._counts[key]
+            self._counts[key] = CountsExchange(self._dispatcher(count_words(key[0]), 1), key[0])
+        return self._counts[key].exchange(num_tokens, (per_rank, per_expert))
 
     def _ones_for(self, num_tokens: int) -> torch.Tensor:
         """fp32 ones `[T, W]`, which nobody writes."""
