@@ -40,7 +40,8 @@ class CountsExchange:
                 torch.arange(world, device=device)[None, :],
                 torch.ones(1, world, dtype=torch.float32, device=device),
             )
-            self._table = torch.empty(world, num_counts, dtype=torch.int32, pin_memory=device.type == "cuda")
+            on_gpu = device.type == "cuda"
+            self._table = torch.empty(world, num_counts, dtype=torch.int32, pin_memory=on_gpu, device="cpu")
             self._sums = torch.empty(world, num_counts, dtype=torch.int32, device=device)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._is_warm = False
