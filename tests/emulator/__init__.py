@@ -76,7 +76,7 @@ def _preprocessed(text: str, defines: nvrtc.Defines) -> str:
 
 @cache
 def _scheduler() -> ctypes.CDLL:
-    return ctypes.CDLL(str(_compiled(sorted(HERE.glob("*.cpp")), "scheduler.so", "-O1")), mode=ctypes.RTLD_GLOBAL)
+    return ctypes.CDLL(str(_compiled(sorted(HERE.glob("*.cpp")), "scheduler.so", "-O2")), mode=ctypes.RTLD_GLOBAL)
 
 
 def _end(text: str, start: int) -> int:

@@ -135,6 +135,19 @@ struct Cluster {
   Waiting waiting{};
 };
 
+// Few values by names, which are looked for all the time: most often by the very literal.
+template <class Value>
+struct ByName {
+  std::deque<std::pair<const char*, Value>> all{};  // references stay valid
+
+  Value* find(const char* name) {
+    for (auto& [key, value] : all)
+      if (key == name || strcmp(key, name) == 0) return &value;
+    return nullptr;
+  }
+  Value& add(const char* name, Value value) { return all.emplace_back(name, std::move(value)).second; }
+};
+
 struct Block {
   Kernel* kernel;
   Index3 index;
@@ -142,8 +155,8 @@ struct Block {
   Word rank;  // in the cluster
   std::unique_ptr<unsigned char, decltype(&free)> memory{nullptr, &free};
   Word used;  // of it
-  std::map<std::string, Word> variables;
-  std::map<std::string, std::shared_ptr<void>> kept;
+  ByName<Word> variables;
+  ByName<std::shared_ptr<void>> kept;
   std::vector<std::unique_ptr<Fiber>> fibers;
   std::vector<Meeting> warps;
   Barrier barriers[16];
@@ -174,7 +187,7 @@ struct Simulation {
   Word most_resident = 1, eager = 50, in_turn = 50;  // percent: copies done at once; the one woken last goes on
   Word slow_blocks = 0, slow_warps = 0;              // percent
 
-  Word draw(Word below) { return random() % below; }
+  Word draw(Word below) { return (random() >> 32) * below >> 32; }
 };
 
 Simulation* simulation = nullptr;
@@ -467,7 +480,7 @@ const Long* meet(const char* what, Long value) {
   Fiber* fiber = self();
   Meeting& meeting = fiber->block->warps[fiber->number / 32];
   if (meeting.here == 0) meeting.what = what;
-  else if (strcmp(meeting.what, what) != 0) fail("the warp parts: %s here, %s there", what, meeting.what);
+  else if (meeting.what != what && strcmp(meeting.what, what) != 0) fail("the warp parts: %s here, %s there", what, meeting.what);
   const int turn = meeting.turn;
   meeting.brought[turn][fiber->number % 32] = value;
   if (++meeting.here == 32) {
@@ -516,7 +529,11 @@ void look(const char* what, bool writes) {
   fiber->waits = nullptr;
 }
 
-std::shared_ptr<void>& kept(const char* name) { return self()->block->kept[name]; }
+std::shared_ptr<void>& kept(const char* name) {
+  auto& all = self()->block->kept;
+  std::shared_ptr<void>* found = all.find(name);
+  return found != nullptr ? *found : all.add(name, nullptr);
+}
 
 void wait_in(Waiting& waiting, const char* what, Word detail) {
   waiting.push_back(thread);
@@ -535,14 +552,11 @@ long long clock_ns() { return simulation->now; }
 
 void* shared_variable(const char* name, size_t bytes, size_t alignment) {
   Block* block = self()->block;
-  auto found = block->variables.find(name);
-  if (found == block->variables.end()) {
-    const Word at = (block->used + alignment - 1) / alignment * alignment;
-    block->used = at + bytes;
-    if (block->used > MEMORY_BYTES) fail("%s does not fit into shared memory", name);
-    found = block->variables.emplace(name, at).first;
-  }
-  return block->memory.get() + found->second;
+  if (const Word* found = block->variables.find(name)) return block->memory.get() + *found;
+  const Word at = (block->used + alignment - 1) / alignment * alignment;
+  block->used = at + bytes;
+  if (block->used > MEMORY_BYTES) fail("%s does not fit into shared memory", name);
+  return block->memory.get() + block->variables.add(name, at);
 }
 
 void* dynamic_shared() { return self()->block->memory.get() + FIRST_ADDRESS; }

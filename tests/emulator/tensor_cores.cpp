@@ -189,13 +189,15 @@ std::shared_ptr<Sums> begin(Warp& warp, Word columns) {
     sums = std::make_shared<Sums>();
     sums->columns = columns;
     sums->values.resize(ROWS * columns);
-    for (Word lane = 0; lane < 32; ++lane)
+    for (Word lane = 0; lane < 32; ++lane) {
+      sums->registers[lane].reserve(columns / 2);
       for (Word i = 0; i < columns / 2; ++i) {
         float* at = warp.registers[lane][i];
         sums->registers[lane].push_back(at);
         sums->values[place(lane, i)] = *at;
         *at = NAN;
       }
+    }
   }
   ++sums->under_way;
   return sums;
