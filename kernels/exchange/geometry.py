@@ -46,6 +46,10 @@ class ExchangeGeometry:
     kernel_prefix: str = ""
     exchange_id: int = field(default=0, compare=False)
 
+    def __hash__(self) -> int:
+        """Hash some of the numbers, for speed: every launch looks up plans and macros by a geometry."""
+        return hash((self.rank, self.world_size, self.num_experts, self.max_tokens, self.row_capacity))
+
     @cached_property
     def count_tag(self) -> int:
         """The bits of signal word `token_count` above the number of tokens, but for the turn of the epoch."""

@@ -94,7 +94,7 @@ def unit_rows(num_rows: int) -> int:
 
 def chunk_units(units: int) -> int:
     """Units of K in a chunk: the smaller of 2 and 3 that divides `units`; 0 if neither does."""
-    return next((size for size in (2, 3) if units % size == 0), 0)
+    return 2 if units % 2 == 0 else 3 if units % 3 == 0 else 0
 
 
 def stage_units(units: int, most: int = 4) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -68,7 +69,7 @@ class GroupedRows:
     topk_idx: torch.Tensor | None = None
     loads_after_ns: int = 0
 
-    @property
+    @cached_property
     def num_groups(self) -> int:
         return int(self.expert_ids.shape[0])
 

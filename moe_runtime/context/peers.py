@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import TracebackType
 
 from moe_runtime.comm.errors import (
     ErrorCode,
@@ -38,21 +39,30 @@ def abort_peers_on_error(context: ExpertParallelContext) -> Iterator[None]:
         raise
 
 
-@contextmanager
-def collective_step(context: ExpertParallelContext) -> Iterator[None]:
+class collective_step:
     """Around work that peers wait for: raises what earlier steps recorded, and aborts the peers on an error inside.
 
     A rank without peers keeps its context: later steps read nothing of a step that was left half done.
     """
-    # Not `abort_peers_on_error`: one more context manager in each part of a step costs host time.
-    try:
-        context.allocate()
-        context._raise_failure()
-        context.follow_stream()
-        yield
-    except BaseException as error:
-        abort_peers(context, error)
-        raise
+
+    # A class, and not `abort_peers_on_error`: each part of a step has one, and a generator costs more host time.
+
+    def __init__(self, context: ExpertParallelContext) -> None:
+        self._context = context
+
+    def __enter__(self) -> None:
+        context = self._context
+        try:
+            context.allocate()
+            context._raise_failure()
+            context.follow_stream()
+        except BaseException as error:
+            abort_peers(context, error)
+            raise
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if error is not None:
+            abort_peers(self._context, error)
 
 
 def agree_on(context: ExpertParallelContext, proposal: Mapping[str, Scalar], problem: BaseException | None) -> None:

@@ -247,10 +247,11 @@ class Emulator:
         library = _library(file, nvrtc.Defines(defines), self.edit)
         cluster = int(defines.get("CLUSTER", 1))
         assert grid[0] % cluster == 0, f"{grid} blocks in clusters of {cluster}"
-        pointers, values = nvrtc.pointers_to(arguments)
+        parameters = nvrtc.Parameters()
+        parameters.fill(arguments)
         launch = _Launch(
             ctypes.cast(getattr(library, f"emulate_{name}"), ctypes.c_void_p),
-            ctypes.cast(pointers, ctypes.c_void_p),
+            ctypes.cast(parameters.pointers, ctypes.c_void_p),
             name.encode(),
             (ctypes.c_uint32 * 3)(*grid),
             block,
@@ -260,7 +261,7 @@ class Emulator:
             int(early),
         )
         self.launched.add((file, name))
-        entry = (launch, (values, pointers, list(arguments)))
+        entry = (launch, (parameters, list(arguments)))
         if self._waiting is None:
             self._run([entry])
         else:

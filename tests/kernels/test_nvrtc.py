@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import enum
 import os
 import re
 import subprocess
@@ -11,6 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 
 import pytest
@@ -336,6 +339,53 @@ def test_a_thread_without_a_context_gets_that_of_its_device(monkeypatch: pytest.
     assert calls == [("get",), ("device", 3), ("retain", 13), ("set", 113)]
     assert in_a_thread(7) == 7
     assert calls[4:] == [("get",)]
+
+
+class Descriptor:
+    """Passed by value, as descriptors of the driver are: a kernel reads what lies at `getPtr`."""
+
+    def __init__(self, value: int) -> None:
+        self.content = ctypes.c_int64(value)
+
+    def getPtr(self) -> int:
+        return ctypes.addressof(self.content)
+
+
+class Number(enum.IntEnum):
+    SEVEN = 7
+
+
+def test_launches_in_turn_find_their_own_arguments() -> None:
+    """In memory that all use: what one passes by a pointer to it is no place for a value of the next."""
+    tensor = torch.zeros(5)[2:]
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    kinds: list[tuple[object, int]] = [
+        (tensor, tensor.data_ptr()),
+        (parameter, parameter.data_ptr()),
+        (None, 0),
+        (-5, -5),
+        (True, 1),
+        (Number.SEVEN, 7),
+        (nvrtc.int64(2**40 + 1), 2**40 + 1),
+        (Descriptor(-9), -9),
+        (ctypes.c_uint64(2**63 - 1), 2**63 - 1),
+    ]
+    parameters, random = nvrtc.Parameters(), Random(5)
+    pointers = (ctypes.c_void_p * nvrtc.MOST_ARGUMENTS).from_address(parameters.address)
+    for count in (*range(len(kinds) * 3), nvrtc.MOST_ARGUMENTS):
+        chosen = random.choices(kinds, k=count)
+        arguments = [argument for argument, _ in chosen]
+        parameters.fill(arguments)
+        found = [ctypes.c_int64.from_address(at).value for at in pointers[:count]]  # type: ignore[arg-type]
+        assert found == [value for _, value in chosen]
+    with pytest.raises(ValueError, match="same size"):
+        parameters.fill([1] * (nvrtc.MOST_ARGUMENTS + 1))
+
+
+def test_each_thread_has_memory_for_arguments_of_its_own() -> None:
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(lambda: nvrtc._OF_THREAD.parameters.address).result()
+    assert other != nvrtc._OF_THREAD.parameters.address
 
 
 @pytest.mark.gpu
