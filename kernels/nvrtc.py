@@ -222,8 +222,61 @@ def _checked(result: tuple[Any, ...]) -> Any:
     return values[0] if len(values) == 1 else tuple(values) or None
 
 
+_INTEGER_OF: dict[type, Callable[[Any], int | None]] = {
+    torch.Tensor: torch.Tensor.data_ptr,
+    int: int,
+    int64: lambda argument: int(argument.value),
+    type(None): lambda argument: 0,
+}
+"""What is passed for an argument whose value is an integer, by its type."""
+
+
+def _integer_of(argument: Argument | Any) -> int | None:
+    """`_INTEGER_OF` for subclasses; None for what is passed by a pointer to it."""
+    if isinstance(argument, torch.Tensor):
+        return argument.data_ptr()
+    return int(argument) if isinstance(argument, int) else None
+
+
+MOST_ARGUMENTS = 64
+"""Of a kernel."""
+
+
+class Parameters:
+    """The values of a kernel's arguments, and pointers to them, in memory that one launch after the other uses.
+
+    Attributes:
+        address: of the pointers, for the driver.
+    """
+
+    def __init__(self) -> None:
+        # 8 bytes each, little-endian: a narrower argument has the first bytes.
+        self._values = (ctypes.c_int64 * MOST_ARGUMENTS)()
+        first = ctypes.addressof(self._values)
+        self._places = tuple(range(first, first + 8 * MOST_ARGUMENTS, 8))
+        self._pointers = (ctypes.c_void_p * MOST_ARGUMENTS)(*self._places)
+        self.address = ctypes.addressof(self._pointers)
+        self._elsewhere: list[int] = []
+
+    def fill(self, arguments: Sequence[Argument | Any]) -> None:
+        """Write the values of `arguments`, which must outlive the launch: some are pointed to where they are."""
+        for number in self._elsewhere:
+            self._pointers[number] = self._places[number]
+        self._elsewhere = []
+        values: list[Any] = [_INTEGER_OF.get(type(argument), _integer_of)(argument) for argument in arguments]
+        if None in values:
+            self._elsewhere = [number for number, value in enumerate(values) if value is None]
+            for number in self._elsewhere:
+                argument: Any = arguments[number]
+                at = argument.getPtr() if hasattr(argument, "getPtr") else ctypes.addressof(argument)
+                self._pointers[number], values[number] = at, 0
+        self._values[: len(values)] = values
+
+
 class _Thread(threading.local):
-    has_context = False
+    def __init__(self) -> None:
+        self.has_context = False
+        self.parameters = Parameters()
 
 
 _THREAD = _Thread()
@@ -309,7 +362,7 @@ def launch(
         if early:
             config.attrs, config.numAttrs = [_early()], 1
         # The driver reads the values in this call; memory of their own would take twice as long to make and fill.
-        parameters = _OF_THREAD.parameters
+        parameters = _THREAD.parameters
         parameters.fill(arguments)
         _checked(driver.cuLaunchKernelEx(config, function, parameters.address, 0))
 
@@ -337,62 +390,3 @@ def _sms(device: torch.device) -> int:
 def most_sms(device: torch.device, limit: int | None = None) -> int:
     """Most SMs that a kernel may use: those of `device`, at most `limit`."""
     return _sms(device) if limit is None else min(_sms(device), limit)
-
-
-_INTEGER_OF: dict[type, Callable[[Any], int | None]] = {
-    torch.Tensor: torch.Tensor.data_ptr,
-    int: int,
-    int64: lambda argument: int(argument.value),
-    type(None): lambda argument: 0,
-}
-"""What is passed for an argument whose value is an integer, by its type."""
-
-
-def _integer_of(argument: Argument | Any) -> int | None:
-    """`_INTEGER_OF` for subclasses; None for what is passed by a pointer to it."""
-    if isinstance(argument, torch.Tensor):
-        return argument.data_ptr()
-    return int(argument) if isinstance(argument, int) else None
-
-
-MOST_ARGUMENTS = 64
-"""Of a kernel."""
-
-
-class Parameters:
-    """The values of a kernel's arguments, and pointers to them, in memory that one launch after the other uses.
-
-    Attributes:
-        address: of the pointers, for the driver.
-    """
-
-    def __init__(self) -> None:
-        # 8 bytes each, little-endian: a narrower argument has the first bytes.
-        self._values = (ctypes.c_int64 * MOST_ARGUMENTS)()
-        first = ctypes.addressof(self._values)
-        self._places = tuple(range(first, first + 8 * MOST_ARGUMENTS, 8))
-        self.pointers = (ctypes.c_void_p * MOST_ARGUMENTS)(*self._places)
-        self.address = ctypes.addressof(self.pointers)
-        self._elsewhere: list[int] = []
-
-    def fill(self, arguments: Sequence[Argument | Any]) -> None:
-        """Write the values of `arguments`, which must outlive the launch: some are pointed to where they are."""
-        for number in self._elsewhere:
-            self.pointers[number] = self._places[number]
-        self._elsewhere = []
-        values: list[Any] = [_INTEGER_OF.get(type(argument), _integer_of)(argument) for argument in arguments]
-        if None in values:
-            self._elsewhere = [number for number, value in enumerate(values) if value is None]
-            for number in self._elsewhere:
-                argument: Any = arguments[number]
-                at = argument.getPtr() if hasattr(argument, "getPtr") else ctypes.addressof(argument)
-                self.pointers[number], values[number] = at, 0
-        self._values[: len(values)] = values
-
-
-class _OfThread(threading.local):
-    def __init__(self) -> None:
-        self.parameters = Parameters()
-
-
-_OF_THREAD = _OfThread()

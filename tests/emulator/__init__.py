@@ -251,7 +251,7 @@ class Emulator:
         parameters.fill(arguments)
         launch = _Launch(
             ctypes.cast(getattr(library, f"emulate_{name}"), ctypes.c_void_p),
-            ctypes.cast(parameters.pointers, ctypes.c_void_p),
+            parameters.address,
             name.encode(),
             (ctypes.c_uint32 * 3)(*grid),
             block,

@@ -384,8 +384,8 @@ def test_launches_in_turn_find_their_own_arguments() -> None:
 
 def test_each_thread_has_memory_for_arguments_of_its_own() -> None:
     with ThreadPoolExecutor(1) as pool:
-        other = pool.submit(lambda: nvrtc._OF_THREAD.parameters.address).result()
-    assert other != nvrtc._OF_THREAD.parameters.address
+        other = pool.submit(lambda: nvrtc._THREAD.parameters.address).result()
+    assert other != nvrtc._THREAD.parameters.address
 
 
 @pytest.mark.gpu
