@@ -76,6 +76,13 @@ def test_a_wrong_answer_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(faults) == 1 and "rank 0: wrong: named after" in faults[0]
 
 
+def test_who_comes_late_to_its_wait_may_end_late() -> None:
+    kill, limit_s = Kill("shared", "agent", 2, victim=0), kills.LIMIT_S + kills.SLACK_S
+    assert not kills.late(kill, limit_s - 1, limit_s + 5)
+    assert kills.late(kill, limit_s + 1, limit_s + 1)
+    assert kills.late(kill, limit_s - 1, 2 * limit_s + 1)
+
+
 def test_kills_are_chosen_at_random_from_all_parts() -> None:
     places = {transport: {part: [part] for part in kills.PARTS} for transport in kills.TRANSPORTS}
     chooser = random.Random(0)
