@@ -7,9 +7,9 @@ placement, a step, `close`, the end of the process group. Each rank announces wh
 (SIGKILL) as it announces the chosen place, or is killed up to `LATER_S` later, wherever it is then.
 
 Each survivor must raise a `MoERuntimeError` that names the victim, in `error.rank` or in the text, and its process must
-end. That takes at most `LIMIT_S` and `SLACK_S` (and `ANSWER_S` where the victim hosted the store) from the kill, or from
-when the survivor comes to the wait that it raises from: on a busy machine, ranks start seconds apart. It may end without
-an error only if the victim had come to the last meeting in `close`: from then on, nobody needs it. Nothing of
+end. That takes at most `LIMIT_S` and `SLACK_S` (and `ANSWER_S` where the victim hosted the store) from the kill, or
+from when the survivor comes to the wait that it raises from: on a busy machine, ranks start seconds apart. It may end
+without an error only if the victim had come to the last meeting in `close`: from then on, nobody needs it. Nothing of
 moe_runtime may stay in /dev/shm.
 """
 
