@@ -249,7 +249,9 @@ def _dequant(
 ) -> CudaCase:
     out = None if activation is None else fmt
     arguments = fmt, fmt, shape, unit_columns(HIDDEN), out, out_dtype, activation
-    defines, _ = dequant_gemm.macros(*arguments, **more)
+    if shape.own_tokens:
+        more["max_groups"] = dequant_gemm.few_groups(GROUPS)
+    defines, _ = dequant_gemm.macros(*arguments, row_scales=fmt.has_row_scale, **more)
     instruction = BF16_MMA if shape.own_tokens else BF16_WGMMA
     name = dequant_gemm.kernel_of(shape)
     return CudaCase(operation, fmt.name, f"{name}.cu", name, defines, instruction=instruction)

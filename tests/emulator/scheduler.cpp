@@ -12,7 +12,6 @@
 #include <deque>
 #include <map>
 #include <memory>
-#include <random>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -60,7 +59,7 @@ Thread* thread = nullptr;
 
 namespace {
 
-constexpr size_t STACK_BYTES = 128 * 1024;
+constexpr size_t STACK_BYTES = 128 * 1024, MOST_KEPT_STACKS = 8192;
 constexpr Word FIRST_ADDRESS = 1024;  // no address of shared memory is 0
 constexpr size_t MOST_SHARED = 227 * 1024, MEMORY_BYTES = FIRST_ADDRESS + MOST_SHARED;
 constexpr Word RANK_SHIFT = 24;       // from there on, 1 + the rank in the cluster, or 0 for the block itself
@@ -99,9 +98,9 @@ struct Fiber {
   const char* waits;  // for what, or null
   Word detail;
   Group open;
-  std::deque<Group> groups;
+  std::vector<Group> groups;
   Group async_open, async_before;  // of the open group; since the last arrival
-  std::deque<Group> async_groups;
+  std::vector<Group> async_groups;
   Word cluster_turn;
   bool slow;
 };
@@ -153,11 +152,11 @@ struct Block {
   Index3 index;
   std::shared_ptr<Cluster> cluster;
   Word rank;  // in the cluster
-  std::unique_ptr<unsigned char, decltype(&free)> memory{nullptr, &free};
+  unsigned char* memory;
   Word used;  // of it
   ByName<Word> variables;
   ByName<std::shared_ptr<void>> kept;
-  std::vector<std::unique_ptr<Fiber>> fibers;
+  std::vector<Fiber> fibers;  // they stay where they are
   std::vector<Meeting> warps;
   Barrier barriers[16];
   std::vector<std::pair<Word, Fiber*>> at_mbarriers;
@@ -173,14 +172,28 @@ struct Kernel {
   Waiting after;  // for its end
 };
 
+// SplitMix64: it draws several times for each step, of which std::mt19937_64 took 6% of a run.
+struct Random {
+  using result_type = uint64_t;
+  uint64_t state = 0;
+
+  static constexpr result_type min() { return 0; }
+  static constexpr result_type max() { return ~result_type(0); }
+  result_type operator()() {
+    uint64_t mixed = state += 0x9E3779B97F4A7C15;
+    mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9;
+    mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB;
+    return mixed ^ mixed >> 31;
+  }
+};
+
 struct Simulation {
-  std::mt19937_64 random;
+  Random random;
   std::vector<std::unique_ptr<Kernel>> kernels;
   std::vector<Word> resident;  // blocks of each stream
   std::vector<std::unique_ptr<Block>> blocks;
   std::vector<Fiber*> ready, slow, looking;  // those that look may have to do so many times
   std::vector<std::shared_ptr<Copy>> copies;
-  std::vector<void*> stacks;
   void* stack_pointer = nullptr;
   std::string failure;
   long long now = 0, idle = 0, steps = 0;
@@ -191,6 +204,17 @@ struct Simulation {
 };
 
 Simulation* simulation = nullptr;
+
+// Of blocks that have ended, for those that begin, in later runs too: new memory would cost as much as most kernels.
+struct Kept {
+  std::vector<void*> stacks;
+  std::vector<unsigned char*> memories;
+} kept_memory;
+
+void keep_memory(Block* block) {
+  for (auto& fiber : block->fibers) kept_memory.stacks.push_back(fiber.stack);
+  kept_memory.memories.push_back(block->memory);
+}
 
 Fiber* self() { return reinterpret_cast<Fiber*>(thread); }
 
@@ -224,7 +248,7 @@ unsigned char* in_memory(Block* block, Word address, size_t bytes) {
   const Word offset = address & ((1u << RANK_SHIFT) - 1);
   if (offset < FIRST_ADDRESS || offset + bytes > block->used)
     fail("shared address %08x, %zu bytes, is outside of what the block has", address, bytes);
-  return block->memory.get() + offset;
+  return block->memory + offset;
 }
 
 Mbarrier& mbarrier(Block* block, Word address) {
@@ -298,7 +322,7 @@ std::shared_ptr<Copy> add_copy(Block* block, std::vector<Part> parts, Word barri
 }
 
 // All groups but `pending`, until they have read, or until they have written.
-void finish(std::deque<Group>& groups, Word pending, bool read_only) {
+void finish(std::vector<Group>& groups, Word pending, bool read_only) {
   for (size_t i = 0; i + pending < groups.size(); ++i)
     for (auto& copy : groups[i]) read_only ? read(*copy) : write(*copy);
   auto& all = simulation->copies;
@@ -306,7 +330,7 @@ void finish(std::deque<Group>& groups, Word pending, bool read_only) {
   auto written = [](Group& group) {
     return std::all_of(group.begin(), group.end(), [](auto& copy) { return copy->has_written; });
   };
-  while (!groups.empty() && written(groups.front())) groups.pop_front();
+  groups.erase(groups.begin(), std::find_if_not(groups.begin(), groups.end(), written));
 }
 
 void trigger(Block* block) {
@@ -317,8 +341,8 @@ void trigger(Block* block) {
 
 void end_block(Block* block) {
   if (block->copies != 0) fail("block %u of %s ended while copies were under way", block->index.x, block->kernel->launch.name);
-  const unsigned char* memory = block->memory.get();
-  if (std::any_of(memory + block->used, memory + MEMORY_BYTES, [](unsigned char byte) { return byte != POISON; }))
+  const unsigned char *unused = block->memory + block->used, *end = block->memory + MEMORY_BYTES;
+  if (unused != end && (*unused != POISON || memcmp(unused, unused + 1, end - unused - 1) != 0))
     fail("block %u of %s stored outside of its shared memory", block->index.x, block->kernel->launch.name);
   trigger(block);
   Kernel* kernel = block->kernel;
@@ -331,7 +355,7 @@ void end_block(Block* block) {
     wake(kernel->after);
   }
   auto& all = simulation->blocks;
-  for (auto& fiber : block->fibers) simulation->stacks.push_back(fiber->stack);
+  keep_memory(block);
   all.erase(std::find_if(all.begin(), all.end(), [&](auto& other) { return other.get() == block; }));
 }
 
@@ -345,14 +369,22 @@ void run_fiber() {
 }
 
 void* new_stack() {
-  if (!simulation->stacks.empty()) {
-    void* stack = simulation->stacks.back();
-    simulation->stacks.pop_back();
+  if (auto& kept = kept_memory.stacks; !kept.empty()) {
+    void* stack = kept.back();
+    kept.pop_back();
     return stack;
   }
   void* stack = mmap(nullptr, STACK_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (stack == MAP_FAILED) fail("no memory for another thread");
   return stack;
+}
+
+unsigned char* new_memory() {
+  auto& kept = kept_memory.memories;
+  if (kept.empty()) return static_cast<unsigned char*>(aligned_alloc(1024, MEMORY_BYTES));
+  unsigned char* memory = kept.back();
+  kept.pop_back();
+  return memory;
 }
 
 bool may_start(const Kernel* kernel) {
@@ -377,15 +409,16 @@ void start_cluster(Kernel* kernel) {
     block->kernel = kernel, block->cluster = cluster, block->rank = rank;
     block->index = {number % launch.grid[0], number / launch.grid[0] % launch.grid[1],
                     number / launch.grid[0] / launch.grid[1]};
-    block->memory.reset(static_cast<unsigned char*>(aligned_alloc(1024, MEMORY_BYTES)));
-    memset(block->memory.get(), POISON, MEMORY_BYTES);
+    block->memory = new_memory();
+    memset(block->memory, POISON, MEMORY_BYTES);
     block->used = FIRST_ADDRESS + launch.shared_bytes;
     block->running = launch.threads;
     block->warps.resize((launch.threads + 31) / 32);
     const bool slow_block = simulation->draw(100) < simulation->slow_blocks;
     bool slow = false;
+    block->fibers = std::vector<Fiber>(launch.threads);
     for (Word i = 0; i < launch.threads; ++i) {
-      auto fiber = std::make_unique<Fiber>();
+      Fiber* fiber = &block->fibers[i];
       fiber->seen = {{i, 0, 0}, block->index, {launch.threads, 1, 1}, {launch.grid[0], launch.grid[1], launch.grid[2]}};
       fiber->block = block.get(), fiber->number = i;
       fiber->stack = new_stack();
@@ -396,8 +429,7 @@ void start_cluster(Kernel* kernel) {
       fiber->stack_pointer = top;
       if (i % 32 == 0) slow = slow_block || simulation->draw(100) < simulation->slow_warps;
       fiber->slow = slow;
-      go_on(fiber.get());
-      block->fibers.push_back(std::move(fiber));
+      go_on(fiber);
     }
     cluster->blocks.push_back(block.get());
     ++simulation->resident[launch.stream];
@@ -446,8 +478,8 @@ std::string who_waits() {
   std::map<std::tuple<Word, std::string, Word, Word, std::string, Word>, Word> lanes;
   for (auto& block : simulation->blocks)
     for (auto& fiber : block->fibers)
-      ++lanes[{block->kernel->launch.stream, block->kernel->launch.name, block->index.x, fiber->number / 32, fiber->waits ? fiber->waits : "its turn",
-               fiber->detail}];
+      ++lanes[{block->kernel->launch.stream, block->kernel->launch.name, block->index.x, fiber.number / 32, fiber.waits ? fiber.waits : "its turn",
+               fiber.detail}];
   std::string text;
   for (auto& [who, count] : lanes) {
     char line[256];
@@ -552,18 +584,18 @@ long long clock_ns() { return simulation->now; }
 
 void* shared_variable(const char* name, size_t bytes, size_t alignment) {
   Block* block = self()->block;
-  if (const Word* found = block->variables.find(name)) return block->memory.get() + *found;
+  if (const Word* found = block->variables.find(name)) return block->memory + *found;
   const Word at = (block->used + alignment - 1) / alignment * alignment;
   block->used = at + bytes;
   if (block->used > MEMORY_BYTES) fail("%s does not fit into shared memory", name);
-  return block->memory.get() + block->variables.add(name, at);
+  return block->memory + block->variables.add(name, at);
 }
 
-void* dynamic_shared() { return self()->block->memory.get() + FIRST_ADDRESS; }
+void* dynamic_shared() { return self()->block->memory + FIRST_ADDRESS; }
 
 Word to_shared(const void* at) {
   Block* block = self()->block;
-  const auto offset = static_cast<const unsigned char*>(at) - block->memory.get();
+  const auto offset = static_cast<const unsigned char*>(at) - block->memory;
   if (offset < FIRST_ADDRESS || offset > static_cast<long>(block->used)) fail("%p is not in shared memory", at);
   return offset;
 }
@@ -722,7 +754,7 @@ extern "C" int emulator_run(const Launch* launches, int count, Long seed, char* 
   using namespace emulator;
   Simulation own;
   simulation = &own;
-  own.random.seed(seed);
+  own.random.state = seed;
   own.most_resident = 1 + own.draw(6);
   own.eager = own.draw(3) * 45;
   own.in_turn = own.draw(3) * 45;
@@ -751,9 +783,8 @@ extern "C" int emulator_run(const Launch* launches, int count, Long seed, char* 
     own.failure = own.steps < MOST_STEPS ? "nothing can go on" : "no end after " + std::to_string(own.steps) + " steps";
   if (!own.failure.empty()) own.failure += who_waits();
   snprintf(message, message_bytes, "%s", own.failure.c_str());
-  for (auto& block : own.blocks)
-    for (auto& fiber : block->fibers) own.stacks.push_back(fiber->stack);
-  for (void* stack : own.stacks) munmap(stack, STACK_BYTES);
+  for (auto& block : own.blocks) keep_memory(block.get());
+  for (auto& kept = kept_memory.stacks; kept.size() > MOST_KEPT_STACKS; kept.pop_back()) munmap(kept.back(), STACK_BYTES);
   simulation = nullptr;
   return own.failure.empty() ? 0 : 1;
 }
