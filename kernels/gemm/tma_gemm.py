@@ -177,7 +177,7 @@ def _launch(
             w.scales,
             extras,
             out,
-            ctypes.c_int64(out_stride),
+            nvrtc.int64(out_stride),
             out_scales,
             a.group_offsets,
             a.expert_ids,
