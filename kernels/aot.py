@@ -249,9 +249,8 @@ def _dequant(
 ) -> CudaCase:
     out = None if activation is None else fmt
     arguments = fmt, fmt, shape, unit_columns(HIDDEN), out, out_dtype, activation
-    if shape.own_tokens:
-        more["max_groups"] = dequant_gemm.few_groups(GROUPS)
-    defines, _ = dequant_gemm.macros(*arguments, row_scales=fmt.has_row_scale, **more)
+    max_groups = dequant_gemm.few_groups(GROUPS)
+    defines, _ = dequant_gemm.macros(*arguments, row_scales=fmt.has_row_scale, max_groups=max_groups, **more)
     instruction = BF16_MMA if shape.own_tokens else BF16_WGMMA
     name = dequant_gemm.kernel_of(shape)
     return CudaCase(operation, fmt.name, f"{name}.cu", name, defines, instruction=instruction)

@@ -126,14 +126,14 @@ def macros(
     *,
     out_dequantized: bool = False,
     out_by_rows: bool = False,
-    row_scales: bool = True,
+    row_scales: bool,
     expert_scales: bool = True,
     bias: bool = False,
     keep_tokens: bool = False,
     overlapped: bool = False,
     own_tokens: nvrtc.Defines | None = None,
     chained: bool = False,
-    max_groups: int = MAX_PREPACKED_EXPERTS,
+    max_groups: int,
 ) -> tuple[nvrtc.Defines, int]:
     """Macros of the kernel for `shape` (`kernel_of`), and the dynamic shared memory of a block.
 
