@@ -1,0 +1,99 @@
+"""Refuses keys of a JSON file that look as if they changed values and that nothing reads.
+
+Whoever reads a file says which keys it used and which are known to have no influence. Of the others, those whose names
+look like keys that change values are refused, unless their value cannot act. So a model or a quantization method that
+is newer than this release is refused by the name of what is new in it, and never read as something else.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from reprlib import repr as shortened
+from typing import Any
+
+_BOUND = re.compile(r"limit|clamp|clip|cap(?!acity)|bound|max|min")
+"""Keys whose number bounds values: a 1 acts."""
+_FACTOR = re.compile(r"alpha|scal|factor|multiplier")
+"""Keys whose number multiplies: a 1 does not act."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class KnownKeys:
+    """Keys of one object that need no further look.
+
+    Attributes:
+        used: those that were read.
+        without_influence: those that are known to change no value.
+        looks: what names look like of keys that change values.
+        parts: keys of objects that describe something else, such as the vision part of a model.
+        defaults: values that are known to be read rightly, by key.
+    """
+
+    used: Collection[str]
+    without_influence: Collection[str]
+    looks: re.Pattern[str]
+    parts: Collection[str] = ()
+    defaults: Mapping[str, Any] | None = None
+
+
+def acts(key: str, value: object) -> bool:
+    """Whether a value of a key can change anything: not null, false, 0, empty, or a factor of 1.
+
+    >>> acts("router_scale", 1.0), acts("swiglu_limit", 1.0), acts("swiglu_limits", [0.0, 0.0]), acts("use_bias", True)
+    (False, True, False, True)
+    """
+    if isinstance(value, Mapping):
+        return any(acts(name, item) for name, item in value.items())
+    if isinstance(value, list | tuple):
+        return any(acts(key, item) for item in value)
+    if value is None or value is False or value == "":
+        return False
+    if isinstance(value, int | float) and value is not True:
+        bound = _BOUND.search(key.lower()) is not None
+        one = value == 1 and not bound and (isinstance(value, float) or _FACTOR.search(key.lower()) is not None)
+        return value != 0 and not one
+    return True
+
+
+def refuse_unread(
+    given: Mapping[str, Any], known: KnownKeys, *, source: str, at: str = "", ignored: Collection[str] = ()
+) -> None:
+    """Raise `ValueError` for the first key of `given` that looks like one that changes values and is not known.
+
+    Args:
+        given: an object of a JSON file. Objects in it are looked through too, but for `known.parts`.
+        known: what is known of its keys.
+        source: the file, in messages.
+        at: what goes before the keys in messages, such as `text_config.`.
+        ignored: keys that the caller says have no influence, with or without `at`. Each that would be refused is
+            logged.
+    """
+    for key, value in _unread(given, known, at, False):
+        if {key, key.removeprefix(at), key.rpartition(".")[2]} & set(ignored):
+            log.warning("%s: %s: %s is ignored, as ignore_keys says", source, key, shortened(value))
+            continue
+        raise ValueError(
+            f"{source}: {key}: expected a key that is known here, got {shortened(value)}; it looks as if it changed "
+            f"what is computed, and nothing reads it: name it in ignore_keys if it has no influence"
+        )
+
+
+def _unread(given: Mapping[str, Any], known: KnownKeys, at: str, inside: bool) -> Iterator[tuple[str, Any]]:
+    """Keys, with what goes before them, and values. `inside` an object whose name looks like it, all keys do."""
+    for key, value in given.items():
+        if not isinstance(key, str) or key in known.used or key in known.without_influence or key in known.parts:
+            continue
+        if not acts(key, value):
+            continue
+        if known.defaults is not None and key in known.defaults and known.defaults[key] == value:
+            continue
+        looks = inside or known.looks.search(key.lower()) is not None
+        if isinstance(value, Mapping):
+            yield from _unread(value, known, f"{at}{key}.", looks)
+        elif looks:
+            yield f"{at}{key}", value
