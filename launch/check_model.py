@@ -248,7 +248,7 @@ def generate(model: Any, owner: ExpertParallel, prompt: list[int], count: int) -
 def run_model(options: argparse.Namespace, device: torch.device, parallel: ParallelConfig) -> int:
     """Load, check, generate and report; the exit code. Collective."""
     memory = []
-    with Checkpoint(options.folder, routers=False) as checkpoint:
+    with Checkpoint(options.folder, routers=False, ignore_keys=options.ignore_key) as checkpoint:
         model = load_model(checkpoint, device)
         memory.append(memory_now("model without experts", device))
         vocabulary = model.get_input_embeddings().num_embeddings
@@ -275,9 +275,14 @@ def run_model(options: argparse.Namespace, device: torch.device, parallel: Paral
 def run_layer(options: argparse.Namespace, context: ExpertParallelContext) -> int:
     """Load and check decoder layer `options.layer` alone, and report; the exit code. Collective."""
     formats = {name: getattr(options, name) for name in FORMATS}
-    with Checkpoint(options.folder) as checkpoint:
+    with Checkpoint(options.folder, ignore_keys=options.ignore_key) as checkpoint:
         layer = MoELayer.from_checkpoint(
-            options.folder, layer=options.layer, context=context, max_tokens_per_rank=options.check_tokens, **formats
+            options.folder,
+            layer=options.layer,
+            context=context,
+            ignore_keys=options.ignore_key,
+            max_tokens_per_rank=options.check_tokens,
+            **formats,
         )
         memory = [memory_now("with experts", context.device)]
         x_TH, *routes = cases.step_inputs(layer, "router", options.seed, context.rank, 0, options.check_tokens)
@@ -396,6 +401,7 @@ def main(arguments: list[str] | None = None) -> int:
         default = "bf16" if name == "combine_format" else None
         option = f"--{name.replace('_', '-')}"
         parser.add_argument(option, choices=get_args(kind), default=default, help="default: the checkpoint's, or bf16")
+    environment.add_ignore_key_option(parser)
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of what is random (default: 0)")
     parser.add_argument("--transport", choices=("auto", *TRANSPORTS), default="auto")
     parser.add_argument("--engine", choices=ENGINES, default="auto")

@@ -10,7 +10,7 @@ If other linears of the checkpoint are quantized, only this project can read the
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -26,7 +26,7 @@ from moe_runtime.launch.common import environment
 
 
 def read_calibrations(
-    source: str, tokens: Path, weight_format: str, device: str, console: Console
+    source: str, tokens: Path, weight_format: str, device: str, ignore_keys: Sequence[str], console: Console
 ) -> dict[int, Calibration]:
     """What the tokens of each layer give. Raises `ValueError` before anything is computed, naming the file and a tensor
     of another name, or as `check_calibrated`."""
@@ -39,10 +39,11 @@ def read_calibrations(
             if index == name or not index.isdecimal() or entry.dtype not in ("BF16", "F32"):
                 raise ValueError(f"{tokens}: tensor {name}: expected layers.0, layers.1, ... of BF16 or F32")
             names[int(index)] = name
-        with Checkpoint(source) as checkpoint:
+        with Checkpoint(source, ignore_keys=ignore_keys) as checkpoint:
             check_calibrated(checkpoint, weight_format, names)
         for layer, name in names.items():
-            one = found[layer] = calibrate(source, layer, [file.tensor(name)], device=device)
+            tensors = [file.tensor(name)]
+            one = found[layer] = calibrate(source, layer, tensors, device=device, ignore_keys=ignore_keys)
             console.print(f"layer {layer}: tokens up to {one.token_amax:.4g}, intermediate {one.intermediate_amax:.4g}")
     finally:
         file.close()
@@ -66,7 +67,9 @@ def work(options: argparse.Namespace) -> int:
     console = Console(highlight=False)
     calibrations = None
     if options.calibrate is not None:
-        calibrations = read_calibrations(options.source, options.calibrate, options.format, options.device, console)
+        calibrations = read_calibrations(
+            options.source, options.calibrate, options.format, options.device, options.ignore_key, console
+        )
 
     def progress(steps: Iterator[None], total: int) -> Iterator[None]:
         yield from track(steps, "converting", total, console=console, disable=not console.is_terminal)
@@ -77,6 +80,7 @@ def work(options: argparse.Namespace) -> int:
         options.format,
         calibrations=calibrations,
         device=options.device,
+        ignore_keys=options.ignore_key,
         progress=progress,
     )
     console.print(f"{options.target}: experts in {options.format}", soft_wrap=True)
@@ -91,6 +95,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--format", choices=tuple(TARGET_LAYOUTS), default="nvfp4", help="of the experts (nvfp4)")
     parser.add_argument("--calibrate", type=Path, metavar="FILE", help="tokens of each layer, for nvfp4 activations")
     parser.add_argument("--device", default="cpu", help="where to quantize (cpu)")
+    environment.add_ignore_key_option(parser)
     environment.add_debug_option(parser)
     options = parser.parse_args(arguments)
     return environment.run_program("convert", lambda: work(options), debug=options.debug)

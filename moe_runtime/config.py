@@ -50,6 +50,7 @@ _MOST = 2**31 - 1
 """Largest size: kernels count in int32."""
 _Positive = Annotated[int, Field(gt=0, le=_MOST)]
 _Natural = Annotated[int, Field(ge=0, le=_MOST)]
+_Keys = Annotated[tuple[str, ...], BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)]
 _Sizes = Annotated[tuple[_Positive, ...], BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)]
 
 
@@ -394,6 +395,9 @@ class CheckpointConfig(_Model):
     layer: _Natural = Field(default=0, description="index of the decoder layer")
     keep_in_host_memory: bool = Field(
         default=False, description="keep a copy of the loaded experts in /dev/shm, for a faster restart"
+    )
+    ignore_keys: _Keys = Field(
+        default=(), description="keys of its JSON files without influence, although they look as if they had one"
     )
 
 

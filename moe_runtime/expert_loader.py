@@ -75,10 +75,9 @@ class ExpertLoader:
 
     def reader(self, checkpoint: Checkpoint, layer: int) -> Callable[[Sequence[int]], Experts]:
         """What reads experts of the same files once more, when `checkpoint` is closed."""
-        folder, routers, kept = checkpoint.folder, checkpoint.routers, checkpoint.keep_in_host_memory
 
         def read(ids: Sequence[int]) -> Experts:
-            with Checkpoint(folder, routers=routers, keep_in_host_memory=kept) as files:
+            with checkpoint.reopened() as files:
                 return self.read(files, layer, ids)
 
         return read

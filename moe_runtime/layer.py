@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -361,9 +361,10 @@ class MoELayer(nn.Module):
                 layer = cls(run.layer, used, placement=placement)
                 layer.load_random(run.seed)
             else:
-                overrides = checkpoint_overrides(run.layer)
-                path, number, keep = run.checkpoint.path, run.checkpoint.layer, run.checkpoint.keep_in_host_memory
-                layer = cls._of_checkpoint(path, number, used, placement, keep, overrides)
+                settings = run.checkpoint.model_dump(exclude={"path", "layer"})
+                with Checkpoint(run.checkpoint.path, **settings) as checkpoint:
+                    overrides = checkpoint_overrides(run.layer)
+                    layer = cls._of_checkpoint(checkpoint, run.checkpoint.layer, used, placement, overrides)
         layer._owns_context = context is None
         return layer
 
@@ -376,6 +377,7 @@ class MoELayer(nn.Module):
         context: ExpertParallelContext | None = None,
         placement: Placement | None = None,
         keep_in_host_memory: bool = False,
+        ignore_keys: Collection[str] = (),
         **overrides: object,
     ) -> MoELayer:
         """Layer `layer` of a safetensors checkpoint of a family in `moe_runtime.checkpoints.families`.
@@ -391,32 +393,33 @@ class MoELayer(nn.Module):
         becomes `intermediate_gsf`.
 
         With `keep_in_host_memory` a copy of the loaded experts stays in host memory, from which a process that starts
-        again loads them (docs/failures.md).
+        again loads them (docs/failures.md). `ignore_keys` names keys of the JSON files that have no influence, although
+        they look as if they changed what is computed; such keys are refused otherwise.
 
         Raises:
-            ValueError: naming the file and the tensor that is missing or wrong; the peers get `PeerAbortedError`.
+            ValueError: naming the file, and the tensor or key that is missing or wrong; the peers get
+                `PeerAbortedError`.
         """
         with built_over(context) as used:
-            made = cls._of_checkpoint(path, layer, used, placement, keep_in_host_memory, overrides)
+            with Checkpoint(path, keep_in_host_memory=keep_in_host_memory, ignore_keys=ignore_keys) as checkpoint:
+                made = cls._of_checkpoint(checkpoint, layer, used, placement, overrides)
         made._owns_context = context is None
         return made
 
     @classmethod
     def _of_checkpoint(
         cls,
-        path: str | Path,
+        checkpoint: Checkpoint,
         layer: int,
         context: ExpertParallelContext,
         placement: Placement | None,
-        keep_in_host_memory: bool,
         overrides: dict[str, Any],
     ) -> MoELayer:
-        with Checkpoint(path, keep_in_host_memory=keep_in_host_memory) as checkpoint:
-            config = checkpoint.layer_config(layer, **overrides)
-            checkpoint.check_sizes(layer)
-            made = cls(config, context, placement=placement)
-            made.load_checkpoint(checkpoint, layer)
-            return made
+        config = checkpoint.layer_config(layer, **overrides)
+        checkpoint.check_sizes(layer)
+        made = cls(config, context, placement=placement)
+        made.load_checkpoint(checkpoint, layer)
+        return made
 
     @property
     def local_experts(self) -> Sequence[int]:
@@ -447,7 +450,7 @@ class MoELayer(nn.Module):
             elsewhere.add("shared_expert")
         context = self.context
         with abort_peers_on_error(context), opened(checkpoint) as files:
-            files.check_fits(self.config, but_for=elsewhere)
+            files.check_fits(self.config, layer, but_for=elsewhere)
             load_dense(files, layer, self.router, self.shared_expert)
             context.check()
             if context.joins:

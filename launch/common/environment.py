@@ -55,6 +55,17 @@ def add_common_options(parser: argparse.ArgumentParser) -> None:
     add_debug_option(parser)
 
 
+def add_ignore_key_option(parser: argparse.ArgumentParser) -> None:
+    """Add `--ignore-key`: a list of the keys that `Checkpoint` ignores."""
+    parser.add_argument(
+        "--ignore-key",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="a key of the checkpoint's JSON files that has no influence; may be given several times",
+    )
+
+
 def add_debug_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
 

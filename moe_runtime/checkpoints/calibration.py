@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,7 +40,12 @@ class Calibration:
 
 
 def calibrate(
-    path: str | Path, layer: int, batches: Sequence[torch.Tensor], *, device: torch.device | str = "cpu"
+    path: str | Path,
+    layer: int,
+    batches: Sequence[torch.Tensor],
+    *,
+    device: torch.device | str = "cpu",
+    ignore_keys: Collection[str] = (),
 ) -> Calibration:
     """Run tokens through the router and the experts of a checkpoint's layer, in fp32 without quantization.
 
@@ -51,11 +56,12 @@ def calibrate(
         layer: index of the decoder layer.
         batches: tokens that enter the layer's MoE block, bf16 or fp32 `[T, H]` each.
         device: where to compute.
+        ignore_keys: as `Checkpoint` has them.
 
     Raises:
         ValueError: as `Checkpoint`; a batch of another shape; tokens that are all 0, or not finite.
     """
-    with Checkpoint(path) as checkpoint:
+    with Checkpoint(path, ignore_keys=ignore_keys) as checkpoint:
         config = checkpoint.layer_config(layer, max_tokens_per_rank=1, token_format="bf16", weight_format="bf16")
         for number, batch in enumerate(batches):
             if batch.ndim != 2 or batch.shape[1] != config.hidden_size or not batch.is_floating_point():

@@ -21,19 +21,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from moe_runtime.checkpoints.families import (
-    DEFAULT,
-    GPT_OSS,
-    MAX_LAYERS,
-    MTP_KEYS,
-    Family,
-    family_of,
-    guessed,
-    is_moe_layer,
-    layer_config,
-    num_layers,
-    text_config,
-)
+from moe_runtime.checkpoints.families import family_of, guessed, is_moe_layer, layer_config, num_layers
+from moe_runtime.checkpoints.family_table import DEFAULT, GPT_OSS, MAX_LAYERS, MTP_KEYS, Family, text_config
 from moe_runtime.checkpoints.files import INDEX_FILE, SINGLE_FILE, TensorFiles, read_json, write_json
 from moe_runtime.checkpoints.layouts import (
     FLOAT_DTYPES,
@@ -49,6 +38,7 @@ from moe_runtime.checkpoints.layouts import (
 from moe_runtime.checkpoints.loading import FRESH, ExpertTensors, QuantBuffer, QuantBuffers, check_buffers
 from moe_runtime.checkpoints.quantization import CONFIG_FILE, EXPERTS_KEY, MODELOPT_FILE, Quantization, StoredExperts
 from moe_runtime.checkpoints.readers import ExpertNames, ExpertReader, dense, layout_of, read_linear
+from moe_runtime.checkpoints.unread_keys import check_ignored
 from moe_runtime.comm.arguments import check_flag, check_integer, check_kind, check_path, describe
 from moe_runtime.config import MAX_EXPERTS, ActivationConfig, MoELayerConfig, RouterConfig, SharedExpertConfig
 from moe_runtime.kernels.formats.number_formats import (
@@ -104,11 +94,13 @@ class Checkpoint:
             compute. Then what `config.json` says of these is not read, and any kind of model will do.
         keep_in_host_memory: whether layers keep a copy of the experts that they load in host memory, and load those of
             which there is one from there (docs/failures.md).
+        ignore_keys: keys of the JSON files that have no influence, although they look as if they changed what is
+            computed. Such keys are refused otherwise. Each that is ignored is logged.
 
     Attributes:
         folder: its path.
         config: the parsed `config.json`.
-        routers, keep_in_host_memory: as given.
+        routers, keep_in_host_memory, ignore_keys: as given.
         family: the family of the model.
         quantization: how its routed experts are quantized.
         files: its tensors.
@@ -122,19 +114,30 @@ class Checkpoint:
     Warns (`UserWarning`) of a `model_type` that no family has: what its config does not say is guessed (`DEFAULT`).
     """
 
-    def __init__(self, path: str | Path, *, routers: bool = True, keep_in_host_memory: bool = False) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        routers: bool = True,
+        keep_in_host_memory: bool = False,
+        ignore_keys: Collection[str] = (),
+    ) -> None:
         self.folder = check_path("path", path)
         check_flag("routers", routers)
         check_flag("keep_in_host_memory", keep_in_host_memory)
         self.routers, self.keep_in_host_memory = routers, keep_in_host_memory
+        self.ignore_keys = check_ignored(ignore_keys)
         if re.fullmatch(_HUB_ID, str(path)) and not os.path.exists(self.folder):
             raise ValueError(f"path: no folder {path}; a model of the Hugging Face Hub has to be downloaded first")
         self._source = str(self.folder / CONFIG_FILE)
         self.config = read_json(self.folder / CONFIG_FILE)
         self.family: Family = family_of(self.config, source=self._source)
-        if routers and (guess := guessed(self.config, source=self._source)) is not None:
-            router = self._sizes().router
-            warnings.warn(f"{self._source}: {guess} is not known; its router is read as {router!r}", stacklevel=2)
+        self._configs: dict[int, MoELayerConfig] = {}
+        if routers:
+            # Keys that nobody reads are refused before anything is read. Layer 0 stands for all of them.
+            router, guess = self._stated(0).router, guessed(self.config, source=self._source)
+            if guess is not None:
+                warnings.warn(f"{self._source}: {guess} is not known; its router is read as {router!r}", stacklevel=2)
         self.quantization = Quantization.of(self.folder, self.config, stacked=self.family is GPT_OSS)
         self.files = TensorFiles(self.folder)
         self._stored: dict[int, StoredExperts] = {}
@@ -148,6 +151,15 @@ class Checkpoint:
     def close(self) -> None:
         """Close the files. Safe to call twice."""
         self.files.close()
+
+    def reopened(self) -> Checkpoint:
+        """The same folder, opened once more with the same settings."""
+        return Checkpoint(
+            self.folder,
+            routers=self.routers,
+            keep_in_host_memory=self.keep_in_host_memory,
+            ignore_keys=self.ignore_keys,
+        )
 
     @cached_property
     def rest(self) -> Quantization:
@@ -170,7 +182,7 @@ class Checkpoint:
                 checkpoint; names file and key.
         """
         self.check_layer(layer)
-        sizes, stored = self._sizes(), self.stored_of(layer)
+        sizes, stored = self._stated(layer), self.stored_of(layer)
         try:
             return self._layer_config(layer, overrides)
         except ValueError as error:
@@ -192,13 +204,15 @@ class Checkpoint:
         found: dict[str, Any] = {"token_format": token, "weight_format": weight}
         if token == "nvfp4" and overrides.get("intermediate_gsf") is None:
             found["intermediate_gsf"] = self.reader(layer).smallest_input_gsf()
-        made = layer_config(self.config, source=self._source, experts_only=not self.routers, **overrides | found)
+        made = self._read_config(layer, **overrides | found)
         if made.activation.order != (order := self.names(layer).order.value):
             raise ValueError(f"activation.order: {self._source} is read as {order}, got {made.activation.order}")
         return made
 
-    def check_fits(self, config: MoELayerConfig, *, but_for: Collection[str] = ()) -> None:
-        """Raise `ValueError` naming the field if `config` contradicts `config.json`, except in the fields `but_for`.
+    def check_fits(self, config: MoELayerConfig, layer: int, *, but_for: Collection[str] = ()) -> None:
+        """Raise `ValueError` naming the field if `config` contradicts what `config.json` says of a decoder layer.
+
+        The fields `but_for` may differ.
 
         Formats and `intermediate_gsf` may differ from the checkpoint's.
         """
@@ -209,7 +223,7 @@ class Checkpoint:
                 raise ValueError(f"but_for: expected names of fields, got {describe(name)}")
         but_for = set(but_for) if self.routers else {*but_for} & {"hidden_size", "intermediate_size", "num_experts"}
         fields = {name: value for name, value in config.model_dump().items() if name not in but_for}
-        layer_config(self.config, source=self._source, experts_only=not self.routers, **fields)
+        self._read_config(layer, **fields)
 
     def digests(self, layer: int | None = None) -> dict[str, str]:
         """Hashes that must be equal on ranks that read one checkpoint (`TensorFiles.file_digests`).
@@ -321,7 +335,7 @@ class Checkpoint:
         """
         self._check_routers()
         self.check_layer(layer)
-        sizes = self._sizes()
+        sizes = self._stated(layer)
         hidden, shared = sizes.hidden_size, sizes.shared_expert
         self.files.check(f"{self._gate(layer)}.weight", (sizes.num_experts, hidden), FLOAT_DTYPES)
         if shared is None or not shared.gated:
@@ -344,12 +358,12 @@ class Checkpoint:
         return self._stored[layer]
 
     def _find_stored(self, layer: int) -> StoredExperts:
-        names, experts = self.names(layer), range(self._sizes().num_experts)
+        names, experts = self.names(layer), range(self._stated(layer).num_experts)
         stored = self.quantization.stored(names.linears(0))
         if stored.layout.stacked and names.stacks[0] in self.files:
             return StoredExperts(PLAIN_STACKED, "bf16")
         if self.family is not GPT_OSS and names.stacks[0] in self.files:
-            return self._find_fused(names, stored)
+            return self._find_fused(layer, names, stored)
         linears = [prefix for expert in experts for prefix in names.linears(expert)]
         self._check_left_out(self.quantization, stored, linears)
         layout = layout_of(self.files, stored.layout, linears)
@@ -364,7 +378,7 @@ class Checkpoint:
                 self._check_agrees(stored, linears[0])
         return replace(stored, layout=layout)
 
-    def _find_fused(self, names: ExpertNames, stored: StoredExperts) -> StoredExperts:
+    def _find_fused(self, layer: int, names: ExpertNames, stored: StoredExperts) -> StoredExperts:
         """How stacked experts are stored.
 
         Which way round plain ones are is seen from their shapes: those of gate-and-up or those of down differ.
@@ -373,7 +387,7 @@ class Checkpoint:
             name, unused = f"{stored.layout.name}, fused", ("activation_scale",)
             made = replace(stored.layout, name=name, scale="scale_inv", unused=unused, stacked=True, fused=True)
             return replace(stored, layout=made)
-        sizes = self._sizes()
+        sizes = self._stated(layer)
         experts, hidden, inner = sizes.num_experts, sizes.hidden_size, sizes.intermediate_size
         found = [self.files.entry(stack).shape for stack in names.stacks]
         rows = inner * sizes.activation.num_parts
@@ -443,7 +457,7 @@ class Checkpoint:
     def reader(self, layer: int) -> ExpertReader:
         """A reader of the experts of a layer."""
         self.check_layer(layer)
-        sizes = self._sizes()
+        sizes = self._stated(layer)
         layout = self.stored_of(layer).layout
         return ExpertReader(
             self.files, self.names(layer), layout, sizes.hidden_size, sizes.intermediate_size, sizes.num_experts
@@ -489,7 +503,7 @@ class Checkpoint:
         """The router of a layer, with its biases. Raises `ValueError` also where routers are not read."""
         self._check_routers()
         self.check_layer(layer)
-        sizes = self._sizes()
+        sizes = self._stated(layer)
         gate, correction_bias = self._gate(layer), self._found(layer, self.family.names.correction_biases)
         experts, floats = sizes.num_experts, FLOAT_DTYPES
         router = sizes.router
@@ -506,7 +520,7 @@ class Checkpoint:
         """The shared expert of a layer; None if the model has none. Raises `ValueError` as `router`."""
         self._check_routers()
         self.check_layer(layer)
-        sizes = self._sizes()
+        sizes = self._stated(layer)
         shared: SharedExpertConfig | None = sizes.shared_expert
         if shared is None:
             return None
@@ -557,11 +571,22 @@ class Checkpoint:
         if not self.routers:
             raise ValueError("routers: expected True where a router or a shared expert is read")
 
-    def _sizes(self) -> MoELayerConfig:
-        """All that `config.json` says; without routers, only the sizes of experts."""
-        top_k = {} if self.routers else {"top_k": 1}
-        found = {"max_tokens_per_rank": 1, **top_k}
-        return layer_config(self.config, source=self._source, experts_only=not self.routers, **found)
+    def _stated(self, layer: int) -> MoELayerConfig:
+        """All that `config.json` says of a decoder layer; without routers, only the sizes of experts."""
+        if layer not in self._configs:
+            top_k = {} if self.routers else {"top_k": 1}
+            self._configs[layer] = self._read_config(layer, max_tokens_per_rank=1, **top_k)
+        return self._configs[layer]
+
+    def _read_config(self, layer: int, **fields: Any) -> MoELayerConfig:
+        return layer_config(
+            self.config,
+            source=self._source,
+            layer=layer,
+            experts_only=not self.routers,
+            ignore_keys=self.ignore_keys,
+            **fields,
+        )
 
 
 def choose_formats(

@@ -27,7 +27,7 @@ from moe_runtime.checkpoints.converted_experts import (
     quantization_config,
     replaced_tensors,
 )
-from moe_runtime.checkpoints.families import text_config
+from moe_runtime.checkpoints.family_table import text_config
 from moe_runtime.checkpoints.files import DTYPES, INDEX_FILE, SINGLE_FILE, SafetensorsFile, TensorEntry, json_bytes
 from moe_runtime.checkpoints.layouts import (
     COMPRESSED_MXFP4,
@@ -67,6 +67,7 @@ def convert_checkpoint(
     *,
     calibrations: Mapping[int, Calibration] | None = None,
     device: torch.device | str = "cpu",
+    ignore_keys: Collection[str] = (),
     progress: Callable[[Iterator[None], int], Iterator[None]] | None = None,
 ) -> None:
     """Write `source` to the folder `target` with the routed experts of every layer in `weight_format`.
@@ -94,6 +95,7 @@ def convert_checkpoint(
         calibrations: by layer, for every layer with experts; `nvfp4` only. Layers for multi-token prediction may be
             left out, and are then meant for bf16 tokens.
         device: where to quantize.
+        ignore_keys: as `Checkpoint` has them.
         progress: wraps an iterator over the experts and, once per shard, its other tensors; gets their number too.
 
     Raises:
@@ -104,7 +106,7 @@ def convert_checkpoint(
     if weight_format not in TARGET_LAYOUTS:
         raise ValueError(f"weight_format: expected one of {', '.join(TARGET_LAYOUTS)}, got {weight_format!r}")
     layout, folder = TARGET_LAYOUTS[weight_format], Path(target)
-    with Checkpoint(source) as checkpoint:
+    with Checkpoint(source, ignore_keys=ignore_keys) as checkpoint:
         conversion = _Conversion(checkpoint, folder, layout, dict(calibrations or {}), torch.device(device))
         try:
             folder.mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NoReturn
 
-from moe_runtime.checkpoints.families import text_config
+from moe_runtime.checkpoints.family_table import text_config
 from moe_runtime.checkpoints.files import read_json
 from moe_runtime.checkpoints.layouts import (
     COMPRESSED,

@@ -11,8 +11,11 @@ import logging
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from reprlib import repr as shortened
 from typing import Any
+
+from moe_runtime.comm.arguments import describe
 
 _BOUND = re.compile(r"limit|clamp|clip|cap(?!acity)|bound|max|min")
 """Keys whose number bounds values: a 1 acts."""
@@ -60,6 +63,19 @@ def acts(key: str, value: object) -> bool:
     return True
 
 
+def check_ignored(ignore_keys: object) -> tuple[str, ...]:
+    """Raise `ValueError` unless `ignore_keys` are names of keys."""
+    if not isinstance(ignore_keys, list | tuple | set | frozenset) or not all(isinstance(k, str) for k in ignore_keys):
+        raise ValueError(f"ignore_keys: expected names of keys, got {describe(ignore_keys)}")
+    return tuple(ignore_keys)
+
+
+@cache
+def _log_ignored(source: str, key: str, value: str) -> None:
+    """Once for each key of a file."""
+    log.warning("%s: %s: %s is ignored, as ignore_keys says", source, key, value)
+
+
 def refuse_unread(
     given: Mapping[str, Any], known: KnownKeys, *, source: str, at: str = "", ignored: Collection[str] = ()
 ) -> None:
@@ -75,7 +91,7 @@ def refuse_unread(
     """
     for key, value in _unread(given, known, at, False):
         if {key, key.removeprefix(at), key.rpartition(".")[2]} & set(ignored):
-            log.warning("%s: %s: %s is ignored, as ignore_keys says", source, key, shortened(value))
+            _log_ignored(source, key, shortened(value))
             continue
         raise ValueError(
             f"{source}: {key}: expected a key that is known here, got {shortened(value)}; it looks as if it changed "

@@ -402,7 +402,13 @@ def _config_of(
     if isinstance(experts, Checkpoint):
         # The model must agree with the checkpoint.
         if experts.routers:
-            plain = layer_config(model_config, source="model.config", max_tokens_per_rank=1)
+            plain = layer_config(
+                model_config,
+                source="model.config",
+                layer=block.number,
+                ignore_keys=experts.ignore_keys,
+                max_tokens_per_rank=1,
+            )
             stated = {key: getattr(plain, key) for key in plain.model_fields_set}
         else:
             stated = {"top_k": block.top_k(model_config, settings.get("top_k"))}

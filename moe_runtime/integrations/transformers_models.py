@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from moe_runtime.checkpoints.families import GPT_OSS, MIXTRAL
+from moe_runtime.checkpoints.family_table import GPT_OSS, MIXTRAL
 from moe_runtime.checkpoints.layouts import COMPRESSED_NVFP4
 from moe_runtime.checkpoints.quantization import EXPERTS_KEY, compressed_group
 from moe_runtime.integrations.expert_modules import WEIGHTS, DescribedExperts, describe_experts

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from moe_runtime.checkpoints.families import FAMILIES, Family, family_of, is_moe_layer, layer_config, shared_expert
+from moe_runtime.checkpoints.families import family_of, is_moe_layer, layer_config, shared_expert
+from moe_runtime.checkpoints.family_table import FAMILIES, Family
 from moe_runtime.config import ActivationConfig, MoELayerConfig, RouterConfig, SharedExpertConfig, load_config
 from moe_runtime.launch import run
 
