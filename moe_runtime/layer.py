@@ -450,7 +450,7 @@ class MoELayer(nn.Module):
             elsewhere.add("shared_expert")
         context = self.context
         with abort_peers_on_error(context), opened(checkpoint) as files:
-            files.check_fits(self.config, layer, but_for=elsewhere)
+            files.check_fits(self.config, layer=layer, but_for=elsewhere)
             load_dense(files, layer, self.router, self.shared_expert)
             context.check()
             if context.joins:

@@ -209,10 +209,10 @@ class Checkpoint:
             raise ValueError(f"activation.order: {self._source} is read as {order}, got {made.activation.order}")
         return made
 
-    def check_fits(self, config: MoELayerConfig, layer: int, *, but_for: Collection[str] = ()) -> None:
-        """Raise `ValueError` naming the field if `config` contradicts what `config.json` says of a decoder layer.
+    def check_fits(self, config: MoELayerConfig, *, layer: int | None = None, but_for: Collection[str] = ()) -> None:
+        """Raise `ValueError` naming the field if `config` contradicts `config.json`, except in the fields `but_for`.
 
-        The fields `but_for` may differ.
+        `layer` is the decoder layer that is meant, where layers differ.
 
         Formats and `intermediate_gsf` may differ from the checkpoint's.
         """
@@ -578,7 +578,7 @@ class Checkpoint:
             self._configs[layer] = self._read_config(layer, max_tokens_per_rank=1, **top_k)
         return self._configs[layer]
 
-    def _read_config(self, layer: int, **fields: Any) -> MoELayerConfig:
+    def _read_config(self, layer: int | None, **fields: Any) -> MoELayerConfig:
         return layer_config(
             self.config,
             source=self._source,

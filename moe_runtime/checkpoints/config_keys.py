@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from reprlib import repr as shortened
 from typing import Any, NoReturn
@@ -28,7 +28,7 @@ from moe_runtime.checkpoints.unread_keys import KnownKeys, acts, refuse_unread
 
 LOOKS = re.compile(
     r"clamp|limit|alpha|softcap|latent|(^|_)act(_|$)|activation|rout|expert|moe|glu|zero|sym|bias|gate|top_?k|scor|"
-    r"mlp|ffn|feed_forward|shared|jitter|hash|sinkhorn"
+    r"mlp|ffn|feed_forward|up_proj|down_proj|shared|jitter|hash|sinkhorn|ngpt"
 )
 """What keys look like that say what experts, the router or a norm around them compute."""
 
@@ -36,34 +36,47 @@ WITHOUT_INFLUENCE = frozenset(
     {
         # Training, or what a model returns.
         *("aux_loss_alpha", "seq_aux", "router_aux_loss_coef", "router_z_loss_coef", "output_router_logits"),
+        *("moe_loss_weight", "moe_jitter_eps", "moe_capacity", "moe_drop_tokens", "moe_random_routing_dropped_token"),
         *("router_jitter_noise", "input_jitter_noise", "moe_token_dropout", "bias_update_speed"),
         # How to generate, which older releases of transformers wrote into every config.
         *("top_k", "typical_p", "no_repeat_ngram_size"),
         # Precision in which others compute logits of the router: here it is fp32.
         *("router_dtype", "moe_router_dtype", "need_fp32_gate"),
         # How others spread or compute the same.
-        *("ep_size", "moe_shared_expert_overlap", "experts_implementation", "enable_moe_fp32_combine"),
-        # The same number under a second name, which its makers wrote beside the first.
-        "experts_per_token",
+        *(
+            "ep_size",
+            "moe_router_enable_routed_scaling",
+            "moe_shared_expert_overlap",
+            "experts_implementation",
+            "enable_moe_fp32_combine",
+        ),
         # Where experts are: the names of tensors say that.
         *("expert_layer_period", "expert_layer_offset", "moe_layers_enum", "moe_layer_start_index"),
         *("moe_layer_end_index", "moe_layer_interval", "interleave_moe_layer_step"),
         # Other parts of a decoder layer, and the rest of the model.
-        *("mlp_alpha_factor", "mlp_beta_factor", "full_attn_alpha_factor", "full_attn_beta_factor"),
+        *("layernorm_mlp_alpha", "layernorm_mlp_beta", "layernorm_full_attention_alpha"),
+        *(
+            "layernorm_linear_attention_alpha",
+            "mlp_alpha_factor",
+            "mlp_beta_factor",
+            "full_attn_alpha_factor",
+            "full_attn_beta_factor",
+        ),
         *("linear_attn_alpha_factor", "linear_attn_beta_factor", "final_logit_softcapping", "attn_logit_softcapping"),
         *("activation_dropout", "lm_head_bias", "log_scaling_alpha", "time_step_limit", "qkv_bias", "conv_bias"),
         *("use_conv_bias", "add_qkv_bias", "use_qkv_bias", "head_bias", "o_bias", "out_bias", "output_gate_type"),
         *("no_bias", "prefix_dense_intermediate_size", "residual_gate_temperature", "kda_safe_gate", "linear_silu"),
+        *("kda_gate_lower_bound", "gate_lower_bound", "use_full_rank_gate", "shared_moe_mode"),
         *("use_head_wise_attn_gate", "gated_attention_proj_granularity_type", "head_wise_attn_gate"),
         *("use_double_wide_mlp", "dense_intermediate_size", "intermediate_size_mlp", "gated_norm_rank"),
         "mlp_intermediate_size",
-        *("hc_sinkhorn_iters", "n_hash_layers", "index_topk", "index_topk_freq", "index_topk_pattern"),
+        *("hc_sinkhorn_iters", "index_topk", "index_topk_freq", "index_topk_pattern"),
     }
 )
 """Keys that change nothing that a layer of experts computes."""
 
 _OTHER_PARTS = re.compile(
-    r"attention|attn|^(mamba|rope|rotary|index|ssm|conv|kda|mtp|vision|audio|image|video|projector)_|_(conv|qkv|rotary)_"
+    r"attention|attn|^(mla|mamba|rope|rotary|index|ssm|conv|kda|mtp|vision|audio|image|video|projector)_|_(conv|qkv|rotary)_"
 )
 _EXPERTS = re.compile(r"expert|moe|rout|glu|mlp|ffn|shared")
 
@@ -151,16 +164,20 @@ class ConfigKeys:
         given = dict(self.config) if known else {**self.defaults, **self.config}
         harmless = {
             *WITHOUT_INFLUENCE,
-            *self.family.without_influence,
             *(key for key in (*given, *whole) if isinstance(key, str) and is_of_other_part(key)),
         }
         keys = KnownKeys(self.used, harmless, LOOKS, PARTS, self.defaults if known else None)
         refuse_unread(given, keys, source=self.source, at=self.at, ignored=ignored)
         level: Mapping[str, Any] = whole
         path = ""
-        # What stands around the part, but for the configs of other parts.
+        # What stands around the part, but for the configs of other parts and for what the part says too.
+        keys = replace(keys, used=())
         for part in self.at.split(".")[:-1]:
-            around = {key: value for key, value in level.items() if key != part and not key.endswith("_config")}
+            around = {
+                key: value
+                for key, value in level.items()
+                if key != part and not key.endswith("_config") and (key not in given or given[key] != value)
+            }
             refuse_unread(around, keys, source=self.source, at=path, ignored=ignored)
             level, path = level[part], f"{path}{part}."
 

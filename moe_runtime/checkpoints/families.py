@@ -120,21 +120,31 @@ def shared_expert(config: Mapping[str, Any], *, source: str = "config") -> Share
 
 def _shared_expert(keys: ConfigKeys, layer: int | None) -> SharedExpertConfig | None:
     if keys.family.squared_relu:
-        # One expert of this size, however many the config counts.
-        keys.count(*SHARED_COUNT_KEYS)
+        _one_shared_expert(keys)
         return SharedExpertConfig(intermediate_size=keys.positive("moe_shared_expert_intermediate_size"))
     limit = keys.number_of_layer(SHARED_LIMIT_KEYS, layer)
     size, gated = keys.count("shared_expert_intermediate_size"), True
     if not size:
         count, gated = keys.count(*SHARED_COUNT_KEYS), False
+        if count and keys.has("moe_shared_expert_intermediate_size"):
+            _one_shared_expert(keys)
         sizes = "moe_shared_expert_intermediate_size", *EXPERT_SIZE_KEYS
         size = count * keys.positive(*sizes, alike=False) if count else 0
     keys.used.add("moe_shared_expert_intermediate_size")
     if not size:
         return None
+    if keys.raw("moe_router_enable_shared_expert") is False:
+        keys.refuse("moe_router_enable_shared_expert", "true where there are shared experts")
     if keys.raw("shared_expert_combination_strategy") not in (None, "sum"):
         keys.refuse("shared_expert_combination_strategy", "sum", keys.raw("shared_expert_combination_strategy"))
     return SharedExpertConfig(intermediate_size=size, gated=gated, limit=limit)
+
+
+def _one_shared_expert(keys: ConfigKeys) -> None:
+    """Raise `ValueError` for several shared experts beside a size of theirs: readers disagree whether each has it."""
+    if keys.count(*SHARED_COUNT_KEYS) > 1:
+        key = keys.first(SHARED_COUNT_KEYS) or SHARED_COUNT_KEYS[0]
+        keys.refuse(key, "at most 1 beside moe_shared_expert_intermediate_size")
 
 
 def moe_layers(config: Mapping[str, Any], *, source: str = "config") -> list[int]:
@@ -182,7 +192,9 @@ def num_layers(config: Mapping[str, Any], *, source: str = "config", prediction:
     """The number of decoder layers, with those for multi-token prediction that the config names if `prediction`."""
     keys = ConfigKeys.of(config, source)
     stated = len(keys.block_types()) or None
-    layers = keys.positive("num_hidden_layers", default=stated) + (keys.count(*MTP_KEYS) if prediction else 0)
+    # Where the config does not say how many layers for multi-token prediction there are, the files do.
+    more = keys.count(*MTP_KEYS) if prediction and keys.first(MTP_KEYS) is not None else 0
+    layers = keys.positive("num_hidden_layers", default=stated) + more
     if layers > MAX_LAYERS:
         raise ValueError(
             f"{source}: {keys.at}num_hidden_layers and num_nextn_predict_layers: expected at most {MAX_LAYERS} in all, "

@@ -61,7 +61,6 @@ class Family:
         clamped_swiglu: interleaved gate and up, and the activation of gpt-oss; else SwiGLU with gate above up.
         squared_relu: experts without a gate, with squared ReLU; `ACTIVATION_KEYS` of the config are not theirs.
         expert_bias: both projections of an expert have biases.
-        without_influence: keys of its configs that change nothing here, besides those of `WITHOUT_INFLUENCE`.
         names: names of tensors.
     """
 
@@ -75,14 +74,13 @@ class Family:
     clamped_swiglu: bool = False
     squared_relu: bool = False
     expert_bias: bool = False
-    without_influence: tuple[str, ...] = ()
     names: TensorNames = TensorNames()
 
 
 NUM_EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Keys of the number of routed experts. Of these and of all keys below, the first one that is there counts."""
 EXPERT_SIZE_KEYS = ("moe_intermediate_size", "intermediate_size", "expert_ffn_hidden_size")
-TOP_K_KEYS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk")
+TOP_K_KEYS = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk")
 SCORING_KEYS = ("scoring_func", "score_function", "score_func", "moe_router_activation_func", "expert_selection_fn")
 RENORMALIZE_KEYS = ("norm_topk_prob", "moe_renormalize", "route_norm")
 SCALING_KEYS = ("routed_scaling_factor", "route_scale")
@@ -137,13 +135,13 @@ GPT_OSS = Family(
     names=TensorNames(routers=("router",)),
 )
 DEEPSEEK_V2 = Family("deepseek_v2", ("deepseek_v2",), "softmax")
+DEEPSEEK_OCR = Family("deepseek_ocr2", ("deepseek_ocr2", "unlimited_ocr"), "softmax", renormalize=False)
 MISTRAL4 = Family("mistral4", ("mistral4",), "softmax")
 MINIMAX_M2 = Family(
     "minimax_m2",
     ("minimax_m2",),
     "sigmoid",
     renormalize=True,
-    without_influence=("shared_moe_mode",),
     names=TensorNames("block_sparse_moe", projections=(("w1", "w3", "w2"), ("gate_proj", "up_proj", "down_proj"))),
 )
 OLMOE = Family("olmoe", ("olmoe", "flex_olmo"), "softmax")
@@ -172,6 +170,7 @@ FAMILIES = (
     DEEPSEEK_V3,
     GPT_OSS,
     DEEPSEEK_V2,
+    DEEPSEEK_OCR,
     MISTRAL4,
     MINIMAX_M2,
     OLMOE,
@@ -196,6 +195,8 @@ OTHER_KINDS = {
     "phimoe": "its router masks the logits twice",
     "llama4": "its router scales the inputs of experts",
     "longcat_flash": "some of its experts compute nothing",
+    "axk1": "a norm follows its experts",
+    "laguna": "its config says neither how its router scores nor that its shared expert has no gate",
 }
 """Kinds of models whose files look like those that are read, but whose layers compute something else."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from reprlib import repr as shortened
 from typing import Any
@@ -110,6 +110,7 @@ def _unread(given: Mapping[str, Any], known: KnownKeys, at: str, inside: bool) -
             continue
         looks = inside or known.looks.search(key.lower()) is not None
         if isinstance(value, Mapping):
-            yield from _unread(value, known, f"{at}{key}.", looks)
+            # What was read of the object around it says nothing of the keys in this one.
+            yield from _unread(value, replace(known, used=(), defaults=None), f"{at}{key}.", looks)
         elif looks:
             yield f"{at}{key}", value
