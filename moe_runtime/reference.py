@@ -34,12 +34,16 @@ def activation_reference(gate_up: torch.Tensor, activation: Activation | None = 
     gate = gate_up[..., activation.order.gate_rows(columns)].double()
     up = gate_up[..., activation.order.up_rows(columns)].double()
     if activation.limit is not None:
-        gate = gate.clamp(max=activation.limit)
         up = up.clamp(-activation.limit, activation.limit)
+        if activation.limit_on == "gate":
+            gate = gate.clamp(max=activation.limit)
     if activation.up_softcap is not None:
         up = _softcap(up, activation.up_softcap)
     outside = gate if activation.gate_softcap is None else _softcap(gate, activation.gate_softcap)
-    return _function(gate, activation, outside) * (up + activation.up_offset)
+    y = _function(gate, activation, outside)
+    if activation.limit_on == "function":
+        y = y.clamp(max=activation.limit)
+    return y * (up + activation.up_offset)
 
 
 def _softcap(x: torch.Tensor, cap: float) -> torch.Tensor:
