@@ -229,9 +229,9 @@ def error_bound(
        With `several_hosts` partial sums of ranks are bf16, and each host's sum of them is rounded to the combine
        format: times `1 + e_bf16^2`.
 
-    Accumulation in fp32 (about 2^-20) is far below all of these. A clamp (`limit`) or a softcap at several times the
-    root mean square of gates and ups changes little, and an offset of up only adds to what the errors are compared
-    with.
+    Accumulation in fp32 (about 2^-20) is far below all of these, and so is a limit on the function, which kernels meet
+    within 1.28 * 2^-24. A clamp (`limit`, of gate or its function) or a softcap at several times the root mean square
+    of gates and ups changes little, and an offset of up only adds to what the errors are compared with.
     """
 
     def growth(fmt: str | TokenFormat) -> float:
