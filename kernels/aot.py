@@ -70,6 +70,7 @@ from moe_runtime.kernels.gemm.weights import (
     GPT_OSS,
     SILU,
     SQUARED_RELU,
+    STEP_3P5,
     Activation,
     GateUpOrder,
 )
@@ -203,6 +204,7 @@ def _layer_cases() -> Iterator[AotCase]:
     for arch, native in ((90, NativeForm.NONE), (100, _STORED), (120, _WIDENED)):
         yield _triton(MXFP8, MXFP4, out=MXFP8, activation=SQUARED_RELU, archs=(arch,), native=native)
     yield _triton(BF16, BF16, out=BF16, activation=GEGLU_TANH, n=NARROW)
+    yield _triton(BF16, BF16, out=BF16, activation=STEP_3P5, n=NARROW)
     yield _triton(BF16, NVFP4, out=BF16, activation=GEGLU, n=NARROW, **_TWO)
 
 
@@ -303,10 +305,11 @@ def _hopper_cases() -> Iterator[CudaCase]:
                 yield _tma(operation, fmt, tma_shape, out_code, gather=operation == GATED, activation=formula)
                 if fmt is FP8_BLOCK and tma_shape is TMA_PREFILL:
                     yield _tma(operation, fmt, tma_shape, out_code, gather=False, copied=True, activation=formula)
-    for formula in (GEGLU, GEGLU_TANH, SQUARED_RELU):
+    for formula in (GEGLU, GEGLU_TANH, SQUARED_RELU, STEP_3P5):
         more = {"out_dequantized": True, "keep_tokens": True}
         yield _dequant(GATED, NVFP4, DEQUANT_DECODE, torch.bfloat16, formula, **more)
-        yield _tma(GATED, FP8_BLOCK, TMA_PREFILL, 3, gather=False, copied=True, activation=formula)
+        if formula is not STEP_3P5:  # limits are arguments there
+            yield _tma(GATED, FP8_BLOCK, TMA_PREFILL, 3, gather=False, copied=True, activation=formula)
     for fmt in (f for f in FORMATS.values() if f is not FP8_BLOCK):
         overlapped_shape = overlapped_token_shape(unit_columns(HIDDEN))
         layouts: list[dict[str, Any]] = [{}, {"packed": True}, {"shape": overlapped_shape}]

@@ -169,7 +169,8 @@ class ActivationConfig(_Model):
     """`function(gate) * (up + up_offset)`, clamped first where a limit is set, or `function(up)` without a gate.
 
     The defaults are SwiGLU. gpt-oss is `order: interleaved, alpha: 1.702, limit: 7.0, up_offset: 1.0`, Gemma 4 is
-    `function: gelu_tanh`, Nemotron-H is `function: relu2, gated: false`.
+    `function: gelu_tanh`, Nemotron-H is `function: relu2, gated: false`. Step 3.5 and Ling 3.0 have
+    `limit_on: function` in some layers: `min(silu(gate), limit) * clamp(up, -limit, limit)`.
     """
 
     function: Literal["silu", "gelu", "gelu_tanh", "relu2"] = Field(
@@ -182,6 +183,10 @@ class ActivationConfig(_Model):
     alpha: _Factor = Field(default=1.0, description="slope inside the sigmoid of silu")
     limit: _Factor | None = Field(
         default=None, description="gate is clamped to at most this, up to plus and minus this"
+    )
+    limit_on: Literal["gate", "function"] = Field(
+        default="gate",
+        description="what limit bounds beside up: gate, or function, its function (silu with alpha 1, no softcaps)",
     )
     up_offset: _Finite = Field(default=0.0, description="added to up after the clamp")
     gate_softcap: _Factor | None = Field(
@@ -201,6 +206,13 @@ class ActivationConfig(_Model):
                 value, default = getattr(self, name), type(self).model_fields[name].default
                 if value != default:
                     raise ValueError(f"{name}: expected {default!r} without a gate, got {value!r}")
+        if self.limit_on == "function":
+            if self.limit is None:
+                raise ValueError("limit_on: expected gate without a limit, got function")
+            for name in ("function", "alpha", "gate_softcap", "up_softcap"):
+                value, default = getattr(self, name), type(self).model_fields[name].default
+                if value != default:
+                    raise ValueError(f"{name}: expected {default} with limit_on function, got {value}")
         return self
 
     @property
@@ -212,14 +224,26 @@ class ActivationConfig(_Model):
 class SharedExpertConfig(_Model):
     """An expert for every token, computed on the token's own rank, of linears without biases.
 
-    It has the function of the layer's `activation`, with alpha 1, and a gate if its experts have one; neither limit nor
-    offset.
+    It has the function of the layer's `activation`, with alpha 1, and a gate if its experts have one; no offset. A
+    `limit` is its own: `min(silu(gate), limit) * clamp(up, -limit, limit)` (Step 3.5, Ling 3.0), whatever that of the
+    experts bounds.
     """
 
     intermediate_size: _Positive = Field(description="width between its projections")
     gated: bool = Field(
         default=False, description="its output is multiplied by the sigmoid of a learned dot product with the token"
     )
+    limit: _Factor | None = Field(
+        default=None,
+        description="silu of gate is clamped to at most this, up to plus and minus this; only with silu and a gate",
+    )
+
+
+def check_shared_limit(name: str, limit: float | None, activation: ActivationConfig) -> None:
+    """Raise `ValueError` if a shared expert of a layer with `activation` has a `limit` that it cannot have."""
+    if limit is not None and not (activation.gated and activation.function == "silu"):
+        got = activation.function if activation.gated else f"{activation.function} without a gate"
+        raise ValueError(f"{name}: only silu of a gate has one, expected none with {got}, got {limit}")
 
 
 class PostExpertNormConfig(_Model):
@@ -313,6 +337,8 @@ class MoELayerConfig(_Model):
             weight_format_named(name).check_columns(self.intermediate_size, "intermediate_size")
         if self.intermediate_gsf is not None and self.token_format != "nvfp4":
             raise ValueError(f"intermediate_gsf: only nvfp4 tokens have one, got it with {self.token_format} tokens")
+        if self.shared_expert is not None:
+            check_shared_limit("shared_expert.limit", self.shared_expert.limit, self.activation)
         self._check_router_groups()
         return self
 

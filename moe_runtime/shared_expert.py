@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from moe_runtime.config import ActivationConfig, SharedExpertConfig
+from moe_runtime.config import ActivationConfig, SharedExpertConfig, check_shared_limit
 from moe_runtime.support.fixed_dtypes import FixedDtypes, copy_checked
 
 
@@ -30,15 +30,19 @@ class SharedExpert(FixedDtypes):
     """An activation between bf16 linears, replicated on every rank: `down(silu(gate(x)) * up(x))`.
 
     It has the function of the layer's `activation` instead of silu, with alpha 1. Where that has no gate, it is
-    `down(function(up(x)))`. A `gated` one, as in Qwen2-MoE, is multiplied by `sigmoid(x @ token_gate)`; DeepSeek-V3 has
-    none. Operations and roundings are those of these models in bf16. They are torch's, so on GPUs the last bits of a
-    token may depend on the number of tokens.
+    `down(function(up(x)))`. With a limit, as in Step 3.5 and Ling 3.0, silu is at most that, and up is clamped to plus
+    and minus that (`SharedExpertConfig`). A `gated` one, as in Qwen2-MoE, is multiplied by
+    `sigmoid(x @ token_gate)`; DeepSeek-V3 has none. Operations and roundings are those of these models in bf16. They
+    are torch's, so on GPUs the last bits of a token may depend on the number of tokens.
 
     Attributes:
         gate_proj: bf16 `[S, H]`, `S` being `config.intermediate_size`; None where the activation has no gate.
         up_proj: bf16 `[S, H]`.
         down_proj: bf16 `[H, S]`.
         token_gate: bf16 `[1, H]`; None where not `gated`.
+
+    Raises:
+        ValueError: a `config.limit` where the activation is not silu of a gate.
     """
 
     def __init__(
@@ -51,7 +55,8 @@ class SharedExpert(FixedDtypes):
         super().__init__()
         inner = config.intermediate_size
         formula = ActivationConfig() if activation is None else activation
-        self._function = _FUNCTIONS[formula.function]
+        check_shared_limit("limit", config.limit, formula)
+        self._function, self._limit = _FUNCTIONS[formula.function], config.limit
         # Weights are loaded in place, which inference tensors allow in inference mode only.
         with torch.inference_mode(False):
             self.gate_proj = _random(inner, hidden_size, device) if formula.gated else None
@@ -80,7 +85,10 @@ class SharedExpert(FixedDtypes):
             if self.gate_proj is None:
                 inner_TS = self._function(linear(x_TH, self.up_proj))
             else:
-                inner_TS = self._function(linear(x_TH, self.gate_proj)) * linear(x_TH, self.up_proj)
+                y_TS, up_TS = self._function(linear(x_TH, self.gate_proj)), linear(x_TH, self.up_proj)
+                if self._limit is not None:
+                    y_TS, up_TS = y_TS.clamp(max=self._limit), up_TS.clamp(-self._limit, self._limit)
+                inner_TS = y_TS * up_TS
             y_TH = linear(inner_TS, self.down_proj)
             return y_TH if self.token_gate is None else torch.sigmoid(linear(x_TH, self.token_gate)) * y_TH
 

@@ -62,16 +62,17 @@ def activated_tile(
     up,
     FUNCTION: tl.constexpr,
     ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr,
+    GATE_LIMIT: tl.constexpr,
+    UP_LIMIT: tl.constexpr,
     UP_OFFSET: tl.constexpr,
     GATE_SOFTCAP: tl.constexpr,
     UP_SOFTCAP: tl.constexpr,
 ):
-    """`function(gate) * (up + UP_OFFSET)` of fp32 tiles; `LIMIT` and softcaps may be None (`Activation`)."""
-    if LIMIT is not None:
+    """`function(gate) * (up + UP_OFFSET)` of fp32 tiles; limits and softcaps may be None (`Activation`)."""
+    if UP_LIMIT is not None:
         # `tl.minimum` would drop a NaN.
-        gate = tl.where(gate > LIMIT, LIMIT, gate)
-        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+        gate = tl.where(gate > GATE_LIMIT, GATE_LIMIT, gate)
+        up = tl.where(up > UP_LIMIT, UP_LIMIT, tl.where(up < -UP_LIMIT, -UP_LIMIT, up))
     if UP_SOFTCAP is not None:
         up = softcap_tile(up, UP_SOFTCAP)
     if UP_OFFSET != 0.0:
@@ -90,7 +91,7 @@ def activate(x: torch.Tensor, activation: Activation) -> torch.Tensor:
     rows = x.shape[-1]
     gate, up = x[..., activation.order.gate_rows(rows)], x[..., activation.order.up_rows(rows)]
     if activation.limit is not None:
-        gate = gate.clamp(max=activation.limit)
+        gate = gate.clamp(max=activation.gate_limit)
         up = up.clamp(-activation.limit, activation.limit)
     if activation.up_softcap is not None:
         up = _softcap(up, activation.up_softcap)
@@ -120,8 +121,18 @@ def softcap_macros(activation: Activation | None) -> dict[str, str]:
     """The macros of softcaps that CUDA C++ kernels take; none where there are none."""
     if activation is None:
         return {}
-    found = {"GATE_SOFTCAP": activation.gate_softcap, "UP_SOFTCAP": activation.up_softcap}
-    return {name: literal(cap) for name, cap in found.items() if cap is not None}
+    return _literals({"GATE_SOFTCAP": activation.gate_softcap, "UP_SOFTCAP": activation.up_softcap})
+
+
+def limit_macros(activation: Activation | None) -> dict[str, str]:
+    """The macros of the clamp that some CUDA C++ kernels take; none where there is none."""
+    if activation is None:
+        return {}
+    return _literals({"GATE_LIMIT": activation.gate_limit, "UP_LIMIT": activation.limit})
+
+
+def _literals(numbers: dict[str, float | None]) -> dict[str, str]:
+    return {name: literal(number) for name, number in numbers.items() if number is not None}
 
 
 def literal(value: float) -> str:

@@ -42,7 +42,7 @@ import torch
 
 from moe_runtime.kernels import nvrtc
 from moe_runtime.kernels.formats.number_formats import BF16, NVFP4, TokenFormat, align
-from moe_runtime.kernels.gemm.activation import literal, softcap_macros
+from moe_runtime.kernels.gemm.activation import limit_macros, literal, softcap_macros
 from moe_runtime.kernels.gemm.dequant_layout import UNIT, chunk_units, unit_columns, unit_rows
 from moe_runtime.kernels.gemm.dequant_tokens import (
     dequant_tokens,
@@ -189,9 +189,7 @@ def macros(
             "CASES": " ".join(f"CASE({blocks})" for blocks in shape.cases),
             "MAX_GROUPS": MAX_PREPACKED_EXPERTS,
         }
-    if activation is not None and activation.limit is not None:
-        defines["LIMIT"] = literal(activation.limit)
-    defines |= softcap_macros(activation)
+    defines |= limit_macros(activation) | softcap_macros(activation)
     return nvrtc.Defines(defines), ring_bytes
 
 

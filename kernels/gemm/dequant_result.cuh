@@ -4,8 +4,8 @@
 // Macros: W_FMT, OUT_FMT (FormatCode), OUT_TYPE (0 bf16, 1 fp16, 2 fp32; of a plain result), ACTIVATED (the result is activated
 // and in OUT_FMT), GATED (and the weights are gate and up), FUNCTION (ActivationFunction.code), OUT_DEQUANTIZED (activated
 // results as dequant_tokens.cu would make them), OUT_BY_ROWS (and in rows of bf16, for dequant_few.cu), ROW_SCALES, EXPERT_SCALES, BIAS (which exist), SCALED_TOKENS (tokens are 2^100
-// times their value), MAX_BLOCKS (tokens of a tile / 8), ALPHA, LIMIT, UP_OFFSET, GATE_SOFTCAP, UP_SOFTCAP (of `Activation`; none
-// of them if not defined).
+// times their value), MAX_BLOCKS (tokens of a tile / 8), ALPHA, GATE_LIMIT, UP_LIMIT, UP_OFFSET, GATE_SOFTCAP, UP_SOFTCAP (of
+// `Activation`; none of them if not defined).
 
 #ifndef MOE_RUNTIME_DEQUANT_RESULT
 #define MOE_RUNTIME_DEQUANT_RESULT
@@ -118,9 +118,9 @@ __device__ __forceinline__ float function_of(float x) {
 }
 
 __device__ __forceinline__ float activated(float gate, float up) {
-#ifdef LIMIT
-  gate = gate > LIMIT ? LIMIT : gate;
-  up = up > LIMIT ? LIMIT : (up < -LIMIT ? -LIMIT : up);
+#ifdef UP_LIMIT
+  gate = gate > GATE_LIMIT ? GATE_LIMIT : gate;
+  up = up > UP_LIMIT ? UP_LIMIT : (up < -UP_LIMIT ? -UP_LIMIT : up);
 #endif
 #ifdef UP_SOFTCAP
   up = softcapped(up, UP_SOFTCAP);

@@ -206,7 +206,15 @@ def _grouped_gemm_kernel(
             ORDER,
         )
         c = activated_tile(
-            c, up, ACTIVATION[0], ACTIVATION[2], ACTIVATION[3], ACTIVATION[4], ACTIVATION[5], ACTIVATION[6]
+            c,
+            up,
+            ACTIVATION[0],
+            ACTIVATION[2],
+            ACTIVATION[3],
+            ACTIVATION[4],
+            ACTIVATION[5],
+            ACTIVATION[6],
+            ACTIVATION[7],
         )
     elif ACTIVATED:
         c = function_tile(c, ACTIVATION[0], ACTIVATION[2])

@@ -29,9 +29,11 @@ __device__ __forceinline__ float function_of(float x, float alpha) {
     return times_sigmoid(x, FUNCTION == GELU_TANH ? -gelu_tanh_slope(x) : -alpha * x);
 }
 
-__device__ __forceinline__ float activated(float gate, float up, float alpha, float limit, float up_offset) {
-    gate = gate > limit ? limit : gate;
-    up = up > limit ? limit : (up < -limit ? -limit : up);
+// Both limits are infinite where there is none.
+__device__ __forceinline__ float activated(float gate, float up, float alpha, float gate_limit, float up_limit,
+                                           float up_offset) {
+    gate = gate > gate_limit ? gate_limit : gate;
+    up = up > up_limit ? up_limit : (up < -up_limit ? -up_limit : up);
 #ifdef UP_SOFTCAP
     up = softcapped(up, UP_SOFTCAP);
 #endif
@@ -244,8 +246,8 @@ __device__ __forceinline__ void write_words(u8* to, const u32 (&words)[WORDS], i
 
 // The rest of a tile: each thread has OF_THREAD neighbouring columns of a row. `out_scales` null stores none.
 __device__ __forceinline__ void store_few(const float* sums, const Extras& extras, const Tile& tile, int last_row,
-                                          int columns, float alpha, float limit, float up_offset, u8* out,
-                                          long long out_stride, float* out_scales, const Maxima& maxima) {
+                                          int columns, float alpha, float gate_limit, float up_limit, float up_offset,
+                                          u8* out, long long out_stride, float* out_scales, const Maxima& maxima) {
     constexpr int OF_THREAD = TILE_COLUMNS / ROW_THREADS, SIZE = OUT == 3 ? 1 : (OUT == 2 ? 4 : 2), PARTS = GATED ? 2 : 1;
     int row = threadIdx.x / ROW_THREADS, first = threadIdx.x % ROW_THREADS * OF_THREAD;
     long long position = tile.start + row;
@@ -265,7 +267,7 @@ __device__ __forceinline__ void store_few(const float* sums, const Extras& extra
     }
 #pragma unroll
     for (int i = 0; i < OF_THREAD; ++i) {
-        if (GATED) x[0][i] = activated(x[0][i], x[PARTS - 1][i], alpha, limit, up_offset);
+        if (GATED) x[0][i] = activated(x[0][i], x[PARTS - 1][i], alpha, gate_limit, up_limit, up_offset);
         if (ACTIVATED && !GATED) x[0][i] = function_of(x[0][i], alpha);
     }
     u32 words[OF_THREAD * SIZE / 4];

@@ -37,8 +37,8 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
          const __grid_constant__ TensorMap scales_map, const int* row_index, const float* a_scales, const float* w_scales,
          Extras extras, u8* out, long long out_stride, float* out_scales,
          const int* offsets, const int* expert_ids, const int* num_active, int num_groups, int num_experts,
-         int capacity, int columns, int k_blocks, int band_width, int settled, float alpha, float limit,
-         float up_offset, const void* topk_idx, int num_ids, int id_bytes, int loads_after_ns) {
+         int capacity, int columns, int k_blocks, int band_width, int settled, float alpha, float gate_limit,
+         float up_limit, float up_offset, const void* topk_idx, int num_ids, int id_bytes, int loads_after_ns) {
     u8* staging = shared + STAGES * STAGE_BYTES;
     float* scales = (float*)(staging + STAGING_BYTES);
     u64* barriers = (u64*)((u8*)scales + STAGES * SCALE_BYTES);
@@ -379,8 +379,8 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
             }
             share_sums(acc, (float*)staging);
             // The first block of a cluster stores the scales of both.
-            store_few((float*)staging, extras, tile, capacity - 1, columns, alpha, limit, up_offset, out, out_stride,
-                      rank > 0 ? nullptr : out_scales, of_pair);
+            store_few((float*)staging, extras, tile, capacity - 1, columns, alpha, gate_limit, up_limit, up_offset, out,
+                      out_stride, rank > 0 ? nullptr : out_scales, of_pair);
 #else
             if (alone) give_turn(wg);
             if (EXTRAS) apply_extras(acc, extras, row, capacity - 1, tile.expert, tile.column, columns);
@@ -393,7 +393,8 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
             u8* to = out + position * stride + (long long)tile.column * SIZE;
             if (GATED) {
 #pragma unroll
-                for (int i = 0; i < 64; ++i) acc[i] = activated(acc[i], acc[64 + i], alpha, limit, up_offset);
+                for (int i = 0; i < 64; ++i)
+                    acc[i] = activated(acc[i], acc[64 + i], alpha, gate_limit, up_limit, up_offset);
             } else if (ACTIVATED) {
 #pragma unroll
                 for (int i = 0; i < SUMS; ++i) acc[i] = function_of(acc[i], alpha);

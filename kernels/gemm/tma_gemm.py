@@ -26,6 +26,7 @@ It is bound by power. Gains of each version and dropped ideas: `kernels/gemm/not
 from __future__ import annotations
 
 import ctypes
+import math
 from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any
@@ -190,7 +191,8 @@ def _launch(
             shape.band,
             int(a.settled),
             ctypes.c_float(formula.alpha),
-            ctypes.c_float(float("inf") if formula.limit is None else formula.limit),
+            _limit(formula.gate_limit),
+            _limit(formula.limit),
             # Adding -0 changes no value.
             ctypes.c_float(formula.up_offset or -0.0),
             *a.routed_ids,
@@ -200,6 +202,10 @@ def _launch(
         shared_bytes=shape.shared_bytes(groups),
         early=plan.tma.starts_early,
     )
+
+
+def _limit(limit: float | None) -> ctypes.c_float:
+    return ctypes.c_float(math.inf if limit is None else limit)
 
 
 def _pointer(t: torch.Tensor | None) -> int | None:

@@ -9,11 +9,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import NoReturn
+from typing import Literal, NoReturn, get_args
 
 import torch
 
-from moe_runtime.comm.arguments import check_device, check_flag, check_is_tensor, check_number, describe
+from moe_runtime.comm.arguments import (
+    check_choice,
+    check_device,
+    check_flag,
+    check_is_tensor,
+    check_number,
+    describe,
+)
 from moe_runtime.kernels.formats.number_formats import (
     FP8_BLOCK,
     WEIGHT_BLOCK_N,
@@ -25,6 +32,7 @@ from moe_runtime.kernels.formats.number_formats import (
 from moe_runtime.kernels.formats.quantize import dequantize_rows, quantize_rows
 from moe_runtime.kernels.formats.reference_quantize import quantize_fp8_blocks, token_gsf
 from moe_runtime.kernels.formats.swizzle import swizzle_scales, unswizzle_scales
+from moe_runtime.kernels.gemm.gate_limit import gate_where_silu_is
 from moe_runtime.kernels.runtime import resolve_engine
 
 
@@ -93,6 +101,10 @@ class ActivationFunction(StrEnum):
         return 1 + list(ActivationFunction).index(self)
 
 
+LimitOn = Literal["gate", "function"]
+"""What a limit bounds from above, beside up: the gate, or the function of the gate."""
+
+
 @dataclass(frozen=True)
 class Activation:
     """The activation between the two products, in fp32: `function(gate) * (up + up_offset)`, or `function(up)`.
@@ -100,12 +112,16 @@ class Activation:
     A `limit` first clamps gate to at most `limit` and up to `-limit .. limit`. A softcap `c` then bounds up, and the
     gate outside of the sigmoid, by `c * tanh(x / c)`. NaN stays NaN. The defaults are `silu(gate) * up`, SwiGLU
     (Shazeer, arXiv 2002.05202). `GPT_OSS` is `swiglu` in github.com/openai/gpt-oss, gpt_oss/torch/model.py.
+    `STEP_3P5` limits the function of the gate instead: `min(silu(gate), limit) * clamp(up, -limit, limit)`, as in
+    Step 3.5 and Ling 3.0. Kernels clamp the gate at `gate_limit`, where its function reaches the limit.
     `SQUARED_RELU` has no gate: the first weight holds the `I` rows of up alone.
 
     Attributes:
         order: order of the rows of gate and up in the first weight; `GATE_UP` without a gate.
         alpha: factor inside the sigmoid of `SILU`; 1 for other functions.
         limit: the clamp, positive; None for none, and without a gate.
+        limit_on: what `limit` bounds from above beside up, "gate" or "function"; the latter only with a limit, `SILU`
+            of alpha 1 and no softcap.
         up_offset: added to up after the clamp; 0 without a gate.
         gate_softcap, up_softcap: softcaps, positive, of a gated `SILU` only; None for none.
         function: function of gate, or of up where there is no gate; a name is looked up.
@@ -123,6 +139,7 @@ class Activation:
     gated: bool = field(default=True, kw_only=True)
     gate_softcap: float | None = field(default=None, kw_only=True)
     up_softcap: float | None = field(default=None, kw_only=True)
+    limit_on: LimitOn = field(default="gate", kw_only=True)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "order", GateUpOrder.of(self.order))
@@ -144,6 +161,18 @@ class Activation:
         for name in ("gate_softcap", "up_softcap") if self.function is not ActivationFunction.SILU else ():
             if getattr(self, name) is not None:
                 raise ValueError(f"{name}: only silu has one, expected None with {self.function.value}")
+        check_choice("limit_on", self.limit_on, get_args(LimitOn))
+        if self.limit_on == "function":
+            self._check_limit_on_function()
+
+    def _check_limit_on_function(self) -> None:
+        if self.limit is None:
+            raise ValueError("limit_on: expected gate without a limit, got function")
+        required = {"function": ActivationFunction.SILU, "alpha": 1.0, "gate_softcap": None, "up_softcap": None}
+        for name, expected in required.items():
+            if (value := getattr(self, name)) != expected:
+                said = expected.value if isinstance(expected, ActivationFunction) else expected
+                raise ValueError(f"{name}: expected {said} with a limit on the function, got {value}")
 
     @property
     def gate_up(self) -> GateUpOrder | None:
@@ -156,10 +185,15 @@ class Activation:
         return 2 if self.gated else 1
 
     @property
-    def constants(self) -> tuple[int, bool, float, float | None, float, float | None, float | None]:
-        """`(function, gated, alpha, limit, up_offset, gate_softcap, up_softcap)` for Triton kernels."""
-        clamps = self.alpha, self.limit, self.up_offset
-        return self.function.code, self.gated, *clamps, self.gate_softcap, self.up_softcap
+    def gate_limit(self) -> float | None:
+        """What gate is clamped to at most, where `limit` bounds its function, too (`gate_where_silu_is`)."""
+        return self.limit if self.limit is None or self.limit_on == "gate" else gate_where_silu_is(self.limit)
+
+    @property
+    def constants(self) -> tuple[int, bool, float, float | None, float | None, float, float | None, float | None]:
+        """`(function, gated, alpha, gate_limit, limit, up_offset, gate_softcap, up_softcap)` for Triton kernels."""
+        clamps = self.gate_limit, self.limit, self.up_offset
+        return self.function.code, self.gated, self.alpha, *clamps, self.gate_softcap, self.up_softcap
 
 
 SwiGLU = Activation
@@ -196,6 +230,7 @@ def one_of(expert: int, num_experts: int) -> slice:
 
 SILU = Activation()
 GPT_OSS = Activation(GateUpOrder.INTERLEAVED, alpha=1.702, limit=7.0, up_offset=1.0)
+STEP_3P5 = Activation(limit=7.0, limit_on="function")
 GEGLU = Activation(function=ActivationFunction.GELU)
 GEGLU_TANH = Activation(function=ActivationFunction.GELU_TANH)
 SQUARED_RELU = Activation(function=ActivationFunction.RELU2, gated=False)

@@ -28,8 +28,8 @@ UNGATED_WEIGHTS = ("up_proj", DOWN)
 NORM_WEIGHT = "post_expert_norm.weight"
 DBRX_WEIGHTS = ("w1", "v1", "w2")
 POSSIBLE = (
-    "function(gate) * (up + up_offset), with gate and up clamped or softcapped or neither, or function(up), of the "
-    "functions x * sigmoid(alpha * x), GELU, its approximation by tanh, and squared ReLU"
+    "function(gate) * (up + up_offset), with gate, or its silu, and up clamped, or both softcapped, or neither, or "
+    "function(up), of the functions x * sigmoid(alpha * x), GELU, its approximation by tanh, and squared ReLU"
 )
 
 _DIGITS = 5
@@ -230,10 +230,13 @@ def _measure_activation(module: nn.Module, name: str, device: torch.device) -> A
                 answers = function(together(gates, ups)).double()
             except (RuntimeError, TypeError, ValueError):
                 continue
+            found = {}
             for each in fitted:
                 expected = activation_reference(together(gates, ups), activation_of(each))
                 if answers.shape == expected.shape and _close(answers, expected):
-                    return each
+                    found[each] = float((answers - expected).abs().max())
+            if found:
+                return min(found, key=found.__getitem__)
     raise _other_activation(module, name)
 
 
@@ -309,6 +312,9 @@ def _fit(
     limit = far / slope - offset
     shared = {"order": order, "limit": None if limit > _FAR / 2 else _rounded(limit), "up_offset": _rounded(offset)}
     found = [ActivationConfig(**shared, **each) for each in _functions(slope)]
+    if shared["limit"] is not None:
+        # Where limits are large, both forms are close to the answers, and the closer one counts.
+        found += [each.replace(limit_on="function") for each in found if (each.function, each.alpha) == ("silu", 1.0)]
     softcapped = _softcapped(answer, device)
     return found if softcapped is None else [*found, ActivationConfig(order=order, **softcapped)]
 

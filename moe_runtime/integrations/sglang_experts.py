@@ -184,9 +184,12 @@ def activation_of(config: Any, name: str, up_first: bool) -> ActivationConfig:
             return ActivationConfig(order=order, alpha=alpha, limit=limit, up_offset=1.0)
         if (alpha, limit, beta) == (None, None, None):
             return ActivationConfig(order=order, limit=config.swiglu_limit)
+        # Without gemm1_alpha the clamp follows silu; that of swiglu_limit comes before it.
+        if (alpha, beta, config.swiglu_limit) == (None, None, None):
+            return ActivationConfig(order=order, limit=limit, limit_on="function")
     raise ValueError(
-        f"{name}: activation: expected gated silu, with swiglu_limit, or with gemm1_alpha and gemm1_clamp_limit, or "
-        f"with none of them, got {config.activation} (is_gated={config.is_gated}, gemm1_alpha={alpha}, "
+        f"{name}: activation: expected gated silu, with swiglu_limit, or with gemm1_clamp_limit and perhaps "
+        f"gemm1_alpha, or with none of them, got {config.activation} (is_gated={config.is_gated}, gemm1_alpha={alpha}, "
         f"gemm1_clamp_limit={limit}, gemm1_beta={beta}, swiglu_limit={config.swiglu_limit})"
     )
 

@@ -193,11 +193,15 @@ def activation_of(layer: Any, name: str) -> ActivationConfig:
         return ActivationConfig(limit=limit)
     if kind == "swigluoai" and (limit, alpha, beta) in ((None, None, None), (7.0, 1.702, 1.0)):
         return ActivationConfig(order="interleaved", alpha=1.702, limit=7.0, up_offset=1.0)
+    # vLLM reads no limit for this one: https://github.com/vllm-project/vllm, fused_moe/activation.py.
+    if kind == "swiglustep" and limit in (None, 7.0) and (alpha, beta) in ((None, None), (1.0, 0.0)):
+        return ActivationConfig(limit=7.0, limit_on="function")
     if kind == "swigluoai_uninterleave" and limit is not None:
         return ActivationConfig(alpha=1.0 if alpha is None else alpha, limit=limit, up_offset=beta or 0.0)
     given = f"swiglu_limit={limit}, swiglu_alpha={alpha}, swiglu_beta={beta}"
     raise ValueError(
-        f"{name}: activation: expected silu, swigluoai or swigluoai_uninterleave with a limit, got {kind} ({given})"
+        f"{name}: activation: expected silu, swigluoai, swiglustep with a limit of 7, or swigluoai_uninterleave with "
+        f"any, got {kind} ({given})"
     )
 
 

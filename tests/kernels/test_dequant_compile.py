@@ -45,7 +45,16 @@ from moe_runtime.kernels.gemm.shapes import DEQUANT_FEW_MORE as FEW_MORE
 from moe_runtime.kernels.gemm.shapes import DEQUANT_MIDDLE as MIDDLE
 from moe_runtime.kernels.gemm.shapes import DEQUANT_PREFILL as PREFILL
 from moe_runtime.kernels.gemm.shapes import FEW_TOKENS, MANY_TOKENS, DequantShape, TokenShape
-from moe_runtime.kernels.gemm.weights import GEGLU, GEGLU_TANH, GPT_OSS, SQUARED_RELU, Activation, GateUpOrder, SwiGLU
+from moe_runtime.kernels.gemm.weights import (
+    GEGLU,
+    GEGLU_TANH,
+    GPT_OSS,
+    SQUARED_RELU,
+    STEP_3P5,
+    Activation,
+    GateUpOrder,
+    SwiGLU,
+)
 from tests.support.gemm_checks import ROWS_OF_SHAPES, SHAPES
 from tests.support.gemm_plans import dequant_swiglu, run_dequant_gemm
 
@@ -239,11 +248,16 @@ VARIANTS: list[tuple[DequantShape, str, str, int, Activation | None, str]] = [
     (MIDDLE, "nvfp4", "nvfp4", 2048, SQUARED_RELU, "nvfp4"),
     (PREFILL, "mxfp8", "mxfp8", 7168, SQUARED_RELU, "mxfp8 dequantized"),
     (DECODE, "mxfp4", "mxfp8", 2880, SQUARED_RELU, "mxfp8"),
+    (FEW, "nvfp4", "nvfp4", 7168, STEP_3P5, "nvfp4 dequantized"),
+    (DECODE, "mxfp8", "mxfp8", 7168, STEP_3P5, "mxfp8 dequantized"),
+    (PREFILL, "mxfp4", "mxfp8", 7168, STEP_3P5, "mxfp8"),
 ]
 
 
 def _name(activation: Activation | None) -> str:
-    return "plain" if activation is None else "softcaps" if activation.up_softcap else activation.function.value
+    if activation is None:
+        return "plain"
+    return "softcaps" if activation.up_softcap else "step_3p5" if activation == STEP_3P5 else activation.function.value
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from tests.emulator import Emulator, needs_emulator
 from tests.kernels import test_dequant_gemm as plain
 from tests.kernels import test_dequant_swiglu as gated
 from tests.kernels import test_op_weights as operations
-from tests.kernels.test_activations import check_special_values
+from tests.kernels.test_activations import check_limit_on_function, check_special_values
 from tests.support.comparison import assert_same_bits
 from tests.support.gemm_cases import UNIT, check_inside, exact_gemm, make_rows, random_weights
 from tests.support.gemm_checks import SHAPES, check_quantized, poisoned
@@ -248,7 +248,9 @@ def test_special_values_of_the_activation(name: str, emulator: Emulator) -> None
         return gemm.grouped_gemm_swiglu(a, PrepackedWeights.prepack(w), activation, out_format="bf16")
 
     check_special_values(name, run, CPU)
-    assert emulator.runs >= 7
+    assert emulator.runs >= 8
+    check_limit_on_function(name, run, CPU)
+    assert emulator.runs >= 14
 
 
 @pytest.mark.parametrize("rows", [[9], [40, 0, 129]], ids=["one_group", "four_parts"])

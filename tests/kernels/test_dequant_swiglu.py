@@ -78,6 +78,7 @@ class Case:
     def __str__(self) -> str:
         order, function = self.activation.gate_up, self.activation.function.value
         function = f"{function}-softcaps" if self.activation.up_softcap else function
+        function = "limited-silu" if self.activation.limit_on == "function" else function
         formula = function if order is None else order.value if function == "silu" else f"{function}-{order.value}"
         parts = (self.weight, self.token, self.out, formula)
         return "-".join((*parts, next(name for name, shape in SHAPES.items() if shape is self.shape)))
@@ -110,6 +111,11 @@ CASES = [
     Case("mxfp4", "mxfp8", "mxfp8", SQUARED_RELU, MIDDLE),
     Case("mxfp4", "bf16", "bf16", Activation(function="gelu", gated=False), DECODE),
     Case("nvfp4", "nvfp4", "nvfp4", Activation(gate_softcap=2.0, up_softcap=4.0), DECODE),
+    Case("nvfp4", "nvfp4", "nvfp4", Activation(limit=0.5, limit_on="function"), MIDDLE),
+    Case("nvfp4", "bf16", "bf16", Activation(GateUpOrder.UP_GATE, limit=0.5, limit_on="function"), PREFILL),
+    Case("mxfp8", "mxfp8", "mxfp8", Activation(GateUpOrder.UP_GATE, limit=0.5, limit_on="function"), DECODE),
+    Case("mxfp4", "bf16", "bf16", Activation(GateUpOrder.INTERLEAVED, limit=0.5, limit_on="function"), DECODE),
+    Case("mxfp4", "mxfp8", "mxfp8", Activation(limit=0.5, limit_on="function"), PREFILL),
 ]
 
 

@@ -43,8 +43,11 @@ ACTIVATIONS = [
     Activation(GateUpOrder.INTERLEAVED, limit=0.5, function="gelu_tanh"),
     SQUARED_RELU,
     Activation(gate_softcap=2.0, up_softcap=4.0),
+    Activation(GateUpOrder.UP_GATE, limit=0.5, limit_on="function"),
+    Activation(GateUpOrder.INTERLEAVED, limit=0.5, up_offset=1.0, limit_on="function"),
 ]
 IDS = ["silu", "up_gate", "limit", "gpt_oss", "gelu", "gelu_tanh", "relu2", "softcaps"]
+IDS += ["function", "function_interleaved"]
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -279,8 +279,9 @@ def test_epilogue(
         GEGLU,
         GEGLU_TANH,
         SQUARED_RELU,
+        Activation(GateUpOrder.UP_GATE, limit=0.5, limit_on="function"),
     ],
-    ids=["silu", "up_gate", "limit", "gpt_oss", "gelu", "gelu_tanh", "relu2"],
+    ids=["silu", "up_gate", "limit", "gpt_oss", "gelu", "gelu_tanh", "relu2", "function"],
 )
 def test_swiglu_requantized(
     activation: Activation, name: str, to: str, regime: TmaShape, rng: torch.Generator, device: torch.device

@@ -29,7 +29,7 @@ from moe_runtime.kernels.gemm.weights import (
 from tests.emulator import Emulator, needs_emulator
 from tests.emulator.tensor_maps import encode_tiled
 from tests.kernels import test_tma_gemm as on_gpu
-from tests.kernels.test_activations import check_special_values
+from tests.kernels.test_activations import check_limit_on_function, check_special_values
 from tests.support import gemm_plans
 from tests.support.comparison import assert_same_bits
 from tests.support.gemm_cases import make_rows, random_weights
@@ -227,6 +227,9 @@ def test_epilogue(
         ("fp8_block", "bf16", SwiGLU(GateUpOrder.UP_GATE, alpha=0.7), TMA_FEW),
         ("fp8_block", "fp8_block", SQUARED_RELU, TMA_FEW),
         ("bf16", "bf16", GPT_OSS, TMA_FEW),
+        ("fp8_block", "fp8_block", Activation(limit=0.5, limit_on="function"), TMA_PREFILL),
+        ("fp8_block", "fp8_block", Activation(GateUpOrder.UP_GATE, limit=0.5, limit_on="function"), TMA_FEW),
+        ("bf16", "bf16", Activation(GateUpOrder.INTERLEAVED, limit=0.5, limit_on="function"), TMA_DECODE),
     ],
 )
 def test_swiglu_requantized(
@@ -241,7 +244,16 @@ def test_special_values(emulator: Emulator) -> None:
         return tma_grouped_gemm_swiglu(a, w, activation, out_format="bf16")
 
     check_special_values("bf16", run, CPU)
-    check_runs(emulator, 7)
+    check_runs(emulator, 8)
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp8_block"])
+def test_limit_on_function(name: str, emulator: Emulator) -> None:
+    def run(a: GroupedRows, w: ExpertWeights, activation: Activation) -> GroupedRows:
+        return tma_grouped_gemm_swiglu(a, w, activation, out_format="bf16")
+
+    check_limit_on_function(name, run, CPU)
+    check_runs(emulator, 6)
 
 
 @pytest.mark.parametrize(

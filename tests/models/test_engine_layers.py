@@ -148,6 +148,7 @@ def test_any_number_of_tokens(num_tokens: int, seed: int) -> None:
         ("gate_up", "bias", "fp8_block", {}, stand_ins.silu),
         ("gate_up", None, "bf16", {"swiglu_limit": 1.5}, stand_ins.clamped_silu),
         ("interleaved", "bias", "mxfp4", {"activation": SimpleNamespace(value="swigluoai")}, stand_ins.gpt_oss),
+        ("gate_up", "bias", "fp8_block", {"activation": SimpleNamespace(value="swiglustep")}, stand_ins.swiglu_step),
         (
             "gate_up",
             None,
@@ -220,6 +221,16 @@ def test_what_vllm_asks_a_method(seed: int) -> None:
         ({}, {"in_dtype": torch.float16}, "--dtype: expected bfloat16, got torch.float16"),
         ({"apply_router_weight_on_input": True}, {}, "apply_router_weight_on_input"),
         ({"activation": SimpleNamespace(value="gelu")}, {}, "activation: expected silu, .*, got gelu"),
+        (
+            {"activation": SimpleNamespace(value="swiglustep"), "swiglu_limit": 4.0},
+            {},
+            r"activation: expected .* swiglustep with a limit of 7, .*, got swiglustep .swiglu_limit=4\.0",
+        ),
+        (
+            {"activation": SimpleNamespace(value="swiglustep"), "swiglu_alpha": 1.702},
+            {},
+            r"activation: .*, got swiglustep .*swiglu_alpha=1\.702",
+        ),
         ({}, {"hidden_dim": HIDDEN + 16}, r"w13_weight: expected shape \[7, 320, 176\], got \[7, 320, 160\]"),
         ({"_expert_map": torch.arange(NUM_EXPERTS).flip(0)}, {}, "expected the experts 0 .. 6 .7. on rank 0"),
     ],
@@ -384,6 +395,8 @@ def run_sglang(dispatcher: Any, method: Any, layer: Any, tokens: tuple[torch.Ten
         ),
         ("fp8_block", None, "gate_up", {"swiglu_limit": 1.5}, 1.0, stand_ins.clamped_silu),
         ("nvfp4", None, "up_gate", {}, 1.0, stand_ins.silu),
+        ("bf16", None, "gate_up", {"gemm1_clamp_limit": 1.5}, 1.0, stand_ins.limited_silu),
+        ("nvfp4", None, "up_gate", {"gemm1_clamp_limit": 1.5}, 1.0, stand_ins.limited_silu),
         (
             "mxfp4",
             "weight_bias",
@@ -466,7 +479,8 @@ def test_what_sglang_must_not_ask(changes: Any, settings: Any, complaint: str) -
     [
         {"activation": "gelu"},
         {"is_gated": False},
-        {"gemm1_clamp_limit": 7.0},
+        {"gemm1_clamp_limit": 7.0, "swiglu_limit": 7.0},
+        {"gemm1_clamp_limit": 7.0, "gemm1_beta": 1.0},
         {"gemm1_alpha": 1.702},
         {"gemm1_alpha": 1.702, "gemm1_clamp_limit": 7.0, "gemm1_beta": 0.5},
     ],

@@ -5,6 +5,7 @@ Sources are found as for `test_engine_signatures.py`; without them these tests s
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import logging
@@ -268,8 +269,13 @@ def check_formula(activation: ActivationConfig, expected: torch.Tensor, x: torch
     interleaved = activation.order == "interleaved"
     gate, up = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
     if activation.limit is not None:
-        gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
-    found = gate * torch.sigmoid(activation.alpha * gate) * (up + activation.up_offset)
+        up = up.clamp(-activation.limit, activation.limit)
+        if activation.limit_on == "gate":
+            gate = gate.clamp(max=activation.limit)
+    function = gate * torch.sigmoid(activation.alpha * gate)
+    if activation.limit_on == "function":
+        function = function.clamp(max=activation.limit)
+    found = function * (up + activation.up_offset)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -288,6 +294,12 @@ def test_formulas_are_those_of_vllm(rng: torch.Generator) -> None:
 
     check_formula(ours("silu"), native("SiluAndMul"), x)
     check_formula(ours("swigluoai"), native("SwigluOAIAndMul"), x)
+    # Experts have it without a limit of the model: apply_moe_activation leaves the kernel's default.
+    check_formula(ours("swiglustep"), native("SwigluStepAndMul"), x)
+    apply = ast.unparse(sources.find(f"{FUSED}.activation", "apply_moe_activation"))
+    assert "swiglustep_and_mul_triton(output, input)" in apply
+    (limit,) = sources.find(module, "swiglustep_and_mul_triton").args.defaults
+    assert ast.literal_eval(limit) == 7.0
     uninterleaved = ours("swigluoai_uninterleave", swiglu_limit=7.0, swiglu_alpha=1.702, swiglu_beta=1.0)
     check_formula(uninterleaved, native("SiluAndMulWithClamp"), x)
     state.alpha, state.beta, state.swiglu_limit = 1.0, 0.0, 2.5
@@ -304,6 +316,15 @@ def test_formulas_are_those_of_sglang(rng: torch.Generator) -> None:
         layer = sglang_layer({}, gemm1_alpha=1.702, gemm1_clamp_limit=7.0, gate_up_interleaved=interleaved)
         ours = sglang_experts.activation_of(layer.moe_runner_config, "layer", up_first=False)
         check_formula(ours, sources.run(module, [name], given)[name](x, 1.702, 7.0), x)
+    for name, changes in {
+        "_swiglu_silu_clamp_mul": {"gemm1_clamp_limit": 2.5},
+        "swiglu_no_interleaved_with_alpha_and_limit": {"gemm1_clamp_limit": 2.5, "gemm1_alpha": 1.702},
+    }.items():
+        config = sglang_layer({}, gate_up_interleaved=False, **changes).moe_runner_config
+        ours = sglang_experts.activation_of(config, "layer", up_first=False)
+        assert f"{name}(" in ast.unparse(sources.find(module, "_fused_moe_kernel_sequence"))
+        limits = [changes[key] for key in ("gemm1_alpha", "gemm1_clamp_limit") if key in changes]
+        check_formula(ours, sources.run(module, [name], given)[name](x, *limits), x)
 
 
 @pytest.mark.parametrize(("num_experts", "ranks"), [(8, 4), (7, 3), (5, 4), (256, 6), (2, 3)])

@@ -116,7 +116,7 @@ def attributes_of_vllm(sources: Sources) -> None:
     assert set(config) <= sources.members(f"{FUSED}.config", "FusedMoEConfig")
     assert set(vars(config["moe_parallel_config"])) <= sources.members(f"{FUSED}.config", "FusedMoEParallelConfig")
     activations = sources.constants(f"{FUSED}.activation", "MoEActivation")
-    assert {"silu", "swigluoai", "swigluoai_uninterleave"} <= activations
+    assert {"silu", "swigluoai", "swigluoai_uninterleave", "swiglustep"} <= activations
 
 
 def step_of_vllm(sources: Sources) -> None:

@@ -102,6 +102,32 @@ def test_the_activation_is_measured(
         assert wanted is None or math.isclose(wanted, got, rel_tol=2e-5, abs_tol=1e-9)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("limit", [0.75, 4.0, 7.0, 10.0])
+@pytest.mark.parametrize("limit_on", ["gate", "function"])
+def test_what_a_limit_is_on_is_measured(limit_on: Any, limit: float, dtype: torch.dtype) -> None:
+    """At 10, where silu is 10 - 5e-4, the two forms differ by less than a measurement may."""
+
+    class Limited(Experts):
+        def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+            gate, up = gate_up.to(dtype).chunk(2, dim=-1)
+            gate = F.silu(gate).clamp(max=limit) if limit_on == "function" else F.silu(gate.clamp(max=limit))
+            return gate * up.clamp(-limit, limit)
+
+    found = describe_experts(Limited()).activation
+    assert found == ActivationConfig(limit=limit, limit_on=limit_on)
+
+
+def test_a_limit_on_gelu_is_refused() -> None:
+    class Limited(Experts):
+        def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+            gate, up = gate_up.chunk(2, dim=-1)
+            return F.gelu(gate).clamp(max=1.0) * up.clamp(-1.0, 1.0)
+
+    with pytest.raises(ValueError, match=r"act_fn: expected function.gate. .*gate, or its silu, and up clamped"):
+        describe_experts(Limited())
+
+
 @pytest.mark.parametrize("limit", [None, 58.0, 7.0])
 def test_squared_relu_is_not_taken_for_silu_with_a_slope_of_zero(limit: float | None) -> None:
     """At 0.5 both are 0.25, but for the rounding of the measurement."""

@@ -27,6 +27,8 @@ ACTIVATIONS: dict[str, dict[str, Any]] = {
     "relu2": {"function": "relu2", "gated": False},
     "softcaps": {"gate_softcap": 4.0, "up_softcap": 25.0},
     "gelu_alone": {"function": "gelu", "gated": False},
+    "limited_silu": {"limit": 1.0, "limit_on": "function"},
+    "limited_silu_interleaved": {"limit": 1.0, "limit_on": "function", "order": "interleaved"},
 }
 FORMATS = [("bf16", "bf16"), ("fp8_block", "fp8_block"), ("mxfp8", "mxfp4"), ("nvfp4", "nvfp4")]
 each = pytest.mark.parametrize("activation", ACTIVATIONS.values(), ids=ACTIVATIONS)
@@ -126,6 +128,7 @@ def test_shared_experts_have_the_activation(
         "gelu": functional.gelu,
         "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
         "relu2": lambda x: functional.relu(x) ** 2,
+        "silu": functional.silu,
     }[formula.function]
     x = torch.randn(11, 128, generator=rng).bfloat16().to(device)
     inner = function(x @ gate.T) * (x @ up.T) if formula.gated else function(x @ up.T)
@@ -134,6 +137,58 @@ def test_shared_experts_have_the_activation(
     if not formula.gated:
         with pytest.raises(ValueError, match=r"gate_proj: expected none, got shape \[40, 128\]"):
             shared.load(gate, up, down, token_gate if gated else None)
+
+
+@pytest.mark.parametrize("limit", [0.125, 7.0])
+def test_a_shared_expert_has_a_limit_of_its_own(limit: float, device: torch.device, rng: torch.Generator) -> None:
+    """Beside experts that have another one or none, also of huge values and NaN."""
+    size = SharedExpertConfig(intermediate_size=40, limit=limit)
+    weights = [torch.randn(n, k, generator=rng) * 0.5 for n, k in ((40, 128), (40, 128), (128, 40))]
+    gate, up, down = (weight.bfloat16() for weight in weights)
+    x = torch.randn(11, 128, generator=rng)
+    x[-2] *= 1e20
+    x[-1, 0] = float("nan")
+    x = x.bfloat16()
+    found = []
+    for of_experts in ({}, {"limit": 3.0, "alpha": 1.702}, {"limit": 3.0, "limit_on": "function"}):
+        shared = SharedExpert(128, size, device, ActivationConfig(**of_experts))
+        shared.load(gate, up, down)
+        found.append(shared(x.to(device)).cpu())
+    g, u = x.double() @ gate.double().T, (x.double() @ up.double().T).clamp(-limit, limit)
+    silu = g * torch.sigmoid(g)
+    want = ((torch.where(silu > limit, limit, silu) * u) @ down.double().T)[:-1]
+    assert found[0][-1].isnan().all() and relative_error(found[0][:-1], want)[0] <= 0.02
+    for other in found[1:]:
+        assert_same_bits(other, found[0])
+    g = g.clamp(max=limit)
+    other = ((g * torch.sigmoid(g) * u) @ down.double().T)[:-1]
+    assert limit == 7.0 or relative_error(other, want)[0] > 0.1
+
+
+@pytest.mark.parametrize("activation", [{"function": "gelu"}, {"gated": False}, {"function": "relu2", "gated": False}])
+def test_a_limit_that_a_shared_expert_cannot_have(activation: dict[str, Any]) -> None:
+    size = SharedExpertConfig(intermediate_size=40, limit=7.0)
+    with pytest.raises(ValueError, match=r"^limit: only silu of a gate has one, expected none with .*, got 7\.0"):
+        SharedExpert(128, size, activation=ActivationConfig(**activation))
+
+
+def test_layers_with_limits_of_experts_and_of_the_shared_one(
+    device: torch.device, rng: torch.Generator, seed: int
+) -> None:
+    activation = {"limit": 1.0, "limit_on": "function"}
+    c = config(activation, shared_expert=SharedExpertConfig(intermediate_size=64, limit=0.25))
+    x = torch.randn(20, 128, generator=rng).bfloat16().to(device)
+    with ExpertParallelContext(device=device) as context:
+        layer = MoELayer(c, context)
+        layer.load_random(seed)
+        assert layer.router is not None and layer.shared_expert is not None
+        shared = {name: weight.double().cpu() for name, weight in layer.shared_expert.named_parameters()}
+        y, route = layer(x).cpu(), layer.router(x)
+    routed = exact(c.replace(shared_expert=None), seed, x, route)
+    gate, up = (x.double().cpu() @ shared[f"{name}_proj"].T for name in ("gate", "up"))
+    inner = torch.nn.functional.silu(gate).clamp(max=0.25) * up.clamp(-0.25, 0.25)
+    assert relative_error(y, routed + inner @ shared["down_proj"].T)[0] <= error_bound("bf16")
+    assert relative_error(y, routed + (torch.nn.functional.silu(gate) * up) @ shared["down_proj"].T)[0] > 0.1
 
 
 @pytest.mark.parametrize(("token", "weight"), FORMATS, ids=["-".join(pair) for pair in FORMATS])

@@ -163,6 +163,14 @@ def clamped_silu(gate: torch.Tensor, up: torch.Tensor, limit: float = 1.5) -> to
     return functional.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
 
 
+def limited_silu(gate: torch.Tensor, up: torch.Tensor, limit: float = 1.5) -> torch.Tensor:
+    return functional.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)
+
+
+def swiglu_step(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return limited_silu(gate, up, 7.0)
+
+
 def gpt_oss(gate: torch.Tensor, up: torch.Tensor, alpha: float = 1.702, limit: float = 7.0) -> torch.Tensor:
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return gate * torch.sigmoid(alpha * gate) * (up + 1)

@@ -335,7 +335,7 @@ def _activation(activation: ActivationConfig) -> str:
     if activation.alpha != 1.0:
         parts.append(f"alpha {activation.alpha:g}")
     if activation.limit is not None:
-        parts.append(f"limit {activation.limit:g}")
+        parts.append(f"limit {activation.limit:g}" + " after silu" * (activation.limit_on == "function"))
     if activation.up_offset:
         parts.append(f"up + {activation.up_offset:g}")
     for name, cap in (("gate", activation.gate_softcap), ("up", activation.up_softcap)):

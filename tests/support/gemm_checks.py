@@ -134,12 +134,19 @@ def _exact_activation(exact: Exact, activation: Activation) -> tuple[Array, Arra
     columns = exact.value.shape[1]
     gate_rows, up_rows = activation.order.gate_rows(columns), activation.order.up_rows(columns)
     gate, up = exact.value[:, gate_rows], exact.value[:, up_rows]
+    limit = np.inf
     if activation.limit is not None:
-        gate, up = np.minimum(gate, activation.limit), np.clip(up, -activation.limit, activation.limit)
+        up = np.clip(up, -activation.limit, activation.limit)
+        if activation.limit_on == "gate":
+            gate = np.minimum(gate, activation.limit)
+        else:
+            # Where silu is at most the limit, gate is less than twice as large.
+            limit, gate = activation.limit, np.minimum(gate, 2 * activation.limit)
     if activation.up_softcap is not None:
         up = activation.up_softcap * np.tanh(up / activation.up_softcap)
     up = up + activation.up_offset
     y, steps = _exact_function(gate, activation)
+    y = np.minimum(y, limit)
     gate_error, up_error = _moved(gate, error[:, gate_rows], activation), error[:, up_rows]
     rounding = (steps + (8 * np.abs(y) if activation.up_softcap is not None else 0.0)) * np.abs(up) * 2.0**-23
     return y * up, gate_error * (np.abs(up) + up_error) + np.abs(y) * up_error + rounding

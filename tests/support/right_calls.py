@@ -148,7 +148,7 @@ def _mxfp8_weights(w: World, on: Any) -> dict[str, Any]:
 
 
 def _activation_fields(w: World) -> dict[str, Any]:
-    fields = {"order": GateUpOrder.GATE_UP, "alpha": 1.5, "limit": 7.0, "up_offset": 0.5}
+    fields = {"order": GateUpOrder.GATE_UP, "alpha": 1.5, "limit": 7.0, "up_offset": 0.5, "limit_on": "gate"}
     return fields | {"function": "silu", "gated": True, "gate_softcap": 4.0, "up_softcap": 25.0}
 
 
@@ -447,7 +447,7 @@ ARGUMENTS: dict[str, Callable[[World, Any], dict[str, Any]]] = {
     "PrivateHeap.region": lambda w, on: {"region": "landing"},
     "PrivateHeap.reserve": lambda w, on: {"region": "more", "num_bytes": 512, "ones": 256},
     "PrivateHeap.tensor": lambda w, on: {"region": "landing"},
-    "SharedExpertConfig": lambda w, on: {"intermediate_size": INNER, "gated": True},
+    "SharedExpertConfig": lambda w, on: {"intermediate_size": INNER, "gated": True, "limit": 7.0},
     "SharedExpertConfig.replace": lambda w, on: {"gated": True},
     "VirtualRanks": lambda w, on: w.virtual_ranks_arguments(),
     "VirtualRanks.__call__": lambda w, on: {

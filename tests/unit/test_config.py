@@ -52,6 +52,8 @@ LAYER: dict[str, Any] = {
     "top_k": 2,
     "max_tokens_per_rank": 16,
 }
+LIMITED: dict[str, Any] = {"limit": 7.0, "limit_on": "function"}
+SHARED: dict[str, Any] = {"intermediate_size": 64}
 
 
 def write(folder: Path, data: Any) -> Path:
@@ -82,6 +84,7 @@ def test_what_is_absent_gets_its_default(tmp_path: Path) -> None:
     assert config.layer.token_format == config.layer.weight_format == config.layer.combine_format == "bf16"
     assert config.layer.router == RouterConfig()
     assert config.layer.activation == ActivationConfig()
+    assert config.layer.activation.limit_on == "gate"
     assert config.parallel == ParallelConfig()
     assert (config.tokens_per_rank, config.seed, config.checkpoint) == (0, 0, None)
 
@@ -136,6 +139,27 @@ def test_what_is_absent_gets_its_default(tmp_path: Path) -> None:
         ({"activation": {"gated": False, "limit": 7.0}}, r"layer\.activation\.limit: .*without a gate, got 7\.0"),
         ({"activation": {"gated": False, "up_offset": 1.0}}, r"layer\.activation\.up_offset: .*gate, got 1\.0"),
         ({"activation": {"gated": False, "order": "up_gate"}}, r"layer\.activation\.order: .*gate, got 'up_gate'"),
+        (
+            {"activation": {"limit": 7.0, "limit_on": "up"}},
+            r"layer\.activation\.limit_on: .*'gate' or 'function'.*up'",
+        ),
+        (
+            {"activation": {"limit_on": "function"}},
+            r"layer\.activation\.limit_on: expected gate without a limit, got f",
+        ),
+        ({"activation": LIMITED | {"function": "gelu"}}, r"layer\.activation\.function: expected silu .*, got gelu"),
+        ({"activation": LIMITED | {"alpha": 1.5}}, r"layer\.activation\.alpha: expected 1\.0 with .*, got 1\.5"),
+        ({"activation": LIMITED | {"up_softcap": 4.0}}, r"layer\.activation\.up_softcap: expected None .*, got 4\.0"),
+        ({"activation": LIMITED | {"gate_softcap": 4.0}}, r"layer\.activation\.gate_softcap: expected None .*got 4\.0"),
+        ({"shared_expert": SHARED | {"limit": 0.0}}, r"layer\.shared_expert\.limit: .*got 0\.0"),
+        (
+            {"shared_expert": SHARED | {"limit": 7.0}, "activation": {"function": "gelu"}},
+            r"layer\.shared_expert\.limit: only silu of a gate has one, expected none with gelu, got 7\.0",
+        ),
+        (
+            {"shared_expert": SHARED | {"limit": 7.0}, "activation": {"function": "silu", "gated": False}},
+            r"layer\.shared_expert\.limit: .* expected none with silu without a gate, got 7\.0",
+        ),
     ],
 )
 def test_a_bad_layer_key_is_named(tmp_path: Path, change: dict[str, Any], message: str) -> None:

@@ -22,6 +22,7 @@ ORDERS = {
     GateUpOrder.UP_GATE: ([3, 4, 5], [0, 1, 2]),
     GateUpOrder.INTERLEAVED: ([0, 2, 4], [1, 3, 5]),
 }
+LIMITED: dict[str, Any] = {"limit": 7.0, "limit_on": "function"}
 
 
 @pytest.mark.parametrize("order", GateUpOrder)
@@ -229,6 +230,14 @@ def test_bad_arguments_are_named() -> None:
         ({"gated": False, "limit": 7.0}, "limit: expected None without a gate, got 7.0"),
         ({"gated": False, "up_offset": 1.0}, "up_offset: expected 0.0 without a gate, got 1.0"),
         ({"gated": False, "order": GateUpOrder.UP_GATE}, "order: expected .* without a gate, got "),
+        ({"limit": 7.0, "limit_on": "up"}, "limit_on: expected gate or function, got 'up'"),
+        ({"limit": 7.0, "limit_on": True}, "limit_on: expected gate or function, got True"),
+        ({"limit_on": "function"}, "limit_on: expected gate without a limit, got function"),
+        ({"gated": False, "limit_on": "function"}, "limit_on: expected gate without a limit, got function"),
+        ({**LIMITED, "function": "gelu"}, "function: expected silu with a limit on the function, got gelu"),
+        ({**LIMITED, "alpha": 1.5}, r"alpha: expected 1.0 with a limit on the function, got 1\.5"),
+        ({**LIMITED, "up_softcap": 4.0}, r"up_softcap: expected None with a limit on the function, got 4\.0"),
+        ({**LIMITED, "gate_softcap": 4.0}, r"gate_softcap: expected None with a limit on the function, got 4\.0"),
     ):
         with pytest.raises(ValueError, match=f"^{message}"):
             Activation(**fields)  # type: ignore[arg-type]
