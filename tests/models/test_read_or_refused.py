@@ -1,4 +1,4 @@
-"""Every family of transformers with experts: a layer of its files computes what the model does, or is refused by name."""
+"""Every family of transformers with experts: a layer of its files computes what the model does, or is refused."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_the_limits_of_ling_are_computed(
     formats: dict[str, str], routed: float | None, tmp_path: Path, seed: int
 ) -> None:
     """Held to float64 of the formula, since transformers' own model does not know these keys."""
-    model = kinds.tiny_model("bailing_hybrid", seed, **kinds.KINDS["bailing_hybrid"]).double()
+    model = kinds.tiny_model("bailing_hybrid", seed, **kinds.KINDS["bailing_hybrid"], moe_intermediate_size=64).double()
     for name, parameter in model.named_parameters():
         if name.endswith(("gate_up_proj", "gate_proj.weight", "up_proj.weight")):
             parameter.data.mul_(2)  # Many values lie beyond the limits.
