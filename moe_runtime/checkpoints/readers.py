@@ -9,7 +9,6 @@ tensor is checked for dtype and shape, and scales for NaN; errors name file and 
 from __future__ import annotations
 
 import functools
-import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
@@ -37,17 +36,12 @@ from moe_runtime.checkpoints.layouts import (
     FP8_TENSOR_INV,
     PLAIN,
     Packing,
-    ScaleName,
     WeightLayout,
     packed_words,
 )
 from moe_runtime.checkpoints.loading import FRESH, ExpertTensors, QuantBuffers, allocate_quants
-from moe_runtime.kernels.formats.number_formats import (
-    MAX_ENCODE_SCALE,
-    WEIGHT_BLOCK_N,
-    TokenFormat,
-    ceil_div,
-)
+from moe_runtime.checkpoints.second_level import read_second_level, read_weight_scale, smallest_input_gsf
+from moe_runtime.kernels.formats.number_formats import WEIGHT_BLOCK_N, TokenFormat, ceil_div
 from moe_runtime.kernels.formats.swizzle import swizzle_scales
 from moe_runtime.kernels.gemm.weights import ExpertWeights, GateUpOrder
 from moe_runtime.support.progress import one_ahead
@@ -179,30 +173,14 @@ class ExpertReader:
         layouts that store encode scales, it is infinite or exactly 1, which is what compressed-tensors writes for
         all-zero inputs; a 1 counts only if all others are 1.
 
-        Raises `ValueError` if calibration reached none of those that have one.
+        Raises `ValueError` if calibration reached none of those that have one, and naming file and tensor for a scale
+        that no kernel takes. Warns (`UserWarning`) where those of two experts are more than 2^14 apart.
         """
         scale = self.layout.input_scale
         if scale is None:
             return None
-        downs = ((expert, self.names.linears(expert)[-1]) for expert in range(self.num_experts))
-        found = [
-            _second_level(self.files, down, scale, may_be_zeros=functools.partial(self._may_be_zeros, expert))
-            for expert, down in downs
-            if f"{down}.{scale.suffix}" in self.files
-        ]
-        if not found:
-            return None
-        stored = torch.stack(found)
-        reached = stored[stored.isfinite() & (stored != 0)]
-        if len(reached) == 0:
-            raise ValueError(
-                f"{self.files.index}: expected one of the {scale.suffix} of the down projections in {self.names.block} "
-                f"to be {'finite' if scale.divides else 'positive'}, got none; give intermediate_gsf"
-            )
-        if not scale.divides:
-            return float(_reciprocal(reached).min().clamp(max=MAX_ENCODE_SCALE))
-        reached = reached[reached != 1] if (reached != 1).any() else reached
-        return float(reached.min().clamp(max=MAX_ENCODE_SCALE))
+        downs = [self.names.linears(expert)[-1] for expert in range(self.num_experts)]
+        return smallest_input_gsf(self.files, self.names.block, downs, scale, self._may_be_zeros)
 
     def _may_be_zeros(self, expert: int) -> bool:
         """Whether all inputs of an expert's down projection may be 0: so it is if the weights of some linear are."""
@@ -210,7 +188,7 @@ class ExpertReader:
         if scale is not None and scale.divides:
             return True
         return scale is not None and any(
-            _second_level(self.files, prefix, scale) == 0 for prefix in self.names.linears(expert)
+            read_second_level(self.files, prefix, scale) == 0 for prefix in self.names.linears(expert)
         )
 
     def tensors(self, expert: int) -> list[str]:
@@ -383,8 +361,7 @@ def begin_linears(
     scales = _read_scales(files, layout, prefixes, rows, columns)
     second = None
     if layout.weight_scale is not None:
-        second = torch.stack([_second_level(files, prefix, layout.weight_scale) for prefix in prefixes])
-        second = _reciprocal(second) if layout.weight_scale.divides else second
+        second = torch.stack([read_weight_scale(files, prefix, layout.weight_scale) for prefix in prefixes])
         for prefix in (prefix for prefix, scale in zip(prefixes, second.tolist(), strict=True) if scale == 0):
             name = f"{prefix}.{layout.weight_scale.suffix}"
             warnings.warn(f"{files.path_of(name)}: tensor {name}: its linear is read as zeros", stacklevel=2)
@@ -581,23 +558,3 @@ def check_no_nan(files: TensorFiles, name: str, scales: torch.Tensor) -> None:
         raise ValueError(
             f"{files.path_of(name)}: tensor {name}: expected finite scales, got one that is not at {place}"
         )
-
-
-def _second_level(
-    files: TensorFiles, prefix: str, scale: ScaleName, *, may_be_zeros: Callable[[], bool] = lambda: True
-) -> torch.Tensor:
-    """A second-level scale as it is stored, fp32 `[]`.
-
-    That of values that are all 0, which is 0, or infinite if it divides, is refused unless `may_be_zeros`.
-    """
-    name = f"{prefix}.{scale.suffix}"
-    shape = files.entry(name).shape
-    value = files.read(name, shape if shape == (1,) else (), ("F32",)).view(())
-    if not (0 < value.item() < math.inf or (value.item() == (math.inf if scale.divides else 0) and may_be_zeros())):
-        raise ValueError(f"{files.path_of(name)}: tensor {name}: expected a positive number, got {float(value)}")
-    return value
-
-
-def _reciprocal(x: torch.Tensor) -> torch.Tensor:
-    """`1 / x` by one IEEE division, which `number / tensor` need not be."""
-    return torch.ones_like(x) / x
