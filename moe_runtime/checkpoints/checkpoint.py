@@ -166,7 +166,8 @@ class Checkpoint:
         (`**config.model_dump()`) checks that it fits the checkpoint.
 
         Warns (`UserWarning`) where the sizes are no multiples of the `unit` of the default formats, 16 for FP8. Tokens
-        are then bf16, and so are weights that do not go with them.
+        are then bf16, and so are weights that do not go with them. Also where `intermediate_gsf` is stored, and some
+        expert's own is more than 2^14 times as large.
 
         Raises:
             ValueError: a layer without experts, values that `MoELayerConfig` refuses, or overrides that contradict the

@@ -208,6 +208,41 @@ def test_the_model_says_whether_experts_have_biases_where_no_router_is_read(fold
             next(checkpoint.experts(0, range(3), biases=1))  # type: ignore[arg-type]
 
 
+def _granite(folder: Path) -> str:
+    """Stacks with names of their own, outside of a module of experts."""
+    _stacked(folder, transposed=False)
+    names = {"experts.gate_up_proj": "input_linear.weight", "experts.down_proj": "output_linear.weight"}
+    names["gate.weight"] = "router.layer.weight"
+    block = "model.layers.0.block_sparse_moe"
+    renamed = {f"{block}.{new}": load_all(folder)[f"{BLOCK}.{old}"] for old, new in names.items()}
+    rewrite(folder, renamed, model_type="granitemoe", num_local_experts=3, intermediate_size=128)
+    return f"{block}.input_linear.bias"
+
+
+def _nemotron(folder: Path) -> str:
+    """Experts without a gate."""
+    tensors = {name: tensor for name, tensor in load_all(folder).items() if "gate_proj" not in name}
+    tensors[f"{BLOCK}.gate.e_score_correction_bias"] = torch.zeros(3)
+    said = {"n_routed_experts": 3, "layers_block_type": ["moe"], "moe_shared_expert_intermediate_size": 64}
+    rewrite(folder, tensors, model_type="nemotron_h", **said)
+    return f"{BLOCK}.experts.2.up_proj.bias"
+
+
+@pytest.mark.parametrize("write", [_granite, _nemotron])
+def test_biases_by_other_names(write: Callable[[Path], str], folder: Path) -> None:
+    name = write(folder)
+    shape = (3, 256) if "linear" in name else (128,)
+    for value in (0, 1):
+        add(folder, {name: torch.full(shape, float(value))})
+        with Checkpoint(folder) as checkpoint:
+            if value == 0:
+                assert [expert.gate_up_bias for expert in checkpoint.experts(0, range(3))] == [None] * 3
+                checkpoint.router(0)
+                continue
+            with pytest.raises(ValueError, match=rf"tensor {re.escape(name)} is not expected: .* have no biases"):
+                list(checkpoint.experts(0, range(3)))
+
+
 UNREAD: list[tuple[str, torch.Tensor, bool]] = [
     ("gate.bias", torch.zeros(3), True),
     ("gate.bias", torch.tensor([0, 0, 1e-30]), False),
