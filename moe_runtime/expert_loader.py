@@ -66,7 +66,8 @@ class ExpertLoader:
             buffers = checkpoint.quant_buffers(layer, self._config.weight_format, len(ids), self._context.device)
             text = f"rank {self._context.rank}: layer {layer} of {checkpoint.folder.name}"
             # Closed before `checkpoint`, also after an error: its reader uses them until then.
-            with closing(checkpoint.experts(layer, ids, buffers)) as experts:
+            biases = self._config.expert_bias
+            with closing(checkpoint.experts(layer, ids, buffers, biases=biases)) as experts:
                 return self.make(with_progress(experts, text, len(ids), shown=shown), len(ids), buffers)
 
         if not checkpoint.keep_in_host_memory:

@@ -37,8 +37,9 @@ from moe_runtime.checkpoints.layouts import (
 )
 from moe_runtime.checkpoints.loading import FRESH, ExpertTensors, QuantBuffer, QuantBuffers, check_buffers
 from moe_runtime.checkpoints.quantization import CONFIG_FILE, EXPERTS_KEY, MODELOPT_FILE, Quantization, StoredExperts
-from moe_runtime.checkpoints.readers import ExpertNames, ExpertReader, dense, layout_of, read_linear
+from moe_runtime.checkpoints.readers import ExpertNames, ExpertReader, dense, layout_of, read_linear, tensors_of
 from moe_runtime.checkpoints.unread_keys import check_ignored
+from moe_runtime.checkpoints.unread_tensors import names_beside_experts, refuse_bias, refuse_unread
 from moe_runtime.comm.arguments import check_flag, check_integer, check_kind, check_path, describe
 from moe_runtime.config import MAX_EXPERTS, ActivationConfig, MoELayerConfig, RouterConfig, SharedExpertConfig
 from moe_runtime.kernels.formats.number_formats import (
@@ -52,6 +53,8 @@ _NUMBER = re.compile("[0-9]{1,4}").fullmatch
 """A number of a decoder layer."""
 _STACK_OF_GRANITE = ".block_sparse_moe.input_linear.weight"
 """Stacked experts without a module of their own."""
+_NORM = "post_expert_norm.weight"
+"""A norm over the output of each expert, in their module."""
 _OTHER_STACKS = ("mtp", "draft", "talker")
 """Modules that may have decoder layers of their own, which are not those of the model."""
 
@@ -175,7 +178,8 @@ class Checkpoint:
         (`**config.model_dump()`) checks that it fits the checkpoint.
 
         Warns (`UserWarning`) where the sizes are no multiples of the `unit` of the default formats, 16 for FP8. Tokens
-        are then bf16, and so are weights that do not go with them.
+        are then bf16, and so are weights that do not go with them. Also where `intermediate_gsf` is stored, and some
+        expert's own is more than 2^14 times as large.
 
         Raises:
             ValueError: a layer without experts, values that `MoELayerConfig` refuses, or overrides that contradict the
@@ -233,8 +237,10 @@ class Checkpoint:
         """
         found = self.files.file_digests((CONFIG_FILE, MODELOPT_FILE))
         if layer is not None:
+            self.check_layer(layer)
             if self.routers:
-                raw = self.router(layer).weight.view(torch.uint8).numpy().tobytes()
+                # Without a look at the rest of its block, which a transformers model may read.
+                raw = self._gate_weight(layer).view(torch.uint8).numpy().tobytes()
                 found[f"sha256 of {self._gate(layer)}.weight"] = hashlib.sha256(raw).hexdigest()[:16]
             found |= self.files.header_digests(self._expert_tensors(layer))
         return found
@@ -441,8 +447,14 @@ class Checkpoint:
             stacks=(f"{outer}.{gate_up}", f"{outer}.{down}"),
             order=order,
             biases=self.family.expert_bias or (not self.routers and f"{outer}.{gate_up}_bias" in self.files),
-            others=(correction_bias, f"{block}.post_expert_norm.weight"),
+            others=(correction_bias, f"{block}.{_NORM}"),
+            no_biases=f"{self._source} says {self._kind}, whose experts have no biases",
         )
+
+    @property
+    def _kind(self) -> str:
+        kind = text_config(self.config)[1].get("model_type", self.config.get("model_type"))
+        return f"model_type {describe(kind)}"
 
     def _holds_linear(self, prefix: str) -> bool:
         return any(f"{prefix}.{weight}" in self.files for weight in WEIGHT_NAMES)
@@ -464,16 +476,22 @@ class Checkpoint:
         )
 
     def experts(
-        self, layer: int, expert_ids: Sequence[int], buffers: QuantBuffers = FRESH
+        self, layer: int, expert_ids: Sequence[int], buffers: QuantBuffers = FRESH, *, biases: bool | None = None
     ) -> Generator[ExpertTensors, None, None]:
         """Experts of a layer one by one, in the order of `expert_ids`, as they are stored.
 
-        `buffers` allocate the quants of gate-and-up and of down, as `torch.empty` does.
+        `buffers` allocate the quants of gate-and-up and of down, as `torch.empty` does. Without routers, `biases` says
+        whether the model's experts have biases; None means that they do if the files have stacked ones.
 
-        Raises `ValueError` also for an expert that `config.json` does not have, and for unexpected tensors.
+        Raises `ValueError` also for an expert that `config.json` does not have, for unexpected tensors, and for biases
+        that are not 0 where experts have none.
         """
         reader = self.reader(layer)
         check_buffers(buffers)
+        if biases is not None:
+            check_flag("biases", biases)
+            if not self.routers:
+                reader = reader.with_biases(biases)
         if not isinstance(expert_ids, list | tuple | range):
             raise ValueError(f"expert_ids: expected a list of ids, got {describe(expert_ids)}")
         for expert in expert_ids:
@@ -500,21 +518,47 @@ class Checkpoint:
         return QuantBuffer(count), QuantBuffer(count)
 
     def router(self, layer: int) -> RouterTensors:
-        """The router of a layer, with its biases. Raises `ValueError` also where routers are not read."""
+        """The router of a layer, with its biases.
+
+        Raises `ValueError` also where routers are not read, and for tensors beside it that may count and nothing reads.
+        """
         self._check_routers()
         self.check_layer(layer)
         sizes = self._stated(layer)
         gate, correction_bias = self._gate(layer), self._found(layer, self.family.names.correction_biases)
         experts, floats = sizes.num_experts, FLOAT_DTYPES
         router = sizes.router
-        for name, used in ((f"{gate}.bias", router.bias), (correction_bias, router.correction_bias)):
-            if not used:
-                self._check_none(name, f"a {router.kind} router without it")
+        if not router.correction_bias:
+            self._check_none(correction_bias, f"a {router.kind} router without it")
+        if not router.bias and f"{gate}.bias" in self.files:
+            said = f"{self._source} says a {router.kind} router without it"
+            refuse_bias(self.files, f"{gate}.bias", (experts,), said)
+        self._refuse_unread(layer, {f"{gate}.weight", f"{gate}.bias", correction_bias})
         return RouterTensors(
-            self.files.read(f"{gate}.weight", (experts, sizes.hidden_size), floats),
+            self._gate_weight(layer),
             self.files.read(f"{gate}.bias", (experts,), floats) if router.bias else None,
             self.files.read(correction_bias, (experts,), floats) if router.correction_bias else None,
         )
+
+    def _gate_weight(self, layer: int) -> torch.Tensor:
+        sizes = self._stated(layer)
+        shape = sizes.num_experts, sizes.hidden_size
+        return self.files.read(f"{self._gate(layer)}.weight", shape, FLOAT_DTYPES)
+
+    def _refuse_unread(self, layer: int, used: Collection[str]) -> None:
+        """Raise `ValueError` naming file and tensor for one in the block of a layer that may count and nothing reads.
+
+        `used` are those of the router. Experts, and a shared expert that the config has, look at their own.
+        """
+        sizes, names = self._stated(layer), self.names(layer)
+        left = names_beside_experts(self.files, self._block(layer), (names.block, *self._shared_modules(layer)))
+        # The norm of experts is in their module. Only a transformers model that brings its router brings it too.
+        norm = f"{names.block}.{_NORM}"
+        left += [norm] if norm in self.files else []
+        used = {*used, *names.stacks, *names.stacked_biases()}
+        most = max(sizes.hidden_size, sizes.intermediate_size, sizes.num_experts)
+        said = f"{self._source} says {self._kind}, of which nothing reads it"
+        refuse_unread(self.files, (name for name in left if name not in used), most, said)
 
     def shared_expert(self, layer: int) -> SharedExpertTensors | None:
         """The shared expert of a layer; None if the model has none. Raises `ValueError` as `router`."""
@@ -526,6 +570,11 @@ class Checkpoint:
             return None
         linears, hidden, inner = self._shared_linears(layer), sizes.hidden_size, shared.intermediate_size
         layout = self._shared_layout(linears)
+        used = {name for prefix in linears for name in tensors_of(layout, prefix)} | {self._shared_gate(layer)}
+        within = tuple(f"{module}." for module in self._shared_modules(layer))
+        left = [name for name in self.files.names() if name.startswith(within)]
+        said = f"{self._source} says {self._kind}, of whose shared expert nothing reads it"
+        refuse_unread(self.files, (name for name in left if name not in used), max(hidden, inner), said)
         shapes = _shapes(linears, inner, hidden)
         *gate, up, down = (
             dense(read_linear(self.files, layout, name, *shape)) for name, shape in zip(linears, shapes, strict=True)
@@ -536,6 +585,14 @@ class Checkpoint:
             down,
             self.files.read(self._shared_gate(layer), (1, hidden), FLOAT_DTYPES) if shared.gated else None,
         )
+
+    def _shared_modules(self, layer: int) -> list[str]:
+        """The shared expert and its gate, where the config has them."""
+        shared = self._stated(layer).shared_expert
+        if shared is None:
+            return []
+        module = self._shared_linears(layer)[0].rpartition(".")[0]
+        return [module, self._shared_gate(layer).removesuffix(".weight")] if shared.gated else [module]
 
     def _shared_gate(self, layer: int) -> str:
         return f"{self._block(layer)}.{self.family.names.shared_gate}.weight"

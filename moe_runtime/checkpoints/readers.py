@@ -9,11 +9,10 @@ tensor is checked for dtype and shape, and scales for NaN; errors name file and 
 from __future__ import annotations
 
 import functools
-import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -37,17 +36,13 @@ from moe_runtime.checkpoints.layouts import (
     FP8_TENSOR_INV,
     PLAIN,
     Packing,
-    ScaleName,
     WeightLayout,
     packed_words,
 )
 from moe_runtime.checkpoints.loading import FRESH, ExpertTensors, QuantBuffers, allocate_quants
-from moe_runtime.kernels.formats.number_formats import (
-    MAX_ENCODE_SCALE,
-    WEIGHT_BLOCK_N,
-    TokenFormat,
-    ceil_div,
-)
+from moe_runtime.checkpoints.second_level import read_second_level, read_weight_scale, smallest_input_gsf
+from moe_runtime.checkpoints.unread_tensors import refuse_bias
+from moe_runtime.kernels.formats.number_formats import WEIGHT_BLOCK_N, TokenFormat, ceil_div
 from moe_runtime.kernels.formats.swizzle import swizzle_scales
 from moe_runtime.kernels.gemm.weights import ExpertWeights, GateUpOrder
 from moe_runtime.support.progress import one_ahead
@@ -64,6 +59,7 @@ class ExpertNames:
         order: order of the rows of gate and up in the model, and in stacked tensors.
         biases: whether each projection has a bias.
         others: tensors with names like those of experts that belong to something else.
+        no_biases: what says that there are no biases, in messages about one that is not 0.
     """
 
     block: str
@@ -74,11 +70,17 @@ class ExpertNames:
     order: GateUpOrder = GateUpOrder.GATE_UP
     biases: bool = False
     others: tuple[str, ...] = ()
+    no_biases: str = "experts are read without biases"
 
     @property
     def gate_up(self) -> GateUpOrder | None:
         """The order of gate and up; None without a gate."""
         return None if self.gate is None else self.order
+
+    def stacked_biases(self) -> tuple[str, ...]:
+        """Names that biases of stacked experts may have: two of gate-and-up, or of up, and two of down."""
+        ends = ((prefix, prefix.removesuffix(".weight")) for prefix in self.stacks)
+        return tuple(name for prefix, module in ends for name in (f"{prefix}_bias", f"{module}.bias"))
 
     def linears(self, expert: int) -> tuple[str, ...]:
         """Prefixes of gate, if there is one, up and down of an expert that is not stacked."""
@@ -125,6 +127,11 @@ class ExpertReader:
         """One expert, as it is stored."""
         return self._begin(expert, FRESH)()
 
+    def with_biases(self, biases: bool) -> ExpertReader:
+        """The same reader for a model that says itself whether its experts have biases."""
+        names = replace(self.names, biases=biases, no_biases="the model's experts have no biases")
+        return replace(self, names=names)
+
     def _begin(self, expert: int, buffers: QuantBuffers) -> Callable[[], ExpertTensors]:
         """Read an expert from disk. Calling the result does the rest of the work."""
         if self.layout.stacked:
@@ -138,6 +145,7 @@ class ExpertReader:
         if self.names.biases:
             parts = [self._bias(prefix, inner) for prefix in gate_up]
             biases = stack_rows(torch.stack(parts), order), self._bias(down, hidden)
+        self._refuse_biases(expert)
         return lambda: ExpertTensors(first(), second(), *biases)
 
     def _bias(self, prefix: str, rows: int) -> torch.Tensor:
@@ -159,8 +167,12 @@ class ExpertReader:
         return fmt is self.layout.format and self.files.entry(first).dtype == "BF16"
 
     def check_names(self) -> None:
-        """Raise `ValueError` naming the first tensor of the block that does not belong to an expert."""
+        """Raise `ValueError` naming the first tensor of the block that does not belong to an expert.
+
+        Biases that the model does not have may be there. Their values are looked at where an expert is read.
+        """
         expected = {name for expert in range(self.num_experts) for name in self.tensors(expert) + self.biases(expert)}
+        expected.update(name for expert in range(self.num_experts) for name in self._unused_biases(expert))
         expected.update(self.names.others)
         for name in self.files.names():
             if name.startswith(f"{self.names.block}.") and name not in expected:
@@ -179,30 +191,14 @@ class ExpertReader:
         layouts that store encode scales, it is infinite or exactly 1, which is what compressed-tensors writes for
         all-zero inputs; a 1 counts only if all others are 1.
 
-        Raises `ValueError` if calibration reached none of those that have one.
+        Raises `ValueError` if calibration reached none of those that have one, and naming file and tensor for a scale
+        that no kernel takes. Warns (`UserWarning`) where those of two experts are more than 2^14 apart.
         """
         scale = self.layout.input_scale
         if scale is None:
             return None
-        downs = ((expert, self.names.linears(expert)[-1]) for expert in range(self.num_experts))
-        found = [
-            _second_level(self.files, down, scale, may_be_zeros=functools.partial(self._may_be_zeros, expert))
-            for expert, down in downs
-            if f"{down}.{scale.suffix}" in self.files
-        ]
-        if not found:
-            return None
-        stored = torch.stack(found)
-        reached = stored[stored.isfinite() & (stored != 0)]
-        if len(reached) == 0:
-            raise ValueError(
-                f"{self.files.index}: expected one of the {scale.suffix} of the down projections in {self.names.block} "
-                f"to be {'finite' if scale.divides else 'positive'}, got none; give intermediate_gsf"
-            )
-        if not scale.divides:
-            return float(_reciprocal(reached).min().clamp(max=MAX_ENCODE_SCALE))
-        reached = reached[reached != 1] if (reached != 1).any() else reached
-        return float(reached.min().clamp(max=MAX_ENCODE_SCALE))
+        downs = [self.names.linears(expert)[-1] for expert in range(self.num_experts)]
+        return smallest_input_gsf(self.files, self.names.block, downs, scale, self._may_be_zeros)
 
     def _may_be_zeros(self, expert: int) -> bool:
         """Whether all inputs of an expert's down projection may be 0: so it is if the weights of some linear are."""
@@ -210,15 +206,14 @@ class ExpertReader:
         if scale is not None and scale.divides:
             return True
         return scale is not None and any(
-            _second_level(self.files, prefix, scale) == 0 for prefix in self.names.linears(expert)
+            read_second_level(self.files, prefix, scale) == 0 for prefix in self.names.linears(expert)
         )
 
     def tensors(self, expert: int) -> list[str]:
         """Names of the tensors that an expert's weights may have, gate first; of all experts if stacked."""
         if self.layout.stacked:
             return [name for prefix in self.names.stacks for name in self.layout.stack(prefix)]
-        suffixes = [self.layout.weight, self.layout.scale, *_suffixes(self.layout)]
-        return [f"{prefix}.{part}" for prefix in self.names.linears(expert) for part in suffixes if part is not None]
+        return [name for prefix in self.names.linears(expert) for name in tensors_of(self.layout, prefix)]
 
     def biases(self, expert: int) -> list[str]:
         """Names of the biases of an expert (gate, up, down), or of all stacked ones (gate-and-up, down)."""
@@ -228,12 +223,38 @@ class ExpertReader:
             return [f"{prefix}_bias" for prefix in self.names.stacks]
         return [f"{prefix}.bias" for prefix in self.names.linears(expert)]
 
+    def _unused_biases(self, expert: int) -> dict[str, tuple[int, ...]]:
+        """Biases that writers store for each linear, or for all experts in one, by name, with their shapes.
+
+        None where the model has biases.
+        """
+        if self.names.biases:
+            return {}
+        *gate_up, down = self.names.linears(expert)
+        found: dict[str, tuple[int, ...]] = {f"{prefix}.bias": (self.inner,) for prefix in gate_up}
+        found[f"{down}.bias"] = (self.hidden,)
+        first, second = (self.num_experts, len(gate_up) * self.inner), (self.num_experts, self.hidden)
+        return found | dict(zip(self.names.stacked_biases(), (first, first, second, second), strict=True))
+
+    def _refuse_biases(self, expert: int) -> None:
+        """Raise `ValueError` naming file and tensor if an expert has a bias that the model does not have, and not 0.
+
+        Whoever reads an expert looks at its own biases alone: no rank opens files that it does not need, or reads more
+        than a fraction of the weights. What is found depends on the file, not on the rank. All experts are read by
+        some rank, whose error ends the step of all, as that of a NaN among the scales does.
+        """
+        for name, shape in self._unused_biases(expert).items():
+            if name in self.files:
+                item = expert if len(shape) == 2 else None
+                refuse_bias(self.files, name, shape, self.names.no_biases, item)
+
     def _stacked(self, expert: int, buffers: QuantBuffers) -> ExpertTensors:
         weights: list[torch.Tensor | ExpertWeights] = []
         biases = []
         rows = self.inner if self.names.gate is None else 2 * self.inner
         sizes = ((rows, self.hidden), (self.hidden, self.inner))
         orders = (self.names.gate_up, None)
+        self._refuse_biases(expert)
         for prefix, (rows, columns), order, empty in zip(self.names.stacks, sizes, orders, buffers, strict=True):
             if self.names.biases:
                 bias = self.files.read(f"{prefix}_bias", (self.num_experts, rows), FLOAT_DTYPES, item=expert)
@@ -383,8 +404,7 @@ def begin_linears(
     scales = _read_scales(files, layout, prefixes, rows, columns)
     second = None
     if layout.weight_scale is not None:
-        second = torch.stack([_second_level(files, prefix, layout.weight_scale) for prefix in prefixes])
-        second = _reciprocal(second) if layout.weight_scale.divides else second
+        second = torch.stack([read_weight_scale(files, prefix, layout.weight_scale) for prefix in prefixes])
         for prefix in (prefix for prefix, scale in zip(prefixes, second.tolist(), strict=True) if scale == 0):
             name = f"{prefix}.{layout.weight_scale.suffix}"
             warnings.warn(f"{files.path_of(name)}: tensor {name}: its linear is read as zeros", stacklevel=2)
@@ -531,10 +551,12 @@ def dense(weight: torch.Tensor | ExpertWeights) -> torch.Tensor:
     return weight.dequantize()[0] if isinstance(weight, ExpertWeights) else weight
 
 
-def _suffixes(layout: WeightLayout) -> list[str]:
+def tensors_of(layout: WeightLayout, prefix: str) -> list[str]:
+    """Names of the tensors that a linear may have, but for its bias."""
     scales = [scale.suffix for scale in (layout.weight_scale, layout.input_scale) if scale is not None]
     others = [name for name in (layout.zero_points, layout.column_scale) if name is not None]
-    return [*scales, *others, *layout.unused]
+    parts = [layout.weight, layout.scale, *scales, *others, *layout.unused]
+    return [f"{prefix}.{part}" for part in parts if part is not None]
 
 
 def _read_scales(
@@ -581,23 +603,3 @@ def check_no_nan(files: TensorFiles, name: str, scales: torch.Tensor) -> None:
         raise ValueError(
             f"{files.path_of(name)}: tensor {name}: expected finite scales, got one that is not at {place}"
         )
-
-
-def _second_level(
-    files: TensorFiles, prefix: str, scale: ScaleName, *, may_be_zeros: Callable[[], bool] = lambda: True
-) -> torch.Tensor:
-    """A second-level scale as it is stored, fp32 `[]`.
-
-    That of values that are all 0, which is 0, or infinite if it divides, is refused unless `may_be_zeros`.
-    """
-    name = f"{prefix}.{scale.suffix}"
-    shape = files.entry(name).shape
-    value = files.read(name, shape if shape == (1,) else (), ("F32",)).view(())
-    if not (0 < value.item() < math.inf or (value.item() == (math.inf if scale.divides else 0) and may_be_zeros())):
-        raise ValueError(f"{files.path_of(name)}: tensor {name}: expected a positive number, got {float(value)}")
-    return value
-
-
-def _reciprocal(x: torch.Tensor) -> torch.Tensor:
-    """`1 / x` by one IEEE division, which `number / tensor` need not be."""
-    return torch.ones_like(x) / x

@@ -392,7 +392,7 @@ ARGUMENTS: dict[str, Callable[[World, Any], dict[str, Any]]] = {
     "Checkpoint.check_sizes": lambda w, on: {"layer": 0},
     "Checkpoint.digests": lambda w, on: {"layer": 0},
     "Checkpoint.stamps": lambda w, on: {"layer": 0},
-    "Checkpoint.experts": lambda w, on: {"layer": 0, "expert_ids": [0, 2]},
+    "Checkpoint.experts": lambda w, on: {"layer": 0, "expert_ids": [0, 2], "biases": False},
     "Checkpoint.has_experts": lambda w, on: {"layer": 0},
     "Checkpoint.layer_config": lambda w, on: {"layer": 0, "max_tokens_per_rank": MOST},
     "Checkpoint.names": lambda w, on: {"layer": 0},
