@@ -43,12 +43,14 @@ from moe_runtime.checkpoints.layouts import (
     PLAIN_STACKED,
     QUANTIZED_DTYPES,
     SCALE_NAMES,
+    SHORT_SCALE_NAME,
     WEIGHT_NAMES,
     WeightLayout,
 )
 from moe_runtime.checkpoints.loading import FRESH, ExpertTensors, QuantBuffer, QuantBuffers, check_buffers
-from moe_runtime.checkpoints.quantization import CONFIG_FILE, EXPERTS_KEY, MODELOPT_FILE, Quantization, StoredExperts
+from moe_runtime.checkpoints.quantization import CONFIG_FILE, EXPERTS_KEY, MODELOPT_FILE, Quantization
 from moe_runtime.checkpoints.readers import ExpertNames, ExpertReader, dense, layout_of, read_linear
+from moe_runtime.checkpoints.stored_experts import StoredExperts
 from moe_runtime.comm.arguments import check_flag, check_integer, check_kind, check_path, describe
 from moe_runtime.config import MAX_EXPERTS, ActivationConfig, MoELayerConfig, RouterConfig, SharedExpertConfig
 from moe_runtime.kernels.formats.number_formats import (
@@ -360,8 +362,10 @@ class Checkpoint:
             return StoredExperts(layout, "bf16")
         if layout.scale is not None:
             self.quantization.check_block(linears, names.block)
-            if self.quantization.unread is not None:
-                self._check_agrees(stored, linears[0])
+            weight = f"{linears[0]}.{layout.weight}"
+            other = weight in self.files and self.files.entry(weight).dtype not in layout.quant_dtypes
+            if other or self.quantization.unread is not None:
+                self._check_agrees(replace(stored, layout=layout), linears[0])
         return replace(stored, layout=layout)
 
     def _find_fused(self, names: ExpertNames, stored: StoredExperts) -> StoredExperts:
@@ -397,7 +401,7 @@ class Checkpoint:
         if stored.layout.scale is not None:
             return
         for name in linears:
-            for scale in (f"{name}{end}" for end in SCALE_NAMES):
+            for scale in (f"{name}{end}" for end in (*SCALE_NAMES, SHORT_SCALE_NAME)):
                 if scale in self.files:
                     quantization.refuse_plain([linears[0], name], f"{self.files.path_of(scale)} has tensor {scale}")
 

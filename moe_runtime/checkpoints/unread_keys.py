@@ -11,6 +11,7 @@ import logging
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from reprlib import repr as shortened
 from typing import Any
 
@@ -73,14 +74,30 @@ def refuse_unread(
         ignored: keys that the caller says have no influence, with or without `at`. Each that would be refused is
             logged.
     """
+    complaint = complaint_of(given, known, source=source, at=at, ignored=ignored)
+    if complaint is not None:
+        raise ValueError(f"{source}: {complaint}")
+
+
+def complaint_of(
+    given: Mapping[str, Any], known: KnownKeys, *, source: str, at: str = "", ignored: Collection[str] = ()
+) -> str | None:
+    """What `refuse_unread` says after the file; None if all keys are known. `source` is for what is logged."""
     for key, value in _unread(given, known, at, False):
         if {key, key.removeprefix(at), key.rpartition(".")[2]} & set(ignored):
-            log.warning("%s: %s: %s is ignored, as ignore_keys says", source, key, shortened(value))
+            _log_ignored(source, key, shortened(value))
             continue
-        raise ValueError(
-            f"{source}: {key}: expected a key that is known here, got {shortened(value)}; it looks as if it changed "
-            f"what is computed, and nothing reads it: name it in ignore_keys if it has no influence"
+        return (
+            f"{key}: expected a key that is known here, got {shortened(value)}; it looks as if it changed what is "
+            "computed, and nothing reads it: name it in ignore_keys if it has no influence"
         )
+    return None
+
+
+@lru_cache
+def _log_ignored(source: str, key: str, value: str) -> None:
+    """Once for each key: the object may describe thousands of linears."""
+    log.warning("%s: %s: %s is ignored, as ignore_keys says", source, key, value)
 
 
 def _unread(given: Mapping[str, Any], known: KnownKeys, at: str, inside: bool) -> Iterator[tuple[str, Any]]:
