@@ -56,19 +56,25 @@ def _compressed(at: str, quant_config: Mapping[str, Any], name: str, refuse: Ref
     if fmt not in (known := (*COMPRESSED, *INT_BITS)):
         at = where if group.get("format") else at
         raise ValueError(f"{at}.format of {name}: expected one of {', '.join(known)}, got {fmt!r}")
-    return _of_group(where, group, _group_layout(where, group, fmt, name), name)
+    layout = _group_layout(where, group, fmt, name)
+    _check_blocks(f"{where}.weights", mapping(f"{where}.weights", group.get("weights")), name)
+    return _of_group(where, group, layout, name)
 
 
-def _group_layout(at: str, group: Mapping[str, Any], fmt: str, name: str) -> WeightLayout:
-    """The layout of a linear in format `fmt` of compressed-tensors, by the strategy that a group of it has."""
-    at, weights = f"{at}.weights", mapping(f"{at}.weights", group.get("weights"))
-    expect(f"{at}.dynamic of {name}", weights.get("dynamic") or False, False)
+def _check_blocks(at: str, weights: Mapping[str, Any], name: str) -> None:
+    """Raise `ValueError` for blocks or an order of columns that the strategy leaves no use for."""
     # Columns in an order of their own have groups that another tensor names.
     expect(f"{at}.actorder of {name}", weights.get("actorder") or None, None, "weight", "static")
     if weights.get("strategy") in ("channel", "tensor"):
         expect(f"{at}.group_size of {name}", weights.get("group_size"), None, -1)
     if weights.get("strategy") != "block":
         expect(f"{at}.block_structure of {name}", weights.get("block_structure"), None)
+
+
+def _group_layout(at: str, group: Mapping[str, Any], fmt: str, name: str) -> WeightLayout:
+    """The layout of a linear in format `fmt` of compressed-tensors, by the strategy that a group of it has."""
+    at, weights = f"{at}.weights", mapping(f"{at}.weights", group.get("weights"))
+    expect(f"{at}.dynamic of {name}", weights.get("dynamic") or False, False)
     layout, strategy = COMPRESSED.get(fmt), weights.get("strategy")
     if layout is not None and layout is not COMPRESSED_FP8_BLOCKS:
         bits = layout.format.element_bits

@@ -24,6 +24,8 @@ _CALIBRATION = (
     *("model_seqlen", "dataset", "tokenizer", "batch_size", "pad_token_id", "max_input_length", "iters", "lr"),
     *("minmax_lr", "nsamples", "seqlen", "amp", "low_gpu_mem_usage", "gradient_accumulate_steps", "enable_alg_ext"),
     *("enable_minmax_tuning", "enable_quanted_input", "enable_norm_bias_tuning", "autoround_version", "act_bits"),
+    *("gptaq", "gptaq_alpha", "gptaq_memory_device", "v2_alpha", "v2_memory_device", "foem", "scale_search", "hessian"),
+    *("pack_impl", "mock_quantization", "offload_to_disk", "offload_to_disk_path", "fail_safe", "model_free"),
     *("act_group_size", "act_sym", "act_dynamic", "act_data_type", "cache_block_outputs", "hyb_act", "quant_lm_head"),
 )
 """How quants were found, and what inputs of AutoRound's models may be rounded to."""
@@ -34,7 +36,16 @@ _NAMES = (
 )
 """What was quantized, which the tensors show, and by whom."""
 _KERNELS = (
-    *("backend", "use_cuda_fp16", "use_exllama", "disable_exllama", "exllama_config", "use_triton", "scale_dtype"),
+    *(
+        "backend",
+        "use_cuda_fp16",
+        "use_exllama",
+        "disable_exllama",
+        "exllama_config",
+        "use_triton",
+        "use_marlin",
+        "scale_dtype",
+    ),
     *("do_fuse", "fuse_max_seq_len", "modules_to_fuse"),
 )
 """How others run it. The dtype of scales is that of their tensors."""
@@ -106,7 +117,7 @@ def _awq(at: str, quant_config: Mapping[str, Any], name: str, refuse: Refuse) ->
     expect(f"{at}.zero_point", quant_config.get("zero_point", True), True)
     expect(f"{at}.desc_act", quant_config.get("desc_act") or False, False)
     if str(quant_config.get("backend")).lower() == "llm-awq":
-        raise ValueError(f"{at}.backend: expected another than 'llm-awq', which packs in another way")
+        raise ValueError(f"{at}.backend: expected one that packs as AutoAWQ, got 'llm-awq'")
     _check_packed(at, quant_config)
     size = quant_config.get("group_size", quant_config.get("q_group_size"))
     layout = transposed_integers(Packing.AWQ, 4, _group_size(at, size), 0)

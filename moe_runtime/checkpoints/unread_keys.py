@@ -20,6 +20,9 @@ _BOUND = re.compile(r"limit|clamp|clip|cap(?!acity)|bound|max|min")
 _FACTOR = re.compile(r"alpha|scal|factor|multiplier")
 """Keys whose number multiplies: a 1 does not act."""
 
+_SYMMETRIC = re.compile(r"(?<!a)sym(?!b)")
+"""Keys that are true unless something is out of the ordinary: a false acts."""
+
 log = logging.getLogger(__name__)
 
 
@@ -43,17 +46,21 @@ class KnownKeys:
 
 
 def acts(key: str, value: object) -> bool:
-    """Whether a value of a key can change anything: not null, false, 0, empty, or a factor of 1.
+    """Whether a value of a key can change anything: not null, 0, empty, a factor of 1, or false, unless of symmetry.
 
     >>> acts("router_scale", 1.0), acts("swiglu_limit", 1.0), acts("swiglu_limits", [0.0, 0.0]), acts("use_bias", True)
     (False, True, False, True)
+    >>> acts("use_bias", False), acts("symmetric", False)
+    (False, True)
     """
     if isinstance(value, Mapping):
         return any(acts(name, item) for name, item in value.items())
     if isinstance(value, list | tuple):
         return any(acts(key, item) for item in value)
-    if value is None or value is False or value == "":
+    if value is None or value == "":
         return False
+    if value is False:
+        return _SYMMETRIC.search(key.lower()) is not None
     if isinstance(value, int | float) and value is not True:
         bound = _BOUND.search(key.lower()) is not None
         one = value == 1 and not bound and (isinstance(value, float) or _FACTOR.search(key.lower()) is not None)
@@ -71,8 +78,8 @@ def refuse_unread(
         known: what is known of its keys.
         source: the file, in messages.
         at: what goes before the keys in messages, such as `text_config.`.
-        ignored: keys that the caller says have no influence, with or without `at`. Each that would be refused is
-            logged.
+        ignored: keys that the caller says have no influence, with or without `at`; of an object, all that is in it.
+            Each that would be refused is logged.
     """
     complaint = complaint_of(given, known, source=source, at=at, ignored=ignored)
     if complaint is not None:
@@ -84,7 +91,7 @@ def complaint_of(
 ) -> str | None:
     """What `refuse_unread` says after the file; None if all keys are known. `source` is for what is logged."""
     for key, value in _unread(given, known, at, False):
-        if {key, key.removeprefix(at), key.rpartition(".")[2]} & set(ignored):
+        if not _names(key, at).isdisjoint(ignored):
             _log_ignored(source, key, shortened(value))
             continue
         return (
@@ -94,6 +101,13 @@ def complaint_of(
     return None
 
 
+def _names(key: str, at: str) -> set[str]:
+    """What a caller may call a key: with what goes before it or without, or by an object below `at` that it is in."""
+    parts = key.removeprefix(at).split(".")
+    inside = {".".join(parts[: count + 1]) for count in range(len(parts))}
+    return inside | {f"{at}{name}" for name in inside} | {parts[-1]}
+
+
 @lru_cache
 def _log_ignored(source: str, key: str, value: str) -> None:
     """Once for each key: the object may describe thousands of linears."""
@@ -101,13 +115,18 @@ def _log_ignored(source: str, key: str, value: str) -> None:
 
 
 def _unread(given: Mapping[str, Any], known: KnownKeys, at: str, inside: bool) -> Iterator[tuple[str, Any]]:
-    """Keys, with what goes before them, and values. `inside` an object whose name looks like it, all keys do."""
+    """Keys, with what goes before them, and values. `inside` an object whose name looks like it, all keys do.
+
+    There the names of keys that are read elsewhere say nothing.
+    """
     for key, value in given.items():
-        if not isinstance(key, str) or key in known.used or key in known.without_influence or key in known.parts:
+        if not isinstance(key, str):
+            continue
+        if not inside and (key in known.used or key in known.without_influence or key in known.parts):
             continue
         if not acts(key, value):
             continue
-        if known.defaults is not None and key in known.defaults and known.defaults[key] == value:
+        if not inside and known.defaults is not None and key in known.defaults and known.defaults[key] == value:
             continue
         looks = inside or known.looks.search(key.lower()) is not None
         if isinstance(value, Mapping):
