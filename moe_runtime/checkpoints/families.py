@@ -214,6 +214,7 @@ OTHER_KINDS = {
     "phimoe": "its router masks the logits twice",
     "llama4": "its router scales the inputs of experts",
     "longcat_flash": "some of its experts compute nothing",
+    "deepseek_v4": "its first layers choose experts by the id of the token, and the others score by sqrtsoftplus",
 }
 """Kinds of models whose files look like those that are read, but whose layers compute something else."""
 

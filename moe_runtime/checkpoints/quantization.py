@@ -155,7 +155,7 @@ class Quantization:
         A config with a single scheme needs no look at each linear: the tensors show which are left out of it.
         """
         quant_config = self.quant_config or {}
-        if quant_config.get("quant_method") not in ("modelopt", "compressed-tensors"):
+        if quant_config.get("quant_method") not in ("modelopt", "compressed-tensors", "fp8"):
             return
         groups = quant_config.get("config_groups") or {}
         if len(groups) < 2 and not quant_config.get("quantized_layers") and not quant_config.get("transform_config"):
