@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from moe_runtime.checkpoints.layouts import DEEPSEEK_FP4, FP8_BLOCKS, FP8_TENSOR, GPT_OSS_MXFP4, MODELOPT, fp8_grid
+from moe_runtime.checkpoints.layouts import DEEPSEEK_FP4, FP8_BLOCKS, FP8_TENSOR, GPT_OSS_MXFP4, fp8_grid
 from moe_runtime.checkpoints.modelopt_config import stored_by_recipe
 from moe_runtime.checkpoints.stored_experts import (
     EXPERT,
@@ -42,25 +42,13 @@ def _fp8(at: str, quant_config: Mapping[str, Any], name: str, refuse: Refuse) ->
             expect(f"{at}.{key}", quant_config.get(key), None)
     if EXPERT.search(name) is not None:
         if others:
-            return _other_experts(at, quant_config, name, refuse)
+            # Experts that ModelOpt quantized again, as in NVFP4 of DeepSeek-V4.
+            return stored_by_recipe(at, {**quant_config, "quant_algo": "MIXED_PRECISION"}, name, refuse)
         if dtype == "fp4":
             return StoredExperts(DEEPSEEK_FP4, "bf16", EXPERT_DTYPE)
     sizes = quant_config.get("weight_block_size")
     layout = FP8_TENSOR if sizes is None else fp8_grid(FP8_BLOCKS, *block_sizes(f"{at}.weight_block_size", sizes))
     return StoredExperts(layout, layout.format.name, f"{at}.quant_method")
-
-
-def _other_experts(at: str, quant_config: Mapping[str, Any], name: str, refuse: Refuse) -> StoredExperts:
-    """Experts that ModelOpt quantized again, as in NVFP4 of DeepSeek-V4."""
-    algorithm = quant_config.get("moe_quant_algo")
-    if quant_config.get("quantized_layers") is not None:
-        found = stored_by_recipe(at, {**quant_config, "quant_algo": "MIXED_PRECISION"}, name, refuse)
-        if algorithm is not None and found.layout is not MODELOPT.get(algorithm, (None,))[0]:
-            raise ValueError(
-                f"{at}.moe_quant_algo: expected that of {name}, which {found.key} names, got {algorithm!r}"
-            )
-        return found
-    return stored_by_recipe(at, {**quant_config, "quant_algo": algorithm}, name, refuse)
 
 
 def _mxfp4(at: str, quant_config: Mapping[str, Any], name: str, refuse: Refuse) -> StoredExperts:

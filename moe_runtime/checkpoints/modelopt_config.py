@@ -11,6 +11,7 @@ from typing import Any
 
 from moe_runtime.checkpoints.layouts import MODELOPT, WeightLayout
 from moe_runtime.checkpoints.stored_experts import (
+    EXPERT,
     Method,
     Refuse,
     StoredExperts,
@@ -34,13 +35,16 @@ _INPUT_KEYS = known_keys(("num_bits", "type"), ("group_size", "dynamic", "symmet
 
 
 def stored_by_recipe(at: str, quant_config: Mapping[str, Any], name: str, refuse: Refuse) -> StoredExperts:
-    """By `quant_algo`, or by `quantized_layers` for the linear or a module that it is in.
+    """By `quant_algo`, or by `quantized_layers` for the linear or a module that it is in; `moe_quant_algo` of experts.
 
     A group of `config_groups` without `input_activations` means bf16 tokens, whatever the algorithm.
     """
     cache = quant_config.get("kv_cache_quant_algo") or quant_config.get("kv_cache_scheme")
     above, where, recipe = with_parents(name), at, quant_config
-    if quant_config.get("quant_algo") == "MIXED_PRECISION":
+    experts = quant_config.get("moe_quant_algo") if EXPERT.search(name) is not None else None
+    if experts is not None and quant_config.get("quantized_layers") is None:
+        recipe = {**quant_config, "quant_algo": experts}
+    elif quant_config.get("quant_algo") == "MIXED_PRECISION":
         where = f"{at}.quantized_layers"
         listed = mapping(where, quant_config.get("quantized_layers"))
         found = [module for module in above if module in listed]
@@ -58,6 +62,9 @@ def stored_by_recipe(at: str, quant_config: Mapping[str, Any], name: str, refuse
     algorithm = recipe.get("quant_algo")
     if not isinstance(algorithm, str) or algorithm.upper() not in MODELOPT:
         raise ValueError(f"{where}.quant_algo of {name}: expected one of {', '.join(MODELOPT)}, got {algorithm!r}")
+    if experts is not None:
+        expect(f"{at}.moe_quant_algo of {name}", experts, algorithm)
+        expect(f"{at}.quant_algo", quant_config.get("quant_algo"), None, "MIXED_PRECISION", algorithm)
     layout, tokens = MODELOPT[algorithm.upper()]
     block = layout.quant_format.block if layout.quant_format in (NVFP4, MXFP8) or layout.grid is None else None
     for key in ("group_size", "awq_block_size"):
@@ -144,7 +151,7 @@ def _covers(pattern: str, above: Sequence[str]) -> bool:
 MODELOPT_METHOD = Method(
     stored_by_recipe,
     known_keys(
-        (*_RECIPE, "quantized_layers", "exclude_modules", "ignore", "config_groups"),
+        (*_RECIPE, "moe_quant_algo", "quantized_layers", "exclude_modules", "ignore", "config_groups"),
         ("producer", "method", "quant_lm_head", "weight_only"),
     ),
 )

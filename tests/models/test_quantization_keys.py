@@ -179,6 +179,9 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "modelopt, mixed NVFP4": MODELOPT
     | listed("NVFP4", 16)
     | {"config_groups": {"group_1": W4A4 | {"targets": [EXPERTS[0]]}}},
+    "modelopt, experts alone": MODELOPT
+    | {"quant_algo": "MIXED_PRECISION", "moe_quant_algo": "NVFP4", "group_size": 16},
+    "modelopt, experts named twice": MODELOPT | listed("NVFP4", 16) | {"moe_quant_algo": "NVFP4"},
     "TensorRT-LLM": {"quant_method": "modelopt", "quant_algo": "FP8_BLOCK_SCALES", "kv_cache_quant_algo": None},
     # compressed-tensors.
     "W4A16": compressed(GROUP),
@@ -338,6 +341,8 @@ GROUP_0 = ("config_groups", "group_0")
         (changed("modelopt, FP8", *GROUP_0, "weights", "strategy", to="channel"), "strategy"),
         (changed("modelopt, blocks", "group_size", to=64), "group_size"),
         (changed("modelopt, mixed with groups", *GROUP_0, "quant_algo", to="FP8"), "quant_algo"),
+        (changed("modelopt, NVFP4", "moe_quant_algo", to="FP8"), "quant_algo"),
+        (changed("modelopt, experts named twice", "moe_quant_algo", to="FP8"), "moe_quant_algo"),
         (changed("AutoAWQ", "zero_point", to=False), "zero_point"),
         (changed("AutoAWQ", "backend", to="llm-awq"), "backend"),
         (changed("AutoAWQ", "format", to="gemv_fast"), "format"),
