@@ -35,7 +35,7 @@ from rich.table import Table
 
 from moe_runtime.build import context_from_config
 from moe_runtime.checkpoints.checkpoint import Checkpoint
-from moe_runtime.checkpoints.layouts import SCALE_NAMES
+from moe_runtime.checkpoints.layouts import hold_scales
 from moe_runtime.checkpoints.loading import ExpertTensors
 from moe_runtime.checkpoints.readers import dense
 from moe_runtime.comm.bootstrap import init_from_env
@@ -207,7 +207,7 @@ def load_model(checkpoint: Checkpoint, device: torch.device) -> Any:
     transformers.utils.logging.set_verbosity_error()  # it warns of the experts that it does not load
     config = transformers.AutoConfig.from_pretrained(checkpoint.folder)
     names = (name for name in checkpoint.files.names() if ".experts." not in name)
-    if hasattr(config, "quantization_config") and not any(name.endswith(SCALE_NAMES) for name in names):
+    if hasattr(config, "quantization_config") and not hold_scales(names):
         del config.quantization_config
     kind = getattr(transformers, (config.architectures or [""])[0], transformers.AutoModelForCausalLM)
     try:

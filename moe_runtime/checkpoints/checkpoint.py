@@ -11,7 +11,7 @@ import hashlib
 import os
 import re
 import warnings
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -32,12 +32,14 @@ from moe_runtime.checkpoints.layouts import (
     PLAIN_STACKED,
     QUANTIZED_DTYPES,
     SCALE_NAMES,
+    SHORT_SCALE_NAME,
     WEIGHT_NAMES,
     WeightLayout,
 )
 from moe_runtime.checkpoints.loading import FRESH, ExpertTensors, QuantBuffer, QuantBuffers, check_buffers
-from moe_runtime.checkpoints.quantization import CONFIG_FILE, EXPERTS_KEY, MODELOPT_FILE, Quantization, StoredExperts
+from moe_runtime.checkpoints.quantization import CONFIG_FILE, EXPERTS_KEY, MODELOPT_FILE, Quantization
 from moe_runtime.checkpoints.readers import ExpertNames, ExpertReader, dense, layout_of, read_linear, tensors_of
+from moe_runtime.checkpoints.stored_experts import StoredExperts
 from moe_runtime.checkpoints.unread_keys import check_ignored
 from moe_runtime.checkpoints.unread_tensors import names_beside_experts, refuse_bias, refuse_unread
 from moe_runtime.comm.arguments import check_flag, check_integer, check_kind, check_path, describe
@@ -98,7 +100,8 @@ class Checkpoint:
         keep_in_host_memory: whether layers keep a copy of the experts that they load in host memory, and load those of
             which there is one from there (docs/failures.md).
         ignore_keys: keys of the JSON files that have no influence, although they look as if they changed what is
-            computed. Such keys are refused otherwise. Each that is ignored is logged.
+            computed, and names of tensors beside router and shared expert that have none (the last parts will do). They
+            are refused otherwise. Each that is ignored is logged.
 
     Attributes:
         folder: its path.
@@ -141,7 +144,7 @@ class Checkpoint:
             router, guess = self._stated(0).router, guessed(self.config, source=self._source)
             if guess is not None:
                 warnings.warn(f"{self._source}: {guess} is not known; its router is read as {router!r}", stacklevel=2)
-        self.quantization = Quantization.of(self.folder, self.config, stacked=self.family is GPT_OSS)
+        self.quantization = self._quantization_of(self.config)
         self.files = TensorFiles(self.folder)
         self._stored: dict[int, StoredExperts] = {}
 
@@ -164,11 +167,15 @@ class Checkpoint:
             ignore_keys=self.ignore_keys,
         )
 
+    def _quantization_of(self, config: Mapping[str, Any]) -> Quantization:
+        stacked = self.family is GPT_OSS
+        return Quantization.of(self.folder, config, stacked=stacked, ignore_keys=self.ignore_keys)
+
     @cached_property
     def rest(self) -> Quantization:
         """How its other linears are quantized, shared experts among them."""
         others = {key: value for key, value in self.config.items() if key != EXPERTS_KEY}
-        return Quantization.of(self.folder, others, stacked=self.family is GPT_OSS)
+        return self._quantization_of(others)
 
     def layer_config(self, layer: int, **overrides: Any) -> MoELayerConfig:
         """Decoder layer `layer` as the JSON files describe it. `overrides` set the other fields.
@@ -380,8 +387,10 @@ class Checkpoint:
             return StoredExperts(layout, "bf16")
         if layout.scale is not None:
             self.quantization.check_block(linears, names.block)
-            if self.quantization.unread is not None:
-                self._check_agrees(stored, linears[0])
+            weight = f"{linears[0]}.{layout.weight}"
+            other = weight in self.files and self.files.entry(weight).dtype not in layout.quant_dtypes
+            if other or self.quantization.unread is not None:
+                self._check_agrees(replace(stored, layout=layout), linears[0])
         return replace(stored, layout=layout)
 
     def _find_fused(self, layer: int, names: ExpertNames, stored: StoredExperts) -> StoredExperts:
@@ -417,7 +426,7 @@ class Checkpoint:
         if stored.layout.scale is not None:
             return
         for name in linears:
-            for scale in (f"{name}{end}" for end in SCALE_NAMES):
+            for scale in (f"{name}{end}" for end in (*SCALE_NAMES, SHORT_SCALE_NAME)):
                 if scale in self.files:
                     quantization.refuse_plain([linears[0], name], f"{self.files.path_of(scale)} has tensor {scale}")
 
@@ -558,7 +567,7 @@ class Checkpoint:
         used = {*used, *names.stacks, *names.stacked_biases()}
         most = max(sizes.hidden_size, sizes.intermediate_size, sizes.num_experts)
         said = f"{self._source} says {self._kind}, of which nothing reads it"
-        refuse_unread(self.files, (name for name in left if name not in used), most, said)
+        refuse_unread(self.files, (name for name in left if name not in used), most, said, self.ignore_keys)
 
     def shared_expert(self, layer: int) -> SharedExpertTensors | None:
         """The shared expert of a layer; None if the model has none. Raises `ValueError` as `router`."""
@@ -574,7 +583,8 @@ class Checkpoint:
         within = tuple(f"{module}." for module in self._shared_modules(layer))
         left = [name for name in self.files.names() if name.startswith(within)]
         said = f"{self._source} says {self._kind}, of whose shared expert nothing reads it"
-        refuse_unread(self.files, (name for name in left if name not in used), max(hidden, inner), said)
+        unread = (name for name in left if name not in used)
+        refuse_unread(self.files, unread, max(hidden, inner), said, self.ignore_keys)
         shapes = _shapes(linears, inner, hidden)
         *gate, up, down = (
             dense(read_linear(self.files, layout, name, *shape)) for name, shape in zip(linears, shapes, strict=True)

@@ -34,6 +34,8 @@ LOOKS = re.compile(
 
 WITHOUT_INFLUENCE = frozenset(
     {
+        # Read with the quantization.
+        "expert_dtype",
         # Training, or what a model returns.
         *("aux_loss_alpha", "seq_aux", "router_aux_loss_coef", "router_z_loss_coef", "output_router_logits"),
         *("moe_loss_weight", "moe_jitter_eps", "moe_capacity", "moe_drop_tokens", "moe_random_routing_dropped_token"),

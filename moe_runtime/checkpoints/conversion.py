@@ -34,8 +34,8 @@ from moe_runtime.checkpoints.layouts import (
     COMPRESSED_NVFP4,
     GPT_OSS_MXFP4,
     PLAIN,
-    SCALE_NAMES,
     WeightLayout,
+    hold_scales,
 )
 from moe_runtime.checkpoints.quantization import CONFIG_FILE, EXPERTS_KEY, MODELOPT_FILE, OLD_KEY
 from moe_runtime.checkpoints.readers import ExpertReader
@@ -300,8 +300,7 @@ class _Conversion:
         quant_config = checkpoint.config.get("quantization_config") or checkpoint.config.get(OLD_KEY) or {}
         if (checkpoint.folder / MODELOPT_FILE).is_file() or any(quant_config.get(key) for key in _CACHE_KEYS):
             return False
-        others = (name for name in checkpoint.files.names() if name not in self.replaced)
-        return not any(name.endswith(SCALE_NAMES) for name in others)
+        return not hold_scales(name for name in checkpoint.files.names() if name not in self.replaced)
 
 
 def _is_plain_linear(name: str, entry: TensorEntry) -> bool:

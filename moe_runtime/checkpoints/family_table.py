@@ -195,6 +195,7 @@ OTHER_KINDS = {
     "phimoe": "its router masks the logits twice",
     "llama4": "its router scales the inputs of experts",
     "longcat_flash": "some of its experts compute nothing",
+    "deepseek_v4": "its first layers choose experts by the id of the token, and the others score by sqrtsoftplus",
     "axk1": "a norm follows its experts",
     "laguna": "its config says neither how its router scores nor that its shared expert has no gate",
 }

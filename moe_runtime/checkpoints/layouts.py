@@ -8,6 +8,7 @@ and weights are dequantized as they are read.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -31,6 +32,18 @@ _SCALE_DTYPES = ("F32", "BF16", "F16")
 """Dtypes of scales that may be any numbers. The first is written."""
 SCALE_NAMES = (".weight_scale", ".weight_scale_inv", ".scales")
 """Ends of names of scales. In every layout but that of stacked experts, some tensor of a quantized linear has one."""
+SHORT_SCALE_NAME = ".scale"
+"""End of those of DeepSeek-V4. Factors of other kinds are called so too, where no `.weight` is beside them."""
+
+
+def hold_scales(names: Iterable[str]) -> bool:
+    """Whether some of these tensors are scales of a quantized linear."""
+    there = set(names)
+    return any(
+        name.endswith(SCALE_NAMES)
+        or (name.endswith(SHORT_SCALE_NAME) and f"{name.removesuffix(SHORT_SCALE_NAME)}.weight" in there)
+        for name in there
+    )
 
 
 @dataclass(frozen=True)
@@ -67,12 +80,17 @@ class WeightLayout:
         weight: last part of the name of the quants.
         scale: last part of the name of the block scales, `[N, V]` linear, in `fp8_block` `[ceil(N/128), ceil(K/128)]`;
             None if there are none.
+        other_scales: what that part may be instead.
         grid: rows and columns that share a block scale, None for all of them, if not those of the format.
         quants: number format of the quants, if not `format`.
+        stored_as: possible dtypes of the quants, as safetensors names them, if not those of their format.
         int_bits: width of quants that are integers; None if they are none.
         packing: how integers lie in int32s, low bits first; None if they have bytes of their own.
         zero_points: last part of the name of what is subtracted from integers.
         zero_offset: what is added to zero points.
+        symmetric: whether all zero points are `2^(int_bits - 1)`, with or without the offset; None if it is not said.
+        whole_words: the offset was subtracted from whole int32s, so that what falls below 0 borrows from the next.
+        own_order: columns are in groups that another tensor names.
         column_scale: last part of the name of a factor of each column `[K]`, which a linear may lack.
         scale_dtypes: possible dtypes of the block scales, as safetensors names them.
         weight_scale: second-level scale of the weight, fp32, one number.
@@ -87,13 +105,18 @@ class WeightLayout:
     format: TokenFormat
     weight: str = "weight"
     scale: str | None = None
+    other_scales: tuple[str, ...] = ()
     scale_dtypes: tuple[str, ...] = ()
     grid: tuple[int | None, int | None] | None = None
     quants: TokenFormat | None = None
+    stored_as: tuple[str, ...] = ()
     int_bits: int | None = None
     packing: Packing | None = None
     zero_points: str | None = None
     zero_offset: int = 0
+    symmetric: bool | None = False
+    whole_words: bool = False
+    own_order: bool = False
     column_scale: str | None = None
     weight_scale: ScaleName | None = None
     input_scale: ScaleName | None = None
@@ -122,6 +145,8 @@ class WeightLayout:
         """Possible dtypes of the quants, as safetensors names them."""
         if self.int_bits is not None:
             return ("I8" if self.packing is None else "I32",)
+        if self.stored_as:
+            return self.stored_as
         bits = self.quant_format.element_bits
         return {16: FLOAT_DTYPES, 8: QUANTIZED_DTYPES[:1], 4: QUANTIZED_DTYPES[1:]}[bits]
 
@@ -183,18 +208,37 @@ COMPRESSED_MXFP4 = WeightLayout(
 )
 COMPRESSED_MXFP8 = WeightLayout("mxfp8-quantized", MXFP8, scale="weight_scale", scale_dtypes=("U8", "F8_E8M0"))
 COMPRESSED_FP8_BLOCKS = WeightLayout("float-quantized", FP8_BLOCK, scale="weight_scale", scale_dtypes=_SCALE_DTYPES)
-FP8_BLOCKS = WeightLayout("fp8", FP8_BLOCK, scale="weight_scale_inv", scale_dtypes=(*_SCALE_DTYPES, "F8_E8M0"))
+MODELOPT_FP8_BLOCKS = replace(COMPRESSED_FP8_BLOCKS, name="modelopt fp8 blocks", other_scales=("weight_scale_inv",))
+"""TensorRT-LLM reads DeepSeek's files under the name of ModelOpt's."""
+FP8_BLOCKS = WeightLayout(
+    "fp8",
+    FP8_BLOCK,
+    scale="weight_scale_inv",
+    other_scales=("scale",),
+    scale_dtypes=(*_SCALE_DTYPES, "F8_E8M0"),
+)
+DEEPSEEK_FP4 = WeightLayout(
+    "fp8 with experts in fp4",
+    MXFP4,
+    stored_as=("I8", "U8"),
+    scale="scale",
+    other_scales=("weight_scale_inv",),
+    scale_dtypes=("F8_E8M0", "U8"),
+)
+"""Of DeepSeek-V4: two codes in a byte."""
 FP8_TENSOR = WeightLayout(
     "fp8 per tensor",
     FP8_BLOCK,
     scale="weight_scale",
+    other_scales=("weight_scale_inv", "scale"),
     scale_dtypes=_SCALE_DTYPES,
     grid=(None, None),
-    unused=("input_scale",),
+    unused=("input_scale", "activation_scale"),
 )
 """`fp8_block` holds it exactly, with one scale in all blocks."""
-FP8_TENSOR_INV = replace(FP8_TENSOR, scale="weight_scale_inv", unused=("input_scale", "activation_scale"))
-FP8_CHANNEL = replace(FP8_TENSOR, name="fp8 per channel", format=BF16, quants=FP8_BLOCK, grid=(1, None))
+FP8_CHANNEL = replace(
+    FP8_TENSOR, name="fp8 per channel", format=BF16, quants=FP8_BLOCK, other_scales=(), grid=(1, None)
+)
 GPT_OSS_MXFP4 = WeightLayout("mxfp4", MXFP4, weight="blocks", scale="scales", scale_dtypes=("U8",), stacked=True)
 
 COMPRESSED = {
@@ -225,7 +269,16 @@ def integers(fmt: str, bits: int, columns: int | None, *, zero_points: bool) -> 
     )
 
 
-def transposed_integers(packing: Packing, bits: int, columns: int | None, zero_offset: int) -> WeightLayout:
+def transposed_integers(
+    packing: Packing,
+    bits: int,
+    columns: int | None,
+    zero_offset: int,
+    *,
+    symmetric: bool | None = False,
+    whole_words: bool = False,
+    own_order: bool = False,
+) -> WeightLayout:
     """GPTQ's or AWQ's integers with one scale and zero point for this many columns of a row, None for all."""
     return WeightLayout(
         f"{packing.value} of {bits} bits",
@@ -238,6 +291,9 @@ def transposed_integers(packing: Packing, bits: int, columns: int | None, zero_o
         packing=packing,
         zero_points="qzeros",
         zero_offset=zero_offset,
+        symmetric=symmetric,
+        whole_words=whole_words,
+        own_order=own_order,
         unused=("g_idx",),
     )
 
@@ -256,7 +312,9 @@ MODELOPT = {
     "NVFP4_AWQ": (MODELOPT_NVFP4_AWQ, "bf16"),
     "FP8": (FP8_TENSOR, "fp8_block"),
     "FP8_PER_CHANNEL_PER_TOKEN": (FP8_CHANNEL, "bf16"),
-    "FP8_PB_WO": (COMPRESSED_FP8_BLOCKS, "bf16"),
+    "FP8_PB_WO": (MODELOPT_FP8_BLOCKS, "bf16"),
+    "FP8_PB": (MODELOPT_FP8_BLOCKS, "fp8_block"),
+    "FP8_BLOCK_SCALES": (MODELOPT_FP8_BLOCKS, "fp8_block"),
     "MXFP8": (COMPRESSED_MXFP8, "mxfp8"),
 }
 """Algorithms of ModelOpt: their layouts and the tokens that they are meant for. It writes some in small letters."""

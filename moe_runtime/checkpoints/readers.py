@@ -32,8 +32,6 @@ from moe_runtime.checkpoints.files import DTYPES, TensorFiles
 from moe_runtime.checkpoints.layouts import (
     AWQ_ORDER,
     FLOAT_DTYPES,
-    FP8_TENSOR,
-    FP8_TENSOR_INV,
     PLAIN,
     Packing,
     WeightLayout,
@@ -382,17 +380,19 @@ def begin_linears(
         fmt.check_columns(columns, f"{files.index}: columns of {prefixes[0]}")
     shape, dtypes = layout.quant_shape(rows, columns), layout.quant_dtypes
     first = files.check(f"{prefixes[0]}.{layout.weight}", shape, dtypes)
+    # Bytes of two codes may be stored as signed ones.
+    dtype = torch.uint8 if layout.stored_as else DTYPES[first.dtype]
     if order is GateUpOrder.INTERLEAVED:
-        quants = allocate_quants(empty, rows, len(prefixes), shape[1], dtype=DTYPES[first.dtype]).transpose(0, 1)
+        quants = allocate_quants(empty, rows, len(prefixes), shape[1], dtype=dtype).transpose(0, 1)
     else:
-        quants = allocate_quants(empty, len(prefixes), *shape, dtype=DTYPES[first.dtype])
+        quants = allocate_quants(empty, len(prefixes), *shape, dtype=dtype)
     for prefix, part in zip(prefixes, quants, strict=True):
         name = f"{prefix}.{layout.weight}"
         files.check(name, shape, (first.dtype,))
         if part.is_contiguous():
             files.read_into(name, part)
         else:
-            part.copy_(files.read(name, shape, (first.dtype,)))
+            part.copy_(files.read(name, shape, (first.dtype,)).view(dtype))
     if layout.scale is None:
         return lambda: no_half(stack_rows(quants, order))
     zeros = None
@@ -490,20 +490,63 @@ def _read_transposed_integers(
     if layout.packing is Packing.AWQ and rows % len(AWQ_ORDER):
         raise ValueError(f"{files.index}: rows of {prefix}: expected a multiple of {len(AWQ_ORDER)}, got {rows}")
     words = files.read(f"{prefix}.{layout.weight}", layout.quant_shape(rows, columns), layout.quant_dtypes)
-    zeros_GW = files.read(f"{prefix}.{layout.zero_points}", (groups, packed_words(rows, bits)), ("I32",))
+    zeros_name = f"{prefix}.{layout.zero_points}"
+    zeros_GW = files.read(zeros_name, (groups, packed_words(rows, bits)), ("I32",))
     scales_GN = files.read(f"{prefix}.{layout.scale}", (groups, rows), layout.scale_dtypes)
     check_no_nan(files, f"{prefix}.{layout.scale}", scales_GN)
     if layout.packing is Packing.AWQ:
         q_KN, zeros_GN = (_in_awq_order(unpacked(part, bits, rows)) for part in (words, zeros_GW))
     else:
-        q_KN, zeros_GN = unpacked(words.mT, bits, columns).mT, unpacked(zeros_GW, bits, rows)
+        q_KN = unpacked(words.mT, bits, columns).mT
+        zeros_GN = _gptq_zero_points(files, layout, zeros_name, zeros_GW, rows)
     group_K = torch.arange(columns) // group
-    if layout.packing is Packing.GPTQ and (name := f"{prefix}.g_idx") in files:
+    name = f"{prefix}.g_idx"
+    if layout.own_order and groups > 1 and name not in files:
+        raise ValueError(
+            f"{files.index}: tensor {name} is missing, but desc_act says that columns have their own order"
+        )
+    if layout.packing is Packing.GPTQ and name in files:
         group_K = files.read(name, (columns,), ("I32", "I64")).long()
         if not bool(((group_K >= 0) & (group_K < groups)).all()):
             raise ValueError(f"{files.path_of(name)}: tensor {name}: expected groups of 0 .. {groups - 1}, got another")
-    zeros_GN, scales_GN = zeros_GN.float() + layout.zero_offset, scales_GN.float()
+    zeros_GN, scales_GN = zeros_GN.float(), scales_GN.float()
     return (q_KN.float().sub_(zeros_GN[group_K]).mul_(scales_GN[group_K])).mT.contiguous()
+
+
+def _gptq_zero_points(
+    files: TensorFiles, layout: WeightLayout, name: str, words_GW: torch.Tensor, rows: int
+) -> torch.Tensor:
+    """`[G, N]` of the stored zero points (called `name`).
+
+    Files that call themselves symmetric store the middle of the range, or one less, whichever format they name: both
+    mean the middle. So do those that say nothing, as `sym` is true by default. Other zero points are what the format
+    says.
+    """
+    assert layout.int_bits is not None
+    bits, largest = layout.int_bits, (1 << layout.int_bits) - 1
+    stored_GN, middle = unpacked(words_GW, bits, rows), 1 << layout.int_bits - 1
+    low, high = int(stored_GN.min()), int(stored_GN.max())
+    if layout.symmetric is not False:
+        if low == high and middle - low in (0, 1):
+            return torch.full_like(stored_GN, middle)
+        if layout.symmetric:
+            got = f"{low} to {high}" if low != high else f"{low}"
+            raise ValueError(
+                f"{files.path_of(name)}: tensor {name}: expected all {middle} or all {middle - 1}, as sym = true says, "
+                f"got {got}"
+            )
+    if layout.zero_offset == 0:
+        return stored_GN
+    if not layout.whole_words:
+        if high == largest:
+            raise ValueError(
+                f"{files.path_of(name)}: tensor {name}: expected zero points of 0 to {largest - 1}, which are stored "
+                f"less 1, got {largest}: what it means depends on the program that wrote it"
+            )
+        return stored_GN + 1
+    ones = np.uint32(sum(1 << shift for shift in range(0, 32, bits)))
+    whole = words_GW.contiguous().numpy().view(np.uint32) + ones
+    return unpacked(torch.from_numpy(whole.view(np.int32)), bits, rows)
 
 
 def _in_awq_order(values: torch.Tensor) -> torch.Tensor:
@@ -538,11 +581,11 @@ def _check_integers(
 
 
 def layout_of(files: TensorFiles, layout: WeightLayout, prefixes: Iterable[str]) -> WeightLayout:
-    """`layout`, or `PLAIN` if these linears are stored without scales."""
+    """`layout` with the name that its scales have, or `PLAIN` if these linears are stored without scales."""
     names = list(prefixes)
-    for one in (layout, FP8_TENSOR_INV) if layout is FP8_TENSOR else (layout,):
-        if one.scale is not None and any(f"{prefix}.{one.scale}" in files for prefix in names):
-            return one
+    for scale in (layout.scale, *layout.other_scales):
+        if scale is not None and any(f"{prefix}.{scale}" in files for prefix in names):
+            return layout if scale == layout.scale else replace(layout, scale=scale)
     return PLAIN if all(f"{prefix}.{PLAIN.weight}" in files for prefix in names) else layout
 
 

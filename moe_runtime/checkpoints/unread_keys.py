@@ -11,7 +11,7 @@ import logging
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import lru_cache
 from reprlib import repr as shortened
 from typing import Any
 
@@ -21,6 +21,9 @@ _BOUND = re.compile(r"limit|clamp|clip|cap(?!acity)|bound|max|min")
 """Keys whose number bounds values: a 1 acts."""
 _FACTOR = re.compile(r"alpha|scal|factor|multiplier")
 """Keys whose number multiplies: a 1 does not act."""
+
+_SYMMETRIC = re.compile(r"(?<!a)sym(?!b)")
+"""Keys that are true unless something is out of the ordinary: a false acts."""
 
 log = logging.getLogger(__name__)
 
@@ -45,17 +48,21 @@ class KnownKeys:
 
 
 def acts(key: str, value: object) -> bool:
-    """Whether a value of a key can change anything: not null, false, 0, empty, or a factor of 1.
+    """Whether a value of a key can change anything: not null, 0, empty, a factor of 1, or false, unless of symmetry.
 
     >>> acts("router_scale", 1.0), acts("swiglu_limit", 1.0), acts("swiglu_limits", [0.0, 0.0]), acts("use_bias", True)
     (False, True, False, True)
+    >>> acts("use_bias", False), acts("symmetric", False)
+    (False, True)
     """
     if isinstance(value, Mapping):
         return any(acts(name, item) for name, item in value.items())
     if isinstance(value, list | tuple):
         return any(acts(key, item) for item in value)
-    if value is None or value is False or value == "":
+    if value is None or value == "":
         return False
+    if value is False:
+        return _SYMMETRIC.search(key.lower()) is not None
     if isinstance(value, int | float) and value is not True:
         bound = _BOUND.search(key.lower()) is not None
         one = value == 1 and not bound and (isinstance(value, float) or _FACTOR.search(key.lower()) is not None)
@@ -70,12 +77,6 @@ def check_ignored(ignore_keys: object) -> tuple[str, ...]:
     return tuple(ignore_keys)
 
 
-@cache
-def _log_ignored(source: str, key: str, value: str) -> None:
-    """Once for each key of a file."""
-    log.warning("%s: %s: %s is ignored, as ignore_keys says", source, key, value)
-
-
 def refuse_unread(
     given: Mapping[str, Any], known: KnownKeys, *, source: str, at: str = "", ignored: Collection[str] = ()
 ) -> None:
@@ -86,27 +87,55 @@ def refuse_unread(
         known: what is known of its keys.
         source: the file, in messages.
         at: what goes before the keys in messages, such as `text_config.`.
-        ignored: keys that the caller says have no influence, with or without `at`. Each that would be refused is
-            logged.
+        ignored: keys that the caller says have no influence, with or without `at`; of an object, all that is in it.
+            Each that would be refused is logged.
     """
+    complaint = complaint_of(given, known, source=source, at=at, ignored=ignored)
+    if complaint is not None:
+        raise ValueError(f"{source}: {complaint}")
+
+
+def complaint_of(
+    given: Mapping[str, Any], known: KnownKeys, *, source: str, at: str = "", ignored: Collection[str] = ()
+) -> str | None:
+    """What `refuse_unread` says after the file; None if all keys are known. `source` is for what is logged."""
     for key, value in _unread(given, known, at, False):
-        if {key, key.removeprefix(at), key.rpartition(".")[2]} & set(ignored):
-            _log_ignored(source, key, shortened(value))
+        if not _names(key, at).isdisjoint(ignored):
+            log_ignored(source, f"{key}: {shortened(value)}")
             continue
-        raise ValueError(
-            f"{source}: {key}: expected a key that is known here, got {shortened(value)}; it looks as if it changed "
-            f"what is computed, and nothing reads it: name it in ignore_keys if it has no influence"
+        return (
+            f"{key}: expected a key that is known here, got {shortened(value)}; it looks as if it changed what is "
+            "computed, and nothing reads it: name it in ignore_keys if it has no influence"
         )
+    return None
+
+
+def _names(key: str, at: str) -> set[str]:
+    """What a caller may call a key: with what goes before it or without, or by an object below `at` that it is in."""
+    parts = key.removeprefix(at).split(".")
+    inside = {".".join(parts[: count + 1]) for count in range(len(parts))}
+    return inside | {f"{at}{name}" for name in inside} | {parts[-1]}
+
+
+@lru_cache
+def log_ignored(source: str, what: str) -> None:
+    """Log that something is ignored; once, since an object may describe thousands of linears."""
+    log.warning("%s: %s is ignored, as ignore_keys says", source, what)
 
 
 def _unread(given: Mapping[str, Any], known: KnownKeys, at: str, inside: bool) -> Iterator[tuple[str, Any]]:
-    """Keys, with what goes before them, and values. `inside` an object whose name looks like it, all keys do."""
+    """Keys, with what goes before them, and values. `inside` an object whose name looks like it, all keys do.
+
+    There the names of keys that are read elsewhere say nothing.
+    """
     for key, value in given.items():
-        if not isinstance(key, str) or key in known.used or key in known.without_influence or key in known.parts:
+        if not isinstance(key, str):
+            continue
+        if not inside and (key in known.used or key in known.without_influence or key in known.parts):
             continue
         if not acts(key, value):
             continue
-        if known.defaults is not None and key in known.defaults and known.defaults[key] == value:
+        if not inside and known.defaults is not None and key in known.defaults and known.defaults[key] == value:
             continue
         looks = inside or known.looks.search(key.lower()) is not None
         if isinstance(value, Mapping):

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from moe_runtime.checkpoints.files import DTYPES, TensorFiles
+from moe_runtime.checkpoints.unread_keys import log_ignored
 
 _FLOATS = tuple(name for name, dtype in DTYPES.items() if dtype.is_floating_point and name != "F8_E8M0")
 """Dtypes of floats that have a 0."""
@@ -46,7 +47,9 @@ def names_beside_experts(files: TensorFiles, block: str, without: Sequence[str])
     ]
 
 
-def refuse_unread(files: TensorFiles, names: Iterable[str], most: int, said: str) -> None:
+def refuse_unread(
+    files: TensorFiles, names: Iterable[str], most: int, said: str, ignored: Collection[str] = ()
+) -> None:
     """Raise `ValueError` naming file and tensor for the first of `names` that may change what is computed.
 
     Args:
@@ -54,8 +57,12 @@ def refuse_unread(files: TensorFiles, names: Iterable[str], most: int, said: str
         names: tensors that nothing reads.
         most: most numbers of a bias or scale whose values are looked at; one with more is refused.
         said: why none of them is expected, in messages.
+        ignored: names, or last parts of names, of those that the caller says have no influence.
     """
     for name in names:
+        if any(f".{name}".endswith(f".{part}") for part in ignored):
+            log_ignored(str(files.path_of(name)), f"tensor {name}")
+            continue
         last = name.rpartition(".")[2]
         if last in WITHOUT_INFLUENCE:
             continue

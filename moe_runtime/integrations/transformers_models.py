@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from moe_runtime.checkpoints.compressed_tensors_config import compressed_group
 from moe_runtime.checkpoints.family_table import GPT_OSS, MIXTRAL
 from moe_runtime.checkpoints.layouts import COMPRESSED_NVFP4
-from moe_runtime.checkpoints.quantization import EXPERTS_KEY, compressed_group
+from moe_runtime.checkpoints.quantization import EXPERTS_KEY
 from moe_runtime.integrations.expert_modules import WEIGHTS, DescribedExperts, describe_experts
 
 TOP_K = ("top_k", "num_experts_per_tok", "top_k_experts")

@@ -27,8 +27,8 @@ from moe_runtime.checkpoints.layouts import (
 )
 from moe_runtime.checkpoints.loading import FRESH, ExpertTensors, QuantBuffer
 from moe_runtime.checkpoints.loading import quantize_experts as load_experts
-from moe_runtime.checkpoints.quantization import StoredExperts
 from moe_runtime.checkpoints.readers import ExpertNames, ExpertReader, check_no_nan, read_linear
+from moe_runtime.checkpoints.stored_experts import StoredExperts
 from moe_runtime.config import MoELayerConfig
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.kernels.formats.swizzle import unswizzle_scales

@@ -368,7 +368,7 @@ def test_a_caller_can_say_that_a_key_has_no_influence(tmp_path: Path, caplog: py
         Checkpoint(folder, ignore_keys=["router_new"])
     caplog.clear()
     keys = ["router_new", "expert_new.alpha"]
-    unread_keys._log_ignored.cache_clear()
+    unread_keys.log_ignored.cache_clear()
     with caplog.at_level(logging.WARNING), ExpertParallelContext(device="cpu") as context:
         layer = MoELayer.from_checkpoint(folder, context=context, ignore_keys=keys, max_tokens_per_rank=8)
         x = torch.randn(4, 64).bfloat16()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from moe_runtime.checkpoints.checkpoint import Checkpoint, write_qwen3_moe_checkpoint
-from moe_runtime.checkpoints.quantization import target_matches
+from moe_runtime.checkpoints.compressed_tensors_config import target_matches
 from moe_runtime.checkpoints.readers import dense
 from moe_runtime.config import MoELayerConfig
 from moe_runtime.context.expert_parallel import ExpertParallelContext

@@ -717,7 +717,7 @@ WEIGHTS = r"quantization_config\.config_groups\.group_0\.weights"
         (group(type="int"), WEIGHTS + r"\.type of model.*gate_proj: expected 'float', got 'int'"),
         (group(num_bits=6), WEIGHTS + r"\.num_bits of model.*gate_proj: expected 8, got 6"),
         (modelopt("MXFP8") | {"group_size": 16}, r"quantization_config\.group_size of model.*: expected 32, got 16"),
-        (modelopt("FP8_PB"), r"quantization_config\.quant_algo of model.*: expected one of .*, got 'FP8_PB'"),
+        (modelopt("INT8_SQ"), r"quantization_config\.quant_algo of model.*: expected one of .*, got 'INT8_SQ'"),
     ],
 )
 def test_what_is_not_read_names_the_key(said: dict[str, Any], message: str, folder: Path) -> None:

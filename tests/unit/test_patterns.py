@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_runtime.checkpoints.compressed_tensors_config import target_matches
 from moe_runtime.checkpoints.patterns import MAX_STEPS, check_work, matches
-from moe_runtime.checkpoints.quantization import Quantization, target_matches
+from moe_runtime.checkpoints.quantization import Quantization
 
 NAMES = [
     f"model.layers.{layer}.{rest}"
