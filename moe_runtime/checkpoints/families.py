@@ -120,14 +120,17 @@ def shared_expert(config: Mapping[str, Any], *, source: str = "config") -> Share
 
 def _shared_expert(keys: ConfigKeys, layer: int | None) -> SharedExpertConfig | None:
     if keys.family.squared_relu:
-        _one_shared_expert(keys)
+        # One expert of this size, however many the config counts, as in transformers.
+        keys.count(*SHARED_COUNT_KEYS)
         return SharedExpertConfig(intermediate_size=keys.positive("moe_shared_expert_intermediate_size"))
     limit = keys.number_of_layer(SHARED_LIMIT_KEYS, layer)
     size, gated = keys.count("shared_expert_intermediate_size"), True
     if not size:
         count, gated = keys.count(*SHARED_COUNT_KEYS), False
-        if count and keys.has("moe_shared_expert_intermediate_size"):
-            _one_shared_expert(keys)
+        if count > 1 and keys.has("moe_shared_expert_intermediate_size"):
+            # Some readers take the size as that of each, others as that of all.
+            key = keys.first(SHARED_COUNT_KEYS) or SHARED_COUNT_KEYS[0]
+            keys.refuse(key, "at most 1 beside moe_shared_expert_intermediate_size")
         sizes = "moe_shared_expert_intermediate_size", *EXPERT_SIZE_KEYS
         size = count * keys.positive(*sizes, alike=False) if count else 0
     keys.used.add("moe_shared_expert_intermediate_size")
@@ -138,13 +141,6 @@ def _shared_expert(keys: ConfigKeys, layer: int | None) -> SharedExpertConfig | 
     if keys.raw("shared_expert_combination_strategy") not in (None, "sum"):
         keys.refuse("shared_expert_combination_strategy", "sum", keys.raw("shared_expert_combination_strategy"))
     return SharedExpertConfig(intermediate_size=size, gated=gated, limit=limit)
-
-
-def _one_shared_expert(keys: ConfigKeys) -> None:
-    """Raise `ValueError` for several shared experts beside a size of theirs: readers disagree whether each has it."""
-    if keys.count(*SHARED_COUNT_KEYS) > 1:
-        key = keys.first(SHARED_COUNT_KEYS) or SHARED_COUNT_KEYS[0]
-        keys.refuse(key, "at most 1 beside moe_shared_expert_intermediate_size")
 
 
 def moe_layers(config: Mapping[str, Any], *, source: str = "config") -> list[int]:

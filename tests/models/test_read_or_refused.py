@@ -27,7 +27,7 @@ REFUSED = {
     "axk1": "model_type: expected another kind, since a norm follows",
     "axk2": "is not expected",
     "dbrx": "model_type: expected a model with experts",
-    "deepseek_v4": "scoring_func: expected softmax or sigmoid",
+    "deepseek_v4": "model_type: expected another kind",
     "diffusion_gemma": "num_experts_per_tok or ",
     "dots3_note": "shared_experts_intermediate_size: ",
     "ernie4_5_moe": "num_experts_per_tok or ",

@@ -223,7 +223,8 @@ def _nemotron(folder: Path) -> str:
     """Experts without a gate."""
     tensors = {name: tensor for name, tensor in load_all(folder).items() if "gate_proj" not in name}
     tensors[f"{BLOCK}.gate.e_score_correction_bias"] = torch.zeros(3)
-    said = {"n_routed_experts": 3, "layers_block_type": ["moe"], "moe_shared_expert_intermediate_size": 64}
+    said = {"n_routed_experts": 3, "layers_block_type": ["moe"], "hidden_act": None}
+    said["moe_shared_expert_intermediate_size"] = 64
     rewrite(folder, tensors, model_type="nemotron_h", **said)
     return f"{BLOCK}.experts.2.up_proj.bias"
 
