@@ -161,7 +161,7 @@ class ExchangeBackend(Protocol):
             starts: int32 `[W + 1]`, first expert id of each rank.
             x_TH: bf16 `[T, H]`, last dimension contiguous.
             topk_idx_TK: int32 or int64 `[T, K]`, contiguous; -1 is unrouted. An id out of range or repeated within a
-                token counts as unrouted and is recorded as `RoutingError`.
+                token counts as unrouted and is recorded as `RoutingError`; see `ExchangeGeometry.accepts_repeats`.
             topk_weights_TK: fp32 `[T, K]`, contiguous.
             gsf: fp32 `[1]` static NVFP4 encode scale, or None for one per token.
             handle_epoch: int32 `[1]`, receives the epoch of this dispatch.
@@ -179,7 +179,8 @@ class ExchangeBackend(Protocol):
     ) -> None:
         """Wait for all ranks' tokens of epoch `handle_epoch` (int32 `[1]`) and group them by expert into `buffers`.
 
-        More rows than `row_capacity` are recorded as `CapacityError`. After any failure all groups are empty.
+        More rows than `row_capacity`, or of an expert than `most_rows_of_expert` allows, are recorded as
+        `CapacityError`. After any failure all groups are empty.
         """
 
     def dispatch_recv_padded(

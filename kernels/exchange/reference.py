@@ -122,11 +122,18 @@ def _wait(
     adopt_aborts(context)
 
 
-def checked_ids(topk_idx_TK: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`(ids, bad)`: int64 ids, -1 where unrouted, out of range or repeated in the token; `bad` marks the last two."""
+def checked_ids(
+    topk_idx_TK: torch.Tensor, num_experts: int, accepts_repeats: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`(ids, bad)`: int64 ids, -1 where unrouted, out of range or repeated in the token; `bad` marks the last two.
+
+    With `accepts_repeats` as in `ExchangeGeometry`.
+    """
     ids = topk_idx_TK.to(torch.int64)
     in_range = (ids >= 0) & (ids < num_experts)
     ids = torch.where(in_range, ids, torch.full_like(ids, -1))
+    if accepts_repeats:
+        return ids, topk_idx_TK >= num_experts
     same = (ids[:, :, None] == ids[:, None, :]) & (ids >= 0)[:, :, None]
     repeated = torch.tril(same, diagonal=-1).any(dim=2)
     bad = (~in_range & (topk_idx_TK != -1)) | repeated
@@ -178,7 +185,7 @@ def dispatch_send(
     epoch = next_epoch(int(context.epoch[0]))
     half = epoch & 1
     enter(context, geometry, epoch)
-    ids, bad = checked_ids(topk_idx_TK, geometry.num_experts)
+    ids, bad = checked_ids(topk_idx_TK, geometry.num_experts, geometry.accepts_repeats)
     record_bad_id(context, topk_idx_TK, bad, epoch)
     owners = owners_of(ids, starts)
     goes_to = torch.stack([(owners == peer).any(dim=1) for peer in range(geometry.world_size)], dim=1)
@@ -311,10 +318,15 @@ def dispatch_recv(
     expert_of = local[slot_of, entry_of]
     order = torch.argsort(expert_of, stable=True)
     total = int(order.shape[0])
-    if total > geometry.row_capacity:
-        record_failure(
-            context, ErrorCode.CAPACITY, geometry.rank, Phase.DISPATCH_RECV, epoch, total, geometry.row_capacity
-        )
+    most = int(torch.bincount(expert_of).max()) if geometry.accepts_repeats and total else 0
+    failed: tuple[int, int, int] | None = None
+    if most > geometry.most_rows_of_expert:
+        failed = ErrorCode.EXPERT_CAPACITY, most, geometry.most_rows_of_expert
+    elif total > geometry.row_capacity:
+        failed = ErrorCode.CAPACITY, total, geometry.row_capacity
+    if failed is not None:
+        code, got, room = failed
+        record_failure(context, code, geometry.rank, Phase.DISPATCH_RECV, epoch, got, room)
         order, total = order[:0], 0
     slot_of, entry_of, expert_of = slot_of[order], entry_of[order], expert_of[order]
     rows = torch.bincount(expert_of, minlength=experts)[:experts]

@@ -60,6 +60,8 @@ class TokenDispatcher:
         output_size: numbers of an expert's output row; None is `H`.
         reusable_handles: whether handles may be dispatched with again, combined several times, and combined with
             weights that come later. Each handle then keeps a copy of its routing.
+        accepts_repeats: whether a token may name an expert several times, for a row each, and whether every negative id
+            is none. No expert may get more than `W * max_tokens_per_rank` rows then. For ranks of one host.
         agreed: whether the arguments are known to be equal on all ranks; else they are compared at start-up.
 
     Raises:
@@ -84,6 +86,7 @@ class TokenDispatcher:
         output_size: int | None = None,
         reusable_handles: bool = False,
         kernel_prefix: str = "",
+        accepts_repeats: bool = False,
         agreed: bool = False,
     ) -> None:
         check_kind("context", context, ExpertParallelContext)
@@ -105,7 +108,10 @@ class TokenDispatcher:
             input_scale=input_scale,
             output_size=output_size,
             kernel_prefix=kernel_prefix,
+            accepts_repeats=accepts_repeats,
         )
+        if accepts_repeats and context.hosts is not None:
+            raise ValueError("accepts_repeats: expected False where ranks are on several hosts, got True")
         if host_capacity is not None:
             check_integer("host_capacity", host_capacity, high=2**31 - 1)
         self._hosts = None if context.hosts is None else HostExchange(context, geometry, host_capacity)
@@ -133,6 +139,7 @@ class TokenDispatcher:
             "input_scale": input_scale,
             "output_size": geometry.output_hidden,
             "reusable_handles": reusable_handles,
+            "accepts_repeats": accepts_repeats,
         }
         about = f"exchange {geometry.exchange_id}"
         context.register(agree=None if agreed else arguments, about=about, **self._local.half_bytes())
@@ -148,6 +155,7 @@ class TokenDispatcher:
                 host_capacity=host_capacity,
                 num_sms=num_sms,
                 output_size=geometry.output_hidden,
+                accepts_repeats=accepts_repeats,
             )
 
     @classmethod
@@ -231,7 +239,8 @@ class TokenDispatcher:
         Args:
             x: bf16 `[T, H]`, last dimension contiguous, `T <= max_tokens_per_rank`. Of `bf16` tokens the bits travel as
                 they are.
-            topk_idx: int32 or int64 `[T, K]`; -1 is unrouted.
+            topk_idx: int32 or int64 `[T, K]`; -1 is unrouted. An expert is there once in a token, unless the dispatcher
+                `accepts_repeats`.
             topk_weights: fp32 `[T, K]`.
             handle: of an earlier dispatch with `reusable_handles`, in place of `topk_idx` and `topk_weights`: the
                 tokens take its way again, and their rows come to the same positions.
