@@ -321,6 +321,7 @@ def _record_constexprs(geometry: ExchangeGeometry) -> dict[str, int]:
 def dispatch_send(
     context: ExchangeMemory,
     geometry: ExchangeGeometry,
+    count_tag: int,
     starts: torch.Tensor,
     x_TH: torch.Tensor,
     topk_idx_TK: torch.Tensor,
@@ -339,7 +340,7 @@ def dispatch_send(
         topk_weights_TK,
         gsf if gsf is not None else topk_weights_TK,
         num_tokens,
-        geometry.count_tag,
+        count_tag,
         starts,
         context.landing_pointers,
         context.token_flags_pointers,

@@ -7,10 +7,9 @@ to be told where its rows may go.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
-from moe_runtime.comm.signals import COUNT_BITS, EXCHANGES
 from moe_runtime.kernels.exchange.record import RecordLayout
 from moe_runtime.kernels.formats.number_formats import FORMATS, TokenFormat, align, ceil_div
 from moe_runtime.kernels.formats.scale_blocks import expert_starts
@@ -32,7 +31,9 @@ class ExchangeGeometry:
         combined_hidden: numbers of an expert's row in combine, where they are not as many as those of a token's.
         accepts_repeats: whether a token may name an expert several times, for a row each, and negative ids are none,
             not only -1. An expert has at most `num_slots` rows.
-        exchange_id: of the exchange in its context, equal on all ranks. Kernels are the same for all.
+
+    Exchanges of equal sizes have equal geometries: plans, macros and compiled kernels are kept by them. Which exchange
+    of its context one is, each launch is told (`count_tag` of `ExchangeBackend`).
     """
 
     rank: int
@@ -47,16 +48,10 @@ class ExchangeGeometry:
     combined_hidden: int | None = None
     kernel_prefix: str = ""
     accepts_repeats: bool = False
-    exchange_id: int = field(default=0, compare=False)
 
     def __hash__(self) -> int:
         """Hash some of the numbers, for speed: every launch looks up plans and macros by a geometry."""
         return hash((self.rank, self.world_size, self.num_experts, self.max_tokens, self.row_capacity))
-
-    @cached_property
-    def count_tag(self) -> int:
-        """The bits of signal word `token_count` above the number of tokens, but for the turn of the epoch."""
-        return self.exchange_id % EXCHANGES << COUNT_BITS
 
     @cached_property
     def starts(self) -> tuple[int, ...]:

@@ -94,6 +94,7 @@ class OneRankExchange(Protocol):
         self,
         context: ExchangeMemory,
         geometry: ExchangeGeometry,
+        count_tag: int,
         x_TH: torch.Tensor,
         topk_idx_TK: torch.Tensor,
         topk_weights_TK: torch.Tensor,
@@ -126,6 +127,8 @@ class OneRankExchange(Protocol):
 class ExchangeBackend(Protocol):
     """Dispatch and combine of one engine. All engines write the same bits, so ranks may differ in their engine.
 
+    `count_tag` is `comm.signals.count_tag_of` the exchange: layers of equal geometry differ in it.
+
     No function waits for the host on a GPU. What goes wrong on the device is recorded in `context.error` and on all
     peers; every wait for a peer ends by its flag, by a failure or after `timeout_ns`.
     """
@@ -146,6 +149,7 @@ class ExchangeBackend(Protocol):
         self,
         context: ExchangeMemory,
         geometry: ExchangeGeometry,
+        count_tag: int,
         starts: torch.Tensor,
         x_TH: torch.Tensor,
         topk_idx_TK: torch.Tensor,
@@ -173,6 +177,7 @@ class ExchangeBackend(Protocol):
         self,
         context: ExchangeMemory,
         geometry: ExchangeGeometry,
+        count_tag: int,
         handle_epoch: torch.Tensor,
         timeout_ns: int,
         buffers: RecvBuffers,
@@ -187,6 +192,7 @@ class ExchangeBackend(Protocol):
         self,
         context: ExchangeMemory,
         geometry: ExchangeGeometry,
+        count_tag: int,
         handle_epoch: torch.Tensor,
         timeout_ns: int,
         buffers: RecvBuffers,
@@ -206,6 +212,7 @@ class ExchangeBackend(Protocol):
         self,
         context: ExchangeMemory,
         geometry: ExchangeGeometry,
+        count_tag: int,
         starts: torch.Tensor,
         output_RH: torch.Tensor,
         positions_SK: torch.Tensor,

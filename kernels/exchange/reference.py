@@ -172,6 +172,7 @@ def build_records(
 def dispatch_send(
     context: ExchangeMemory,
     geometry: ExchangeGeometry,
+    count_tag: int,
     starts: torch.Tensor,
     x_TH: torch.Tensor,
     topk_idx_TK: torch.Tensor,
@@ -197,7 +198,7 @@ def dispatch_send(
         for peer in range(geometry.world_size):
             tokens = goes_to[:, peer].nonzero().flatten()
             store_records(context, geometry, peer, half, tokens, records[tokens], epoch)
-    raise_flags(context, geometry, epoch, num_tokens)
+    raise_flags(context, geometry, count_tag, epoch, num_tokens)
     handle_epoch[0] = epoch
 
 
@@ -250,7 +251,9 @@ def store_records(
     _token_flags(context, geometry, peer, half)[slots] = epoch
 
 
-def raise_flags(context: ExchangeMemory, geometry: ExchangeGeometry, epoch: int, num_tokens: int) -> None:
+def raise_flags(
+    context: ExchangeMemory, geometry: ExchangeGeometry, count_tag: int, epoch: int, num_tokens: int
+) -> None:
     """Begin `epoch`, and tell all peers that this rank's `num_tokens` have landed there."""
     layout, first = context.signals_layout, (epoch & 1) * geometry.world_size + geometry.rank
     context.epoch[0] = epoch
@@ -258,7 +261,7 @@ def raise_flags(context: ExchangeMemory, geometry: ExchangeGeometry, epoch: int,
         words = _signals_of(context, peer)
         # After a failure, readers of the half's last count have not been awaited.
         if int(context.latch[0]) == 0 or not context.heap.directly_mapped:
-            words[layout.token_count + first] = num_tokens + tag_of(geometry.count_tag, epoch)
+            words[layout.token_count + first] = num_tokens + tag_of(count_tag, epoch)
         words[layout.dispatch_flag + first] = epoch
 
 
@@ -283,6 +286,7 @@ def allocate_counts(geometry: ExchangeGeometry, device: torch.device) -> None:
 def dispatch_recv(
     context: ExchangeMemory,
     geometry: ExchangeGeometry,
+    count_tag: int,
     handle_epoch: torch.Tensor,
     timeout_ns: int,
     buffers: RecvBuffers,
@@ -299,7 +303,7 @@ def dispatch_recv(
     landed = _landing(context, geometry, geometry.rank, half)
     words = _signals_of(context, geometry.rank)
     first = layout.token_count + half * geometry.world_size
-    tag = tag_of(geometry.count_tag, epoch)
+    tag = tag_of(count_tag, epoch)
     tokens = (words[first : first + geometry.world_size] & WITHOUT_SIGN) - tag
     other = (tokens < 0) | (tokens > geometry.max_tokens)
     if int(context.latch[0]) == 0 and bool(other.any()):
@@ -365,6 +369,7 @@ def dispatch_recv(
 def dispatch_recv_padded(
     context: ExchangeMemory,
     geometry: ExchangeGeometry,
+    count_tag: int,
     handle_epoch: torch.Tensor,
     timeout_ns: int,
     buffers: RecvBuffers,
@@ -373,7 +378,7 @@ def dispatch_recv_padded(
     statistics: torch.Tensor | None,
 ) -> None:
     """See `interface.ExchangeBackend`."""
-    dispatch_recv(context, geometry, handle_epoch, timeout_ns, buffers)
+    dispatch_recv(context, geometry, count_tag, handle_epoch, timeout_ns, buffers)
     found = buffers.row_index, buffers.positions, buffers.group_offsets, handle_epoch
     place_reference(LandedTokens.of(context, geometry, *found), scales_at, out, statistics)
 
@@ -411,6 +416,7 @@ def _ids(context: ExchangeMemory, geometry: ExchangeGeometry, half: int) -> torc
 def combine_send(
     context: ExchangeMemory,
     geometry: ExchangeGeometry,
+    count_tag: int,
     starts: torch.Tensor,
     output_RH: torch.Tensor,
     positions_SK: torch.Tensor,

@@ -44,7 +44,7 @@ def exchange_geometry(
     kernel_prefix: str,
     accepts_repeats: bool,
 ) -> ExchangeGeometry:
-    """The geometry of the next exchange of `context`, from the checked arguments of `TokenDispatcher`."""
+    """The geometry of an exchange of `context`, from the checked arguments of `TokenDispatcher`."""
     fmt, wire = format_named(token_format, "token_format"), format_named(combine_format, "combine_format")
     check_integer("hidden_size", hidden_size)
     check_integer("num_experts", num_experts)
@@ -96,7 +96,6 @@ def exchange_geometry(
         combined_hidden=output_size,
         kernel_prefix=kernel_prefix,
         accepts_repeats=accepts_repeats,
-        exchange_id=context.next_exchange_id(),
     )
 
 
