@@ -15,6 +15,7 @@ class ErrorCode(IntEnum):
     ABORTED = 4
     STALE_HANDLE = 5
     MISMATCH = 6
+    EXPERT_CAPACITY = 7
 
 
 class Phase(IntEnum):
@@ -49,12 +50,12 @@ class MoERuntimeError(RuntimeError):
 
 
 class RoutingError(MoERuntimeError):
-    """An expert id was out of range, or twice in one token's top-k, on rank `rank`."""
+    """An expert id was out of range, or twice in one token's top-k where that is not accepted, on rank `rank`."""
 
 
 class CapacityError(MoERuntimeError):
     """More rows arrived on rank `rank` than its `expert_row_capacity`, or it has more tokens for one host than its
-    `host_capacity`."""
+    `host_capacity`; or more rows for an expert than it has room for, where tokens may name an expert several times."""
 
 
 class PeerTimeoutError(MoERuntimeError):

@@ -48,6 +48,9 @@ def describe_failure(
         if step is Phase.DISPATCH_SEND:
             text = f"{details[0]} tokens of rank {about} go to one host, more than its host_capacity of {details[1]}"
         return CapacityError(f"{where}: {text}", about, step)
+    if code == ErrorCode.EXPERT_CAPACITY:
+        text = f"{details[0]} rows arrived for one expert of rank {about}, which has room for {details[1]}"
+        return CapacityError(f"{where}: {text}", about, step)
     if code == ErrorCode.TIMEOUT:
         return PeerTimeoutError(f"{where}: rank {about} did not answer within {details[0] / 1000:g} s", about, step)
     if code == ErrorCode.MISMATCH:

@@ -45,8 +45,13 @@ NUM_COUNTERS = COMBINED + 1 + PROGRESS_PARTS
 `combine_send` those from `COMBINED` on."""
 
 
+def count_tag_of(exchange_id: int) -> int:
+    """The bits of `token_count` above the number of tokens, but for the turn of the epoch."""
+    return exchange_id % EXCHANGES << COUNT_BITS
+
+
 def tag_of(count_tag: int, epoch: int) -> int:
-    """The bits of `token_count` in `epoch` above the number of tokens; `count_tag` is `ExchangeGeometry.count_tag`."""
+    """The bits of `token_count` in `epoch` above the number of tokens; `count_tag` is `count_tag_of` the exchange."""
     return count_tag | ((epoch >> 1 ^ epoch) & 1) << TURN_BIT
 
 

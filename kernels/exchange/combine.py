@@ -238,6 +238,7 @@ def _record_constexprs(geometry: ExchangeGeometry) -> dict[str, int]:
 def combine_send(
     context: ExchangeMemory,
     geometry: ExchangeGeometry,
+    count_tag: int,
     starts: torch.Tensor,
     output_RH: torch.Tensor,
     positions_SK: torch.Tensor,

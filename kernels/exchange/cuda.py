@@ -87,6 +87,7 @@ def _flags_are_unordered(geometry: ExchangeGeometry) -> bool:
 def dispatch_send(
     context: ExchangeMemory,
     geometry: ExchangeGeometry,
+    count_tag: int,
     starts: torch.Tensor,
     x_TH: torch.Tensor,
     topk_idx_TK: torch.Tensor,
@@ -99,6 +100,7 @@ def dispatch_send(
     """See `interface.ExchangeBackend`."""
     send_records(
         geometry,
+        count_tag,
         (x_TH, topk_idx_TK, topk_weights_TK, gsf),
         [starts, context.landing_pointers, context.token_flags_pointers, context.signal_pointers],
         [context.epoch, handle_epoch, num_parts_T, context.error, context.latch, context.counters],
@@ -110,6 +112,7 @@ def dispatch_send(
 
 def send_records(
     geometry: ExchangeGeometry,
+    count_tag: int,
     tokens: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None],
     tables: list[torch.Tensor],
     words: list[torch.Tensor],
@@ -150,7 +153,7 @@ def send_records(
             topk_weights_TK,
             gsf,
             num_tokens,
-            geometry.count_tag,
+            count_tag,
             *tables,
             *words,
             geometry.rank,
@@ -168,17 +171,19 @@ def send_records(
 def dispatch_recv(
     context: ExchangeMemory,
     geometry: ExchangeGeometry,
+    count_tag: int,
     handle_epoch: torch.Tensor,
     timeout_ns: int,
     buffers: RecvBuffers,
 ) -> None:
     """See `interface.ExchangeBackend`."""
-    _group(context, geometry, handle_epoch, timeout_ns, buffers, early=_flags_come_last(context))
+    _group(context, geometry, count_tag, handle_epoch, timeout_ns, buffers, early=_flags_come_last(context))
 
 
 def _group(
     context: ExchangeMemory,
     geometry: ExchangeGeometry,
+    count_tag: int,
     handle_epoch: torch.Tensor,
     timeout_ns: int,
     buffers: RecvBuffers,
@@ -188,7 +193,7 @@ def _group(
     """`dispatch_recv`; `early` as for `_receive`."""
     copies_scales = buffers.scales is not None and geometry.token_format.scale_dtype is not None
     macros = recv_macros(geometry, scales=copies_scales)
-    _receive(context, geometry, handle_epoch, timeout_ns, buffers, macros, early=early)
+    _receive(context, geometry, count_tag, handle_epoch, timeout_ns, buffers, macros, early=early)
 
 
 def of_one_rank(geometry: ExchangeGeometry) -> OneRankExchange | None:
@@ -204,6 +209,7 @@ def can_await_tokens(context: ExchangeMemory) -> bool:
 def dispatch_recv_padded(
     context: ExchangeMemory,
     geometry: ExchangeGeometry,
+    count_tag: int,
     handle_epoch: torch.Tensor,
     timeout_ns: int,
     buffers: RecvBuffers,
@@ -221,18 +227,20 @@ def dispatch_recv_padded(
     own_rows = out.rows.shape[2] == fmt.quant_bytes(geometry.hidden) and out.kind == wanted and not fmt.swizzled
     early = _flags_come_last(context) and not _flags_are_unordered(geometry)
     if plan.num_chunks > 1 or not own_rows:
-        _group(context, geometry, handle_epoch, timeout_ns, buffers, early=early)
+        _group(context, geometry, count_tag, handle_epoch, timeout_ns, buffers, early=early)
         found = buffers.row_index, buffers.positions, buffers.group_offsets, handle_epoch
         place_padded_rows(LandedTokens.of(context, geometry, *found), scales_at, out, statistics)
         return
     written = [out.counts, out.source_tokens, out.layout_range, statistics]
     macros = recv_macros(geometry, padded=True)
-    _receive(context, geometry, handle_epoch, timeout_ns, buffers, macros, early=early, out=out, padded=written)
+    step = context, geometry, count_tag, handle_epoch, timeout_ns, buffers
+    _receive(*step, macros, early=early, out=out, padded=written)
 
 
 def _receive(
     context: ExchangeMemory,
     geometry: ExchangeGeometry,
+    count_tag: int,
     handle_epoch: torch.Tensor,
     timeout_ns: int,
     buffers: RecvBuffers,
@@ -264,7 +272,7 @@ def _receive(
         context.latch,
         geometry.rank,
         geometry.max_tokens,
-        geometry.count_tag,
+        count_tag,
         geometry.num_slots,
     ]
     limits = [int64(landing_half), int64(context.half_bytes["token_flags"]), int64(timeout_ns)]
@@ -325,6 +333,7 @@ def _receive(
 def combine_send(
     context: ExchangeMemory,
     geometry: ExchangeGeometry,
+    count_tag: int,
     starts: torch.Tensor,
     output_RH: torch.Tensor,
     positions_SK: torch.Tensor,
@@ -338,7 +347,7 @@ def combine_send(
     arrival = []
     if await_ns is not None:
         flags = int64(context.half_bytes["token_flags"])
-        arrival = [context.token_flags_pointers, geometry.count_tag, flags, int64(await_ns), received]
+        arrival = [context.token_flags_pointers, count_tag, flags, int64(await_ns), received]
     launch(
         "combine.cu",
         geometry.kernel_prefix + "combine_send",
@@ -432,6 +441,7 @@ class _OneRank:
         self,
         context: ExchangeMemory,
         geometry: ExchangeGeometry,
+        count_tag: int,
         x_TH: torch.Tensor,
         topk_idx_TK: torch.Tensor,
         topk_weights_TK: torch.Tensor,
@@ -463,7 +473,7 @@ class _OneRank:
                 topk_weights_TK,
                 gsf,
                 num_tokens,
-                geometry.count_tag,
+                count_tag,
                 buffers.group_offsets,
                 buffers.group_scale_offsets,
                 buffers.row_index,

@@ -19,11 +19,14 @@
 // With PADDED (one chunk), each expert has `num_slots` rows of its own, filled from the front, as `padded.py` describes: rows and
 // scales are copied there, and `positions` count these rows. A last block writes the counts alone.
 //
-// Macros: those of arrival.cuh, PADDED, FMT (FormatCode), K, EXPERTS (of this rank, at least 1), CHUNK (a multiple of 32), WARPS
+// With REPEATS a token may name an expert several times: each entry is a row, and a slot counts as often as it has entries for the
+// expert. No expert may have more than `num_slots` rows then.
+//
+// Macros: those of arrival.cuh, PADDED, REPEATS, FMT (FormatCode), K, EXPERTS (of this rank, at least 1), CHUNK (a multiple of 32), WARPS
 // (of a block), LOOPED (a block takes several tasks; for few SMs), PLACES_BYTES (shared memory of `recv_permute`), CONTIGUOUS
 // (quants are copied), PER_TOKEN_FLAGS (all slots are one chunk), QUANT_BYTES, SCALE_COLUMNS (0 where scales stay in the
-// records), RECORD_BYTES and the *_AT of RecordLayout, words of SignalLayout, COUNT_BITS, TURN_BIT, STALE_HANDLE, MISMATCH and
-// CAPACITY (ErrorCode), DISPATCH_RECV (Phase).
+// records), RECORD_BYTES and the *_AT of RecordLayout, words of SignalLayout, COUNT_BITS, TURN_BIT, STALE_HANDLE, MISMATCH, CAPACITY
+// and EXPERT_CAPACITY (ErrorCode), DISPATCH_RECV (Phase).
 
 #include "arrival.cuh"
 
@@ -128,7 +131,32 @@ struct Places {
   int totals[EXPERTS];
   float row_scale[PER_TOKEN_FLAGS && FMT == NVFP4 ? CHUNK : 1];
   int rows;
+#if REPEATS
+  int most;     // rows of an expert at most
+  bool repeats;  // a slot of the chunk has several entries for an expert
+#endif
   bool others;  // the tokens of a source are for another exchange
+
+  // Entries for expert `e` in those slots of `word` that `mask` chooses.
+  __device__ __forceinline__ int entries(int e, int word, u32 mask) const {
+#if REPEATS
+    if (repeats) {
+      int count = 0;
+      for (u32 left = bits[e][word] & mask; left; left &= left - 1)
+        count += entries_of_slot(e, word * 32 + __ffs(left) - 1, K);
+      return count;
+    }
+#endif
+    return __popc(bits[e][word] & mask);
+  }
+
+  // Entries for expert `e` among the first `most_k` of slot `s`.
+  __device__ __forceinline__ int entries_of_slot(int e, int s, int most_k) const {
+    int count = 0;
+#pragma unroll
+    for (int k = 0; k < K; ++k) count += k < most_k && local[s][k] == e;
+    return count;
+  }
 };
 static_assert(sizeof(Places) <= PLACES_BYTES);
 
@@ -169,11 +197,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, PADDED ? 1 : 2)
     for (int i = threadIdx.x; i < EXPERTS * CHUNK_WORDS; i += THREADS) bits[i] = 0;
     for (int i = threadIdx.x; i < CHUNK * K; i += THREADS) local[i] = NONE;
     for (int e = threadIdx.x; e < EXPERTS; e += THREADS) places.totals[e] = places.first[e] = 0;
+#if REPEATS
+    if (threadIdx.x == 0) places.repeats = false;
+#endif
+    [[maybe_unused]] u32 repeated = 0;
     const Landing arrived(landed, flags, own, landing_half, token_flags_half, max_tokens, count_tag, first_expert, num_local,
                           epoch);
     const auto mark = [&](int s, int k, int expert) {
       places.local[s][k] = static_cast<u16>(expert);
-      atomicOr(&places.bits[expert][s / 32], 1u << s % 32);
+      const u32 marked = atomicOr(&places.bits[expert][s / 32], 1u << s % 32);
+      if (REPEATS) repeated |= marked >> s % 32 & 1;
     };
     u32 words[LANE_SCALES > 0 ? LANE_SCALES : 1];  // block scales of a slot
     [[maybe_unused]] const auto load_scales = [&](int s) {
@@ -201,6 +234,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, PADDED ? 1 : 2)
       __syncwarp();
       if (glance.trouble()) adopt_aborts(x), failed = true;
     }
+#if REPEATS
+    if (repeated) places.repeats = true;
+#endif
     // All warps have looked; the answer is block-uniform.
     bool good = __syncthreads_or(failed) == 0;
     // The scales of a warp's first slot are on their way while rows are counted.
@@ -210,6 +246,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, PADDED ? 1 : 2)
     bool good = await_chunk(x, own, epoch_ptr, epoch, first_slot, num_slots, max_tokens);
     for (int s = threadIdx.x; good && s < CHUNK; s += THREADS)
       arrived.each_expert(first_slot + s, [&](int k, int expert) { mark(s, k, expert); });
+#if REPEATS
+    if (repeated) places.repeats = true;
+#endif
     asm volatile("griddepcontrol.wait;" ::: "memory");
     // What `recv_count` has found has made its counts wrong.
     const bool failed = threadIdx.x == 0 && x.failed();
@@ -229,7 +268,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PADDED ? 1 : 2)
       for (int start = 0; start < CHUNK_WORDS; start += LANES) {
         const int word = start + lane % LANES;
         const bool there = e < EXPERTS && word < CHUNK_WORDS;
-        const int count = there ? __popc(places.bits[e][word]) : 0;
+        const int count = there ? places.entries(e, word, ALL) : 0;
         int upto = count;
 #pragma unroll
         for (int d = 1; d < LANES; d *= 2) {
@@ -242,9 +281,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, PADDED ? 1 : 2)
     }
     if (warp == 0) {
       int row = 0, block = 0;
+      [[maybe_unused]] int most = 0;
       for (int start = 0; start < EXPERTS; start += 32) {
         const int e = start + lane, count = e < EXPERTS ? places.totals[e] : 0, blocks = (count + 127) / 128;
         int rows_upto = count, blocks_upto = blocks;
+        if (REPEATS) most = max(most, count);
 #pragma unroll
         for (int d = 1; d < 32; d *= 2) {
           const int more_rows = __shfl_up_sync(ALL, rows_upto, d), more_blocks = __shfl_up_sync(ALL, blocks_upto, d);
@@ -259,6 +300,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, PADDED ? 1 : 2)
         block += __shfl_sync(ALL, blocks_upto, 31);
       }
       if (lane == 0) places.rows = row;
+#if REPEATS
+      most = __reduce_max_sync(ALL, most);
+      if (lane == 0) places.most = most;
+#endif
     }
     if (warp == WARPS - 1) {
       const bool others = good && arrived.check_sources(x, DISPATCH_RECV);
@@ -266,6 +311,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, PADDED ? 1 : 2)
     }
     __syncthreads();
     good = good && !places.others;
+#if REPEATS
+    const bool crowded = places.most > num_slots;
+    if (good && crowded && blockIdx.x == 0 && threadIdx.x == 0)
+      record_failure(x, EXPERT_CAPACITY, rank, DISPATCH_RECV, epoch, places.most, num_slots);
+    good = good && !crowded;
+#endif
     const bool fits = places.rows <= capacity;  // a variable: nvcc takes 40 registers, else 48
     if (good && !fits && blockIdx.x == 0 && threadIdx.x == 0)
       record_failure(x, CAPACITY, rank, DISPATCH_RECV, epoch, places.rows, capacity);
@@ -288,7 +339,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PADDED ? 1 : 2)
       // Rows of an expert from slots before `s`.
       const auto rows_before = [&](int e, int s) {
         if (s >= num_slots) return places.totals[e];
-        return places.before[e][s / 32] + __popc(places.bits[e][s / 32] & ((1u << s % 32) - 1));
+        return places.before[e][s / 32] + places.entries(e, s / 32, (1u << s % 32) - 1);
       };
       for (int i = threadIdx.x; i < num_local * WORLD; i += THREADS) {
         const int e = i / WORLD, first = i % WORLD * max_tokens;
@@ -317,7 +368,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, PADDED ? 1 : 2)
         const int e = good ? places.local[s][lane] : NONE;
         if (e != NONE) {
           const int word = s / 32;
-          position = places.first[e] + places.before[e][word] + __popc(places.bits[e][word] & ((1u << s % 32) - 1));
+          position = places.first[e] + places.before[e][word] + places.entries(e, word, (1u << s % 32) - 1);
+#if REPEATS
+          if (places.repeats) position += places.entries_of_slot(e, s, lane);
+#endif
           // The row's first byte in the 128x4 swizzle of its group's scales.
           const int row = position - places.offset[e];
 #if PADDED

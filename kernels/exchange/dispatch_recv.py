@@ -36,6 +36,7 @@ from moe_runtime.kernels.runtime import AotCase
 STALE_HANDLE = tl.constexpr(int(ErrorCode.STALE_HANDLE))
 MISMATCH = tl.constexpr(int(ErrorCode.MISMATCH))
 CAPACITY = tl.constexpr(int(ErrorCode.CAPACITY))
+EXPERT_CAPACITY = tl.constexpr(int(ErrorCode.EXPERT_CAPACITY))
 DISPATCH_RECV = tl.constexpr(int(Phase.DISPATCH_RECV))
 FP8_BLOCK = tl.constexpr(int(FormatCode.FP8_BLOCK))
 NVFP4 = tl.constexpr(int(FormatCode.NVFP4))
@@ -119,6 +120,7 @@ def _recv_count_kernel(
     K_PAD: tl.constexpr,
     WORLD: tl.constexpr,
     WORLD_PAD: tl.constexpr,
+    REPEATS: tl.constexpr,
     LOOPED: tl.constexpr,
     E_PAD: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -161,7 +163,8 @@ def _recv_count_kernel(
         )  # fmt: skip
         for start in range(0, E_PAD, EXPERTS):
             expert = start + tl.arange(0, EXPERTS)
-            here = tl.max((local[:, :, None] == expert[None, None, :]).to(tl.int32), axis=1)
+            hit = (local[:, :, None] == expert[None, None, :]).to(tl.int32)
+            here = tl.sum(hit, axis=1) if REPEATS else tl.max(hit, axis=1)
             tl.store(counts_ptr + program * E_PAD + expert, tl.sum(here, axis=0))
 
 
@@ -182,6 +185,7 @@ def _recv_offsets_kernel(
     WORLD: tl.constexpr,
     E_PAD: tl.constexpr,
     CHUNKS: tl.constexpr,
+    MOST_ROWS: tl.constexpr,
     ABORT: tl.constexpr,
 ):
     """Replace counts by their exclusive prefix sums over chunks; then offsets of groups and of their scale blocks.
@@ -199,6 +203,13 @@ def _recv_offsets_kernel(
         tl.store(at, running[None, :] + before, mask=(chunk < num_chunks)[:, None])
         running += tl.sum(counts, axis=0)
 
+    if MOST_ROWS > 0:
+        most = tl.max(running, axis=0)
+        if most > MOST_ROWS:
+            record_failure(
+                error_ptr, latch_ptr, signal_ptrs, EXPERT_CAPACITY, rank, DISPATCH_RECV, tl.load(handle_epoch_ptr),
+                most, MOST_ROWS, rank, ABORT, WORLD,
+            )  # fmt: skip
     total = tl.sum(running, axis=0)
     if total > capacity:
         record_failure(
@@ -238,6 +249,7 @@ def _recv_permute_kernel(
     K: tl.constexpr,
     K_PAD: tl.constexpr,
     WORLD: tl.constexpr,
+    REPEATS: tl.constexpr,
     LOOPED: tl.constexpr,
     E_PAD: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -265,12 +277,15 @@ def _recv_permute_kernel(
         for start in range(0, E_PAD, EXPERTS):
             expert = start + tl.arange(0, EXPERTS)
             hit = (local[:, :, None] == expert[None, None, :]).to(tl.int32)
-            here = tl.max(hit, axis=1)
+            here = tl.sum(hit, axis=1) if REPEATS else tl.max(hit, axis=1)
             earlier = tl.cumsum(here, axis=0) - here
             base = tl.load(counts_ptr + program * E_PAD + expert)
             base += tl.load(group_offsets_ptr + expert, mask=expert < num_local, other=0)
             # One more than the position, so that 0 can mean "not in this block of experts".
-            position += tl.sum(hit * (base[None, :] + earlier + 1)[:, None, :], axis=2)
+            place = (base[None, :] + earlier + 1)[:, None, :]
+            if REPEATS:
+                place = place + tl.cumsum(hit, axis=1) - hit
+            position += tl.sum(hit * place, axis=2)
         inside = (k < K)[None, :] & (token < max_tokens)[:, None]
         tl.store(positions_ptr + slot[:, None] * K + k[None, :], position, mask=inside)
         row = first_row * half + slot
@@ -352,6 +367,7 @@ def allocate_counts(geometry: ExchangeGeometry, device: torch.device) -> torch.T
 def dispatch_recv(
     context: ExchangeMemory,
     geometry: ExchangeGeometry,
+    count_tag: int,
     handle_epoch: torch.Tensor,
     timeout_ns: int,
     buffers: RecvBuffers,
@@ -375,7 +391,7 @@ def dispatch_recv(
         context.latch,
         geometry.rank,
         geometry.max_tokens,
-        geometry.count_tag,
+        count_tag,
         chunks,
         geometry.first_expert,
         geometry.num_local_experts,
@@ -411,7 +427,7 @@ def dispatch_recv(
         context.latch,
         geometry.rank,
         geometry.max_tokens,
-        geometry.count_tag,
+        count_tag,
         chunks,
         geometry.first_expert,
         geometry.num_local_experts,
@@ -450,6 +466,7 @@ def _constexprs(geometry: ExchangeGeometry) -> dict[str, dict[str, Any]]:
         "K": geometry.top_k,
         "K_PAD": padded(geometry.top_k),
         "WORLD": geometry.world_size,
+        "REPEATS": geometry.accepts_repeats,
         "LOOPED": geometry.num_sms is not None,
         "E_PAD": e_pad,
         "SLOTS": SLOTS,
@@ -469,6 +486,7 @@ def _constexprs(geometry: ExchangeGeometry) -> dict[str, dict[str, Any]]:
             "WORLD": geometry.world_size,
             "E_PAD": e_pad,
             "CHUNKS": max(1, 4096 // e_pad),
+            "MOST_ROWS": geometry.most_rows_of_expert,
             "ABORT": signals.abort,
         },
         "permute": place,
@@ -488,8 +506,8 @@ def _constexprs(geometry: ExchangeGeometry) -> dict[str, dict[str, Any]]:
     }
 
 
-def _aot_cases(fmt: str, contiguous: bool, num_sms: int | None = None) -> tuple[AotCase, ...]:
-    geometry = sample_geometry(fmt, contiguous=contiguous, num_sms=num_sms)
+def _aot_cases(fmt: str, contiguous: bool, **sizes: Any) -> tuple[AotCase, ...]:
+    geometry = sample_geometry(fmt, contiguous=contiguous, **sizes)
     kernels = {
         "count": _recv_count_kernel,
         "offsets": _recv_offsets_kernel,
@@ -506,4 +524,5 @@ def _aot_cases(fmt: str, contiguous: bool, num_sms: int | None = None) -> tuple[
 AOT_CASES = (
     *(case for fmt in FORMATS for contiguous in (False, True) for case in _aot_cases(fmt, contiguous)),
     *_aot_cases("nvfp4", True, num_sms=16),
+    *_aot_cases("bf16", False, accepts_repeats=True),
 )

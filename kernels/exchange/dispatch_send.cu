@@ -10,8 +10,8 @@
 // else. Without PER_TOKEN_FLAGS the token flag is stored before the record has landed and says only that the slot is used.
 //
 // Macros: those of signalling.cuh, FMT (FormatCode), HIDDEN, K, IDS (type of the expert ids), TEAM (threads), TEAMS (of a
-// block), STATIC_GSF, AWAIT_READY (this kernel writes to its peers itself), PER_TOKEN_FLAGS, COUNT_BITS, TURN_BIT,
-// RECORD_BYTES and the *_AT of RecordLayout, words of SignalLayout, ROUTING (ErrorCode), DISPATCH_SEND (Phase).
+// block), STATIC_GSF, AWAIT_READY (this kernel writes to its peers itself), PER_TOKEN_FLAGS, REPEATS (a token may name an
+// expert several times, and any negative id is none), COUNT_BITS, TURN_BIT, RECORD_BYTES and the *_AT of RecordLayout, words of SignalLayout, ROUTING (ErrorCode), DISPATCH_SEND (Phase).
 
 #include "signalling.cuh"
 #include "token_units.cuh"
@@ -33,16 +33,16 @@ struct Entry {
   }
 };
 
-// Returns the ranks that the token goes to, bit p for rank p. `expert` becomes -1 for an id that is unrouted, out of range or
-// repeated. For a whole warp.
+// Returns the ranks that the token goes to, bit p for rank p. `expert` becomes -1 for an id that is unrouted, out of range or,
+// without REPEATS, repeated. For a whole warp.
 __device__ __forceinline__ u32 route(const Exchange& x, const Entry& entry, int end_of_lane, int num_experts, int token,
                                      int epoch, int& expert) {
   const int lane = threadIdx.x & 31;
   const bool in_range = entry.id >= 0 && entry.id < num_experts;
   expert = in_range ? static_cast<int>(entry.id) : -1 - lane;
   const u32 same = __match_any_sync(ALL, expert);
-  const bool repeated = in_range && (same & ((1u << lane) - 1));
-  const u32 bad = __ballot_sync(ALL, repeated || entry.id < -1 || entry.id >= num_experts);
+  const bool repeated = !REPEATS && in_range && (same & ((1u << lane) - 1));
+  const u32 bad = __ballot_sync(ALL, repeated || (!REPEATS && entry.id < -1) || entry.id >= num_experts);
   if (bad && lane == __ffs(bad) - 1)
     record_failure(x, ROUTING, x.rank, DISPATCH_SEND, epoch, static_cast<int>(entry.id), token);
   __syncwarp();

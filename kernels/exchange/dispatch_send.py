@@ -9,6 +9,7 @@ landed.
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -55,19 +56,24 @@ def ranks_of(ids_K, starts_ptr, WORLD: tl.constexpr, WORLD_PAD: tl.constexpr):
 
 
 @triton.jit
-def checked_ids(raw_K, k, num_experts, K: tl.constexpr):
+def checked_ids(raw_K, k, num_experts, K: tl.constexpr, REPEATS: tl.constexpr):
     """`(ids, bad)`: int32 ids with -1 where an id is unrouted, out of range or a repetition; `bad` marks the last two.
 
-    Example: 8 experts, raw [3, 9, 3, -1] give ids [3, -1, -1, -1] and bad [0, 1, 1, 0].
+    Example: 8 experts, raw [3, 9, 3, -1] give ids [3, -1, -1, -1] and bad [0, 1, 1, 0]. With `REPEATS` they give ids
+    [3, -1, 3, -1] and bad [0, 1, 0, 0], and an id below -1 is not bad either.
     """
     in_range = (raw_K >= 0) & (raw_K < num_experts)
     id_K = tl.where(in_range, raw_K, -1).to(tl.int32)
-    # Two one-dimensional copies of the ids: entry [i, j] compares entry i with an earlier entry j.
-    earlier = k[None, :] < k[:, None]
-    same = (id_K[:, None] == id_K[None, :]) & earlier & (id_K >= 0)[:, None]
-    repeated = tl.max(same.to(tl.int32), axis=1) > 0
-    bad = (((raw_K < -1) | (raw_K >= num_experts)) | repeated) & (k < K)
-    return tl.where(repeated, -1, id_K), bad
+    if REPEATS:
+        bad = (raw_K >= num_experts) & (k < K)
+    else:
+        # Two one-dimensional copies of the ids: entry [i, j] compares entry i with an earlier entry j.
+        earlier = k[None, :] < k[:, None]
+        same = (id_K[:, None] == id_K[None, :]) & earlier & (id_K >= 0)[:, None]
+        repeated = tl.max(same.to(tl.int32), axis=1) > 0
+        bad = (((raw_K < -1) | (raw_K >= num_experts)) | repeated) & (k < K)
+        id_K = tl.where(repeated, -1, id_K)
+    return id_K, bad
 
 
 @triton.jit(
@@ -114,6 +120,7 @@ def _dispatch_send_kernel(
     FMT: tl.constexpr,
     STATIC_GSF: tl.constexpr,
     AWAIT_READY: tl.constexpr,
+    REPEATS: tl.constexpr,
     LOOPED: tl.constexpr,
     COLUMNS: tl.constexpr,
     RECORD_BYTES: tl.constexpr,
@@ -143,7 +150,7 @@ def _dispatch_send_kernel(
         here = token < num_tokens
         k = tl.arange(0, K_PAD)
         raw = tl.load(topk_idx_ptr + token * K + k, mask=(k < K) & here, other=-1).to(tl.int64)
-        ids, bad = checked_ids(raw, k, num_experts, K)
+        ids, bad = checked_ids(raw, k, num_experts, K, REPEATS)
         if tl.max(bad.to(tl.int32), axis=0) > 0:
             first_bad = tl.min(tl.where(bad, k, K_PAD), axis=0)
             bad_id = tl.sum(tl.where(k == first_bad, raw, 0), axis=0).to(tl.int32)
@@ -300,6 +307,7 @@ def _record_constexprs(geometry: ExchangeGeometry) -> dict[str, int]:
         "WORLD": geometry.world_size,
         "WORLD_PAD": padded(geometry.world_size),
         "FMT": int(geometry.token_format.code),
+        "REPEATS": geometry.accepts_repeats,
         "LOOPED": geometry.num_sms is not None,
         "COLUMNS": tile_columns(geometry.hidden),
         "DISPATCH_FLAG": signals.dispatch_flag,
@@ -313,6 +321,7 @@ def _record_constexprs(geometry: ExchangeGeometry) -> dict[str, int]:
 def dispatch_send(
     context: ExchangeMemory,
     geometry: ExchangeGeometry,
+    count_tag: int,
     starts: torch.Tensor,
     x_TH: torch.Tensor,
     topk_idx_TK: torch.Tensor,
@@ -331,7 +340,7 @@ def dispatch_send(
         topk_weights_TK,
         gsf if gsf is not None else topk_weights_TK,
         num_tokens,
-        geometry.count_tag,
+        count_tag,
         starts,
         context.landing_pointers,
         context.token_flags_pointers,
@@ -356,10 +365,15 @@ def dispatch_send(
     )
 
 
-def _aot_case(fmt: str, static: bool, num_sms: int | None = None) -> AotCase:
-    constexprs = _record_constexprs(sample_geometry(fmt, num_sms=num_sms))
+def _aot_case(fmt: str, static: bool, **sizes: Any) -> AotCase:
+    constexprs = _record_constexprs(sample_geometry(fmt, **sizes))
     values = {"STATIC_GSF": static, "AWAIT_READY": True, **constexprs}
     return exchange_aot_case("dispatch_send", fmt, _dispatch_send_kernel, values)
 
 
-AOT_CASES = (*(_aot_case(fmt, False) for fmt in FORMATS), _aot_case("nvfp4", True), _aot_case("nvfp4", False, 16))
+AOT_CASES = (
+    *(_aot_case(fmt, False) for fmt in FORMATS),
+    _aot_case("nvfp4", True),
+    _aot_case("nvfp4", False, num_sms=16),
+    _aot_case("bf16", False, accepts_repeats=True),
+)

@@ -7,10 +7,9 @@ to be told where its rows may go.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
-from moe_runtime.comm.signals import COUNT_BITS, EXCHANGES
 from moe_runtime.kernels.exchange.record import RecordLayout
 from moe_runtime.kernels.formats.number_formats import FORMATS, TokenFormat, align, ceil_div
 from moe_runtime.kernels.formats.scale_blocks import expert_starts
@@ -30,7 +29,11 @@ class ExchangeGeometry:
         num_sms: most SMs of a GPU that the exchange takes at a time; None where it may take all.
         kernel_prefix: before the names of CUDA C++ kernels, by which profiles tell dispatchers apart.
         combined_hidden: numbers of an expert's row in combine, where they are not as many as those of a token's.
-        exchange_id: of the exchange in its context, equal on all ranks. Kernels are the same for all.
+        accepts_repeats: whether a token may name an expert several times, for a row each, and negative ids are none,
+            not only -1. An expert has at most `num_slots` rows.
+
+    Exchanges of equal sizes have equal geometries: plans, macros and compiled kernels are kept by them. Which exchange
+    of its context one is, each launch is told (`count_tag` of `ExchangeBackend`).
     """
 
     rank: int
@@ -44,16 +47,11 @@ class ExchangeGeometry:
     num_sms: int | None = None
     combined_hidden: int | None = None
     kernel_prefix: str = ""
-    exchange_id: int = field(default=0, compare=False)
+    accepts_repeats: bool = False
 
     def __hash__(self) -> int:
         """Hash some of the numbers, for speed: every launch looks up plans and macros by a geometry."""
         return hash((self.rank, self.world_size, self.num_experts, self.max_tokens, self.row_capacity))
-
-    @cached_property
-    def count_tag(self) -> int:
-        """The bits of signal word `token_count` above the number of tokens, but for the turn of the epoch."""
-        return self.exchange_id % EXCHANGES << COUNT_BITS
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
@@ -87,6 +85,11 @@ class ExchangeGeometry:
     @cached_property
     def num_slots(self) -> int:
         return self.world_size * self.max_tokens
+
+    @cached_property
+    def most_rows_of_expert(self) -> int:
+        """Rows of an expert at most, where arrival has to see to it; 0 where no token has two."""
+        return self.num_slots if self.accepts_repeats else 0
 
     @cached_property
     def parts(self) -> int:
@@ -145,11 +148,13 @@ def sample_geometry(
     max_tokens: int = 128,
     contiguous: bool = False,
     num_sms: int | None = None,
+    accepts_repeats: bool = False,
 ) -> ExchangeGeometry:
     """Rank 3 of 8 in a layer of DeepSeek-V3's size: what kernels are compiled ahead of time for."""
     record = RecordLayout(FORMATS[token_format], 7168, 8)
     rows = worst_case_rows(256, 8, 8, max_tokens)
-    return ExchangeGeometry(3, 8, record, FORMATS[combine_format], 256, max_tokens, contiguous, rows, num_sms)
+    sizes = 3, 8, record, FORMATS[combine_format], 256, max_tokens, contiguous, rows, num_sms
+    return ExchangeGeometry(*sizes, accepts_repeats=accepts_repeats)
 
 
 def one_rank_geometry(

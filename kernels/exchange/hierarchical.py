@@ -94,7 +94,6 @@ class HostGeometry:
             num_experts=self.host_starts[hosts.host + 1] - self.first_expert,
             max_tokens=hosts.num_hosts * self.slots,
             combine_format=BF16,
-            exchange_id=flat.exchange_id,
         )
 
     @cached_property
@@ -221,6 +220,7 @@ class LinkMemory:
         records_out, records_in: uint8 `[H, dispatch_chunk]`. What is for this host stays in `records_out`.
         sums_out, sums_in: uint8 `[H, combine_chunk]`, likewise.
         staging: uint8 `[H, staging_chunk]`, where `pack` builds records that it then compacts.
+        count_tag: as for `ExchangeBackend`.
         pointers: what `hierarchical_cuda` makes of it.
         words: int32, zeros at first, in which `pack` on GPUs counts epochs and keeps what it finds.
     """
@@ -233,6 +233,7 @@ class LinkMemory:
     sums_in: torch.Tensor
     staging: torch.Tensor
     words: torch.Tensor
+    count_tag: int
     pointers: object = None
 
     def records(self, host: int, own: int) -> torch.Tensor:
@@ -285,7 +286,7 @@ def pack(
             reference.record_failure(
                 memory, ErrorCode.CAPACITY, rank, Phase.DISPATCH_SEND, epoch, most, geometry.tokens
             )
-    count = x_TH.shape[0] + tag_of(flat.count_tag, epoch)
+    count = x_TH.shape[0] + tag_of(link.count_tag, epoch)
     _write_headers(memory, geometry, [geometry.dispatch_header(chunk) for chunk in link.records_out], count)
     return slots_HT
 
@@ -366,23 +367,22 @@ def forward(
         reference.await_ready(memory, local, epoch, timeout_ns)
     if not part:
         headers = {host: geometry.dispatch_header(link.records(host, own)) for host in hosts}
-        _check_headers(memory, geometry, headers, epoch)
+        _check_headers(memory, geometry, headers, tag_of(link.count_tag, epoch), epoch)
     for source in hosts:
         first = source * geometry.slots
         num_parts_V[first + tokens.start : first + tokens.stop] = 0
         if int(memory.latch[0]) == 0:
             _forward_chunk(memory, geometry, link, source, tokens, num_parts_V, epoch)
     if part == len(geometry.parts) - 1:
-        reference.raise_flags(memory, local, epoch, local.max_tokens)
+        reference.raise_flags(memory, local, link.count_tag, epoch, local.max_tokens)
     handle_epoch[0] = epoch
 
 
 def _check_headers(
-    memory: ExchangeMemory, geometry: HostGeometry, headers: dict[int, torch.Tensor], epoch: int
+    memory: ExchangeMemory, geometry: HostGeometry, headers: dict[int, torch.Tensor], tag: int, epoch: int
 ) -> None:
     """Record the failure of a rank of another host, or that it is in another exchange. `headers` are by host."""
     _adopt_headers(memory, list(headers.values()))
-    tag = tag_of(geometry.flat.count_tag, epoch)
     for host, header in headers.items():
         word = int(header[COUNT])
         if int(memory.latch[0]) == 0 and not 0 <= (word & WITHOUT_SIGN) - tag <= geometry.flat.max_tokens:

@@ -77,7 +77,7 @@ def _warps(geometry: HostGeometry) -> int:
 def _to_hosts(geometry: HostGeometry) -> ExchangeGeometry:
     """What `dispatch_send` takes for the exchange: each host is a rank."""
     hosts = geometry.hosts
-    return replace(geometry.flat, rank=hosts.host, world_size=hosts.num_hosts, exchange_id=geometry.flat.exchange_id)
+    return replace(geometry.flat, rank=hosts.host, world_size=hosts.num_hosts)
 
 
 class _Pointers:
@@ -137,6 +137,7 @@ def pack(
     table, words = _pointers(memory, geometry, link), link.words
     cuda.send_records(
         _to_hosts(geometry),
+        link.count_tag,
         (x_TH, topk_idx_TK, topk_weights_TK, gsf),
         [link.host_starts, table.landing, table.token_flags, table.signals],
         [words[EPOCH:], words[FOUND + ERROR_WORDS :], num_hosts_T, words[FOUND:], words[LATCH:], memory.counters],
@@ -147,7 +148,7 @@ def pack(
     slots_HT = counts_H = None
     if geometry.compacts:
         slots_HT, counts_H = compact(geometry, link, words[EPOCH : EPOCH + 1])
-    _write_headers(memory, geometry, table.records_out, 0, words, x_TH.shape[0], counts_H)
+    _write_headers(memory, geometry, table.records_out, 0, words, x_TH.shape[0], link.count_tag, counts_H)
     return slots_HT
 
 
@@ -157,9 +158,11 @@ def _write_headers(
     chunks: torch.Tensor,
     header_at: int,
     packed: torch.Tensor | None,
-    num_tokens: int,
+    num_tokens: int = 0,
+    count_tag: int = 0,
     counts_H: torch.Tensor | None = None,
 ) -> None:
+    """Of tokens with `packed`; without it headers have no count, only what this rank knows of failures."""
     cuda.launch(
         FILE,
         "host_headers",
@@ -173,7 +176,7 @@ def _write_headers(
             None if packed is None else packed[LATCH:],
             counts_H,
             num_tokens,
-            geometry.flat.count_tag,
+            count_tag,
             None if packed is None else packed[EPOCH:],
             memory.signal_pointers,
             memory.error,
@@ -189,9 +192,9 @@ def say_failed(memory: ExchangeMemory, geometry: HostGeometry, link: LinkMemory,
     """See `hierarchical.say_failed`."""
     table = _pointers(memory, geometry, link)
     if kind == "dispatch":
-        _write_headers(memory, geometry, table.records_out, 0, None, 0)
+        _write_headers(memory, geometry, table.records_out, 0, None)
     else:
-        _write_headers(memory, geometry, table.sums_out, geometry.sum_header_offset, None, 0)
+        _write_headers(memory, geometry, table.sums_out, geometry.sum_header_offset, None)
 
 
 def forward(
@@ -221,7 +224,7 @@ def forward(
             slots.start,
             slots.stop,
             geometry.flat.max_tokens,
-            geometry.flat.count_tag,
+            link.count_tag,
             link.starts,
             geometry.first_expert,
             local.num_experts,
@@ -269,7 +272,7 @@ def relay(
                 device=memory.device,
             )
     if part == len(geometry.parts) - 1:
-        _write_headers(memory, geometry, table.sums_out, geometry.sum_header_offset, None, 0)
+        _write_headers(memory, geometry, table.sums_out, geometry.sum_header_offset, None)
 
 
 def total(

@@ -94,6 +94,7 @@ class OneRankExchange(Protocol):
         self,
         context: ExchangeMemory,
         geometry: ExchangeGeometry,
+        count_tag: int,
         x_TH: torch.Tensor,
         topk_idx_TK: torch.Tensor,
         topk_weights_TK: torch.Tensor,
@@ -126,6 +127,8 @@ class OneRankExchange(Protocol):
 class ExchangeBackend(Protocol):
     """Dispatch and combine of one engine. All engines write the same bits, so ranks may differ in their engine.
 
+    `count_tag` is `comm.signals.count_tag_of` the exchange: layers of equal geometry differ in it.
+
     No function waits for the host on a GPU. What goes wrong on the device is recorded in `context.error` and on all
     peers; every wait for a peer ends by its flag, by a failure or after `timeout_ns`.
     """
@@ -146,6 +149,7 @@ class ExchangeBackend(Protocol):
         self,
         context: ExchangeMemory,
         geometry: ExchangeGeometry,
+        count_tag: int,
         starts: torch.Tensor,
         x_TH: torch.Tensor,
         topk_idx_TK: torch.Tensor,
@@ -161,7 +165,7 @@ class ExchangeBackend(Protocol):
             starts: int32 `[W + 1]`, first expert id of each rank.
             x_TH: bf16 `[T, H]`, last dimension contiguous.
             topk_idx_TK: int32 or int64 `[T, K]`, contiguous; -1 is unrouted. An id out of range or repeated within a
-                token counts as unrouted and is recorded as `RoutingError`.
+                token counts as unrouted and is recorded as `RoutingError`; see `ExchangeGeometry.accepts_repeats`.
             topk_weights_TK: fp32 `[T, K]`, contiguous.
             gsf: fp32 `[1]` static NVFP4 encode scale, or None for one per token.
             handle_epoch: int32 `[1]`, receives the epoch of this dispatch.
@@ -173,19 +177,22 @@ class ExchangeBackend(Protocol):
         self,
         context: ExchangeMemory,
         geometry: ExchangeGeometry,
+        count_tag: int,
         handle_epoch: torch.Tensor,
         timeout_ns: int,
         buffers: RecvBuffers,
     ) -> None:
         """Wait for all ranks' tokens of epoch `handle_epoch` (int32 `[1]`) and group them by expert into `buffers`.
 
-        More rows than `row_capacity` are recorded as `CapacityError`. After any failure all groups are empty.
+        More rows than `row_capacity`, or of an expert than `most_rows_of_expert` allows, are recorded as
+        `CapacityError`. After any failure all groups are empty.
         """
 
     def dispatch_recv_padded(
         self,
         context: ExchangeMemory,
         geometry: ExchangeGeometry,
+        count_tag: int,
         handle_epoch: torch.Tensor,
         timeout_ns: int,
         buffers: RecvBuffers,
@@ -205,6 +212,7 @@ class ExchangeBackend(Protocol):
         self,
         context: ExchangeMemory,
         geometry: ExchangeGeometry,
+        count_tag: int,
         starts: torch.Tensor,
         output_RH: torch.Tensor,
         positions_SK: torch.Tensor,

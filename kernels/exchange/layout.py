@@ -18,7 +18,7 @@ def dispatch_layout(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Counts and destinations of int64 `topk_idx` `[T, K]` (-1 for none), each rank with `E / W` experts.
 
-    An id from `E` on counts as none.
+    An id from `E` on counts as none; of an id the lower 32 bits count, as in the payload that travels.
 
     Returns:
         int32 `[W]`, tokens for each rank; int32 `[E]`, tokens for each expert; bool `[T, W]`, whether a token goes to
@@ -52,6 +52,7 @@ def _reference(
     topk_idx: torch.Tensor, num_experts: int, num_ranks: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`dispatch_layout` in torch."""
+    topk_idx = topk_idx.to(torch.int32).to(torch.int64)
     valid = (topk_idx >= 0) & (topk_idx < num_experts)
     # Entries without an expert are counted behind the last one.
     ids = torch.where(valid, topk_idx, num_experts)

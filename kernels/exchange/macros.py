@@ -76,6 +76,7 @@ def dispatch_macros(geometry: ExchangeGeometry, *, ids_64: bool, static_gsf: boo
             "STATIC_GSF": int(static_gsf),
             "AWAIT_READY": int(await_ready),
             "PER_TOKEN_FLAGS": int(await_ready and plan.per_token_flags),
+            "REPEATS": int(geometry.accepts_repeats),
             "READY": signals.ready,
             "COMBINE_FLAG": signals.combine_flag,
             "ROUTING": int(ErrorCode.ROUTING),
@@ -100,11 +101,13 @@ def recv_macros(geometry: ExchangeGeometry, *, scales: bool = True, padded: bool
             "CONTIGUOUS": int(geometry.contiguous or padded),
             "PADDED": int(padded),
             "PER_TOKEN_FLAGS": int(plan.per_token_flags),
+            "REPEATS": int(geometry.accepts_repeats),
             "QUANT_BYTES": fmt.quant_bytes(geometry.hidden),
             "SCALE_COLUMNS": fmt.scale_columns(geometry.hidden) if scales else 0,
             "STALE_HANDLE": int(ErrorCode.STALE_HANDLE),
             "MISMATCH": int(ErrorCode.MISMATCH),
             "CAPACITY": int(ErrorCode.CAPACITY),
+            "EXPERT_CAPACITY": int(ErrorCode.EXPERT_CAPACITY),
             "DISPATCH_RECV": int(Phase.DISPATCH_RECV),
         }
     )
@@ -246,8 +249,12 @@ def _aot_cases(fmt: str) -> Iterator[CudaCase]:
         yield from _recv_cases(fmt, geometry)
         yield _send_case(fmt, geometry)
     if not FORMATS[fmt].swizzled:
-        padded = recv_macros(sample_geometry(fmt), padded=True)
+        padded = recv_macros(sample_geometry(fmt, accepts_repeats=True), padded=True)
         yield CudaCase("recv_permute", fmt, "dispatch_recv.cu", "recv_permute", padded)
+    for max_tokens in (128, 4096):
+        repeats = sample_geometry(fmt, max_tokens=max_tokens, accepts_repeats=True)
+        yield _send_case(fmt, repeats)
+        yield from _recv_cases(fmt, repeats)
     if FORMATS[fmt].swizzled:
         yield from _recv_cases(fmt, sample_geometry(fmt), scales=False)
     if FORMATS[fmt].has_row_scale:

@@ -125,7 +125,8 @@ class ExchangePlan:
         partial_rings: rows of `combine_recv`, without and with a shared expert.
         combine_shared_bytes: shared memory of a block of `combine_send`, for either ring.
         one_rank_tokens: tokens of a step up to which `one_rank_dispatch` does dispatch, a multiple of 32; 0 for ranks
-            that have peers. A rank without peers combines by `one_rank_combine`.
+            that have peers, and where tokens may name an expert several times. Else a rank without peers combines by
+            `one_rank_combine`.
         one_rank_threads: of a block of `one_rank_dispatch`.
         one_rank_shared_bytes: shared memory of such a block.
         one_rank_slices: blocks of `one_rank_combine` that share a token.
@@ -222,7 +223,7 @@ class ExchangePlan:
 
     @property
     def one_rank(self) -> bool:
-        """Whether this rank has no peers: combine is one launch."""
+        """Whether this rank has no peers and combine is one launch."""
         return self.one_rank_tokens > 0
 
     def dispatches_at_once(self, num_tokens: int) -> bool:
@@ -318,7 +319,7 @@ def plan_exchange(geometry: ExchangeGeometry) -> ExchangePlan | None:
         output_rings=output_rings,
         partial_rings=partial_rings,
         combine_shared_bytes=(sent_bytes[0], sent_bytes[1]),
-        one_rank_tokens=one_rank_tokens if g.world_size == 1 else 0,
+        one_rank_tokens=one_rank_tokens if g.world_size == 1 and not g.accepts_repeats else 0,
         one_rank_threads=max(least, min(most, align(ceil_div(g.hidden, _unit_numbers(fmt)), WARP))),
         one_rank_shared_bytes=g.record.record_bytes + 4 * g.num_experts * (one_rank_tokens // WARP + 1),
         one_rank_slices=ceil_div(g.output_hidden // _unit_numbers(g.combine_format), ONE_RANK_SUM_THREADS),

@@ -122,11 +122,18 @@ def _wait(
     adopt_aborts(context)
 
 
-def checked_ids(topk_idx_TK: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`(ids, bad)`: int64 ids, -1 where unrouted, out of range or repeated in the token; `bad` marks the last two."""
+def checked_ids(
+    topk_idx_TK: torch.Tensor, num_experts: int, accepts_repeats: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`(ids, bad)`: int64 ids, -1 where unrouted, out of range or repeated in the token; `bad` marks the last two.
+
+    With `accepts_repeats` as in `ExchangeGeometry`.
+    """
     ids = topk_idx_TK.to(torch.int64)
     in_range = (ids >= 0) & (ids < num_experts)
     ids = torch.where(in_range, ids, torch.full_like(ids, -1))
+    if accepts_repeats:
+        return ids, topk_idx_TK >= num_experts
     same = (ids[:, :, None] == ids[:, None, :]) & (ids >= 0)[:, :, None]
     repeated = torch.tril(same, diagonal=-1).any(dim=2)
     bad = (~in_range & (topk_idx_TK != -1)) | repeated
@@ -165,6 +172,7 @@ def build_records(
 def dispatch_send(
     context: ExchangeMemory,
     geometry: ExchangeGeometry,
+    count_tag: int,
     starts: torch.Tensor,
     x_TH: torch.Tensor,
     topk_idx_TK: torch.Tensor,
@@ -178,7 +186,7 @@ def dispatch_send(
     epoch = next_epoch(int(context.epoch[0]))
     half = epoch & 1
     enter(context, geometry, epoch)
-    ids, bad = checked_ids(topk_idx_TK, geometry.num_experts)
+    ids, bad = checked_ids(topk_idx_TK, geometry.num_experts, geometry.accepts_repeats)
     record_bad_id(context, topk_idx_TK, bad, epoch)
     owners = owners_of(ids, starts)
     goes_to = torch.stack([(owners == peer).any(dim=1) for peer in range(geometry.world_size)], dim=1)
@@ -190,7 +198,7 @@ def dispatch_send(
         for peer in range(geometry.world_size):
             tokens = goes_to[:, peer].nonzero().flatten()
             store_records(context, geometry, peer, half, tokens, records[tokens], epoch)
-    raise_flags(context, geometry, epoch, num_tokens)
+    raise_flags(context, geometry, count_tag, epoch, num_tokens)
     handle_epoch[0] = epoch
 
 
@@ -243,7 +251,9 @@ def store_records(
     _token_flags(context, geometry, peer, half)[slots] = epoch
 
 
-def raise_flags(context: ExchangeMemory, geometry: ExchangeGeometry, epoch: int, num_tokens: int) -> None:
+def raise_flags(
+    context: ExchangeMemory, geometry: ExchangeGeometry, count_tag: int, epoch: int, num_tokens: int
+) -> None:
     """Begin `epoch`, and tell all peers that this rank's `num_tokens` have landed there."""
     layout, first = context.signals_layout, (epoch & 1) * geometry.world_size + geometry.rank
     context.epoch[0] = epoch
@@ -251,7 +261,7 @@ def raise_flags(context: ExchangeMemory, geometry: ExchangeGeometry, epoch: int,
         words = _signals_of(context, peer)
         # After a failure, readers of the half's last count have not been awaited.
         if int(context.latch[0]) == 0 or not context.heap.directly_mapped:
-            words[layout.token_count + first] = num_tokens + tag_of(geometry.count_tag, epoch)
+            words[layout.token_count + first] = num_tokens + tag_of(count_tag, epoch)
         words[layout.dispatch_flag + first] = epoch
 
 
@@ -276,6 +286,7 @@ def allocate_counts(geometry: ExchangeGeometry, device: torch.device) -> None:
 def dispatch_recv(
     context: ExchangeMemory,
     geometry: ExchangeGeometry,
+    count_tag: int,
     handle_epoch: torch.Tensor,
     timeout_ns: int,
     buffers: RecvBuffers,
@@ -292,7 +303,7 @@ def dispatch_recv(
     landed = _landing(context, geometry, geometry.rank, half)
     words = _signals_of(context, geometry.rank)
     first = layout.token_count + half * geometry.world_size
-    tag = tag_of(geometry.count_tag, epoch)
+    tag = tag_of(count_tag, epoch)
     tokens = (words[first : first + geometry.world_size] & WITHOUT_SIGN) - tag
     other = (tokens < 0) | (tokens > geometry.max_tokens)
     if int(context.latch[0]) == 0 and bool(other.any()):
@@ -311,10 +322,15 @@ def dispatch_recv(
     expert_of = local[slot_of, entry_of]
     order = torch.argsort(expert_of, stable=True)
     total = int(order.shape[0])
-    if total > geometry.row_capacity:
-        record_failure(
-            context, ErrorCode.CAPACITY, geometry.rank, Phase.DISPATCH_RECV, epoch, total, geometry.row_capacity
-        )
+    most = int(torch.bincount(expert_of).max()) if geometry.accepts_repeats and total else 0
+    failed: tuple[int, int, int] | None = None
+    if most > geometry.most_rows_of_expert:
+        failed = ErrorCode.EXPERT_CAPACITY, most, geometry.most_rows_of_expert
+    elif total > geometry.row_capacity:
+        failed = ErrorCode.CAPACITY, total, geometry.row_capacity
+    if failed is not None:
+        code, got, room = failed
+        record_failure(context, code, geometry.rank, Phase.DISPATCH_RECV, epoch, got, room)
         order, total = order[:0], 0
     slot_of, entry_of, expert_of = slot_of[order], entry_of[order], expert_of[order]
     rows = torch.bincount(expert_of, minlength=experts)[:experts]
@@ -353,6 +369,7 @@ def dispatch_recv(
 def dispatch_recv_padded(
     context: ExchangeMemory,
     geometry: ExchangeGeometry,
+    count_tag: int,
     handle_epoch: torch.Tensor,
     timeout_ns: int,
     buffers: RecvBuffers,
@@ -361,7 +378,7 @@ def dispatch_recv_padded(
     statistics: torch.Tensor | None,
 ) -> None:
     """See `interface.ExchangeBackend`."""
-    dispatch_recv(context, geometry, handle_epoch, timeout_ns, buffers)
+    dispatch_recv(context, geometry, count_tag, handle_epoch, timeout_ns, buffers)
     found = buffers.row_index, buffers.positions, buffers.group_offsets, handle_epoch
     place_reference(LandedTokens.of(context, geometry, *found), scales_at, out, statistics)
 
@@ -399,6 +416,7 @@ def _ids(context: ExchangeMemory, geometry: ExchangeGeometry, half: int) -> torc
 def combine_send(
     context: ExchangeMemory,
     geometry: ExchangeGeometry,
+    count_tag: int,
     starts: torch.Tensor,
     output_RH: torch.Tensor,
     positions_SK: torch.Tensor,

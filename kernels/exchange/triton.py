@@ -43,6 +43,7 @@ def of_one_rank(geometry: ExchangeGeometry) -> None:
 def dispatch_recv_padded(
     context: ExchangeMemory,
     geometry: ExchangeGeometry,
+    count_tag: int,
     handle_epoch: torch.Tensor,
     timeout_ns: int,
     buffers: RecvBuffers,
@@ -51,6 +52,6 @@ def dispatch_recv_padded(
     statistics: torch.Tensor | None,
 ) -> None:
     """See `interface.ExchangeBackend`."""
-    dispatch_recv(context, geometry, handle_epoch, timeout_ns, buffers)
+    dispatch_recv(context, geometry, count_tag, handle_epoch, timeout_ns, buffers)
     found = buffers.row_index, buffers.positions, buffers.group_offsets, handle_epoch
     place_padded_rows(LandedTokens.of(context, geometry, *found), scales_at, out, statistics)

@@ -92,6 +92,7 @@ class LowLatencyExchange:
             "top_k": top_k,
             "max_tokens_per_rank": max_tokens,
             "output_size": hidden,
+            "accepts_repeats": True,
         }
         self._dispatchers: dict[tuple[str, int], TokenDispatcher] = {}
         # The widest first: the memory for it suffices for all others.

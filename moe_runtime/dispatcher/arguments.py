@@ -9,6 +9,7 @@ import torch
 
 from moe_runtime.comm.arguments import (
     FP32,
+    check_flag,
     check_integer,
     check_is_tensor,
     check_kind,
@@ -41,8 +42,9 @@ def exchange_geometry(
     input_scale: float | None,
     output_size: int | None,
     kernel_prefix: str,
+    accepts_repeats: bool,
 ) -> ExchangeGeometry:
-    """The geometry of the next exchange of `context`, from the checked arguments of `TokenDispatcher`."""
+    """The geometry of an exchange of `context`, from the checked arguments of `TokenDispatcher`."""
     fmt, wire = format_named(token_format, "token_format"), format_named(combine_format, "combine_format")
     check_integer("hidden_size", hidden_size)
     check_integer("num_experts", num_experts)
@@ -50,7 +52,8 @@ def exchange_geometry(
     check_integer("top_k", top_k)
     if num_experts > MAX_EXPERTS:
         raise ValueError(f"num_experts: expected at most {MAX_EXPERTS} (ids travel as u16), got {num_experts}")
-    if top_k > num_experts:
+    check_flag("accepts_repeats", accepts_repeats)
+    if top_k > num_experts and not accepts_repeats:
         raise ValueError(f"top_k: expected at most num_experts = {num_experts}, got {top_k}")
     check_kind("mode", mode, str)
     many = rows_per_expert(context.world_size, max_tokens_per_rank, top_k, num_experts)
@@ -92,7 +95,7 @@ def exchange_geometry(
         num_sms=num_sms,
         combined_hidden=output_size,
         kernel_prefix=kernel_prefix,
-        exchange_id=context.next_exchange_id(),
+        accepts_repeats=accepts_repeats,
     )
 
 

@@ -21,14 +21,18 @@ class HostExchange:
     Args:
         context: with a link.
         flat: of the layer, as all ranks would exchange on one host.
+        count_tag: of the exchange, as for `ExchangeBackend`.
         capacity: most tokens of a rank for one host; None for all.
 
     Raises:
         ValueError: on GPUs, sizes that the kernels do not take.
     """
 
-    def __init__(self, context: ExpertParallelContext, flat: ExchangeGeometry, capacity: int | None = None) -> None:
+    def __init__(
+        self, context: ExpertParallelContext, flat: ExchangeGeometry, count_tag: int, capacity: int | None = None
+    ) -> None:
         assert context.hosts is not None and context.link_buffers is not None and context.link is not None
+        self._count_tag = count_tag
         self.context, self._link, self._buffers = context, context.link, context.link_buffers
         self.geometry = geometry = HostGeometry(context.hosts, flat, hierarchical.PART_TOKENS, capacity)
         if context.engine == "cuda" and plan_exchange(geometry.local) is None:
@@ -51,6 +55,7 @@ class HostExchange:
                 *self._buffers.chunks("combine", geometry.combine_chunk),
                 self._buffers.chunks("staging", geometry.staging_chunk)[0],
                 self._buffers.words,
+                self._count_tag,
             )
         return self._memory
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from moe_runtime.comm.arguments import check_flag, check_integer, check_is_tensor, check_kind
+from moe_runtime.comm.signals import count_tag_of
 from moe_runtime.config import MAX_EXPERTS, ModeName, MoELayerConfig
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.context.peers import collective_step
@@ -23,7 +24,7 @@ from moe_runtime.dispatcher.arguments import (
 from moe_runtime.dispatcher.backend import choose_backend
 from moe_runtime.dispatcher.handle import CombineSink, DispatchedTokens, DispatchHandle
 from moe_runtime.dispatcher.hierarchical import HostExchange
-from moe_runtime.kernels.exchange.interface import OneRankExchange
+from moe_runtime.kernels.exchange.interface import OneRankExchange, RecvBuffers
 from moe_runtime.kernels.exchange.landing import landing_rows, landing_scales
 from moe_runtime.kernels.exchange.padded_rows import PaddedRows
 from moe_runtime.kernels.exchange.reference import part_index
@@ -60,7 +61,13 @@ class TokenDispatcher:
         output_size: numbers of an expert's output row; None is `H`.
         reusable_handles: whether handles may be dispatched with again, combined several times, and combined with
             weights that come later. Each handle then keeps a copy of its routing.
+        accepts_repeats: whether a token may name an expert several times, for a row each, and whether every negative id
+            is none. No expert may get more than `W * max_tokens_per_rank` rows then. For ranks of one host.
         agreed: whether the arguments are known to be equal on all ranks; else they are compared at start-up.
+
+    Attributes:
+        geometry: sizes and offsets; those of another dispatcher may be equal.
+        exchange_id: number of this exchange in its context, equal on all ranks.
 
     Raises:
         ValueError: an argument that is out of range; it is named.
@@ -84,6 +91,7 @@ class TokenDispatcher:
         output_size: int | None = None,
         reusable_handles: bool = False,
         kernel_prefix: str = "",
+        accepts_repeats: bool = False,
         agreed: bool = False,
     ) -> None:
         check_kind("context", context, ExpertParallelContext)
@@ -105,10 +113,15 @@ class TokenDispatcher:
             input_scale=input_scale,
             output_size=output_size,
             kernel_prefix=kernel_prefix,
+            accepts_repeats=accepts_repeats,
         )
+        if accepts_repeats and context.hosts is not None:
+            raise ValueError("accepts_repeats: expected False where ranks are on several hosts, got True")
         if host_capacity is not None:
             check_integer("host_capacity", host_capacity, high=2**31 - 1)
-        self._hosts = None if context.hosts is None else HostExchange(context, geometry, host_capacity)
+        self.exchange_id = context.next_exchange_id()
+        self._count_tag = tag = count_tag_of(self.exchange_id)
+        self._hosts = None if context.hosts is None else HostExchange(context, geometry, tag, host_capacity)
         self._local = geometry if self._hosts is None else self._hosts.geometry.local
         self._backend = choose_backend(context, self._local)
         self._generation = context.generation
@@ -133,8 +146,9 @@ class TokenDispatcher:
             "input_scale": input_scale,
             "output_size": geometry.output_hidden,
             "reusable_handles": reusable_handles,
+            "accepts_repeats": accepts_repeats,
         }
-        about = f"exchange {geometry.exchange_id}"
+        about = f"exchange {self.exchange_id}"
         context.register(agree=None if agreed else arguments, about=about, **self._local.half_bytes())
         self._routing_only: RoutingDispatcher | None = None
         if reusable_handles:
@@ -148,6 +162,7 @@ class TokenDispatcher:
                 host_capacity=host_capacity,
                 num_sms=num_sms,
                 output_size=geometry.output_hidden,
+                accepts_repeats=accepts_repeats,
             )
 
     @classmethod
@@ -231,7 +246,8 @@ class TokenDispatcher:
         Args:
             x: bf16 `[T, H]`, last dimension contiguous, `T <= max_tokens_per_rank`. Of `bf16` tokens the bits travel as
                 they are.
-            topk_idx: int32 or int64 `[T, K]`; -1 is unrouted.
+            topk_idx: int32 or int64 `[T, K]`; -1 is unrouted. An expert is there once in a token, unless the dispatcher
+                `accepts_repeats`.
             topk_weights: fp32 `[T, K]`.
             handle: of an earlier dispatch with `reusable_handles`, in place of `topk_idx` and `topk_weights`: the
                 tokens take its way again, and their rows come to the same positions.
@@ -359,11 +375,14 @@ class TokenDispatcher:
             context.dispatches += 1
             alone = self._of_one_rank()
             if alone is not None and alone.dispatches(geometry, handle.num_tokens):
-                alone.dispatch(context, geometry, *tokens, handle.epoch, handle.num_parts, handle.recv_buffers)
+                alone.dispatch(
+                    context, geometry, self._count_tag, *tokens, handle.epoch, handle.num_parts, handle.recv_buffers
+                )
                 handle._progress.received_in = context.dispatches
                 return handle
+            written = handle.epoch, handle.num_parts
             self._backend.dispatch_send(
-                context, geometry, self._starts, *tokens, handle.epoch, handle.num_parts, handle.timeout_ns
+                context, geometry, self._count_tag, self._starts, *tokens, *written, handle.timeout_ns
             )
             if context.host_transport is not None:
                 context.host_transport.carry_dispatch(
@@ -397,7 +416,7 @@ class TokenDispatcher:
             self._forward(handle)
             buffers = handle.take_recv_buffers()
             if not handle._is_received(context.dispatches):
-                self._backend.dispatch_recv(context.memory, geometry, handle.epoch, handle.timeout_ns, buffers)
+                self._dispatch_recv(handle, buffers)
             self._stepped = True
             self._raise_on_cpu()
         fmt, scales = geometry.token_format, buffers.scales
@@ -453,7 +472,7 @@ class TokenDispatcher:
             handle.enter("dispatch_recv")
             buffers = handle.take_recv_buffers()
             self._backend.dispatch_recv_padded(
-                context, geometry, handle.epoch, handle.timeout_ns, buffers, out, at, statistics
+                context, geometry, self._count_tag, handle.epoch, handle.timeout_ns, buffers, out, at, statistics
             )
             handle.end()
             self._stepped = True
@@ -517,6 +536,7 @@ class TokenDispatcher:
             self._backend.combine_send(
                 context.memory,
                 self._local,
+                self._count_tag,
                 self._starts,
                 output,
                 positions,
@@ -610,15 +630,19 @@ class TokenDispatcher:
 
     def _receive_routing(self, handle: DispatchHandle) -> tuple[torch.Tensor, int | None]:
         """Positions and `await_ns` for the combine of a handle that was made `for_rows`."""
-        context, geometry = self.context, self._local
+        context = self.context
         buffers = handle.take_recv_buffers()
         self._stepped = True
         self._forward(handle)
         if self._backend.can_await_tokens(context.memory):
             return handle.positions, handle.timeout_ns
-        self._backend.dispatch_recv(context.memory, geometry, handle.epoch, handle.timeout_ns, buffers)
+        self._dispatch_recv(handle, buffers)
         self._raise_on_cpu()
         return torch.where(buffers.positions >= 0, handle.positions, -1), None
+
+    def _dispatch_recv(self, handle: DispatchHandle, buffers: RecvBuffers) -> None:
+        step = handle.epoch, handle.timeout_ns, buffers
+        self._backend.dispatch_recv(self.context.memory, self._local, self._count_tag, *step)
 
     def _routing_of(self, handle: DispatchHandle) -> tuple[torch.Tensor, torch.Tensor]:
         """The routing that `handle` keeps."""

@@ -13,15 +13,21 @@ from moe_runtime.deep_ep import Buffer
 from moe_runtime.deep_ep import buffer as buffer_module
 from moe_runtime.deep_ep.utils.math import per_token_cast_back
 from moe_runtime.kernels.formats.quantize import quantize_rows
+from tests.support.exchange_data import repeated_ids
 
 EXPERTS, TOP_K, MOST = 16, 4, 6
 
 
-def tokens_of(seed: int, rank: int, count: int, hidden: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def tokens_of(
+    seed: int, rank: int, count: int, hidden: int, repeats: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """With `repeats` tokens name experts several times, an expert at most `MOST` times: DeepEP has room for these."""
     g = torch.Generator().manual_seed(seed * 7919 + rank)
     x = torch.randn(count, hidden, generator=g) * torch.exp(2 * torch.randn(count, 1, generator=g))
     ids = torch.rand(count, EXPERTS, generator=g).argsort(dim=1)[:, :TOP_K]
     ids = torch.where(torch.rand(ids.shape, generator=g) < 0.2, -1, ids)
+    if repeats:
+        ids = repeated_ids(ids, MOST, g)
     return x.to(torch.bfloat16), ids, torch.rand(count, TOP_K, generator=g)
 
 
@@ -34,7 +40,14 @@ def quantized(row: torch.Tensor, round_scale: bool) -> tuple[torch.Tensor, torch
     return (blocks / scales[:, None]).to(torch.float8_e4m3fn).view(-1), scales
 
 
-def dispatch_and_combine(rank: int, world: int, counts: list[int], hidden: int, seed: int) -> None:
+def entries_for(everyone: list[Any], expert: int) -> list[tuple[int, int, int]]:
+    """`(source rank, token, k)` of each entry that names the expert, in the order of its rows."""
+    return [(r, t, k) for r, data in enumerate(everyone) for t, k in (data[1] == expert).nonzero().tolist()]
+
+
+def dispatch_and_combine(
+    rank: int, world: int, counts: list[int], hidden: int, seed: int, repeats: bool = False
+) -> None:
     per_rank, slots = EXPERTS // world, world * MOST
     num_bytes = Buffer.get_low_latency_rdma_size_hint(MOST, hidden, world, EXPERTS)
     buffer = Buffer(dist.group.WORLD, 0, num_bytes, low_latency_mode=True, explicitly_destroy=True)
@@ -44,7 +57,8 @@ def dispatch_and_combine(rank: int, world: int, counts: list[int], hidden: int, 
     statistics = torch.zeros(per_rank, dtype=torch.int32)
     received = torch.zeros(per_rank, dtype=torch.int32)
     for turn, (use_fp8, round_scale, use_ue8m0) in enumerate(kinds * 2):
-        everyone = [tokens_of(seed + turn, r, counts[(r + turn) % len(counts)], hidden) for r in range(world)]
+        count_of = [counts[(r + turn) % len(counts)] for r in range(world)]
+        everyone = [tokens_of(seed + turn, r, count_of[r], hidden, repeats) for r in range(world)]
         x, ids, weights = everyone[rank]
         with_hook = turn >= len(kinds)
         settings = dict(use_fp8=use_fp8, round_scale=round_scale, use_ue8m0=use_ue8m0, return_recv_hook=with_hook)
@@ -64,19 +78,15 @@ def dispatch_and_combine(rank: int, world: int, counts: list[int], hidden: int, 
         received += count
         for e in range(per_rank):
             expert = rank * per_rank + e
-            arriving = [
-                (r, t)
-                for r, data in enumerate(everyone)
-                for t in (data[1] == expert).any(dim=1).nonzero()[:, 0].tolist()
-            ]
+            arriving = entries_for(everyone, expert)
             assert int(count[e]) == len(arriving)
-            assert source_tokens[e, : len(arriving)].tolist() == [t for _, t in arriving]  # type: ignore[index]
+            assert source_tokens[e, : len(arriving)].tolist() == [t for _, t, _ in arriving]  # type: ignore[index]
             begin = 0
             for r in range(world):
-                of_source = sum(1 for s, _ in arriving if s == r)
+                of_source = sum(1 for s, _, _ in arriving if s == r)
                 assert int(layout_range[e, r]) == begin << 32 | of_source  # type: ignore[index]
                 begin += of_source
-            for row, (r, t) in enumerate(arriving):
+            for row, (r, t, _) in enumerate(arriving):
                 if not use_fp8:
                     assert torch.equal(rows[e, row], everyone[r][0][t])
                     continue
@@ -89,18 +99,15 @@ def dispatch_and_combine(rank: int, world: int, counts: list[int], hidden: int, 
                 else:
                     assert torch.equal(scales[e, row], expected)
 
-        # Outputs that no other row has: of each (expert, source rank, token). Rows without a token are poisoned.
-        def output(expert: int, r: int, t: int, turn: int = turn) -> torch.Tensor:
-            g = torch.Generator().manual_seed(expert * 10007 + r * 101 + t + turn)
+        # Outputs that no other row has: of each (expert, source rank, token, k). Rows without a token are poisoned.
+        def output(expert: int, r: int, t: int, k: int, turn: int = turn) -> torch.Tensor:
+            g = torch.Generator().manual_seed(expert * 10007 + r * 101 + t + turn + 100003 * k)
             return torch.randn(hidden, generator=g).to(torch.bfloat16)
 
         out = torch.full((per_rank, slots, hidden), float("nan"), dtype=torch.bfloat16)
         for e in range(per_rank):
-            row = 0
-            for r, data in enumerate(everyone):
-                for t in (data[1] == rank * per_rank + e).any(dim=1).nonzero()[:, 0].tolist():
-                    out[e, row] = output(rank * per_rank + e, r, t)
-                    row += 1
+            for row, entry in enumerate(entries_for(everyone, rank * per_rank + e)):
+                out[e, row] = output(rank * per_rank + e, *entry)
         for again in range(3):
             # Weights come now; later ones differ, and some entries are masked.
             now = weights * (again + 1)
@@ -121,7 +128,7 @@ def dispatch_and_combine(rank: int, world: int, counts: list[int], hidden: int, 
                     partial = torch.zeros(hidden)
                     for k, expert in enumerate(masked[t].tolist()):
                         if expert >= 0 and expert // per_rank == r:
-                            partial += now[t, k] * output(expert, rank, t).float()
+                            partial += now[t, k] * output(expert, rank, t, k).float()
                     total += partial.to(torch.bfloat16).float()
                 assert torch.equal(y[t], total.to(torch.bfloat16))
         if use_fp8 and x.shape[0]:
@@ -132,12 +139,12 @@ def dispatch_and_combine(rank: int, world: int, counts: list[int], hidden: int, 
     buffer.destroy()
 
 
-def small_formats(rank: int, world: int, counts: list[int], hidden: int, seed: int) -> None:
+def small_formats(rank: int, world: int, counts: list[int], hidden: int, seed: int, repeats: bool = False) -> None:
     """NVFP4 and MXFP8 rows: those that our quantizer gives, in the layouts of SGLang and of rows."""
     per_rank, slots = EXPERTS // world, world * MOST
     num_bytes = Buffer.get_low_latency_rdma_size_hint(MOST, hidden, world, EXPERTS)
     buffer = Buffer(dist.group.WORLD, 0, num_bytes, explicitly_destroy=True)
-    everyone = [tokens_of(seed, r, counts[r % len(counts)], hidden) for r in range(world)]
+    everyone = [tokens_of(seed, r, counts[r % len(counts)], hidden, repeats) for r in range(world)]
     x, ids, _ = everyone[rank]
     gsf = torch.tensor(448 * 6 / max(float(data[0].abs().max()) for data in everyone if data[0].numel()))
     for fmt, settings in (("nvfp4", {"use_nvfp4": True, "x_global_scale": gsf}), ("mxfp8", {"use_mxfp8": True})):
@@ -158,13 +165,9 @@ def small_formats(rank: int, world: int, counts: list[int], hidden: int, seed: i
         else:
             assert rows.shape == (per_rank, slots, hidden) and scales.shape == (per_rank, slots, hidden // 32)
         for e in range(per_rank):
-            arriving = [
-                (r, t)
-                for r, data in enumerate(everyone)
-                for t in (data[1] == rank * per_rank + e).any(dim=1).nonzero()[:, 0].tolist()
-            ]
+            arriving = entries_for(everyone, rank * per_rank + e)
             assert int(count[e]) == len(arriving)
-            for row, (r, t) in enumerate(arriving):
+            for row, (r, t, _) in enumerate(arriving):
                 want = quantize_rows(everyone[r][0][t : t + 1], fmt, gsf=gsf.reshape(1) if fmt == "nvfp4" else None)
                 assert torch.equal(rows[e, row].view(torch.uint8), want.quants_RK[0].view(torch.uint8))
                 assert want.scales_RV is not None
@@ -174,8 +177,9 @@ def small_formats(rank: int, world: int, counts: list[int], hidden: int, seed: i
 
 @pytest.mark.cpu_only
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_small_formats_arrive(world: int, get_pool: Any, seed: int) -> None:
-    get_pool(world).run(small_formats, [5, 0, 6, 1], 384, seed)
+@pytest.mark.parametrize("repeats", [False, True])
+def test_small_formats_arrive(world: int, repeats: bool, get_pool: Any, seed: int) -> None:
+    get_pool(world).run(small_formats, [5, 0, 6, 1], 384, seed, repeats)
 
 
 @pytest.mark.cpu_only
@@ -185,16 +189,24 @@ def test_rows_of_experts_arrive_and_come_home(world: int, hidden: int, get_pool:
     get_pool(world).run(dispatch_and_combine, [5, 0, 6, 1], hidden, seed)
 
 
-def interpreted(rank: int, world: int, counts: list[int], hidden: int, seed: int) -> None:
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_each_entry_of_a_token_is_a_row_where_it_names_an_expert_twice(world: int, get_pool: Any, seed: int) -> None:
+    get_pool(world).run(dispatch_and_combine, [5, 0, 6, 1], 512, seed, True)
+
+
+def interpreted(rank: int, world: int, counts: list[int], hidden: int, seed: int, repeats: bool) -> None:
     contexts = buffer_module.ExpertParallelContext
     try:
         buffer_module.ExpertParallelContext = partial(contexts, engine="triton")  # type: ignore[misc, assignment]
-        dispatch_and_combine(rank, world, counts, hidden, seed)
-        small_formats(rank, world, counts, hidden, seed)
+        dispatch_and_combine(rank, world, counts, hidden, seed, repeats)
+        small_formats(rank, world, counts, hidden, seed, repeats)
     finally:
         buffer_module.ExpertParallelContext = contexts  # type: ignore[misc]
 
 
 @pytest.mark.cpu_only
-def test_interpreted_kernels_place_the_same_rows(get_pool: Any, seed: int) -> None:
-    get_pool(2).run(interpreted, [3, 1], 512, seed)
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("repeats", [False, True])
+def test_interpreted_kernels_place_the_same_rows(world: int, repeats: bool, get_pool: Any, seed: int) -> None:
+    get_pool(world).run(interpreted, [3, 1], 512, seed, repeats)

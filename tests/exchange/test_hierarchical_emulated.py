@@ -56,9 +56,13 @@ class VirtualHosts:
         return [d.dispatch_recv(handle) for d, handle in zip(chosen, handles, strict=True)]
 
     def combine(
-        self, arrived: list[DispatchedTokens], outputs: list[torch.Tensor], shared: list[torch.Tensor] | None
+        self,
+        arrived: list[DispatchedTokens],
+        outputs: list[torch.Tensor],
+        shared: list[torch.Tensor] | None,
+        layer: int = 0,
     ) -> list[torch.Tensor]:
-        dispatchers = self.layers[0]
+        dispatchers = self.layers[layer]
         for d, a, output in zip(dispatchers, arrived, outputs, strict=True):
             d.combine_send(output, a.handle)
         for d, a in zip(dispatchers, arrived, strict=True):

@@ -88,6 +88,15 @@ def rank_input(
     return RankInput(x.to(torch.bfloat16), idx.contiguous(), torch.rand(num_tokens, top_k, generator=g))
 
 
+def repeated_ids(ids: torch.Tensor, most: int, g: torch.Generator) -> torch.Tensor:
+    """`ids` `[T, K]`, but some are there several times in a token, at most `most` times in all; others are negative."""
+    again = torch.randint(ids.shape[1], ids.shape, generator=g)
+    ids = torch.where(torch.rand(ids.shape, generator=g) < 0.6, ids.gather(1, again), ids)
+    earlier = [int((ids.flatten()[:i] == ids.flatten()[i]).sum()) for i in range(ids.numel())]
+    none = -torch.randint(1, 4, ids.shape, generator=g)
+    return torch.where((ids >= 0) & (torch.tensor(earlier).view(ids.shape) < most), ids, none)
+
+
 def expected_groups(inputs: list[RankInput], experts: range) -> list[list[tuple[int, int, int]]]:
     """For each expert, the `(source rank, token, k)` that arrive for it, in the order in which they must lie."""
     groups: list[list[tuple[int, int, int]]] = [[] for _ in experts]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from moe_runtime.comm.signals import tag_of
+from moe_runtime.comm.signals import count_tag_of, tag_of
 from moe_runtime.dispatcher.handle import DispatchedTokens, DispatchHandle
 from moe_runtime.dispatcher.token_dispatcher import TokenDispatcher
 from moe_runtime.kernels.exchange.reference import owners_of
@@ -92,7 +92,7 @@ class Watch:
 
     def counted(self, half: int) -> int:
         """What tells of the number of tokens that this rank sends."""
-        return self.sent[half].shape[0] + tag_of(self.geometry.count_tag, self.epoch)
+        return self.sent[half].shape[0] + tag_of(count_tag_of(self.dispatcher.exchange_id), self.epoch)
 
     def word(self, peer: int, at: int) -> int:
         return int(self.context.heap.peer_tensor("signals", peer).view(torch.int32)[at])

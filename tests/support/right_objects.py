@@ -124,6 +124,7 @@ class World:
             "output_size": self.draw.choice((None, HIDDEN)),
             "reusable_handles": self.draw.random() < 0.3,
             "kernel_prefix": "",
+            "accepts_repeats": self.draw.random() < 0.3,
             "agreed": False,
             **scale,
         }
