@@ -26,6 +26,7 @@ from tests.support.virtual_exchange import (
     needs_hopper,
     poisoned_memory,
 )
+from tests.support.waiting import synchronize
 
 __all__ = ["emulator", "poisoned_memory"]
 
@@ -47,6 +48,12 @@ def inputs_of(seed: int, world: int) -> list[RankInput]:
         g = torch.Generator().manual_seed(seed + rank)
         found.append(RankInput(data.x, repeated_ids(data.topk_idx, TOKENS, g), data.topk_weights))
     return found
+
+
+def check(context: ExpertParallelContext) -> None:
+    """`context.check()`, once the kernels before it have run."""
+    synchronize(context.device)
+    context.check()
 
 
 @pytest.fixture
@@ -180,7 +187,7 @@ def test_more_rows_than_an_expert_has_room_for(
         out.rows.fill_(7)
         try:
             own.dispatch_recv_padded(handle, out)
-            own.context.check()
+            check(own.context)
         except MoERuntimeError as error:
             found.append(error)
         outs.append(out)
@@ -199,7 +206,7 @@ def test_ids_past_the_last_expert_are_refused_as_ever(engine: str, device: torch
     data.topk_idx[1] = torch.tensor([2, EXPERTS, 2])
     with pytest.raises(RoutingError, match=f"expert id {EXPERTS} of token 1 of rank 0 is out of range"):
         ranks.dispatchers[0].dispatch(data.x, data.topk_idx, data.topk_weights)
-        ranks.contexts[0].check()
+        check(ranks.contexts[0])
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -212,7 +219,7 @@ def test_dispatchers_that_do_not_accept_repeats_refuse_them(
     data.topk_idx[1] = torch.tensor(ids)
     with pytest.raises(RoutingError, match=f"expert id {ids[1]} of token 1 of rank 0"):
         ranks.dispatchers[0].dispatch(data.x, data.topk_idx, data.topk_weights)
-        ranks.contexts[0].check()
+        check(ranks.contexts[0])
 
 
 @pytest.mark.cpu_only

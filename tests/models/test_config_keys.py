@@ -29,6 +29,8 @@ transformers = pytest.importorskip("transformers")
 transformers.utils.logging.set_verbosity_error()
 config_defaults = pytest.importorskip("tests.support.config_defaults")
 
+pytestmark = pytest.mark.cpu_only
+
 CONFIG = MoELayerConfig(hidden_size=64, intermediate_size=48, num_experts=4, top_k=2, max_tokens_per_rank=8)
 LAYER = 5
 KNOWN = {kind for family in (*FAMILIES, DEFAULT) for kind in family.model_types}

@@ -20,6 +20,8 @@ from moe_runtime.reference import error_bound, relative_error
 table = pytest.importorskip("tests.support.families_table")
 kinds = pytest.importorskip("tests.models.test_published_kinds")
 
+pytestmark = pytest.mark.cpu_only
+
 TOKENS = 64
 REFUSED = {
     "afmoe": "tensor model.layers.1.mlp.expert_bias is not expected",
