@@ -56,13 +56,13 @@ QUIET = {
 def own_kernels() -> re.Pattern[str]:
     """Names of the kernels of moe_runtime, by its sources."""
     folder = Path(str(import_module("moe_runtime.kernels").__path__[0]))
-    found = set()
+    attributes, found = r"(?:__\w+__\s*\((?:[^()]|\([^()]*\))*\)\s*)*", set()
     for file in folder.rglob("*"):
-        if file.suffix in (".cu", ".cuh"):
-            found.update(re.findall(r"__global__[^;{(]*?\b(\w+)\s*\((?!\()", file.read_text()))
+        if file.suffix == ".cu":
+            found.update(re.findall(rf"__global__\s+void\s+{attributes}(\w+)\s*\(", file.read_text()))
         elif file.suffix == ".py":
-            found.update(re.findall(r"@triton\.jit[^\n]*\n(?:@[^\n]*\n)*def (\w+)", file.read_text()))
-    return re.compile("|".join(rf"\b{name}" for name in sorted(found - {"__launch_bounds__"})))
+            found.update(re.findall(r"^def (_\w+_kernel)\(", file.read_text(), re.MULTILINE))
+    return re.compile("|".join(rf"\b{name}\b" for name in sorted(found)))
 
 
 def ask(llm: Any, prompts: list[list[int]], **sampling: Any) -> tuple[float, Any]:

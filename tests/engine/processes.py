@@ -90,13 +90,12 @@ def run_program(command: list[str], log: Path, env: Mapping[str, str], limit_s: 
 
 
 def run_llms(
-    folder: Path, tag: str, cases: list[Any], adapter: str = "0", *, limit_s: float = 170, **job: Any
+    folder: Path, tag: str, cases: list[Any], adapter: str = "0", *, limit_s: float = 400
 ) -> tuple[dict[str, Any], str]:
-    """What `run_llms.py` finds for `cases`, and its log. `env` has more of the environment."""
+    """What `run_llms.py` finds for `cases`, and its log."""
     folder.mkdir(exist_ok=True)
-    more = job.pop("env", None)
     file, results = folder / f"{tag}.job.json", folder / f"{tag}.json"
-    file.write_text(json.dumps({"cases": cases, "results": str(results), **job}))
-    env = environment(folder, adapter, more)
+    file.write_text(json.dumps({"cases": cases, "results": str(results)}))
+    env = environment(folder, adapter)
     text = run_program([str(HERE / "run_llms.py"), str(file)], folder / f"{tag}.log", env, limit_s)
     return json.loads(results.read_text()), text

