@@ -11,6 +11,9 @@ NAMES = ("qwen3", "glm4", "gpt_oss", "deepseek_v3")
 ON_TWO = ("qwen3", "deepseek_v3")
 """Those that run on two ranks too: whose results are gathered, and with a shared expert, which vLLM sums."""
 
+CONTROL, FP8_CONTROL = 0.98, 0.7
+"""Factors of results of the experts that comparisons must notice."""
+
 
 def cases(models: Path, names: Sequence[str], *, factor: float = 1, **arguments: Any) -> list[Any]:
     """For `run_llms`, with these arguments of `LLM`. With another `factor` it is part of a case's name."""

@@ -12,31 +12,23 @@ from typing import Any
 
 import pytest
 
-from tests.engine.comparison import NAMES, ON_TWO, cases, difference
+from tests.engine.comparison import FP8_CONTROL, NAMES, ON_TWO, cases, difference
 from tests.engine.processes import run_llms
 
 EAGER: dict[str, Any] = {"enforce_eager": True}
 TWO = EAGER | {"tensor_parallel_size": 2}
-CONTROL, FP8_CONTROL = 0.98, 0.7
-"""Factors of results of the experts that comparisons must notice."""
 FP8_LIMIT = 0.1
 """FP8 tokens are rounded: 0.065 were seen."""
 
 
-@pytest.fixture(scope="module")
-def adapter(folder: Path, models: Path) -> tuple[dict[str, Any], str]:
-    """One engine after another in one process, each of which needs more memory between ranks than the last."""
-    right = cases(models, (*NAMES, "qwen3_fp8", "dense"), **EAGER)
-    wrong = cases(models, NAMES, factor=CONTROL, **EAGER) + cases(models, ["qwen3_fp8"], factor=FP8_CONTROL, **EAGER)
-    return run_llms(folder, "adapter", right + wrong, "1")
-
-
 @pytest.mark.parametrize("name", NAMES)
-def test_one_rank(name: str, adapter: tuple[dict[str, Any], str], alone: dict[str, Any], limit: float) -> None:
-    """Experts whose results are 0.98 of what they should be fail the comparison."""
-    right, wrong = (difference(alone[name], adapter[0][name + end]) for end in ("", f" x {CONTROL}"))
-    print(f"{name}: {right:.4f}, wrong experts {wrong:.4f}, limit {limit:.4f}")
-    assert right <= limit < wrong
+def test_one_rank(
+    name: str, adapter: tuple[dict[str, Any], str], alone: dict[str, Any], limits: dict[str, float]
+) -> None:
+    """At most half as far from vLLM alone as with experts whose results are 0.98 of what they should be."""
+    right = difference(alone[name], adapter[0][name])
+    print(f"{name}: {right:.4f}, limit {limits[name]:.4f}")
+    assert right <= limits[name]
 
 
 def test_fp8_blocks(adapter: tuple[dict[str, Any], str], alone: dict[str, Any]) -> None:
@@ -47,16 +39,14 @@ def test_fp8_blocks(adapter: tuple[dict[str, Any], str], alone: dict[str, Any]) 
     assert right <= FP8_LIMIT < wrong
 
 
-def test_fp8_blocks_in_bf16(folder: Path, models: Path, alone: dict[str, Any], limit: float) -> None:
+def test_fp8_blocks_in_bf16(folder: Path, models: Path, alone: dict[str, Any], limits: dict[str, float]) -> None:
     """Weights that the settings have converted, where nothing else is rounded."""
     settings = folder / "bf16.yaml"
     settings.write_text("layer: {weight_format: bf16}\n")
-    names = ["qwen3_fp8"]
-    jobs = cases(models, names, **EAGER) + cases(models, names, factor=CONTROL, **EAGER)
-    found, log = run_llms(folder, "converted", jobs, str(settings))
-    right, wrong = (difference(alone["qwen3_rounded"], each) for each in found.values())
-    print(f"{right:.4f}, wrong experts {wrong:.4f}, limit {limit:.4f}")
-    assert right <= limit < wrong
+    found, log = run_llms(folder, "converted", cases(models, ["qwen3_fp8"], **EAGER), str(settings))
+    right = difference(alone["qwen3_rounded"], found["qwen3_fp8"])
+    print(f"{right:.4f}, limit {limits['qwen3']:.4f}")
+    assert right <= limits["qwen3"]
     assert "weights bf16, tokens bf16" in log
 
 
@@ -70,26 +60,27 @@ def test_the_log_tells_what_runs(adapter: tuple[dict[str, Any], str]) -> None:
     assert re.fullmatch(r"0 of 0 MoE layers of \w+ taken over .it has none.: .*", dense)
 
 
-def test_two_ranks(folder: Path, models: Path, alone_on_two: dict[str, Any], limit: float) -> None:
-    """Tensor and expert parallelism."""
+def test_two_ranks(folder: Path, models: Path, limits: dict[str, float]) -> None:
+    """Tensor and expert parallelism. Without the adapter, expert parallelism crashes on CPUs, so that is without it."""
+    alone, _ = run_llms(folder, "two_alone", cases(models, ON_TWO, **TWO))
     found, log = run_llms(folder, "two", cases(models, ON_TWO, **TWO, enable_expert_parallel=True), "1")
     for name in ON_TWO:
-        apart = difference(alone_on_two[name], found[name])
-        print(f"{name}: {apart:.4f}, limit {limit:.4f}")
-        assert apart <= limit, name
+        apart = difference(alone[name], found[name])
+        print(f"{name}: {apart:.4f}, limit {limits[name]:.4f}")
+        assert apart <= limits[name], name
     assert len(re.findall(r"moe_runtime: 2 of 2 MoE layers taken over: .*, 2 ranks, ", log)) == len(ON_TWO)
 
 
-def test_compiled_graphs_are_not_mixed_up(folder: Path, models: Path, alone: dict[str, Any], limit: float) -> None:
+def test_compiled_graphs_are_not_mixed_up(folder: Path, models: Path, limits: dict[str, float]) -> None:
     """torch.compile, vLLM's default, over one cache: alone, with the adapter, alone again."""
     found = [
         run_llms(folder, f"compiled{number}", cases(models, ["qwen3"]), adapter)[0]["qwen3"]
         for number, adapter in enumerate("010")
     ]
-    print("compiled:", difference(alone["qwen3"], found[0]), difference(found[0], found[1]))
+    apart = difference(found[0], found[1])
+    print(f"compiled: {apart:.4f}, limit {limits['qwen3']:.4f}")
+    assert 0 < apart <= limits["qwen3"]
     assert difference(found[0], found[2]) == 0
-    assert difference(alone["qwen3"], found[0]) <= limit
-    assert 0 < difference(found[0], found[1]) <= limit
     kept = folder / "cache" / "torch_compile_cache" / "torch_aot_compile"
     assert len(list(kept.iterdir())) == 2
 
