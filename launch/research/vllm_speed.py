@@ -1,9 +1,10 @@
 """Times models of published layer sizes in vLLM, with its own experts and with those of moe_runtime.
 
 Each case is an engine in processes of its own: `alone1` and `adapter1` on one GPU, `alone2` and `adapter2` on two, with
-tensor and expert parallelism. Weights are random, lengths fixed. Decode is the time of a step, from the difference of
-two generations; prefill is that of prompts with one token each. Log-probabilities of prompts are compared with those of
-the first case. A profile gives the time of each kernel in a step, and that of the experts.
+tensor and expert parallelism. Weights are random, lengths fixed. `decode` is the time of a step, from the difference of
+two generations; `whole` is the longer of them, with its prefill; `prefill` is that of prompts with one token each.
+Log-probabilities of prompts are compared with those of the first case. A profile gives the time of each kernel in a
+step, and that of the experts.
 """
 
 from __future__ import annotations
@@ -144,11 +145,14 @@ def run_case(job: dict[str, Any]) -> dict[str, Any]:
     for batch in batches:
         some, steps = prompts([PROMPT_TOKENS] * batch), job["steps"]
         ask(llm, some, max_tokens=FIRST_STEPS)
-        taken = []
-        for _ in range(job["repeats"]):
-            short, long = (ask(llm, some, max_tokens=count)[0] for count in (FIRST_STEPS, FIRST_STEPS + steps))
-            taken.append((long - short) / steps)
-        times.append(_times("decode", batch, batch, taken))
+        counts = FIRST_STEPS, FIRST_STEPS + steps
+        short, long = zip(
+            *([ask(llm, some, max_tokens=count)[0] for count in counts] for _ in range(job["repeats"])), strict=True
+        )
+        # What the host does beside a step differs from one generation to the next, so that medians are subtracted.
+        before = statistics.median(short)
+        times.append(_times("decode", batch, batch, [(each - before) / steps for each in long]))
+        times.append(_times("whole", batch, batch * counts[1], list(long)))
     taken = []
     for _ in range(job["repeats"] + 1):
         taken.append(ask(llm, prompts([PREFILL[1]] * PREFILL[0]), max_tokens=1)[0])
@@ -156,11 +160,13 @@ def run_case(job: dict[str, Any]) -> dict[str, Any]:
     if job["profiled"]:
         found["profiles"] = []
         for batch in job["profiled"]:
-            some = prompts([PROMPT_TOKENS] * batch)
+            # One token each, so that the first step is like the others.
+            some = prompts([1] * batch)
+            ask(llm, some, max_tokens=PROFILED_STEPS)
             shutil.rmtree(profile, ignore_errors=True)
             profile.mkdir(parents=True)
             llm.start_profile()
-            ask(llm, some, max_tokens=PROFILED_STEPS + 1)
+            ask(llm, some, max_tokens=PROFILED_STEPS)
             llm.stop_profile()
             found["profiles"].append({"batch": batch} | kernel_times(profile, own_kernels()))
     return found
@@ -204,7 +210,11 @@ def start_case(case: str, job: dict[str, Any], folder: Path, adapter: str, limit
                 pass
             process.wait()
     lines = log.read_text(errors="replace").splitlines()
-    said = [line for line in lines if "moe_runtime:" in line or re.search(r"[Uu]sing .*(MoE|Moe|attention) ", line)]
+    said = [
+        line
+        for line in lines
+        if re.search(r"moe_runtime: \d", line) or re.search(r"[Uu]sing .*(MoE|Moe|attention) ", line)
+    ]
     result: dict[str, Any] = {"case": case, "seconds": round(time.perf_counter() - begun, 1), "log": said[:8]}
     if file.exists():
         return result | json.loads(file.read_text())

@@ -57,10 +57,13 @@ def refusals(config: Any) -> Iterator[str]:
         yield f"--dtype: expected bfloat16, got {str(config.model_config.dtype).removeprefix('torch.')}"
 
 
-def check_config(config: Any) -> None:
-    """Raise `ValueError` naming each of the `refusals` of a model with experts. A model without any has none."""
-    if config.model_config is not None and config.model_config.is_moe and (found := list(refusals(config))):
+def check_config(config: Any) -> bool:
+    """Whether the model has experts. Raises `ValueError` naming each of the `refusals` of one that has."""
+    if config.model_config is None or not config.model_config.is_moe:
+        return False
+    if found := list(refusals(config)):
         raise ValueError(f"MOE_RUNTIME_VLLM: {'; '.join(found)}")
+    return True
 
 
 def cache_key(settings: LayerSettings) -> str:
@@ -101,8 +104,8 @@ def install(settings: LayerSettings) -> None:
     def create_checked(create: Any) -> Any:
         def checked(self: Any, *given: Any, **named: Any) -> Any:
             config = create(self, *given, **named)
-            check_config(config)
-            LOG.info("MOE_RUNTIME_VLLM: MoE layers run in %s", key)
+            if check_config(config):
+                LOG.info("MOE_RUNTIME_VLLM: MoE layers run in %s", key)
             return config
 
         return checked

@@ -183,15 +183,20 @@ def test_the_log_says_what_runs(seed: int, caplog: pytest.LogCaptureFixture) -> 
         ({"dtype": torch.float16}, "--dtype: expected bfloat16, got float16"),
     ],
 )
-def test_options_are_refused_before_an_engine_starts(options: Any, complaint: str) -> None:
+def test_options_are_refused_before_an_engine_starts(
+    options: Any, complaint: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """In the process that the user started, where the error is the last one seen. Dense models have no such limits."""
+    caplog.set_level(logging.INFO, logger="vllm.plugins.moe_runtime")
     vllm = installed()
     with vllm():
         with pytest.raises(ValueError, match=f"MOE_RUNTIME_VLLM: {complaint}"):
             vllm.EngineArgs(**options).create_engine_config()
         vllm.EngineArgs(moe=False, **options).create_engine_config()
         good = {"tensor_parallel_size": 2, "data_parallel_size": 2, "enable_expert_parallel": True}
+        assert not caplog.records
         vllm.EngineArgs(**good).create_engine_config(headless=True)
+        assert "MOE_RUNTIME_VLLM: MoE layers run in moe_runtime " in caplog.text
 
 
 def test_layers_refuse_before_weights_are_loaded() -> None:
