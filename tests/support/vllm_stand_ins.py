@@ -102,6 +102,12 @@ class Vllm:
         for name, path in vllm_experts.ROUTED_EXPERTS.items():
             self.modules.setdefault(path, {})[name] = RoutedExperts
 
+    def set_group(self, group: Any) -> None:
+        """The ranks of this engine, which are data-parallel."""
+        alone = SimpleNamespace(world_size=1, rank_in_group=0)
+        groups = {"get_ep_group": lambda: SimpleNamespace(device_group=group), "get_tp_group": lambda: alone}
+        self.modules["vllm.distributed"] = groups
+
     def __call__(self) -> AbstractContextManager[None]:
         """With these modules in place of any that are installed."""
         return modules(self.modules)
