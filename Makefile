@@ -7,7 +7,8 @@
 #   WORKERS          processes of the test run: more than two cores, since many tests wait
 #   GPU_TEST         options of pytest for gpu-test, such as GPU_TEST="-n 8 --dist worksteal"
 #
-# `make gpu-test` and `make sanitize` install nothing; `make clean` removes .venv too.
+# `make engine-test` has an environment of its own, .venv-engine, since vLLM pins other versions.
+# `make gpu-test` and `make sanitize` install nothing; `make clean` removes both environments too.
 
 PYTHON ?= python3
 TORCH_INDEX_URL ?=
@@ -23,13 +24,16 @@ BIN := $(VENV)/bin
 TORCH := $(shell grep '^torch==' constraints-cpu.txt)
 INPUTS := $(shell { pwd; cat pyproject.toml constraints-cpu.txt; } | sha256sum | cut -c1-16)
 STAMP := $(VENV)/.installed-$(INPUTS)
+ENGINE_VENV := .venv-engine
+ENGINE_INPUTS := $(shell { pwd; cat pyproject.toml constraints-engine.txt; } | sha256sum | cut -c1-16)
+ENGINE_STAMP := $(ENGINE_VENV)/.installed-$(ENGINE_INPUTS)
 
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo test setup lint format gpu-test sanitize clean
+.PHONY: help demo test engine-test setup lint format gpu-test sanitize clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-11s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 demo: $(STAMP) ## run every format on 4 ranks, no GPU needed
 	@$(BIN)/python -m moe_runtime.launch.demo
@@ -37,6 +41,10 @@ demo: $(STAMP) ## run every format on 4 ranks, no GPU needed
 # In the order of tests/conftest.py: the longest files come first.
 test: lint ## lint, types and all tests that need no GPU
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+# Its own conftest alone: that of the other tests sets up what vLLM must not have.
+engine-test: $(ENGINE_STAMP) ## the adapter inside vLLM on CPUs, installed into .venv-engine
+	$(ENGINE_VENV)/bin/python -m pytest tests/engine --confcutdir=tests/engine --timeout 900
 
 setup: $(STAMP) ## install into .venv
 
@@ -58,7 +66,7 @@ sanitize: ## run the kernels under compute-sanitizer in the current environment
 	$(PYTHON) -m moe_runtime.launch.sanitize
 
 clean: ## remove .venv, caches and build output
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(ENGINE_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch first and by its exact version: left to a resolver it may drag in several GB of CUDA packages.
@@ -71,4 +79,13 @@ $(STAMP):
 		then grep -v '^triton==' constraints-cpu.txt; else cat constraints-cpu.txt; fi > $(VENV)/constraints.txt
 	$(BIN)/python -m pip install --quiet -c $(VENV)/constraints.txt -e '.[dev,hf,bench]'
 	@rm -f $(VENV)/.installed-*
+	@touch $@
+
+# Every package by its exact version and nothing else, so that nothing is resolved.
+$(ENGINE_STAMP):
+	$(PYTHON) -m venv $(ENGINE_VENV)
+	$(ENGINE_VENV)/bin/python -m pip install --quiet $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) --no-deps '$(TORCH)'
+	$(ENGINE_VENV)/bin/python -m pip install --quiet --no-deps -r constraints-engine.txt
+	$(ENGINE_VENV)/bin/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	@rm -f $(ENGINE_VENV)/.installed-*
 	@touch $@

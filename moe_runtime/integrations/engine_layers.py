@@ -5,7 +5,8 @@ An engine has its own names for these, which `vllm_experts` and `sglang_experts`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +19,13 @@ from moe_runtime.context.peers import abort_peers_on_error
 from moe_runtime.integrations.engine_weights import EngineWeights
 from moe_runtime.integrations.layer_settings import LayerSettings, context_of, layer_config
 from moe_runtime.integrations.shared_tokens import gather_parts, part_of, place_part, run_in_steps, steps_for
-from moe_runtime.kernels.formats.number_formats import FORMATS, WEIGHT_FORMATS, ceil_div, token_formats_for
+from moe_runtime.kernels.formats.number_formats import (
+    FORMATS,
+    WEIGHT_FORMATS,
+    TokenFormat,
+    ceil_div,
+    token_formats_for,
+)
 from moe_runtime.layer import MoELayer
 from moe_runtime.support.compiling import not_compiled
 
@@ -53,6 +60,8 @@ class EngineLayer:
         activation: formula, and the order of gate and up.
         local_experts: ids of this rank's experts in the order of the weights.
         max_tokens: most tokens in a call; a longer one is split where all ranks know its length.
+        token_buckets: numbers of tokens in a call for which kernels of their own pay, unless the settings name some.
+        engine: which of the engines of this process has the layer. Layers of different ones share nothing.
     """
 
     name: str
@@ -61,25 +70,40 @@ class EngineLayer:
     activation: ActivationConfig
     local_experts: Sequence[int]
     max_tokens: int
+    token_buckets: Sequence[int] = ()
+    engine: str = ""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Group:
-    """The layers over one group of ranks. All of them are warmed up in the first step of any."""
+    """The layers of one engine over one group of ranks. All of them are warmed up in the first step of any.
+
+    The layers alone hold it. When an engine has let go of its layers, the context is closed.
+    """
 
     context: ExpertParallelContext
     cold: list[MoELayer] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        # At the end of the process the system frees all there is, and peers may be gone.
+        weakref.finalize(self, _end, self.context).atexit = False
 
     def warm_up(self) -> None:
         while self.cold:
             self.cold.pop(0).warm_up()
 
 
+def _end(context: ExpertParallelContext) -> None:
+    """Close a context whose layers are gone. Ranks come here at different times, so none waits for another."""
+    context.failed |= context.world_size > 1
+    context.close()
+
+
 class EngineLayers:
     """The layers of one process of an engine, by group of ranks; made when an adapter is switched on.
 
     All ranks of a group build their layers in the same order, before the first step of any, and call them in the same
-    order. Contexts end with the process.
+    order. Contexts end with the layers of their engine, or with the process.
 
     Args:
         settings: formats and limits of all layers, transport and time limits of all contexts.
@@ -87,7 +111,7 @@ class EngineLayers:
 
     def __init__(self, settings: LayerSettings) -> None:
         self.settings = settings
-        self._groups: dict[tuple[str, torch.device], _Group] = {}
+        self._groups = weakref.WeakValueDictionary[tuple[str, str, torch.device], _Group]()
 
     def build(
         self, stated: EngineLayer, weights: EngineWeights, group: dist.ProcessGroup | None, share: TokenShare
@@ -99,10 +123,10 @@ class EngineLayers:
 
         Raises `ValueError` naming the layer and what does not fit; the peers get `PeerAbortedError`.
         """
-        key = "" if group is None else str(group.group_name), weights.device
-        if key not in self._groups:
-            self._groups[key] = _Group(context_of(self.settings.parallel, group, weights.device))
-        ours = self._groups[key]
+        key = stated.engine, "" if group is None else str(group.group_name), weights.device
+        ours = self._groups.get(key)
+        if ours is None:
+            self._groups[key] = ours = _Group(context_of(self.settings.parallel, group, weights.device))
         with abort_peers_on_error(ours.context):
             layer = MoELayer(self._config(stated, weights, share), ours.context, router=False)
             if list(layer.local_experts) != list(stated.local_experts):
@@ -117,12 +141,6 @@ class EngineLayers:
 
     def _config(self, stated: EngineLayer, weights: EngineWeights, share: TokenShare) -> MoELayerConfig:
         fields = self.settings.fields
-        # What names no format leaves the choice to us.
-        asked = {key: fields.get(key) for key in ("weight_format", "token_format")}
-        weight_format = asked["weight_format"] if asked["weight_format"] in WEIGHT_FORMATS else weights.format.name
-        possible = token_formats_for(weight_format)
-        usual = "bf16" if "bf16" in possible else possible[0]
-        token_format = asked["token_format"] if asked["token_format"] in FORMATS else usual
         model = {
             "hidden_size": weights.hidden_size,
             "intermediate_size": weights.intermediate_size,
@@ -131,9 +149,33 @@ class EngineLayers:
             "activation": stated.activation,
             "expert_bias": weights.has_bias,
         }
-        limit = {"max_tokens_per_rank": ceil_div(stated.max_tokens, share.ranks)}
-        formats = {"weight_format": weight_format, "token_format": token_format}
-        return layer_config(stated.name, model, {**limit, **fields, **formats})
+        limits = {
+            "max_tokens_per_rank": ceil_div(stated.max_tokens, share.ranks),
+            "token_buckets": tuple(ceil_div(size, share.ranks) for size in stated.token_buckets),
+        }
+        return layer_config(stated.name, model, limits | dict(fields) | formats_of(stated.name, weights.format, fields))
+
+
+def formats_of(name: str, held: TokenFormat, fields: Mapping[str, Any]) -> dict[str, str]:
+    """`weight_format` and `token_format` of the layer `name` with the settings `fields`; an engine holds its weights in
+    `held`.
+
+    Raises `ValueError` naming the layer, and the field that was set, for tokens that do not go with the weights.
+    """
+    asked = {key: fields.get(key) for key in ("weight_format", "token_format")}
+    # What names no format leaves the choice to us.
+    chosen = asked["weight_format"] in WEIGHT_FORMATS
+    weight_format = str(asked["weight_format"]) if chosen else held.name
+    possible = token_formats_for(weight_format)
+    if asked["token_format"] not in FORMATS:
+        return {"weight_format": weight_format, "token_format": "bf16" if "bf16" in possible else possible[0]}
+    if asked["token_format"] not in possible:
+        whose = "asked for" if chosen else "that the engine holds (weight_format converts them)"
+        raise ValueError(
+            f"{name}: token_format: expected {' or '.join(possible)} with the {weight_format} weights {whose}, got "
+            f"{asked['token_format']}"
+        )
+    return {"weight_format": weight_format, "token_format": str(asked["token_format"])}
 
 
 def replace_members(method: Any, replacements: type, layers: EngineLayers) -> None:

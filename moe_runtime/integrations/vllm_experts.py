@@ -1,14 +1,17 @@
-"""vLLM's names for what `engine_layers` needs; written for the signatures of vLLM 0.33.0.
+"""vLLM's names for what `engine_layers` needs; written for the signatures of vLLM 0.29 to 0.33.
 
 vLLM lets classes from outside replace its `PluggableLayer`s. `install` replaces `RoutedExperts`, which holds the
 routed experts of a MoE layer, by a subclass that differs in one method: the quantization method that vLLM chooses gets
 the members of `RunsExperts`. vLLM then creates and loads weights as ever. They are taken over in place of being
 reordered for a kernel of vLLM. In each step the method gets vLLM's top-k, and returns results that need no reduction.
+
+vLLM compiles models with torch.compile. On GPUs a whole MoE layer is an operation of vLLM that is not looked into; on
+CPUs it is, and finds the operation `moe_runtime::vllm_experts` here.
 """
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Sequence
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +19,7 @@ from typing import Any
 import torch
 
 from moe_runtime.config import ActivationConfig
+from moe_runtime.integrations import vllm_config, vllm_report
 from moe_runtime.integrations.engine_layers import (
     EngineExperts,
     EngineLayer,
@@ -34,45 +38,65 @@ ROUTED_EXPERTS = {
 }
 """Classes that are replaced, and their modules. vLLM looks a replacement up by the name of the class itself."""
 
-_LOG = logging.getLogger(__name__)
+ONLINE = "OnlineMoEMethodBase"
+"""The base of vLLM's methods that quantize weights as they are loaded."""
 
 
 def install(settings: LayerSettings) -> None:
-    """Replace vLLM's classes of routed experts in this process.
+    """Replace vLLM's classes of routed experts in this process, and what belongs to it of its engine.
 
-    Raises `ImportError` or `AttributeError` where vLLM has not all of them.
+    Raises `ValueError` for another version of vLLM, `ImportError` or `AttributeError` where vLLM has not all that is
+    replaced.
     """
+    vllm_config.check_version(import_module("vllm").__version__)
     layers = EngineLayers(settings)
+    vllm_config.install(settings)
+    vllm_report.install()
     for name, module in ROUTED_EXPERTS.items():
         original = getattr(import_module(module), name)
         original.register_oot(_taking_over(original, layers), name=name)
-    # Not information: engines show only that of their own loggers.
-    _LOG.warning("MoE layers of vLLM run in moe_runtime, with %s", settings)
 
 
 def _taking_over(original: Any, layers: EngineLayers) -> Any:
     class TakenOver(original):
         def _get_quant_method(self, prefix: str, quant_config: Any, moe_config: Any) -> Any:
-            return taken_over(super()._get_quant_method(prefix, quant_config, moe_config), layers)
+            check_layer(self, moe_config)
+            config = import_module("vllm.config").get_current_vllm_config()
+            return taken_over(super()._get_quant_method(prefix, quant_config, moe_config), layers, config)
 
     TakenOver.__name__ = TakenOver.__qualname__ = f"MoERuntime{original.__name__}"
     return TakenOver
 
 
-def taken_over(method: Any, layers: EngineLayers) -> Any:
-    """The quantization method `method` of a layer, with what it computes replaced.
+def taken_over(method: Any, layers: EngineLayers, config: Any = None) -> Any:
+    """The quantization method `method` of a layer, with what it computes replaced. `config` is vLLM's `VllmConfig`.
 
     It stays an instance of its class, whose name and attributes tell vLLM how weights are loaded.
 
     Raises `ValueError` for a method that quantizes weights as they are loaded, which would be lost.
     """
-    if hasattr(method, "requantization_source"):
+    if any(kind.__name__ == ONLINE for kind in type(method).__mro__):
         name = type(method).__name__
         raise ValueError(f"quantization: expected that of the checkpoint, got {name}, which quantizes weights")
     replace_members(method, RunsExperts, layers)
+    if config is not None:
+        method.moe_runtime_engine = config.instance_id
+        method.moe_runtime_capture_sizes = tuple(config.compilation_config.cudagraph_capture_sizes or ())
     # An attribute of some methods, a class attribute of others: weights in the layout of a kernel of vLLM are refused.
     method.supports_pre_processed_weights = False
     return method
+
+
+class _Kernel:
+    """What vLLM asks of the kernel of a method."""
+
+    fused_experts = SimpleNamespace(consumes_expert_mask=False)
+
+    def __init__(self, *, reduced: bool) -> None:
+        self._reduced = reduced
+
+    def output_is_reduced(self) -> bool:
+        return self._reduced
 
 
 class RunsExperts:
@@ -82,6 +106,8 @@ class RunsExperts:
     moe_kernel: Any
     moe_runtime_layers: EngineLayers
     moe_runtime_experts: EngineExperts | None
+    moe_runtime_engine: str = ""
+    moe_runtime_capture_sizes: Sequence[int] = ()
 
     supports_eplb = False
     """vLLM refuses to balance experts of methods that say so."""
@@ -105,12 +131,10 @@ class RunsExperts:
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Take the experts of `layer` over. Collective over vLLM's expert-parallel group."""
-        self.moe_runtime_experts = build(self.moe_runtime_layers, layer, self.moe)
-        # What vLLM asks a method's kernel. A model that sums results itself asks for partial ones.
-        reduced = not self.moe.skip_final_all_reduce
-        self.moe_kernel = SimpleNamespace(
-            output_is_reduced=lambda: reduced, fused_experts=SimpleNamespace(consumes_expert_mask=False)
-        )
+        engine, sizes = self.moe_runtime_engine, self.moe_runtime_capture_sizes
+        self.moe_runtime_experts = build(self.moe_runtime_layers, layer, self.moe, engine, sizes)
+        # A model that sums results itself asks for partial ones.
+        self.moe_kernel = _Kernel(reduced=not self.moe.skip_final_all_reduce)
 
     def apply(
         self,
@@ -122,26 +146,64 @@ class RunsExperts:
         shared_experts_input: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """bf16, the shape of `x`: the weighted sum over each token's experts. vLLM runs the shared experts."""
+        if torch.compiler.is_compiling():
+            return OPERATION(x, topk_weights, topk_ids, layer.layer_name)
         assert self.moe_runtime_experts is not None
         return self.moe_runtime_experts(x, topk_ids, topk_weights, most_tokens(self.moe, x.shape[0]))
 
 
-def build(layers: EngineLayers, layer: Any, moe: Any) -> EngineExperts:
-    """The experts of vLLM's `RoutedExperts` `layer`, whose `FusedMoEConfig` is `moe`.
+def _run_by_name(x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, layer_name: str) -> torch.Tensor:
+    """What `RunsExperts.apply` returns for the layer of this name of the engine that is in a step."""
+    layer = import_module("vllm.forward_context").get_forward_context().no_compile_layers[layer_name].routed_experts
+    return layer.quant_method.apply(layer, x, topk_weights, topk_ids)
 
-    Raises `ValueError` naming the layer for a setting of vLLM that the adapter has no way to run.
+
+OPERATION: Any = torch.library.custom_op(
+    "moe_runtime::vllm_experts",
+    _run_by_name,
+    mutates_args=(),
+    schema="(Tensor x, Tensor topk_weights, Tensor topk_ids, str layer_name) -> Tensor",
+    tags=(torch.Tag.needs_exact_strides,),
+)
+"""The experts of a layer, for torch.compile. The result is new memory, whatever the arguments lie in."""
+
+
+@OPERATION.register_fake
+def _(x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, layer_name: str) -> torch.Tensor:
+    return x.new_empty(x.shape)
+
+
+def check_layer(layer: Any, moe: Any) -> None:
+    """Raise `ValueError` naming vLLM's `RoutedExperts` `layer` for a setting that the adapter has no way to run.
+
+    `moe` is its `FusedMoEConfig`. Whole engines are refused before (`vllm_config.refusals`), where they are made from
+    options.
     """
     name, parallel = layer.layer_name, moe.moe_parallel_config
     refusals = {
         "--enable-expert-parallel: expected it, since experts are not split": parallel.tp_size > 1,
         "--prefill-context-parallel-size: expected 1": parallel.pcp_size > 1,
-        "--enable-lora: expected a model without": moe.is_lora_enabled,
+        "--enable-eplb: expected a run without": parallel.enable_eplb,
+        "--enable-lora: expected a run without": moe.is_lora_enabled,
         "apply_router_weight_on_input: expected a model without": layer.apply_router_weight_on_input,
         f"--dtype: expected bfloat16, got {moe.in_dtype}": moe.in_dtype != torch.bfloat16,
     }
     for refusal, applies in refusals.items():
         if applies:
             raise ValueError(f"{name}: {refusal}")
+
+
+def build(
+    layers: EngineLayers, layer: Any, moe: Any, engine: str = "", capture_sizes: Sequence[int] = ()
+) -> EngineExperts:
+    """The experts of vLLM's `RoutedExperts` `layer`, whose `FusedMoEConfig` is `moe`.
+
+    `engine` tells apart engines of one process; the layer gets token buckets for `capture_sizes`.
+
+    Raises `ValueError` naming the layer for a setting of vLLM that the adapter has no way to run.
+    """
+    check_layer(layer, moe)
+    name, parallel = layer.layer_name, moe.moe_parallel_config
     activation = activation_of(layer, name)
     weights = read_weights(
         layer,
@@ -165,6 +227,8 @@ def build(layers: EngineLayers, layer: Any, moe: Any) -> EngineExperts:
         activation=activation,
         local_experts=local_experts(layer),
         max_tokens=ceil_div(moe.max_num_tokens, parallel.sp_size),
+        token_buckets=vllm_config.buckets_of([ceil_div(size, parallel.sp_size) for size in capture_sizes]),
+        engine=engine,
     )
     return layers.build(stated, weights, group, share)
 

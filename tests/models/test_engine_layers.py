@@ -48,6 +48,7 @@ from tests.support.engine_stand_ins import (
     vllm_modules,
 )
 from tests.support.programs import ROOT
+from tests.support.vllm_stand_ins import Vllm
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 """Where layers of a single rank lie; processes of several see no GPU."""
@@ -121,7 +122,7 @@ def test_settings_choose_the_weights(seed: int) -> None:
     """Weights in bf16 are quantized only where the settings say so; tokens that need it are refused."""
     data, tokens = make_experts("bf16", seed), draw_tokens(seed, 64)
     with vllm_modules():
-        with pytest.raises(ValueError, match=r"model\.layers\.0\.mlp\.experts: weight_format: .* with nvfp4 tokens"):
+        with pytest.raises(ValueError, match=r"model\.layers\.0\.mlp\.experts: token_format: expected bf16"):
             run_vllm(layers_of(token_format="nvfp4"), vllm_layer(data.of(slice(None))), vllm_config(), tokens)
         layers = layers_of(weight_format="nvfp4")
         found = run_vllm(layers, vllm_layer(data.of(slice(None))), vllm_config(), tokens)
@@ -251,8 +252,11 @@ def test_weights_in_other_forms_are_refused() -> None:
             with pytest.raises(ValueError, match=r"model\.layers\.0\.mlp\.experts: expected "):
                 method.process_weights_after_loading(vllm_layer(parameters))
 
-    class OnlineMethod(VllmMethod):
-        requantization_source = None
+    class OnlineMoEMethodBase(VllmMethod):
+        pass
+
+    class OnlineMethod(OnlineMoEMethodBase):
+        pass
 
     with pytest.raises(ValueError, match="OnlineMethod, which quantizes weights"):
         vllm_experts.taken_over(OnlineMethod(vllm_config()), layers_of())
@@ -260,30 +264,16 @@ def test_weights_in_other_forms_are_refused() -> None:
 
 def test_install_replaces_classes_of_vllm(seed: int) -> None:
     """As `PluggableLayer` does it: a class is looked up by its name when it is instantiated."""
-    replaced: dict[str, Any] = {}
-
-    class RoutedExperts(stand_ins.StandInLayer):
-        @classmethod
-        def register_oot(cls, decorated: Any = None, name: str | None = None) -> None:
-            replaced[str(name)] = decorated
-
-        def _get_quant_method(self, prefix: str, quant_config: Any, moe_config: Any) -> Any:
-            return VllmMethod(moe_config)
-
-    named: dict[str, dict[str, Any]] = {path: {} for path in vllm_experts.ROUTED_EXPERTS.values()}
-    for name, path in vllm_experts.ROUTED_EXPERTS.items():
-        named[path][name] = RoutedExperts
-    data, tokens, config = make_experts("bf16", seed), draw_tokens(seed, 5), vllm_config()
-    with vllm_modules(**named):
+    data, tokens, vllm = make_experts("bf16", seed), draw_tokens(seed, 5), Vllm()
+    with vllm():
         vllm_experts.install(LayerSettings(LIMITS, {}))
-        assert set(replaced) == set(vllm_experts.ROUTED_EXPERTS)
+        assert set(vllm.replaced) == set(vllm_experts.ROUTED_EXPERTS)
         layer = vllm_layer(data.of(slice(None)))
-        layer.__class__ = replaced["RoutedExperts"]
-        assert isinstance(layer, RoutedExperts)
-        method = layer._get_quant_method("", None, config)
-        method.process_weights_after_loading(layer.to(DEVICE))
+        vllm.make(layer, vllm_config())
+        assert isinstance(layer, vllm.RoutedExperts) and type(layer).__name__ == "MoERuntimeRoutedExperts"
+        layer.quant_method.process_weights_after_loading(layer.to(DEVICE))
         x, ids, weights = (tensor.to(DEVICE) for tensor in tokens)
-        check(method.apply(layer, x, weights, ids, None, None), plain_moe(data, *tokens))
+        check(layer.quant_method.apply(layer, x, weights, ids, None, None), plain_moe(data, *tokens))
 
 
 OWN = {"own": [40, 9], "sequence_parallel": [20, 20]}

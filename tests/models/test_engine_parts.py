@@ -36,6 +36,7 @@ from tests.support.engine_stand_ins import (
     vllm_modules,
 )
 from tests.support.engine_stand_ins import modules as engine_modules
+from tests.support.vllm_stand_ins import Vllm
 
 pytestmark = pytest.mark.cpu_only
 
@@ -76,6 +77,9 @@ def test_vllm_s_own_classes_with_the_adapter(seed: int) -> None:
     named: dict[str, dict[str, Any]] = {path: {} for path in vllm_experts.ROUTED_EXPERTS.values()}
     for name, path in vllm_experts.ROUTED_EXPERTS.items():
         named[path][name] = routed
+    for name, members in Vllm().modules.items():
+        named.setdefault(name, members)
+    del named["vllm.distributed"], named["vllm.forward_context"]
     data, (x, ids, weights) = make_experts("bf16", seed), draw_tokens(seed, 21)
     # Data parallel without sequence parallelism, where vLLM gathers tokens for methods of the old kind.
     config = vllm_config(dp=2, ep_size=1)

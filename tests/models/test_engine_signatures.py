@@ -19,13 +19,17 @@ from typing import Any
 import pytest
 from torch import nn
 
-from moe_runtime.integrations import sglang_experts, vllm_experts
+from moe_runtime.integrations import sglang_experts, vllm_experts, vllm_report
+from moe_runtime.integrations import vllm_config as vllm_config_module
 from tests.support.engine_sources import FUSED, QUANTIZATION, SRT, Sources, find_sources, sources_of
 from tests.support.engine_stand_ins import sglang_layer, vllm_config, vllm_layer
+from tests.support.vllm_stand_ins import VllmConfig
 
 pytestmark = pytest.mark.cpu_only
 
 Check = Callable[[Sources], None]
+
+VLLM_ADAPTERS = (vllm_experts, vllm_config_module, vllm_report)
 
 
 def overrides(adapter: type, sources: Sources, homes: list[tuple[str, str]]) -> Iterator[str]:
@@ -93,9 +97,8 @@ def method_of_vllm(sources: Sources) -> None:
         (f"{QUANTIZATION}.base_config", "QuantizeMethodBase"),
     ]
     assert not list(overrides(vllm_experts.RunsExperts, sources, homes))
-    assert "supports_pre_processed_weights" in sources.members(*homes[1])
     assert {"moe", "moe_kernel", "moe_quant_config"} <= sources.members(*homes[0])
-    assert "requantization_source" in sources.text(f"{QUANTIZATION}.online.moe_base")
+    sources.find(f"{QUANTIZATION}.online.moe_base", vllm_experts.ONLINE)
     called = sources.keywords_of_call(
         f"{FUSED}.routed_experts", "RoutedExperts.forward_modular", "self.quant_method.apply"
     )
@@ -135,9 +138,35 @@ def step_of_vllm(sources: Sources) -> None:
     assert "moe_kernel.fused_experts.consumes_expert_mask" in sources.text(f"{FUSED}.routed_experts")
 
 
+def engine_of_vllm(sources: Sources) -> None:
+    """What the adapter replaces or asks of a whole engine."""
+    assert sources.parameters("vllm.config.vllm", "VllmConfig.compute_hash") in ([], ["include_version"])
+    stand_in = VllmConfig()
+    assert set(vars(stand_in)) <= sources.members("vllm.config.vllm", "VllmConfig")
+    assert set(vars(stand_in.parallel_config)) <= sources.members("vllm.config.parallel", "ParallelConfig")
+    assert set(vars(stand_in.model_config)) <= sources.members("vllm.config.model", "ModelConfig")
+    assert "cudagraph_capture_sizes" in sources.members("vllm.config.compilation", "CompilationConfig")
+    assert {"VllmConfig", "get_current_vllm_config"} <= sources.exported("vllm.config")
+    arguments = "vllm.engine.arg_utils"
+    assert sources.parameters(arguments, "EngineArgs.create_engine_config") == ["usage_context", "headless"]
+    assert "load_general_plugins()" in sources.text(arguments)
+    loader = "vllm.model_executor.model_loader.base_loader"
+    assert sources.parameters(loader, "BaseModelLoader.load_model") == ["vllm_config", "model_config", "prefix"]
+    assert "vllm_config.compute_hash()" in ast.unparse(
+        sources.find("vllm.compilation.caching", "aot_compile_hash_factors")
+    )
+    assert "vllm_config.compute_hash()" in sources.text("vllm.compilation.backends")
+    assert "no_compile_layers" in sources.members("vllm.forward_context", "ForwardContext")
+    registered = ast.unparse(sources.find(f"{FUSED}.runner.moe_runner", "register_layer_for_moe_forward_op"))
+    assert "static_forward_context[prefix] = layer" in registered
+    assert "routed_experts" in sources.members(f"{FUSED}.runner.moe_runner", "MoERunner")
+
+
 def modules_of_vllm(sources: Sources) -> None:
-    for module in modules_named(vllm_experts, "vllm"):
-        sources.path(module)
+    for module in {name for adapter in VLLM_ADAPTERS for name in modules_named(adapter, "vllm")}:
+        # Also a name for messages.
+        if module != vllm_config_module.LOG.name:
+            sources.path(module)
 
 
 def hooks_of_sglang(sources: Sources) -> None:
@@ -232,7 +261,15 @@ def modules_of_sglang(sources: Sources) -> None:
 
 
 CHECKS: dict[str, list[Check]] = {
-    "vllm": [hooks_of_vllm, method_of_vllm, attributes_of_vllm, step_of_vllm, stored_by_vllm, modules_of_vllm],
+    "vllm": [
+        hooks_of_vllm,
+        method_of_vllm,
+        attributes_of_vllm,
+        step_of_vllm,
+        stored_by_vllm,
+        engine_of_vllm,
+        modules_of_vllm,
+    ],
     "sglang": [
         hooks_of_sglang,
         method_of_sglang,
@@ -253,7 +290,12 @@ ALTERED = [
     (f"{FUSED}.fused_moe_method_base", "topk_ids: torch.Tensor,", "topk_idx: torch.Tensor,"),
     (f"{FUSED}.fused_moe_method_base", "def supports_internal_mk", "def supports_mk"),
     (f"{FUSED}.fused_moe_method_base", "act_dtype: torch.dtype,", "act_dtype: torch.dtype, more: int,"),
-    (f"{QUANTIZATION}.base_config", "supports_pre_processed_weights", "supports_processed_weights"),
+    (f"{QUANTIZATION}.online.moe_base", "class OnlineMoEMethodBase(", "class OnlineMoEMethod("),
+    ("vllm.config.vllm", "def compute_hash(", "def hash_of("),
+    ("vllm.config.parallel", "def use_ubatching(", "def uses_ubatching("),
+    ("vllm.engine.arg_utils", "headless: bool = False,", "headed: bool = True,"),
+    ("vllm.model_executor.model_loader.base_loader", "vllm_config: VllmConfig, model", "config: VllmConfig, model"),
+    (f"{FUSED}.runner.moe_runner", "static_forward_context[prefix] = layer", "static_layers[prefix] = layer"),
     (f"{FUSED}.routed_experts", "moe_config: FusedMoEConfig,\n    ) -> F", "config: FusedMoEConfig,\n    ) -> F"),
     (f"{FUSED}.routed_experts", '"_expert_map"', '"_map"'),
     (f"{FUSED}.routed_experts", "self.swiglu_limit", "self.limit"),

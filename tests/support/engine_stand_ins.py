@@ -255,6 +255,7 @@ def vllm_config(*, tp: int = 1, dp: int = 1, sequence_parallel: bool = False, **
         "ep_size": tp * dp,
         "sp_size": tp if sequence_parallel else 1,
         "is_sequence_parallel": sequence_parallel,
+        "enable_eplb": False,
     }
     parallel |= {key: changes.pop(key) for key in list(changes) if key in parallel}
     config = {

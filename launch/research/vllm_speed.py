@@ -1,0 +1,337 @@
+"""Times models of published layer sizes in vLLM, with its own experts and with those of moe_runtime.
+
+Each case is an engine in processes of its own: `alone1` and `adapter1` on one GPU, `alone2` and `adapter2` on two, with
+tensor and expert parallelism. Weights are random, lengths fixed. `decode` is the time of a step, from the difference of
+two generations; `whole` is the longer of them, with its prefill; `prefill` is that of prompts with one token each.
+Log-probabilities of prompts are compared with those of the first case. A profile gives the time of each kernel in a
+step, and that of the experts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from moe_runtime.launch.common import environment
+from moe_runtime.launch.research.vllm_models import SIZES, ModelSizes, write_model
+
+KIND = "vllm"
+PROMPT_TOKENS, FIRST_STEPS = 32, 16
+COMPARED = (5, 17, 64, 128, 200, 33, 90, 7)
+"""Lengths of the prompts whose log-probabilities are compared."""
+PREFILL = 8, 1024
+"""Prompts of prefill, and tokens of each."""
+PROFILED_STEPS = 16
+EXPERTS = re.compile(
+    r"fused_moe|moe_|[Mm]arlin|matmul_ogs|act_and_mul|silu|swiglu|topk|routing|per_token_group_quant|cvt_fp"
+)
+"""Kernels of vLLM's experts, with the router's top-k, which both cases have."""
+MODES: dict[str, dict[str, Any]] = {
+    "eager": {"enforce_eager": True},
+    "graphs": {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}},
+    "compile": {},
+}
+QUIET = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+}
+
+
+def own_kernels() -> re.Pattern[str]:
+    """Names of the kernels of moe_runtime, by its sources."""
+    folder = Path(str(import_module("moe_runtime.kernels").__path__[0]))
+    attributes, found = r"(?:__\w+__\s*\((?:[^()]|\([^()]*\))*\)\s*)*", set()
+    for file in folder.rglob("*"):
+        if file.suffix == ".cu":
+            found.update(re.findall(rf"__global__\s+void\s+{attributes}(\w+)\s*\(", file.read_text()))
+        elif file.suffix == ".py":
+            found.update(re.findall(r"^def (_\w+_kernel)\(", file.read_text(), re.MULTILINE))
+    return re.compile("|".join(rf"\b{name}\b" for name in sorted(found)))
+
+
+def ask(llm: Any, prompts: list[list[int]], **sampling: Any) -> tuple[float, Any]:
+    """Seconds, and what `llm` answers."""
+    parameters = import_module("vllm").SamplingParams(temperature=0.0, ignore_eos=True, detokenize=False, **sampling)
+    begun = time.perf_counter()
+    answers = llm.generate([{"prompt_token_ids": ids} for ids in prompts], parameters, use_tqdm=False)
+    return time.perf_counter() - begun, answers
+
+
+def kernel_times(folder: Path, ours: re.Pattern[str]) -> dict[str, Any]:
+    """Microseconds of a decode step on the GPU of one rank, and by kernel, from the largest trace of a profile."""
+    traces = [file for file in folder.rglob("*.json*") if file.stat().st_size]
+    if not traces:
+        return {"error": "no trace was written"}
+    file = max(traces, key=lambda each: each.stat().st_size)
+    with gzip.open(file, "rt") if file.suffix == ".gz" else file.open() as text:
+        events = json.load(text)["traceEvents"]
+    times: dict[str, list[float]] = {}
+    for event in events:
+        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+            times.setdefault(event["name"], []).append(event["dur"])
+    steps = PROFILED_STEPS
+    rows = sorted(((name, sum(each) / steps, len(each) / steps) for name, each in times.items()), key=lambda r: -r[1])
+    kinds = {name: "ours" if ours.search(name) else "experts" if EXPERTS.search(name) else "other" for name in times}
+    by_kind = {
+        kind: round(sum(us for name, us, _ in rows if kinds[name] == kind), 1) for kind in ("ours", "experts", "other")
+    }
+    return {
+        "gpu_us": round(sum(us for _, us, _ in rows), 1),
+        "experts_us": round(by_kind["ours"] + by_kind["experts"], 1),
+        "kernels": [
+            {"name": name[:120], "kind": kinds[name], "us": round(us, 1), "launches": round(count, 1)}
+            for name, us, count in rows[:40]
+        ],
+    }
+
+
+def run_case(job: dict[str, Any]) -> dict[str, Any]:
+    """One engine: log-probabilities, then times."""
+    draw = random.Random(3)
+
+    def prompts(lengths: list[int]) -> list[list[int]]:
+        return [[draw.randrange(3, job["vocabulary"]) for _ in range(length)] for length in lengths]
+
+    batches, profile = job["batches"], Path(job["profile"])
+    most = max([*batches, 8])
+    arguments = {
+        "model": job["model"],
+        "skip_tokenizer_init": True,
+        "dtype": "bfloat16",
+        "max_model_len": 2048,
+        "max_num_seqs": most,
+        "max_num_batched_tokens": max(PREFILL[0] * PREFILL[1], most),
+        "enable_prefix_caching": False,
+        "seed": 0,
+        "tensor_parallel_size": job["gpus"],
+        "enable_expert_parallel": job["gpus"] > 1,
+        "disable_log_stats": True,
+    }
+    if job["profiled"]:
+        arguments["profiler_config"] = {
+            "profiler": "torch",
+            "torch_profiler_dir": str(profile),
+            "torch_profiler_with_stack": False,
+        }
+    begun = time.perf_counter()
+    llm = import_module("vllm").LLM(**arguments | MODES[job["mode"]] | job["engine"])
+    found: dict[str, Any] = {"startup_s": round(time.perf_counter() - begun, 1)}
+    _, answers = ask(llm, prompts(list(COMPARED)), max_tokens=1, prompt_logprobs=1)
+    found["logprobs"] = [
+        step[token].logprob
+        for answer in answers
+        for token, step in zip(answer.prompt_token_ids, answer.prompt_logprobs, strict=True)
+        if step is not None
+    ]
+    times: list[dict[str, Any]] = []
+    found["times"] = times
+    for batch in batches:
+        some, steps = prompts([PROMPT_TOKENS] * batch), job["steps"]
+        ask(llm, some, max_tokens=FIRST_STEPS)
+        counts = FIRST_STEPS, FIRST_STEPS + steps
+        short, long = zip(
+            *([ask(llm, some, max_tokens=count)[0] for count in counts] for _ in range(job["repeats"])), strict=True
+        )
+        # What the host does beside a step differs from one generation to the next, so that medians are subtracted.
+        before = statistics.median(short)
+        times.append(_times("decode", batch, batch, [(each - before) / steps for each in long]))
+        times.append(_times("whole", batch, batch * counts[1], list(long)))
+    taken = []
+    for _ in range(job["repeats"] + 1):
+        taken.append(ask(llm, prompts([PREFILL[1]] * PREFILL[0]), max_tokens=1)[0])
+    times.append(_times("prefill", PREFILL[0], PREFILL[0] * PREFILL[1], taken[1:]))
+    if job["profiled"]:
+        found["profiles"] = []
+        for batch in job["profiled"]:
+            # One token each, so that the first step is like the others.
+            some = prompts([1] * batch)
+            ask(llm, some, max_tokens=PROFILED_STEPS)
+            shutil.rmtree(profile, ignore_errors=True)
+            profile.mkdir(parents=True)
+            llm.start_profile()
+            ask(llm, some, max_tokens=PROFILED_STEPS)
+            llm.stop_profile()
+            found["profiles"].append({"batch": batch} | kernel_times(profile, own_kernels()))
+    return found
+
+
+def _times(phase: str, batch: int, tokens: int, taken: list[float]) -> dict[str, Any]:
+    """Of a step, or of a prefill."""
+    median = statistics.median(taken)
+    return {
+        "phase": phase,
+        "batch": batch,
+        "ms": round(median * 1e3, 3),
+        "ms_all": [round(each * 1e3, 3) for each in taken],
+        "tokens_per_s": round(tokens / median, 1),
+    }
+
+
+def difference(first: list[float], other: list[float]) -> dict[str, float]:
+    """Of log-probabilities of the same tokens."""
+    apart = [abs(a - b) for a, b in zip(first, other, strict=True)]
+    return {"mean": round(statistics.mean(apart), 5), "max": round(max(apart), 5)}
+
+
+def start_case(case: str, job: dict[str, Any], folder: Path, adapter: str, limit_s: float) -> dict[str, Any]:
+    """What `run_case` finds in a process of its own, or why it found nothing."""
+    env = QUIET | dict(os.environ) | {"MOE_RUNTIME_VLLM": adapter, "VLLM_CACHE_ROOT": str(folder / "cache")}
+    file, log = folder / f"{case}.json", folder / f"{case}.log"
+    file.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "moe_runtime.launch.research.vllm_speed", "--run", json.dumps(job), str(file)]
+    begun = time.perf_counter()
+    with log.open("w") as output:
+        process = subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            state = f"exit status {process.wait(limit_s)}"
+        except subprocess.TimeoutExpired:
+            state = f"not done after {limit_s:.0f} s"
+        finally:
+            try:
+                os.killpg(process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            process.wait()
+    lines = log.read_text(errors="replace").splitlines()
+    said = [
+        line
+        for line in lines
+        if re.search(r"moe_runtime: \d", line) or re.search(r"[Uu]sing .*(MoE|Moe|attention) ", line)
+    ]
+    result: dict[str, Any] = {"case": case, "seconds": round(time.perf_counter() - begun, 1), "log": said[:8]}
+    if file.exists():
+        return result | json.loads(file.read_text())
+    errors = [line for line in lines if re.search(r"Error\b|Exception", line)]
+    return result | {"error": state, "lines": (errors or lines)[-12:]}
+
+
+def show(result: dict[str, Any], first: dict[str, Any] | None) -> None:
+    print(f"== {result['case']}: {result['seconds']} s", *result["log"], sep="\n   ", flush=True)
+    if "error" in result:
+        print("  ", result["error"], *result["lines"], sep="\n   ", flush=True)
+        return
+    before = {} if first is None else {(row["phase"], row["batch"]): row for row in first["times"]}
+    for row in result["times"]:
+        other = before.get((row["phase"], row["batch"]))
+        times = "" if other is None else f"   {other['ms'] / row['ms']:.3f} x the tokens of {(first or {})['case']}"
+        print(f"   {row['phase']:8}{row['batch']:5}{row['ms']:10.3f} ms {row['tokens_per_s']:12.1f} tokens/s{times}")
+    for profile in result.get("profiles", ()):
+        print(f"   profile of {profile['batch']}:", {key: value for key, value in profile.items() if key != "kernels"})
+    if "difference" in result:
+        print("   log-probabilities:", result["difference"], flush=True)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Write the model, run the cases, write the JSON file."""
+    environment.check_folder("--json", options.json)
+    environment.check_at_least(1, steps=options.steps, repeats=options.repeats, layers=options.layers)
+    cases = options.cases.split(",")
+    for case in cases:
+        if not re.fullmatch(r"(alone|adapter)[1-9]\d*", case):
+            raise ValueError(f"--cases: expected names such as alone1 and adapter2, got {case!r}")
+    sizes = SIZES[options.model]
+    if options.layers is not None:
+        sizes = replace(sizes, layers=options.layers)
+    folder = options.folder or Path(tempfile.gettempdir()) / "vllm_speed"
+    model = folder / f"{options.model}-{options.format}-{sizes.layers}"
+    if not (model / "config.json").exists():
+        begun = time.perf_counter()
+        # In a process of its own, which frees what it took of a GPU.
+        arguments = [json.dumps(asdict(sizes)), options.format, str(model)]
+        subprocess.run(
+            [sys.executable, "-m", "moe_runtime.launch.research.vllm_speed", "--write", *arguments], check=True
+        )
+        print(f"{model.name} written in {time.perf_counter() - begun:.1f} s", flush=True)
+    results: list[dict[str, Any]] = []
+    ends = time.monotonic() + options.limit
+    for case in cases:
+        left = ends - time.monotonic()
+        if left < 30:
+            print(f"== {case}: left out, {left:.0f} s are left", flush=True)
+            continue
+        job = {
+            "model": str(model),
+            "gpus": int(case.lstrip("aledoptrn")),
+            "vocabulary": sizes.vocabulary,
+            "mode": options.mode,
+            "batches": options.batches,
+            "profiled": options.profile,
+            "profile": str(folder / "profile"),
+            "steps": options.steps,
+            "repeats": options.repeats,
+            "engine": options.engine,
+        }
+        result = start_case(case, job, folder, options.settings if case.startswith("adapter") else "0", left)
+        probabilities = result.pop("logprobs", None)
+        first = next((each for each in results if "error" not in each), None)
+        if probabilities is not None:
+            if first is None:
+                compared = probabilities
+            else:
+                result["difference"] = difference(compared, probabilities)
+        show(result, first)
+        results.append(result)
+    if options.json is not None:
+        described = {"model": options.model, "format": options.format, "mode": options.mode, "sizes": asdict(sizes)}
+        machine = environment.machine_record()
+        data = {"kind": KIND, "environment": machine, "config": described, "results": results}
+        environment.write_json(options.json, data)
+    return int(any("error" in result for result in results))
+
+
+def _integers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",") if part]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    given = sys.argv[1:] if arguments is None else arguments
+    if given[:1] == ["--write"]:
+        write_model(Path(given[3]), ModelSizes(**json.loads(given[1])), given[2])
+        return 0
+    if given[:1] == ["--run"]:
+        Path(given[2]).write_text(json.dumps(run_case(json.loads(given[1]))))
+        # An engine may take long to end.
+        os._exit(0)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="qwen3_30b", choices=list(SIZES), help="sizes of the layers")
+    parser.add_argument("--format", default="bf16", help="of the experts: bf16, fp8, nvfp4; mxfp4 for gpt-oss")
+    parser.add_argument("--layers", type=int, help="instead of those of the model")
+    parser.add_argument(
+        "--cases", default="alone1,adapter1", metavar="NAMES", help="alone or adapter and GPUs, in order"
+    )
+    parser.add_argument("--mode", default="graphs", choices=list(MODES), help="how vLLM runs its steps")
+    parser.add_argument(
+        "--batches", type=_integers, default=[1, 8, 32, 128, 256], metavar="N,N", help="of decode steps"
+    )
+    parser.add_argument("--steps", type=int, default=64, help="decode steps of one repeat")
+    parser.add_argument("--repeats", type=int, default=5, help="of each time; the median counts")
+    parser.add_argument("--profile", type=_integers, default=[], metavar="N,N", help="batches to profile at the end")
+    parser.add_argument("--settings", default="1", metavar="FILE", help="MOE_RUNTIME_VLLM of the adapter's cases")
+    parser.add_argument("--engine", type=json.loads, default={}, metavar="JSON", help="more arguments of vLLM's LLM")
+    parser.add_argument("--limit", type=float, default=500.0, metavar="SECONDS", help="no case goes on for longer")
+    parser.add_argument("--folder", type=Path, help="for the model, logs and caches")
+    environment.add_json_option(parser)
+    environment.add_debug_option(parser)
+    options = parser.parse_args(given)
+    return environment.run_program("vllm_speed", lambda: run(options), debug=options.debug)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,74 @@
+"""`research.vllm_speed` without vLLM: models that are written, sums over a trace, wrong options."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from moe_runtime.context.expert_parallel import ExpertParallelContext
+from moe_runtime.launch.research import vllm_speed
+from moe_runtime.launch.research.vllm_models import FORMATS, SIZES, ModelSizes, write_model
+from moe_runtime.layer import MoELayer
+
+pytestmark = pytest.mark.cpu_only
+
+GPT_OSS = ModelSizes("gpt_oss", 256, 128, 8, 2, 2, 4, 2, 64)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "fmt"),
+    [(SIZES["qwen3_tiny"], fmt) for fmt in FORMATS["qwen3"]] + [(GPT_OSS, fmt) for fmt in FORMATS["gpt_oss"]],
+)
+def test_models_are_checkpoints(sizes: ModelSizes, fmt: str, tmp_path: Path) -> None:
+    """Every layer can be read, in the format of its experts."""
+    write_model(tmp_path, sizes, fmt)
+    with ExpertParallelContext(transport="private") as context:
+        for layer in range(sizes.layers):
+            made = MoELayer.from_checkpoint(tmp_path, layer=layer, context=context, max_tokens_per_rank=8)
+            assert made.config.weight_format == {"fp8": "fp8_block"}.get(fmt, fmt)
+            assert made.config.num_experts == sizes.experts and made.config.hidden_size == sizes.hidden
+
+
+def test_sizes_are_those_of_published_models() -> None:
+    assert {kind for sizes in SIZES.values() for kind in [sizes.kind]} == set(FORMATS)
+    assert replace(SIZES["gpt_oss_120b"], experts=32, layers=24) == SIZES["gpt_oss_20b"]
+    with pytest.raises(ValueError, match="--format: expected mxfp4 for gpt_oss, got bf16"):
+        write_model(Path("nowhere"), SIZES["gpt_oss_20b"], "bf16")
+
+
+def test_kernels_of_a_profile_are_summed(tmp_path: Path) -> None:
+    ours = vllm_speed.own_kernels()
+    for name in ("tma_gemm", "dequant_few", "one_rank_dispatch", "dispatch_send", "_grouped_gemm_kernel"):
+        assert ours.fullmatch(name), name
+    assert not ours.search("__launch_bounds__") and not ours.search("fused_moe_kernel")
+    steps = vllm_speed.PROFILED_STEPS
+    events = [
+        {"cat": "kernel", "name": name, "dur": us}
+        for name, us, count in (("fused_moe_kernel", 3.0, 2), ("flash_fwd", 5.0, 1), ("nvjet_tst", 1.0, 4))
+        for _ in range(count * steps)
+    ]
+    events.append({"cat": "cpu_op", "name": "fused_moe_kernel", "dur": 100.0})
+    with gzip.open(tmp_path / "rank0.pt.trace.json.gz", "wt") as file:
+        json.dump({"traceEvents": events}, file)
+    (tmp_path / "small.json").write_text('{"traceEvents": []}')
+    found = vllm_speed.kernel_times(tmp_path, ours)
+    assert (found["gpu_us"], found["experts_us"]) == (15.0, 6.0)
+    assert found["kernels"][0] == {"name": "fused_moe_kernel", "kind": "experts", "us": 6.0, "launches": 2.0}
+    assert vllm_speed.kernel_times(tmp_path / "none", ours) == {"error": "no trace was written"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--cases", "alone"], "--cases: expected names such as alone1 and adapter2, got 'alone'"),
+        (["--steps", "0"], "--steps: expected at least 1, got 0"),
+        (["--json", "no_folder/x.json"], "--json: no folder no_folder"),
+    ],
+)
+def test_wrong_options(arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert vllm_speed.main(arguments) == 2
+    assert complaint in capsys.readouterr().err

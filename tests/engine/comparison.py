@@ -1,0 +1,28 @@
+"""The models of these tests, and how far two runs of one are apart."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+NAMES = ("qwen3", "glm4", "gpt_oss", "deepseek_v3")
+ON_TWO = ("qwen3", "deepseek_v3")
+"""Those that run on two ranks too: whose results are gathered, and with a shared expert, which vLLM sums."""
+
+CONTROL, FP8_CONTROL = 0.98, 0.7
+"""Factors of results of the experts that comparisons must notice."""
+
+
+def cases(models: Path, names: Sequence[str], *, factor: float = 1, **arguments: Any) -> list[Any]:
+    """For `run_llms`, with these arguments of `LLM`. With another `factor` it is part of a case's name."""
+    named = "" if factor == 1 else f" x {factor}"
+    return [[name + named, str(models / name), arguments, factor] for name in names]
+
+
+def difference(first: Any, other: Any) -> float:
+    """Mean difference of log-probabilities of the same tokens; what failed is an error here."""
+    assert isinstance(first, list) and isinstance(other, list), (first, other)
+    assert len(first) > 400
+    return statistics.mean(abs(a - b) for a, b in zip(first, other, strict=True))
