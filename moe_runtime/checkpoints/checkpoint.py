@@ -228,6 +228,8 @@ class Checkpoint:
         Formats and `intermediate_gsf` may differ from the checkpoint's.
         """
         check_kind("config", config, MoELayerConfig)
+        if layer is not None:
+            self.check_layer(layer)
         check_kind("but_for", but_for, (list, tuple, set, frozenset, dict))
         for name in but_for:
             if not isinstance(name, str) or name not in MoELayerConfig.model_fields:

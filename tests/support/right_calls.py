@@ -387,7 +387,7 @@ ARGUMENTS: dict[str, Callable[[World, Any], dict[str, Any]]] = {
     "topk_softmax": lambda w, on: _logits(w) | {"scaling_factor": 1.5},
     # Contexts, configs, placements, checkpoints, models.
     "Checkpoint": lambda w, on: {"path": w.folder / "checkpoint", "routers": True, "keep_in_host_memory": False},
-    "Checkpoint.check_fits": lambda w, on: {"config": w.config(), "but_for": ["top_k"]},
+    "Checkpoint.check_fits": lambda w, on: {"config": w.config(), "layer": 0, "but_for": ["top_k"]},
     "Checkpoint.check_layer": lambda w, on: {"layer": 0},
     "Checkpoint.check_sizes": lambda w, on: {"layer": 0},
     "Checkpoint.digests": lambda w, on: {"layer": 0},
