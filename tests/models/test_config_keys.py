@@ -17,6 +17,7 @@ import torch
 from moe_runtime.checkpoints import unread_keys
 from moe_runtime.checkpoints.calibration import calibrate
 from moe_runtime.checkpoints.checkpoint import Checkpoint, write_qwen3_moe_checkpoint
+from moe_runtime.checkpoints.config_keys import LOOKS
 from moe_runtime.checkpoints.conversion import convert_checkpoint
 from moe_runtime.checkpoints.families import layer_config, moe_layers
 from moe_runtime.checkpoints.family_table import DEFAULT, FAMILIES, MTP_KEYS, NUM_EXPERTS_KEYS, text_config
@@ -123,6 +124,11 @@ def default_configs() -> dict[str, dict[str, Any]]:
             found[kind] = made
     assert len(found) > 80
     return found
+
+
+def matters(config: dict[str, Any]) -> list[str]:
+    """The keys that are read, or look as if they were to be."""
+    return [key for key in config if key in config_defaults.READ or LOOKS.search(key.lower())]
 
 
 def read(config: dict[str, Any], **options: Any) -> MoELayerConfig:
@@ -251,15 +257,15 @@ def test_a_key_that_is_missing_means_what_it_means_in_transformers(kind: str) ->
             return str(error).partition(", got")[0]
 
     checked = 0
-    for key in config:
-        if key in ("model_type", *MTP_KEYS):
+    for key in matters(config):
+        if key in MTP_KEYS:
             continue
         given = {name: value for name, value in config.items() if name != key}
         want, got = read_or_refused(completed(given)), read_or_refused(given)
         assert got == want or (isinstance(got, str) and isinstance(want, str)), f"without {key}"
         assert layers(given) == layers(completed(given)), f"without {key}"
         checked += 1
-    assert checked > 10
+    assert checked > 5
 
 
 def test_the_table_of_defaults_is_that_of_transformers() -> None:
@@ -275,6 +281,7 @@ def test_without_transformers_the_same_is_read(tmp_path: Path) -> None:
     program = """
 import json, sys
 sys.modules["transformers"] = None
+from moe_runtime.checkpoints.config_keys import LOOKS
 from moe_runtime.checkpoints.families import layer_config, moe_layers
 for config in json.load(open(sys.argv[1])):
     try:
@@ -285,8 +292,9 @@ for config in json.load(open(sys.argv[1])):
 """
     configs = [config for kind, config in default_configs().items() if kind.removesuffix("_text") in KNOWN]
     configs = [config for config in configs if "text_config" not in config]
-    less = [{key: value for key, value in config.items() if key != left} for config in configs for left in config]
-    less = [config for config in less if "model_type" in config]
+    less = [
+        {key: value for key, value in config.items() if key != left} for config in configs for left in matters(config)
+    ]
     (tmp_path / "configs.json").write_text(json.dumps(less))
     got = subprocess.run(
         [sys.executable, "-c", program, str(tmp_path / "configs.json")], capture_output=True, text=True, check=True
@@ -297,7 +305,7 @@ for config in json.load(open(sys.argv[1])):
             want.append(f"{read(config).model_dump_json()} {moe_layers(config)}")
         except ValueError as error:
             want.append(str(error))
-    assert len(got) == len(less) > 1000
+    assert len(got) == len(less) > 400
     for config, one, other in zip(less, got, want, strict=True):
         assert one == other, config["model_type"]
 

@@ -78,11 +78,13 @@ def test_wheel_holds_everything_and_nothing_beside_moe_runtime(wheel: Path) -> N
     expected = {
         f"{package.replace('.', '/')}/{path.name}"
         for package, folder in FOLDERS.items()
-        for path in (*folder.glob("*.py"), *folder.glob("*.cu*"), *folder.glob("*.yaml"), *folder.glob("py.typed"))
+        for kind in ("*.py", "*.cu*", "*.yaml", "*.json", "py.typed")
+        for path in folder.glob(kind)
     }
     assert {name for name in names if name.startswith("moe_runtime/")} == expected
     assert "moe_runtime/py.typed" in names
     assert "moe_runtime/configs/tiny_cpu.yaml" in names
+    assert "moe_runtime/checkpoints/config_defaults.json" in names
     assert any(name.endswith("LICENSE") for name in names)
 
 
