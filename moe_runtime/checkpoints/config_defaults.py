@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +21,29 @@ TABLE = Path(__file__).with_name("config_defaults.json")
 def defaults_of(model_type: str) -> Mapping[str, Any]:
     """The defaults of the config class of a model type, of its part for text; empty if none is known.
 
-    They are those of the installed transformers, or else those of the table `TABLE`.
+    They are those of the installed transformers, or else those of the table `TABLE`. Where the table is from the
+    installed release, transformers is not imported, which takes a second.
     """
     model_type = CLASSES.get(model_type, model_type)
+    release, defaults = table()
+    if model_type in defaults and release == _installed_release():
+        return defaults[model_type]
     found = installed(model_type)
-    return table().get(model_type, {}) if found is None else found
+    return defaults.get(model_type, {}) if found is None else found
 
 
 @cache
-def table() -> Mapping[str, Mapping[str, Any]]:
-    """The keys that are read, and those that look as if they were to be, by model type."""
-    found: Mapping[str, Mapping[str, Any]] = json.loads(TABLE.read_text(encoding="utf-8"))["defaults"]
-    return found
+def table() -> tuple[str, Mapping[str, Mapping[str, Any]]]:
+    """The release of the table, and by model type the keys that are read, and those that look as if they were to be."""
+    found = json.loads(TABLE.read_text(encoding="utf-8"))
+    return found["transformers"], found["defaults"]
+
+
+def _installed_release() -> str | None:
+    try:
+        return version("transformers")
+    except PackageNotFoundError:
+        return None
 
 
 def installed(model_type: str) -> Mapping[str, Any] | None:

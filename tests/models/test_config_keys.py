@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 import torch
 
+from moe_runtime.checkpoints import config_defaults as defaults_module
 from moe_runtime.checkpoints import unread_keys
 from moe_runtime.checkpoints.calibration import calibrate
 from moe_runtime.checkpoints.checkpoint import Checkpoint, write_qwen3_moe_checkpoint
+from moe_runtime.checkpoints.config_defaults import table
 from moe_runtime.checkpoints.config_keys import LOOKS
 from moe_runtime.checkpoints.conversion import convert_checkpoint
 from moe_runtime.checkpoints.families import layer_config, moe_layers
@@ -270,17 +272,42 @@ def test_a_key_that_is_missing_means_what_it_means_in_transformers(kind: str) ->
 
 def test_the_table_of_defaults_is_that_of_transformers() -> None:
     """Of the release that the table is from, where this is it."""
-    from moe_runtime.checkpoints.config_defaults import TABLE, table
-
-    if json.loads(TABLE.read_text())["transformers"] != transformers.__version__:
+    release, defaults = table()
+    if release != transformers.__version__:
         pytest.skip("another release of transformers")
-    assert json.loads(json.dumps(config_defaults.table())) == table()
+    assert json.loads(json.dumps(config_defaults.table())) == defaults
+
+
+def test_other_releases_of_transformers_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(defaults_module, "_installed_release", lambda: "0")
+    monkeypatch.setattr(defaults_module, "installed", lambda kind: {"n_group": 5} if kind == "deepseek_v3" else None)
+    defaults_module.defaults_of.cache_clear()
+    try:
+        assert defaults_module.defaults_of("kimi_k2") == {"n_group": 5}
+        assert defaults_module.defaults_of("glm4_moe") == table()[1]["glm4_moe"], "which it does not have"
+        assert defaults_module.defaults_of("no_such_model") == {}
+    finally:
+        defaults_module.defaults_of.cache_clear()
+
+
+def test_reading_a_config_does_not_import_transformers() -> None:
+    program = """
+import json, sys
+from moe_runtime.checkpoints.families import layer_config
+layer_config(json.loads(sys.argv[1]), layer=5, max_tokens_per_rank=8)
+assert "transformers" not in sys.modules
+"""
+    if table()[0] != transformers.__version__:
+        pytest.skip("another release of transformers")
+    config = json.dumps(default_configs()["deepseek_v3"])
+    subprocess.run([sys.executable, "-c", program, config], check=True)
 
 
 def test_without_transformers_the_same_is_read(tmp_path: Path) -> None:
     program = """
 import json, sys
 sys.modules["transformers"] = None
+from moe_runtime.checkpoints.config_defaults import table
 from moe_runtime.checkpoints.config_keys import LOOKS
 from moe_runtime.checkpoints.families import layer_config, moe_layers
 for config in json.load(open(sys.argv[1])):
