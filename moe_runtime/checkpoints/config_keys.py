@@ -37,45 +37,31 @@ WITHOUT_INFLUENCE = frozenset(
         # Read with the quantization.
         "expert_dtype",
         # Training, or what a model returns.
-        *("aux_loss_alpha", "seq_aux", "router_aux_loss_coef", "router_z_loss_coef", "output_router_logits"),
+        *("aux_loss_alpha", "router_aux_loss_coef", "router_z_loss_coef", "output_router_logits"),
         *("moe_loss_weight", "moe_jitter_eps", "moe_capacity", "moe_drop_tokens", "moe_random_routing_dropped_token"),
         *("router_jitter_noise", "input_jitter_noise", "moe_token_dropout", "bias_update_speed"),
         # How to generate, which older releases of transformers wrote into every config.
-        *("top_k", "typical_p", "no_repeat_ngram_size"),
+        "top_k",
         # Precision in which others compute logits of the router: here it is fp32.
         *("router_dtype", "moe_router_dtype", "need_fp32_gate"),
         # How others spread or compute the same.
-        *(
-            "ep_size",
-            "moe_router_enable_routed_scaling",
-            "moe_shared_expert_overlap",
-            "experts_implementation",
-            "enable_moe_fp32_combine",
-        ),
+        *("moe_router_enable_routed_scaling", "moe_shared_expert_overlap"),
+        *("experts_implementation", "enable_moe_fp32_combine"),
         # Where experts are: the names of tensors say that.
         *("expert_layer_period", "expert_layer_offset", "moe_layers_enum", "moe_layer_start_index"),
         *("moe_layer_end_index", "moe_layer_interval", "interleave_moe_layer_step"),
         # Other parts of a decoder layer, and the rest of the model.
-        *("layernorm_mlp_alpha", "layernorm_mlp_beta", "layernorm_full_attention_alpha"),
-        *(
-            "layernorm_linear_attention_alpha",
-            "mlp_alpha_factor",
-            "mlp_beta_factor",
-            "full_attn_alpha_factor",
-            "full_attn_beta_factor",
-        ),
-        *("linear_attn_alpha_factor", "linear_attn_beta_factor", "final_logit_softcapping", "attn_logit_softcapping"),
-        *("activation_dropout", "lm_head_bias", "log_scaling_alpha", "time_step_limit", "qkv_bias", "conv_bias"),
-        *("use_conv_bias", "add_qkv_bias", "use_qkv_bias", "head_bias", "o_bias", "out_bias", "output_gate_type"),
-        *("no_bias", "prefix_dense_intermediate_size", "residual_gate_temperature", "kda_safe_gate", "linear_silu"),
-        *("kda_gate_lower_bound", "gate_lower_bound", "use_full_rank_gate", "shared_moe_mode"),
-        *("use_head_wise_attn_gate", "gated_attention_proj_granularity_type", "head_wise_attn_gate"),
-        *("use_double_wide_mlp", "dense_intermediate_size", "intermediate_size_mlp", "gated_norm_rank"),
-        "mlp_intermediate_size",
-        *("hc_sinkhorn_iters", "index_topk", "index_topk_freq", "index_topk_pattern"),
+        *("layernorm_mlp_alpha", "layernorm_mlp_beta", "mlp_alpha_factor", "mlp_beta_factor"),
+        "final_logit_softcapping",
+        *("activation_dropout", "lm_head_bias", "log_scaling_alpha", "time_step_limit", "qkv_bias"),
+        *("head_bias", "o_bias", "out_bias", "output_gate_type"),
+        *("no_bias", "residual_gate_temperature"),
+        *("gate_lower_bound", "use_full_rank_gate", "shared_moe_mode"),
+        *("use_double_wide_mlp", "intermediate_size_mlp", "gated_norm_rank"),
+        *("mlp_intermediate_size", "hc_sinkhorn_iters"),
     }
 )
-"""Keys that change nothing that a layer of experts computes."""
+"""Keys that change nothing that a layer of experts computes, of those that look otherwise."""
 
 _OTHER_PARTS = re.compile(
     r"attention|attn|^(mla|mamba|rope|rotary|index|ssm|conv|kda|mtp|vision|audio|image|video|projector)_|_(conv|qkv|rotary)_"

@@ -19,7 +19,7 @@ from moe_runtime.checkpoints import unread_keys
 from moe_runtime.checkpoints.calibration import calibrate
 from moe_runtime.checkpoints.checkpoint import Checkpoint, write_qwen3_moe_checkpoint
 from moe_runtime.checkpoints.config_defaults import table
-from moe_runtime.checkpoints.config_keys import LOOKS
+from moe_runtime.checkpoints.config_keys import LOOKS, WITHOUT_INFLUENCE, is_of_other_part
 from moe_runtime.checkpoints.conversion import convert_checkpoint
 from moe_runtime.checkpoints.families import layer_config, moe_layers
 from moe_runtime.checkpoints.family_table import DEFAULT, FAMILIES, MTP_KEYS, NUM_EXPERTS_KEYS, text_config
@@ -193,6 +193,11 @@ def test_values_that_cannot_act_are_no_alarm(value: Any) -> None:
     assert read(config | {"router_new_factor": value}) == read(config)
 
 
+def test_each_key_that_is_known_to_have_no_influence_looks_otherwise() -> None:
+    """Others need no place in the list."""
+    assert all(LOOKS.search(key) and not is_of_other_part(key) for key in WITHOUT_INFLUENCE)
+
+
 def test_a_bound_of_one_acts() -> None:
     config = default_configs()["qwen3_moe"]
     for key in ("router_new_limit", "expert_clamp", "moe_softcap"):
@@ -308,7 +313,7 @@ def test_without_transformers_the_same_is_read(tmp_path: Path) -> None:
 import json, sys
 sys.modules["transformers"] = None
 from moe_runtime.checkpoints.config_defaults import table
-from moe_runtime.checkpoints.config_keys import LOOKS
+from moe_runtime.checkpoints.config_keys import LOOKS, WITHOUT_INFLUENCE, is_of_other_part
 from moe_runtime.checkpoints.families import layer_config, moe_layers
 for config in json.load(open(sys.argv[1])):
     try:
