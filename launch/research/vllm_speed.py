@@ -4,7 +4,7 @@ Each case is an engine in processes of its own: `alone1` and `adapter1` on one G
 tensor and expert parallelism. Weights are random, lengths fixed. `decode` is the time of a step, from the difference of
 two generations; `whole` is the longer of them, with its prefill; `prefill` is that of prompts with one token each.
 Log-probabilities of prompts are compared with those of the first case. A profile gives the time of each kernel in a
-step, and that of the experts.
+step, and that of the experts. What vLLM says of its memory is in the log of a case.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def ask(llm: Any, prompts: list[list[int]], **sampling: Any) -> tuple[float, Any
     return time.perf_counter() - begun, answers
 
 
-def kernel_times(folder: Path, ours: re.Pattern[str]) -> dict[str, Any]:
-    """Microseconds of a decode step on the GPU of one rank, and by kernel, from the largest trace of a profile."""
+def kernel_times(folder: Path, ours: re.Pattern[str], steps: int) -> dict[str, Any]:
+    """Microseconds of a step on the GPU of one rank, and by kernel, from the largest trace of a profile of `steps`."""
     traces = [file for file in folder.rglob("*.json*") if file.stat().st_size]
     if not traces:
         return {"error": "no trace was written"}
@@ -86,7 +86,6 @@ def kernel_times(folder: Path, ours: re.Pattern[str]) -> dict[str, Any]:
     for event in events:
         if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
             times.setdefault(event["name"], []).append(event["dur"])
-    steps = PROFILED_STEPS
     rows = sorted(((name, sum(each) / steps, len(each) / steps) for name, each in times.items()), key=lambda r: -r[1])
     kinds = {name: "ours" if ours.search(name) else "experts" if EXPERTS.search(name) else "other" for name in times}
     by_kind = {
@@ -158,17 +157,18 @@ def run_case(job: dict[str, Any]) -> dict[str, Any]:
         taken.append(ask(llm, prompts([PREFILL[1]] * PREFILL[0]), max_tokens=1)[0])
     times.append(_times("prefill", PREFILL[0], PREFILL[0] * PREFILL[1], taken[1:]))
     if job["profiled"]:
+        # A prefill, then decode steps whose prompts have one token, so that the first step is like the others.
+        kinds = [("prefill", PREFILL[0], prompts([PREFILL[1]] * PREFILL[0]), 1)]
+        kinds += [("decode", batch, prompts([1] * batch), PROFILED_STEPS) for batch in job["profiled"]]
         found["profiles"] = []
-        for batch in job["profiled"]:
-            # One token each, so that the first step is like the others.
-            some = prompts([1] * batch)
-            ask(llm, some, max_tokens=PROFILED_STEPS)
+        for phase, batch, some, steps in kinds:
+            ask(llm, some, max_tokens=steps)
             shutil.rmtree(profile, ignore_errors=True)
             profile.mkdir(parents=True)
             llm.start_profile()
-            ask(llm, some, max_tokens=PROFILED_STEPS)
+            ask(llm, some, max_tokens=steps)
             llm.stop_profile()
-            found["profiles"].append({"batch": batch} | kernel_times(profile, own_kernels()))
+            found["profiles"].append({"phase": phase, "batch": batch} | kernel_times(profile, own_kernels(), steps))
     return found
 
 
@@ -213,9 +213,9 @@ def start_case(case: str, job: dict[str, Any], folder: Path, adapter: str, limit
     said = [
         line
         for line in lines
-        if re.search(r"moe_runtime: \d", line) or re.search(r"[Uu]sing .*(MoE|Moe|attention) ", line)
+        if re.search(r"moe_runtime: \d|[Uu]sing .*(MoE|Moe|attention) |Model loading took|KV cache (size|memory)", line)
     ]
-    result: dict[str, Any] = {"case": case, "seconds": round(time.perf_counter() - begun, 1), "log": said[:8]}
+    result: dict[str, Any] = {"case": case, "seconds": round(time.perf_counter() - begun, 1), "log": said[:12]}
     if file.exists():
         return result | json.loads(file.read_text())
     errors = [line for line in lines if re.search(r"Error\b|Exception", line)]
@@ -233,7 +233,10 @@ def show(result: dict[str, Any], first: dict[str, Any] | None) -> None:
         times = "" if other is None else f"   {other['ms'] / row['ms']:.3f} x the tokens of {(first or {})['case']}"
         print(f"   {row['phase']:8}{row['batch']:5}{row['ms']:10.3f} ms {row['tokens_per_s']:12.1f} tokens/s{times}")
     for profile in result.get("profiles", ()):
-        print(f"   profile of {profile['batch']}:", {key: value for key, value in profile.items() if key != "kernels"})
+        print(
+            f"   profile of {profile['phase']} {profile['batch']}:",
+            {key: value for key, value in profile.items() if key != "kernels"},
+        )
     if "difference" in result:
         print("   log-probabilities:", result["difference"], flush=True)
 

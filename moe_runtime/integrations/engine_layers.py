@@ -6,7 +6,7 @@ An engine has its own names for these, which `vllm_experts` and `sglang_experts`
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,8 @@ from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.context.peers import abort_peers_on_error
 from moe_runtime.integrations.engine_weights import EngineWeights
 from moe_runtime.integrations.layer_settings import LayerSettings, context_of, layer_config
-from moe_runtime.integrations.shared_tokens import gather_parts, part_of, place_part, run_in_steps, steps_for
+from moe_runtime.integrations.shared_tokens import part_of, place_part, run_in_steps, steps_for
+from moe_runtime.kernels.exchange.local_ids import local_ids
 from moe_runtime.kernels.formats.number_formats import (
     FORMATS,
     WEIGHT_FORMATS,
@@ -29,24 +30,25 @@ from moe_runtime.kernels.formats.number_formats import (
 from moe_runtime.layer import MoELayer
 from moe_runtime.support.compiling import not_compiled
 
-Gather = Callable[[torch.Tensor], torch.Tensor]
-"""Concatenates tensors of equal shapes `[R, H]` of ranks, by rank."""
-
 
 @dataclass(frozen=True)
 class TokenShare:
-    """Which of the tokens of a call this rank brings to the layer.
+    """Ranks that hold the same tokens. The engine sums their results, each of which is a part.
 
     Attributes:
-        ranks: how many ranks hold the same tokens; 1 where every rank has its own.
+        ranks: how many they are; 1 where every rank has its own tokens.
         rank: this one among them.
-        gather: completes the results of those ranks. None leaves the rows of other ranks 0, for an engine that sums
-            results over these ranks itself.
+        whole: whether each of them brings all of the tokens to its layer, else an equal part.
     """
 
     ranks: int = 1
     rank: int = 0
-    gather: Gather | None = None
+    whole: bool = False
+
+    @property
+    def parts(self) -> int:
+        """Parts of the tokens, of which this rank brings one to its layer."""
+        return 1 if self.whole else self.ranks
 
 
 @dataclass(frozen=True)
@@ -118,40 +120,48 @@ class EngineLayers:
     ) -> EngineExperts:
         """The experts of a layer, with their weights, which are taken from the engine. Collective over `group`.
 
-        Without a `group` this rank is alone. Tokens are bf16 where the format of the weights allows it, unless the
-        settings say otherwise.
+        Without a `group` this rank is alone, and so it is where all ranks of the group hold the same tokens: each then
+        computes its own experts for all of them, and nothing but the engine's sum passes between ranks. Tokens are bf16
+        where the format of the weights allows it, unless the settings say otherwise.
 
         Raises `ValueError` naming the layer and what does not fit; the peers get `PeerAbortedError`.
         """
+        first, num_experts = 0, stated.num_experts
+        if group is not None and computes_own_experts(stated, share, group.size()):
+            first, num_experts = stated.local_experts[0], len(stated.local_experts)
+            group, share = None, TokenShare(share.ranks, share.rank, whole=True)
         key = stated.engine, "" if group is None else str(group.group_name), weights.device
         ours = self._groups.get(key)
         if ours is None:
             self._groups[key] = ours = _Group(context_of(self.settings.parallel, group, weights.device))
         with abort_peers_on_error(ours.context):
-            layer = MoELayer(self._config(stated, weights, share), ours.context, router=False)
-            if list(layer.local_experts) != list(stated.local_experts):
+            layer = MoELayer(self._config(stated, num_experts, weights, share), ours.context, router=False)
+            expected = [first + expert for expert in layer.local_experts]
+            if expected != list(stated.local_experts):
                 raise ValueError(
-                    f"{stated.name}: expected the experts {_ends(layer.local_experts)} on rank {ours.context.rank}, as "
-                    f"a linear placement has them, got {_ends(stated.local_experts)}"
+                    f"{stated.name}: expected the experts {_ends(expected)} on rank {ours.context.rank}, as a linear "
+                    f"placement has them, got {_ends(stated.local_experts)}"
                 )
             layer.load_experts(weights.tensors(), weights.buffers())
             weights.release()
         ours.cold.append(layer)
-        return EngineExperts(layer, ours, share)
+        return EngineExperts(layer, ours, share, stated.num_experts, first)
 
-    def _config(self, stated: EngineLayer, weights: EngineWeights, share: TokenShare) -> MoELayerConfig:
+    def _config(
+        self, stated: EngineLayer, num_experts: int, weights: EngineWeights, share: TokenShare
+    ) -> MoELayerConfig:
         fields = self.settings.fields
         model = {
             "hidden_size": weights.hidden_size,
             "intermediate_size": weights.intermediate_size,
-            "num_experts": stated.num_experts,
+            "num_experts": num_experts,
             "top_k": stated.top_k,
             "activation": stated.activation,
             "expert_bias": weights.has_bias,
         }
         limits = {
-            "max_tokens_per_rank": ceil_div(stated.max_tokens, share.ranks),
-            "token_buckets": tuple(ceil_div(size, share.ranks) for size in stated.token_buckets),
+            "max_tokens_per_rank": ceil_div(stated.max_tokens, share.parts),
+            "token_buckets": tuple(ceil_div(size, share.parts) for size in stated.token_buckets),
         }
         return layer_config(stated.name, model, limits | dict(fields) | formats_of(stated.name, weights.format, fields))
 
@@ -191,18 +201,35 @@ def replace_members(method: Any, replacements: type, layers: EngineLayers) -> No
     method.moe_runtime_experts = None
 
 
+def computes_own_experts(stated: EngineLayer, share: TokenShare, group_size: int) -> bool:
+    """Whether no layer needs another rank's: all ranks hold the same tokens, and each has at least `top_k` experts."""
+    return share.ranks == group_size and stated.num_experts // group_size >= stated.top_k
+
+
 class EngineExperts:
     """Computes the routed experts of one layer in place of the engine's kernels.
 
-    Attributes:
+    Args:
         layer: the layer.
+        group: it and its kin.
         share: which tokens this rank brings to it.
+        num_experts: of the engine's layer.
+        first: the engine's id of the first expert of `layer`.
+
+    Attributes:
+        layer, share: as above.
     """
 
-    def __init__(self, layer: MoELayer, group: _Group, share: TokenShare) -> None:
+    def __init__(self, layer: MoELayer, group: _Group, share: TokenShare, num_experts: int, first: int = 0) -> None:
         self.layer = layer
         self.share = share
         self._group = group
+        self._ids = num_experts, first, layer.config.num_experts, layer.context.engine
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether results are parts, which the engine has to sum over the ranks of `share`."""
+        return self.share.ranks > 1
 
     @not_compiled
     def __call__(
@@ -218,25 +245,22 @@ class EngineExperts:
                 then split. None where it is not known.
 
         Returns:
-            bf16 `[T, H]`: complete, or, with a share and no gather, 0 in the rows of other ranks.
+            bf16 `[T, H]`: complete, or what this rank adds to the engine's sum where `is_partial`.
 
         Raises:
             ValueError: a wrong argument, or too many tokens; the peers get `PeerAbortedError`.
         """
         self._group.warm_up()
-        # A router's answer for what pads a batch, which may be anything.
-        topk_ids = topk_ids.masked_fill(topk_weights.isnan(), -1)
         share, limit = self.share, self.layer.config.max_tokens_per_rank
-        mine = part_of(x.shape[0], share.ranks, share.rank)
+        mine = slice(None) if share.parts == 1 else part_of(x.shape[0], share.ranks, share.rank)
+        ids, weights = topk_ids[mine].contiguous(), topk_weights[mine].float().contiguous()
+        if ids.shape == weights.shape and not ids.is_floating_point():  # Else the layer complains.
+            ids = local_ids(ids, weights, *self._ids)
         steps: tuple[int, int | None] = 1, None
         if most_tokens is not None:
-            steps = steps_for(max(1, ceil_div(most_tokens, share.ranks)), limit)
-        y_TH = run_in_steps(self.layer, x[mine], topk_ids[mine], topk_weights[mine], *steps)
-        if share.ranks == 1:
-            return y_TH
-        if share.gather is None:
-            return place_part(y_TH, x.shape[0], mine)
-        return gather_parts(y_TH, x.shape[0], share.ranks, share.gather)
+            steps = steps_for(max(1, ceil_div(most_tokens, share.parts)), limit)
+        y_TH = run_in_steps(self.layer, x[mine], ids, weights, *steps)
+        return y_TH if share.parts == 1 else place_part(y_TH, x.shape[0], mine)
 
 
 def _ends(experts: Sequence[int]) -> str:

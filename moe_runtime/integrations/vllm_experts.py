@@ -3,7 +3,8 @@
 vLLM lets classes from outside replace its `PluggableLayer`s. `install` replaces `RoutedExperts`, which holds the
 routed experts of a MoE layer, by a subclass that differs in one method: the quantization method that vLLM chooses gets
 the members of `RunsExperts`. vLLM then creates and loads weights as ever. They are taken over in place of being
-reordered for a kernel of vLLM. In each step the method gets vLLM's top-k, and returns results that need no reduction.
+reordered for a kernel of vLLM. In each step the method gets vLLM's top-k, and returns results. Where ranks
+hold the same tokens, each computes its own experts for all of them, and vLLM sums the results.
 
 vLLM compiles models with torch.compile. On GPUs a whole MoE layer is an operation of vLLM that is not looked into; on
 CPUs it is, and finds the operation `moe_runtime::vllm_experts` here.
@@ -133,8 +134,9 @@ class RunsExperts:
         """Take the experts of `layer` over. Collective over vLLM's expert-parallel group."""
         engine, sizes = self.moe_runtime_engine, self.moe_runtime_capture_sizes
         self.moe_runtime_experts = build(self.moe_runtime_layers, layer, self.moe, engine, sizes)
-        # A model that sums results itself asks for partial ones.
-        self.moe_kernel = _Kernel(reduced=not self.moe.skip_final_all_reduce)
+        # A model that sums results itself asks vLLM to leave them as they are.
+        partial = self.moe_runtime_experts.is_partial
+        self.moe_kernel = _Kernel(reduced=not (partial or self.moe.skip_final_all_reduce))
 
     def apply(
         self,
@@ -218,8 +220,7 @@ def build(
         group = distributed.get_ep_group().device_group
         tensor_parallel = distributed.get_tp_group()
         if tensor_parallel.world_size > 1 and not parallel.is_sequence_parallel:
-            gather = None if moe.skip_final_all_reduce else _gather_over(tensor_parallel)
-            share = TokenShare(tensor_parallel.world_size, tensor_parallel.rank_in_group, gather)
+            share = TokenShare(tensor_parallel.world_size, tensor_parallel.rank_in_group)
     stated = EngineLayer(
         name=name,
         num_experts=layer.global_num_experts,
@@ -231,11 +232,6 @@ def build(
         engine=engine,
     )
     return layers.build(stated, weights, group, share)
-
-
-def _gather_over(group: Any) -> Any:
-    """Concatenation over the ranks of a `GroupCoordinator` of vLLM."""
-    return lambda rows: group.all_gather(rows, dim=0)
 
 
 def local_experts(layer: Any) -> list[int]:

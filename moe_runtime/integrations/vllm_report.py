@@ -13,16 +13,18 @@ from moe_runtime.integrations.vllm_config import LOG, replace_method
 
 def summary(taken: Sequence[EngineExperts], total: int) -> str:
     """One line about the layers of a model that were taken over, of `total` that vLLM has made."""
-    layers = [experts.layer for experts in taken]
+    layers, share = [experts.layer for experts in taken], taken[0].share
     context = layers[0].context
     formats = {(layer.config.weight_format, layer.config.token_format) for layer in layers}
     weights, tokens = (", ".join(sorted({pair[i] for pair in formats})) for i in range(2))
     buckets = sorted({size for layer in layers for size in layer.config.all_token_buckets})
     experts = sum(expert_bytes(layer.config, context.world_size) for layer in layers)
+    ranks = f"{context.world_size} rank{'s' * (context.world_size > 1)}, transport {context.transport}"
+    if share.whole:
+        ranks = f"{share.ranks} ranks with experts of their own, summed by vLLM"
     return (
         f"moe_runtime: {len(layers)} of {total} MoE layers taken over: weights {weights}, tokens {tokens}, "
-        f"{context.world_size} rank{'s' * (context.world_size > 1)}, transport {context.transport}, engine "
-        f"{context.engine}, token buckets {buckets}, on this rank {_mib(experts)} of experts and "
+        f"{ranks}, engine {context.engine}, token buckets {buckets}, on this rank {_mib(experts)} of experts and "
         f"{_mib(context.reserved_bytes)} for exchange"
     )
 
@@ -48,7 +50,7 @@ def report(model: Any, routed_experts: type) -> None:
             type(model).__name__,
             why,
         )
-    elif taken[0].layer.context.rank == 0:
+    elif taken[0].layer.context.rank == taken[0].share.rank == 0:
         LOG.info("%s", summary(taken, total))
 
 

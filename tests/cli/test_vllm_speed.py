@@ -55,10 +55,10 @@ def test_kernels_of_a_profile_are_summed(tmp_path: Path) -> None:
     with gzip.open(tmp_path / "rank0.pt.trace.json.gz", "wt") as file:
         json.dump({"traceEvents": events}, file)
     (tmp_path / "small.json").write_text('{"traceEvents": []}')
-    found = vllm_speed.kernel_times(tmp_path, ours)
+    found = vllm_speed.kernel_times(tmp_path, ours, steps)
     assert (found["gpu_us"], found["experts_us"]) == (15.0, 6.0)
     assert found["kernels"][0] == {"name": "fused_moe_kernel", "kind": "experts", "us": 6.0, "launches": 2.0}
-    assert vllm_speed.kernel_times(tmp_path / "none", ours) == {"error": "no trace was written"}
+    assert vllm_speed.kernel_times(tmp_path / "none", ours, 1) == {"error": "no trace was written"}
 
 
 @pytest.mark.parametrize(

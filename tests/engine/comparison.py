@@ -9,7 +9,7 @@ from typing import Any
 
 NAMES = ("qwen3", "glm4", "gpt_oss", "deepseek_v3")
 ON_TWO = ("qwen3", "deepseek_v3")
-"""Those that run on two ranks too: whose results are gathered, and with a shared expert, which vLLM sums."""
+"""Those that run on two ranks too: without and with a shared expert."""
 
 CONTROL, FP8_CONTROL = 0.98, 0.7
 """Factors of results of the experts that comparisons must notice."""

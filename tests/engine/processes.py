@@ -20,7 +20,7 @@ def environment(folder: Path, adapter: str, more: Mapping[str, str] | None = Non
     """For a process of vLLM with `MOE_RUNTIME_VLLM` as `adapter`, whose caches lie in `folder`."""
     own = {
         "MOE_RUNTIME_VLLM": adapter,
-        "PYTHONPATH": os.pathsep.join([str(HERE / "site"), str(ROOT)]),
+        "PYTHONPATH": os.pathsep.join([str(HERE / "site"), str(ROOT), os.environ.get("PYTHONPATH", "")]),
         "OMP_NUM_THREADS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

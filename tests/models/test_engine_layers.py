@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from moe_runtime.comm.errors import PeerAbortedError
 from moe_runtime.config import ParallelConfig
@@ -291,43 +292,41 @@ def vllm_of_rank(rank: int, world: int, case: str, seed: int, fields: Any) -> An
         tp=1 if case == "own" else world,
         dp=world if case == "own" else 1,
         sequence_parallel=split,
-        skip_final_all_reduce=case == "partial",
+        skip_final_all_reduce=case == "summed_later",
     )
     experts = expert_slice(rank, world)
-
-    def all_gather(rows: torch.Tensor, dim: int) -> torch.Tensor:
-        assert dim == 0
-        parts = [torch.empty_like(rows) for _ in range(world)]
-        dist.all_gather(parts, rows)
-        return torch.cat(parts)
-
-    tp_group = SimpleNamespace(world_size=1 if case == "own" else world, rank_in_group=rank, all_gather=all_gather)
+    tp_group = SimpleNamespace(world_size=1 if case == "own" else world, rank_in_group=rank)
     counts = {"own": torch.tensor(OWN["own"]), "sequence_parallel": torch.tensor([40])}.get(case)
     with vllm_modules(ep_group=dist.group.WORLD, tp_group=tp_group, counts=counts):
         layer = vllm_layer(data.of(experts), experts)
+        if case == "few_experts":
+            # The top-k of a layer may be more than the experts of a rank; these tokens have fewer.
+            layer.top_k = 4
+            steps = [(x, *(nn.functional.pad(t, (0, 1), value=-1) for t in routes)) for x, *routes in steps]
         method = vllm_experts.taken_over(VllmMethod(config), layers_of(**fields))
         load(method, layer)
         with torch.inference_mode():
             found = [method.apply(layer, x, weights, ids) for x, ids, weights in steps]
+        assert method.moe_kernel.output_is_reduced() is (case in OWN)
     ours = method.moe_runtime_experts.layer
     ours.context.close()
-    return steps, found, ours.config.max_tokens_per_rank
+    return steps, found, (ours.config.max_tokens_per_rank, ours.context.world_size)
 
 
 @pytest.mark.cpu_only
 @pytest.mark.parametrize("fields", [{}, {"max_tokens_per_rank": 8}])
-@pytest.mark.parametrize("case", ["own", "sequence_parallel", "gathered", "partial"])
+@pytest.mark.parametrize("case", ["own", "sequence_parallel", "shared", "summed_later", "few_experts"])
 def test_vllm_on_two_ranks(case: str, fields: Any, get_pool: Any, seed: int) -> None:
-    """Tokens of each rank's own, or shared ones whose results are gathered here or summed by vLLM; steps of 8 too."""
+    """Tokens of each rank's own, or shared ones whose results vLLM sums; steps of 8 too."""
     results = get_pool(2).run(vllm_of_rank, case, seed, fields)
     data = make_experts("fp8_block" if case == "own" else "bf16", seed)
-    for rank, (steps, found, limit) in enumerate(results):
-        assert limit == fields.get("max_tokens_per_rank", 64 if case == "own" else 32)
+    alone = case in ("shared", "summed_later")
+    for rank, (steps, found, (limit, world)) in enumerate(results):
+        assert world == 1 if alone else 2
+        assert limit == fields.get("max_tokens_per_rank", 32 if case in ("sequence_parallel", "few_experts") else 64)
         for step, (tokens, y) in enumerate(zip(steps, found, strict=True)):
-            if case == "partial":
-                other = results[1 - rank][1][step]
-                assert not ((y != 0).any(1) & (other != 0).any(1)).any()
-                y = y + other
+            if case not in OWN:
+                y = y + results[1 - rank][1][step]
             check(y, plain_moe(data, *tokens), "fp8_block" if case == "own" else "bf16")
 
 

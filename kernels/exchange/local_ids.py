@@ -1,0 +1,60 @@
+"""A router's ids in the numbering of one rank's experts, host side of `local_ids.cu`; the reference is in torch.
+
+Reads 8 or 12 and writes 4 bytes for each id: a launch and little else.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from moe_runtime.kernels.formats.number_formats import ceil_div
+from moe_runtime.kernels.nvrtc import Defines, launch
+from moe_runtime.kernels.runtime import ALL_ARCHS, CudaCase
+
+THREADS = 256
+
+
+@cache
+def _macros(ids_64: bool) -> Defines:
+    return Defines({"IDS": "long long" if ids_64 else "int"})
+
+
+def local_ids(
+    topk_idx: torch.Tensor, topk_weights: torch.Tensor, num_experts: int, first: int, num_local: int, engine: str
+) -> torch.Tensor:
+    """int32 or int64 `[T, K]`: `id - first` of the experts `first .. first + num_local - 1`, and -1 of others.
+
+    A route whose weight is NaN counts as none, -1. An id that none of the `num_experts` has becomes `num_local`, which
+    a dispatch over `num_local` experts refuses.
+
+    Args:
+        topk_idx: int32 or int64 `[T, K]`, contiguous.
+        topk_weights: fp32 `[T, K]`, contiguous.
+        engine: "cuda", "triton" or "torch".
+    """
+    if engine != "cuda":
+        if num_local == num_experts:
+            return topk_idx.masked_fill(topk_weights.isnan(), -1)
+        kept = (topk_idx - first).masked_fill((topk_idx < first) | (topk_idx >= first + num_local), -1)
+        kept = kept.masked_fill((topk_idx < -1) | (topk_idx >= num_experts), num_local)
+        return kept.masked_fill(topk_weights.isnan(), -1).int()
+    local = torch.empty(topk_idx.shape, dtype=torch.int32, device=topk_idx.device)
+    if topk_idx.numel():
+        launch(
+            "local_ids.cu",
+            "local_ids",
+            _macros(topk_idx.dtype == torch.int64),
+            grid=(ceil_div(topk_idx.numel(), THREADS), 1, 1),
+            block=THREADS,
+            arguments=[topk_idx, topk_weights, local, topk_idx.numel(), num_experts, first, num_local],
+            device=topk_idx.device,
+            early=True,
+        )
+    return local
+
+
+AOT_CASES = tuple(
+    CudaCase("local_ids", "any", "local_ids.cu", "local_ids", _macros(ids_64), ALL_ARCHS) for ids_64 in (False, True)
+)
