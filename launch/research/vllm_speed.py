@@ -129,8 +129,12 @@ def run_case(job: dict[str, Any]) -> dict[str, Any]:
             "torch_profiler_dir": str(profile),
             "torch_profiler_with_stack": False,
         }
+    mode = dict(MODES[job["mode"]])
+    if "compilation_config" in mode:
+        # No other sizes, which would take longer to capture than all that is timed.
+        mode["compilation_config"] = {**mode["compilation_config"], "cudagraph_capture_sizes": sorted({*batches, 8})}
     begun = time.perf_counter()
-    llm = import_module("vllm").LLM(**arguments | MODES[job["mode"]] | job["engine"])
+    llm = import_module("vllm").LLM(**arguments | mode | job["engine"])
     found: dict[str, Any] = {"startup_s": round(time.perf_counter() - begun, 1)}
     _, answers = ask(llm, prompts(list(COMPARED)), max_tokens=1, prompt_logprobs=1)
     found["logprobs"] = [
