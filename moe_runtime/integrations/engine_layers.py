@@ -252,15 +252,18 @@ class EngineExperts:
         """
         self._group.warm_up()
         share, limit = self.share, self.layer.config.max_tokens_per_rank
-        mine = slice(None) if share.parts == 1 else part_of(x.shape[0], share.ranks, share.rank)
-        ids, weights = topk_ids[mine].contiguous(), topk_weights[mine].float().contiguous()
+        num_tokens = x.shape[0]
+        if share.parts > 1:
+            mine = part_of(num_tokens, share.ranks, share.rank)
+            x, topk_ids, topk_weights = x[mine], topk_ids[mine], topk_weights[mine]
+        ids, weights = topk_ids.contiguous(), topk_weights.float().contiguous()
         if ids.shape == weights.shape and not ids.is_floating_point():  # Else the layer complains.
             ids = local_ids(ids, weights, *self._ids)
         steps: tuple[int, int | None] = 1, None
         if most_tokens is not None:
             steps = steps_for(max(1, ceil_div(most_tokens, share.parts)), limit)
-        y_TH = run_in_steps(self.layer, x[mine], ids, weights, *steps)
-        return y_TH if share.parts == 1 else place_part(y_TH, x.shape[0], mine)
+        y_TH = run_in_steps(self.layer, x, ids, weights, *steps)
+        return y_TH if share.parts == 1 else place_part(y_TH, num_tokens, mine)
 
 
 def _ends(experts: Sequence[int]) -> str:

@@ -55,6 +55,8 @@ def run_in_steps(
     max_tokens: int | None = None,
 ) -> torch.Tensor:
     """The layer's results for tokens `[T, H]` in `steps` steps, equal on all ranks, of `max_tokens` each at most."""
-    parts = zip(*(t.tensor_split(steps) for t in (x_TH, topk_idx, topk_weights.float())), strict=True)
-    ys = [layer(x, topk_idx=idx, topk_weights=weights, max_tokens=max_tokens) for x, idx, weights in parts]
-    return ys[0] if steps == 1 else torch.cat(ys)
+    topk_weights = topk_weights.float()
+    if steps == 1:
+        return layer(x_TH, topk_idx=topk_idx, topk_weights=topk_weights, max_tokens=max_tokens)
+    parts = zip(*(t.tensor_split(steps) for t in (x_TH, topk_idx, topk_weights)), strict=True)
+    return torch.cat([layer(x, topk_idx=idx, topk_weights=weights, max_tokens=max_tokens) for x, idx, weights in parts])

@@ -68,7 +68,9 @@ def test_two_ranks(folder: Path, models: Path, limits: dict[str, float]) -> None
         apart = difference(alone[name], found[name])
         print(f"{name}: {apart:.4f}, limit {limits[name]:.4f}")
         assert apart <= limits[name], name
-    assert len(re.findall(r"moe_runtime: 2 of 2 MoE layers taken over: .*, 2 ranks with experts of their own, ", log)) == len(ON_TWO)
+    assert len(
+        re.findall(r"moe_runtime: 2 of 2 MoE layers taken over: .*, 2 ranks with experts of their own, ", log)
+    ) == len(ON_TWO)
 
 
 def test_compiled_graphs_are_not_mixed_up(folder: Path, models: Path, limits: dict[str, float]) -> None:
