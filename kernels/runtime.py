@@ -143,6 +143,8 @@ MAX_SHARED_BYTES = SM_SHARED_BYTES - BLOCK_RESERVED_BYTES
 """Most shared memory of a block there."""
 
 ALL_ARCHS = (90, 100, 120)
+SM_SHARED_BYTES_OF = {90: SM_SHARED_BYTES, 100: SM_SHARED_BYTES, 120: 100 * 1024}
+"""Shared memory of an SM, by compute capability times ten (CUDA C++ Programming Guide, technical specifications)."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +173,7 @@ class AotCase:
 
 @dataclass(frozen=True)
 class CudaCase:
-    """One way to compile a CUDA C++ kernel for Hopper ahead of time, also listed in `AOT_CASES`.
+    """One way to compile a CUDA C++ kernel ahead of time, also listed in `AOT_CASES`.
 
     Attributes:
         operation, format: as in `AotCase`.
@@ -180,6 +182,7 @@ class CudaCase:
         defines: macros.
         archs: compute capabilities it is for, times ten.
         instruction: as in `AotCase`.
+        shared_bytes: dynamic shared memory of a block, which must fit with the kernel's own; None is not checked.
     """
 
     operation: str
@@ -189,3 +192,4 @@ class CudaCase:
     defines: Mapping[str, int | str]
     archs: tuple[int, ...] = (90,)
     instruction: dict[int, str] = field(default_factory=dict)
+    shared_bytes: int | None = None
