@@ -1,6 +1,6 @@
 """Every choice of the exchange in one place, from a layer's geometry alone.
 
-`exchange_engine` chooses the kernels, `plan_exchange` every size of those in CUDA C++.
+`exchange_engine` chooses CUDA C++ or torch, `plan_exchange` every size of the kernels in CUDA C++.
 `macros.py` turns a plan into macros for the compiler, `cuda.py` launches by it. Why the constants
 are as they are, with measurements, is in `kernels/exchange/notes.md`.
 """
