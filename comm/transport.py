@@ -59,8 +59,8 @@ def choose_transport(
 ) -> TransportChoice:
     """The first of `TRANSPORTS` that can be used, or the `requested` one. Collective.
 
-    `engine` is that of this rank's context, resolved: not every one has kernels for `hierarchical`. With `one_memory` a
-    heap must have all ranks, as padded rows need it.
+    `engine` is that of this rank's exchange, `cuda` or `torch`: GPUs need `cuda` for `hierarchical`. With `one_memory`
+    a heap must have all ranks, as padded rows need it.
 
     Raises `ValueError` with the reason if the requested one cannot be used, and on every rank if ranks ask for
     different transports or kinds of device.
@@ -130,7 +130,7 @@ def _local_transport(
         return "", "GPUs of several hosts need a group with NCCL"
     for rank, engine in enumerate(engines):
         if device.type == "cuda" and engine != "cuda":
-            return "", f"has no kernels in Triton or torch for GPUs, the engine of rank {rank} is {engine}"
+            return "", f"needs an exchange in CUDA C++ on GPUs, that of rank {rank} is in {engine}"
     if hosts.ranks_per_host == 1:
         return "private", None
     if device.type != "cuda":

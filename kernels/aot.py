@@ -9,7 +9,8 @@ form of the epilogue, each architecture's MMA, and the operations of `moe_runtim
 
 Half of the time is ptxas. With `--assemble-once`, Blackwell's cases are compiled to PTX, which suffices to look for the
 instructions, and only one case of each operation and instruction to a binary. Hopper's cases are all compiled to
-binaries, because kernels run there.
+binaries, because kernels run there. Where a case says how much dynamic shared memory its blocks have, a binary's must
+fit into those of its architecture.
 """
 
 from __future__ import annotations
@@ -74,7 +75,14 @@ from moe_runtime.kernels.gemm.weights import (
     Activation,
     GateUpOrder,
 )
-from moe_runtime.kernels.runtime import ALL_ARCHS, INTERPRET, AotCase, CudaCase
+from moe_runtime.kernels.runtime import (
+    ALL_ARCHS,
+    BLOCK_RESERVED_BYTES,
+    INTERPRET,
+    SM_SHARED_BYTES_OF,
+    AotCase,
+    CudaCase,
+)
 
 INTERPRETED = "ahead-of-time compilation needs a process without TRITON_INTERPRET; unset it and run again"
 MATRIX_INSTRUCTION = re.compile(r"\b(?:tcgen05\.mma|wgmma\.mma_async|mma\.sync)[\w.:]*")
@@ -385,23 +393,36 @@ def _compile_triton(case: AotCase, arch: int, assemble: bool) -> tuple[str, int]
     return compiled.asm["ptx"], int(compiled.metadata.shared)
 
 
+def _compile_cuda(case: CudaCase, arch: int, assemble: bool) -> tuple[str, str]:
+    """The PTX, and how the kernel's shared memory does not fit; "" where it does, or nothing is known of it."""
+    if not assemble:
+        return nvrtc.compile_source(case.file, case.defines, f"compute_{arch}a").decode(), ""
+    found = nvrtc.compile_with_log(case.file, case.defines, f"sm_{arch}a")
+    if case.shared_bytes is None:
+        return found.ptx, ""
+    most = SM_SHARED_BYTES_OF[arch] - BLOCK_RESERVED_BYTES
+    about = found.log.partition(f"entry function '{case.kernel}'")[2].partition("entry function")[0]
+    needed = case.shared_bytes + sum(int(static) for static in re.findall(r"(\d+) bytes smem", about))
+    return found.ptx, f"a block needs {needed} bytes of shared memory, of {most}" if needed > most else ""
+
+
 def compile_case(case: AotCase | CudaCase, arch: int, assemble: bool = True) -> AotResult:
     """Compile `case` for `arch` and look for its instruction. Failures are recorded, not raised.
 
-    The result is a binary. With `assemble=False`, a Triton kernel is compiled only to PTX.
+    The result is a binary, or with `assemble=False` only PTX.
     """
     kernel = case.kernel if isinstance(case, CudaCase) else getattr(case.kernel, "__name__", str(case.kernel))
     start = time.perf_counter()
     ptx, shared_bytes, error = "", 0, ""
     try:
         if isinstance(case, CudaCase):
-            ptx = nvrtc.compile_with_log(case.file, case.defines, f"sm_{arch}a").ptx
+            ptx, error = _compile_cuda(case, arch, assemble)
         else:
             if arch == case.archs[0]:
                 check_ones(case)
             ptx, shared_bytes = _compile_triton(case, arch, assemble)
         wanted = case.instruction.get(arch)
-        if wanted and not re.search(wanted, ptx):
+        if wanted and not error and not re.search(wanted, ptx):
             error = f"no instruction matches {wanted!r}"
     except Exception as failure:
         # Any failure becomes a row of the table, so that one bad kernel does not hide the others.

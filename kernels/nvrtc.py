@@ -2,8 +2,9 @@
 
 Sources are the `.cu` files in this folder and below it, named without their folder. They include only the `.cuh` files
 there, so no CUDA toolkit is needed. Macros set their sizes. Compiling needs no GPU, only the NVRTC library
-(`cuda-bindings` and `nvidia-cuda-nvrtc`, which come with CUDA builds of torch). Other architectures run a Triton kernel
-instead. Without a GPU, tests run the sources in an emulator (`tests/emulator`).
+(`cuda-bindings` and `nvidia-cuda-nvrtc`, which come with CUDA builds of torch). Kernels of the exchange are for Hopper
+and Blackwell, those of GEMMs for Hopper; other architectures run a Triton kernel instead. Without a GPU, tests run the
+sources in an emulator (`tests/emulator`).
 """
 
 from __future__ import annotations

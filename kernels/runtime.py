@@ -7,8 +7,6 @@ kernels that need it get it as a `tl.constexpr`.
 from __future__ import annotations
 
 import logging
-import os
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -16,7 +14,6 @@ from typing import Any, Literal
 
 import torch
 import triton
-import triton.language as tl
 
 from moe_runtime.comm.arguments import check_choice
 
@@ -24,44 +21,10 @@ _LOG = logging.getLogger(__name__)
 
 INTERPRET: bool = bool(triton.knobs.runtime.interpret)
 
-if INTERPRET:
-
-    def clock_ns() -> int:
-        """Nanoseconds of a monotonic clock. Yields to other processes, because spin loops call it."""
-        os.sched_yield()
-        return time.monotonic_ns()
-
-    @triton.jit
-    def store_release(ptr, value):
-        """Store an int32 word that the host or a peer must not see before all earlier stores."""
-        tl.atomic_xchg(ptr, value, sem="release", scope="sys")
-
-else:
-
-    @triton.jit
-    def clock_ns():
-        """Nanoseconds of the GPU's global timer."""
-        return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
-
-    @triton.jit
-    def store_release(ptr, value):
-        """Store an int32 word that the host or a peer must not see before all earlier stores.
-
-        A store, not an exchange: few machines support atomic operations of a GPU on host memory, and memory checkers
-        report them. Every thread of the program stores the same word.
-        """
-        tl.inline_asm_elementwise(
-            "st.release.sys.global.u32 [$1], $2; mov.u32 $0, 0;",
-            "=r,l,r",
-            [ptr.to(tl.int64), value],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-
-
 Engine = Literal["cuda", "triton", "torch"]
-"""`cuda`: an operation's CUDA C++ kernel, or Triton's if it has none. `triton`: Triton only. `torch`: references."""
+"""`cuda`: an operation's CUDA C++ kernel, or Triton's if it has none. `triton`: Triton only. `torch`: references.
+
+The exchange has no Triton kernels; `kernels.exchange.plan.exchange_engine` says what it runs on."""
 
 ENGINES = ("auto", "cuda", "triton", "torch")
 
@@ -143,6 +106,8 @@ MAX_SHARED_BYTES = SM_SHARED_BYTES - BLOCK_RESERVED_BYTES
 """Most shared memory of a block there."""
 
 ALL_ARCHS = (90, 100, 120)
+SM_SHARED_BYTES_OF = {90: SM_SHARED_BYTES, 100: SM_SHARED_BYTES, 120: 100 * 1024}
+"""Shared memory of an SM, by compute capability times ten (CUDA C++ Programming Guide, technical specifications)."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +136,7 @@ class AotCase:
 
 @dataclass(frozen=True)
 class CudaCase:
-    """One way to compile a CUDA C++ kernel for Hopper ahead of time, also listed in `AOT_CASES`.
+    """One way to compile a CUDA C++ kernel ahead of time, also listed in `AOT_CASES`.
 
     Attributes:
         operation, format: as in `AotCase`.
@@ -180,6 +145,7 @@ class CudaCase:
         defines: macros.
         archs: compute capabilities it is for, times ten.
         instruction: as in `AotCase`.
+        shared_bytes: dynamic shared memory of a block, which must fit with the kernel's own; None is not checked.
     """
 
     operation: str
@@ -189,3 +155,4 @@ class CudaCase:
     defines: Mapping[str, int | str]
     archs: tuple[int, ...] = (90,)
     instruction: dict[int, str] = field(default_factory=dict)
+    shared_bytes: int | None = None

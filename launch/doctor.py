@@ -18,6 +18,7 @@ import platform
 import resource
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +45,17 @@ from moe_runtime.experts import plan_experts
 from moe_runtime.kernels import nvrtc
 from moe_runtime.kernels.exchange.cuda import can_keep_scales_in_record
 from moe_runtime.kernels.exchange.geometry import ExchangeGeometry
-from moe_runtime.kernels.exchange.plan import exchange_engine, required_plan
+from moe_runtime.kernels.exchange.plan import exchange_engine, required_plan, sm_shared_bytes
 from moe_runtime.kernels.formats.number_formats import FORMATS
 from moe_runtime.kernels.gemm.plan import GemmKernel
-from moe_runtime.kernels.runtime import INTERPRET, Engine, capability, missing_for_cuda, resolve_engine
+from moe_runtime.kernels.runtime import (
+    INTERPRET,
+    SM_SHARED_BYTES,
+    Engine,
+    capability,
+    missing_for_cuda,
+    resolve_engine,
+)
 from moe_runtime.launch.benchmarks import ops_check
 from moe_runtime.launch.common.environment import gpu_records, package_versions
 from moe_runtime.launch.reporting import runs
@@ -167,10 +175,13 @@ def exchange_plans(
         return {}
     resolved, sms = target
     found: dict[int, dict[str, Any]] = {}
-    for count, geometry in _planned_geometries(layer, world_size):
-        used = exchange_engine(resolved, geometry)
+    for count, geometry in _planned_geometries(
+        layer, world_size, SM_SHARED_BYTES if hopper else sm_shared_bytes(device)
+    ):
+        used, why_not = exchange_engine(resolved, device, geometry)
         found[count] = {
             "engine": used,
+            "why_not_cuda": why_not,
             "rows": "contiguous" if geometry.contiguous else "gathered",
             "record_bytes": geometry.record.record_bytes,
             "partial_bytes": geometry.partial_bytes,
@@ -178,7 +189,7 @@ def exchange_plans(
         if used != "cuda":
             continue
         plan = required_plan(geometry)
-        gate_up, _ = plan_experts(layer, geometry, used, (9, 0), sms)
+        gate_up, _ = plan_experts(layer, geometry, resolved, (9, 0) if hopper else capability(device), sms)
         in_record = gate_up.kernel is GemmKernel.DEQUANT and can_keep_scales_in_record(geometry)
         copies_scales = geometry.token_format.scale_dtype is not None and not in_record
         found[count] |= {
@@ -235,12 +246,16 @@ def _plan_target(engine: str, device: torch.device, *, hopper: bool) -> tuple[En
         resolved = resolve_engine(engine, device)
     except ValueError:
         return None
-    return resolved, nvrtc.most_sms(device) if resolved == "cuda" else HOPPER_SMS
+    return resolved, nvrtc.most_sms(device) if device.type == "cuda" else HOPPER_SMS
 
 
-def _planned_geometries(layer: MoELayerConfig, world_size: int) -> Iterator[tuple[int, ExchangeGeometry]]:
+def _planned_geometries(
+    layer: MoELayerConfig, world_size: int, sm_bytes: int = SM_SHARED_BYTES
+) -> Iterator[tuple[int, ExchangeGeometry]]:
+    """By tokens of a rank, for GPUs with `sm_bytes` of shared memory in an SM."""
     for count in PLANNED_TOKENS:
-        yield count, layer_geometry(layer.replace(max_tokens_per_rank=count, token_buckets=[]), world_size)
+        geometry = layer_geometry(layer.replace(max_tokens_per_rank=count, token_buckets=[]), world_size)
+        yield count, replace(geometry, sm_shared_bytes=sm_bytes)
 
 
 def _peer_access() -> list[list[bool]]:
@@ -329,7 +344,8 @@ def _grouped_gemm(engine: str, device: torch.device) -> str:
 
 def _transport(parallel: ParallelConfig, group: RankGroup, device: torch.device) -> dict[str, Any]:
     try:
-        choice = choose_transport(group, device, parallel.transport, resolve_engine(parallel.engine, device))
+        kernels, _ = exchange_engine(resolve_engine(parallel.engine, device), device)
+        choice = choose_transport(group, device, parallel.transport, kernels)
     except ValueError as error:
         nothing = {"between_hosts": None, "after_death": None}
         return {"name": None, "why_not": {}, "problem": str(error), "hosts": 1, **nothing}

@@ -10,9 +10,7 @@ At an arrival at a barrier racecheck counts what its own thread did before. It d
 wait for products of a warpgroup, orders other lanes before it. The kernels in CUDA C++ are therefore compiled with
 EACH_LANE_ARRIVES (`mbarrier.cuh`): every lane arrives for itself, where otherwise one lane does for its warp.
 
-On one H200 both tools found nothing in these cases (launch/results/sanitizer_h200.json). Before, racecheck had found a
-race in Triton's `_dispatch_send_kernel`, with an expert id out of range: each thread read the latch, and warps that saw
-different values waited at different barriers. `signalling.agreed` makes them agree.
+On one H200 both tools found nothing in these cases (launch/results/sanitizer_h200.json).
 """
 
 from __future__ import annotations

@@ -398,8 +398,9 @@ class ParallelConfig(_Model):
     )
     engine: Literal["auto", "cuda", "triton", "torch"] = Field(
         default="auto",
-        description="cuda (CUDA C++ kernels of Hopper where there are such, else Triton), triton (Triton alone), torch "
-        "(the references); auto is cuda on Hopper, triton on other GPUs, torch on CPUs",
+        description="cuda (CUDA C++ kernels of Hopper where there are such, else Triton), triton (Triton alone, "
+        "but for dispatch and combine), torch (the references); auto is cuda on Hopper, triton on other GPUs, torch on "
+        "CPUs",
     )
     timeout_s: _Seconds = Field(default=30.0, description="seconds a step waits for a silent peer")
     startup_timeout_s: _Seconds = Field(default=120.0, description="the same limit while ranks start up")

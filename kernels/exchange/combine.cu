@@ -2,7 +2,11 @@
 //
 // Both kernels bring rows through a ring of shared memory (row_ring.cuh), so that few SMs have as many bytes in flight as
 // their memory holds: one warp pushes the rows that come next, the others read them. A partial result is made in shared
-// memory and sent whole by the copy engine. Sums are in a fixed order.
+// memory and sent whole by the copy engine.
+//
+// `y = bf16(shared + sum over ranks ascending of wire(sum over that rank's experts, k ascending, of w_k * bf16(acc)))`, sums
+// in fp32, `shared` first and only where there is one. Multiplications and additions are kept apart (no fused multiply-add), so
+// that every engine gives the same bits. A NaN is a NaN everywhere, but its sign and payload are the machine's.
 //
 // Where combine_recv runs concurrently with combine_send, tokens are summed in parts, as the parts arrive from all ranks:
 // `early_parts` parts of `part_tokens` tokens are signalled before the rest has landed.

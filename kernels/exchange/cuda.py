@@ -1,4 +1,4 @@
-"""The exchange in CUDA C++, for Hopper: an `ExchangeBackend` with the memory and the bits of the others.
+"""The exchange in CUDA C++, for Hopper and Blackwell: an `ExchangeBackend` with the memory and the bits of torch's.
 
 Ranks may therefore differ in which backend they run. `plan.py` says which layers the kernels take and chooses
 their sizes.

@@ -13,6 +13,7 @@ from functools import cached_property
 from moe_runtime.kernels.exchange.record import RecordLayout
 from moe_runtime.kernels.formats.number_formats import FORMATS, TokenFormat, align, ceil_div
 from moe_runtime.kernels.formats.scale_blocks import expert_starts
+from moe_runtime.kernels.runtime import BLOCK_RESERVED_BYTES, SM_SHARED_BYTES
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,8 @@ class ExchangeGeometry:
         combined_hidden: numbers of an expert's row in combine, where they are not as many as those of a token's.
         accepts_repeats: whether a token may name an expert several times, for a row each, and negative ids are none,
             not only -1. An expert has at most `num_slots` rows.
+        sm_shared_bytes: shared memory of an SM of this rank's GPU. Ranks may differ in it: it changes no bits and no
+            protocol, only how many rows and tokens a block has in shared memory.
 
     Exchanges of equal sizes have equal geometries: plans, macros and compiled kernels are kept by them. Which exchange
     of its context one is, each launch is told (`count_tag` of `ExchangeBackend`).
@@ -48,6 +51,7 @@ class ExchangeGeometry:
     combined_hidden: int | None = None
     kernel_prefix: str = ""
     accepts_repeats: bool = False
+    sm_shared_bytes: int = SM_SHARED_BYTES
 
     def __hash__(self) -> int:
         """Hash some of the numbers, for speed: every launch looks up plans and macros by a geometry."""
@@ -90,6 +94,11 @@ class ExchangeGeometry:
     def most_rows_of_expert(self) -> int:
         """Rows of an expert at most, where arrival has to see to it; 0 where no token has two."""
         return self.num_slots if self.accepts_repeats else 0
+
+    @cached_property
+    def block_shared_bytes(self) -> int:
+        """Most shared memory of a block."""
+        return self.sm_shared_bytes - BLOCK_RESERVED_BYTES
 
     @cached_property
     def parts(self) -> int:
@@ -149,21 +158,28 @@ def sample_geometry(
     contiguous: bool = False,
     num_sms: int | None = None,
     accepts_repeats: bool = False,
+    sm_shared_bytes: int = SM_SHARED_BYTES,
 ) -> ExchangeGeometry:
     """Rank 3 of 8 in a layer of DeepSeek-V3's size: what kernels are compiled ahead of time for."""
     record = RecordLayout(FORMATS[token_format], 7168, 8)
     rows = worst_case_rows(256, 8, 8, max_tokens)
     sizes = 3, 8, record, FORMATS[combine_format], 256, max_tokens, contiguous, rows, num_sms
-    return ExchangeGeometry(*sizes, accepts_repeats=accepts_repeats)
+    return ExchangeGeometry(*sizes, accepts_repeats=accepts_repeats, sm_shared_bytes=sm_shared_bytes)
 
 
 def one_rank_geometry(
-    token_format: str, *, combine_format: str = "bf16", max_tokens: int = 32, contiguous: bool = False
+    token_format: str,
+    *,
+    combine_format: str = "bf16",
+    max_tokens: int = 32,
+    contiguous: bool = False,
+    sm_shared_bytes: int = SM_SHARED_BYTES,
 ) -> ExchangeGeometry:
     """A rank alone in a layer of Qwen3-30B-A3B's size: what kernels of one rank are compiled ahead of time for."""
     record = RecordLayout(FORMATS[token_format], 2048, 8)
     rows = worst_case_rows(128, 1, 8, max_tokens)
-    return ExchangeGeometry(0, 1, record, FORMATS[combine_format], 128, max_tokens, contiguous, rows)
+    sizes = 0, 1, record, FORMATS[combine_format], 128, max_tokens, contiguous, rows
+    return ExchangeGeometry(*sizes, sm_shared_bytes=sm_shared_bytes)
 
 
 def worst_case_rows(num_experts: int, world_size: int, top_k: int, max_tokens: int) -> int:

@@ -1,4 +1,4 @@
-"""The parts of `hierarchical.py` in CUDA C++, for Hopper, with the same arguments and the same bits.
+"""The parts of `hierarchical.py` in CUDA C++, with the same arguments and the same bits.
 
 `dispatch_send.cu` packs: its ranks are the hosts, and its memory of each host is that host's chunk.
 """
@@ -25,10 +25,10 @@ from moe_runtime.kernels.exchange.hierarchical import (
     tokens_of,
 )
 from moe_runtime.kernels.exchange.interface import ExchangeMemory
-from moe_runtime.kernels.exchange.macros import BULK_STORE, shared_macros, token_macros
+from moe_runtime.kernels.exchange.macros import BULK_STORE, SAME_MEMORY, shared_macros, token_macros
 from moe_runtime.kernels.formats.number_formats import FORMATS, ceil_div
 from moe_runtime.kernels.nvrtc import Defines, int64
-from moe_runtime.kernels.runtime import MAX_SHARED_BYTES, CudaCase
+from moe_runtime.kernels.runtime import SM_SHARED_BYTES_OF, CudaCase
 
 FILE = "hierarchical.cu"
 MOST_WARPS = 8
@@ -70,7 +70,12 @@ def host_macros(geometry: HostGeometry) -> Defines:
 
 
 def _warps(geometry: HostGeometry) -> int:
-    return max(1, min(MOST_WARPS, MAX_SHARED_BYTES // 2 // geometry.flat.record.record_bytes))
+    return max(1, min(MOST_WARPS, geometry.flat.block_shared_bytes // 2 // geometry.flat.record.record_bytes))
+
+
+def _shared_bytes(geometry: HostGeometry) -> int:
+    """Dynamic shared memory of a block of `forward_send`."""
+    return _warps(geometry) * geometry.flat.record.record_bytes
 
 
 @cache
@@ -217,7 +222,7 @@ def forward(
         host_macros(geometry),
         grid=(blocks if local.num_sms is None else min(blocks, local.num_sms), 1, 1),
         block=32 * warps,
-        shared_bytes=warps * geometry.flat.record.record_bytes,
+        shared_bytes=_shared_bytes(geometry),
         arguments=[
             _pointers(memory, geometry, link).records,
             int(own),
@@ -319,17 +324,22 @@ def total(
 KERNELS = ("host_headers", "forward_send", "host_quantize", "host_total")
 
 
-def _aot_cases(fmt: str) -> Iterator[CudaCase]:
+def _aot_cases(fmt: str, archs: tuple[int, ...]) -> Iterator[CudaCase]:
     """Host 1 of 4 with 8 ranks each, few tokens and many; sums in FP8 where tokens are."""
     combine_format = fmt if fmt in ("fp8_block", "mxfp8") else "bf16"
+    sm_bytes = SM_SHARED_BYTES_OF[archs[0]]
     for max_tokens in (128, 1024):
-        flat = replace(sample_geometry(fmt, combine_format=combine_format, max_tokens=max_tokens), world_size=32)
-        geometry = HostGeometry(Hosts(4, 8, 1, 3), flat)
+        of_host = sample_geometry(fmt, combine_format=combine_format, max_tokens=max_tokens, sm_shared_bytes=sm_bytes)
+        geometry = HostGeometry(Hosts(4, 8, 1, 3), replace(of_host, world_size=32))
         for kernel in KERNELS:
             if kernel == "host_quantize" and combine_format == "bf16":
                 continue
-            copies = BULK_STORE if kernel == "forward_send" else {}
-            yield CudaCase(kernel, fmt, FILE, kernel, host_macros(geometry), instruction=copies)
+            copies, shared_bytes = {}, 0
+            if kernel == "forward_send":
+                copies, shared_bytes = BULK_STORE, _shared_bytes(geometry)
+            yield CudaCase(kernel, fmt, FILE, kernel, host_macros(geometry), archs, copies, shared_bytes)
 
 
-AOT_CASES: tuple[CudaCase, ...] = tuple(case for fmt in FORMATS for case in _aot_cases(fmt))
+AOT_CASES: tuple[CudaCase, ...] = tuple(
+    case for archs in SAME_MEMORY for fmt in FORMATS for case in _aot_cases(fmt, archs)
+)

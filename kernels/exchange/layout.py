@@ -6,8 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_runtime.kernels.exchange.dispatch_send import padded
-from moe_runtime.kernels.exchange.signalling import exchange_aot_case
+from moe_runtime.kernels.exchange.row_kernels import padded, row_aot_case
 
 TOKENS = 8
 """Of a program."""
@@ -92,7 +91,7 @@ def _dispatch_layout_kernel(
 
 
 AOT_CASES = (
-    exchange_aot_case(
+    row_aot_case(
         "dispatch_layout",
         "bf16",
         _dispatch_layout_kernel,

@@ -15,11 +15,10 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_runtime.kernels.exchange.dispatch_send import padded
 from moe_runtime.kernels.exchange.landing import LandedTokens
 from moe_runtime.kernels.exchange.padded_rows import PaddedRows, PaddedScales
 from moe_runtime.kernels.exchange.record import RecordLayout
-from moe_runtime.kernels.exchange.signalling import exchange_aot_case
+from moe_runtime.kernels.exchange.row_kernels import padded, row_aot_case
 from moe_runtime.kernels.formats.number_formats import BF16, FP8_BLOCK, MXFP8, NVFP4, TokenFormat
 from moe_runtime.kernels.formats.swizzle import swizzled_offset
 from moe_runtime.kernels.runtime import AotCase
@@ -243,7 +242,7 @@ def _aot_case(fmt: TokenFormat, kind: PaddedScales) -> AotCase:
     scales = {"scales_ptr": "*u8" if kind.scale_bytes == 1 else "*i32"}
     types = {"records_ptr": "*u8", "rows_ptr": "*u8", "layout_range_ptr": "*i64", **scales}
     values = {**constexprs, "S_PAD": 1024, "HAS_STATISTICS": True}
-    return exchange_aot_case("dispatch_place", fmt.name, _dispatch_place_kernel, values, types)
+    return row_aot_case("dispatch_place", fmt.name, _dispatch_place_kernel, values, types)
 
 
 AOT_CASES = (

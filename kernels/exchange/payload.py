@@ -14,9 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_runtime.kernels.exchange.dispatch_send import padded
 from moe_runtime.kernels.exchange.landing import LandedTokens
-from moe_runtime.kernels.exchange.signalling import exchange_aot_case
+from moe_runtime.kernels.exchange.row_kernels import padded, row_aot_case
 from moe_runtime.kernels.formats.number_formats import align
 
 WORD = 2
@@ -357,7 +356,7 @@ _TYPES = {
     **dict.fromkeys(("scales_ptr", "weights_ptr"), "*fp32"),
 }
 AOT_CASES = tuple(
-    exchange_aot_case(name, "fp8_block" if layout.num_scales else "bf16", kernel, _constexprs(layout) | more, _TYPES)
+    row_aot_case(name, "fp8_block" if layout.num_scales else "bf16", kernel, _constexprs(layout) | more, _TYPES)
     for layout in _LAYOUTS
     for name, kernel, more in (
         ("dispatch_pack", _dispatch_pack_kernel, {"WORDS": layout.words}),

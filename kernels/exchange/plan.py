@@ -1,6 +1,6 @@
 """Every choice of the exchange in one place, from a layer's geometry alone.
 
-`exchange_engine` chooses the kernels, `plan_exchange` every size of those in CUDA C++.
+`exchange_engine` chooses CUDA C++ or torch, `plan_exchange` every size of the kernels in CUDA C++.
 `macros.py` turns a plan into macros for the compiler, `cuda.py` launches by it. Why the constants
 are as they are, with measurements, is in `kernels/exchange/notes.md`.
 """
@@ -10,20 +10,22 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cache
+from typing import Literal
+
+import torch
 
 from moe_runtime.comm.signals import PARTIAL_FLAG_TOKENS, PROGRESS_PARTS
 from moe_runtime.kernels.exchange.geometry import ExchangeGeometry
 from moe_runtime.kernels.formats.number_formats import TokenFormat, align, ceil_div
-from moe_runtime.kernels.runtime import BLOCK_RESERVED_BYTES, MAX_SHARED_BYTES, SM_SHARED_BYTES, Engine
+from moe_runtime.kernels.runtime import BLOCK_RESERVED_BYTES, NO_NVRTC, SM_SHARED_BYTES, Engine, capability, has_nvrtc
 
 WARP = 32
 MAX_THREADS = 1024
-LEAST_SEND_BYTES = SM_SHARED_BYTES // 2 - BLOCK_RESERVED_BYTES + 128
-"""Shared memory of a block of `combine_send`, such that an SM takes one.
-
-SMs that are the first to be free would else take two, and others none: combine of 4096 and 8192 tokens of 2 ranks took
-224 and 438 us, now 204 and 396.
-"""
+LEAST_CAPABILITY = 9
+"""Major compute capability from which on a GPU has the instructions of the kernels: bulk copies, barriers that count
+bytes, launches that begin early. Nothing else of an architecture is needed but `ExchangeGeometry.sm_shared_bytes`."""
+SENDER_STATIC_BYTES = 256
+"""Most static shared memory of `dispatch_send`, beside its records."""
 
 RECORD_STAGES = 2
 """Records that a team of `dispatch_send` has in shared memory: one in the making, one being copied."""
@@ -245,9 +247,39 @@ class ExchangePlan:
         return max(1, self._sms(blocks))
 
 
-def exchange_engine(engine: Engine, geometry: ExchangeGeometry) -> Engine:
-    """Whose kernels run a layer's exchange: those of `engine`, but Triton's for sizes that CUDA C++ does not take."""
-    return "triton" if engine == "cuda" and plan_exchange(geometry) is None else engine
+ExchangeEngine = Literal["cuda", "torch"]
+
+
+def exchange_engine(
+    engine: Engine, device: torch.device, geometry: ExchangeGeometry | None = None
+) -> tuple[ExchangeEngine, str]:
+    """Whose kernels run the exchange on `device`, and why not those in CUDA C++ ("" where they do).
+
+    Args:
+        engine: of the other operations, resolved. With `torch` the exchange is torch's, too.
+        geometry: of the exchange; None asks for a layer whose sizes the kernels take.
+    """
+    if engine == "torch":
+        return "torch", "the engine is torch"
+    if engine == "triton":  # `resolve_engine` says `cuda` only where CUDA C++ runs
+        found = capability(device)
+        if found is None:
+            return "torch", f"the device is {device.type}"
+        if found[0] < LEAST_CAPABILITY:
+            return "torch", f"{device} has compute capability {found[0]}.{found[1]}, not {LEAST_CAPABILITY}.0 or more"
+        if not has_nvrtc():
+            return "torch", NO_NVRTC
+    if geometry is not None and plan_exchange(geometry) is None:
+        return "torch", "no kernels take these sizes (hidden_size, top_k, num_experts, ranks)"
+    return "cuda", ""
+
+
+@cache
+def sm_shared_bytes(device: torch.device) -> int:
+    """Shared memory of an SM of `device`; of Hopper's where it is no GPU."""
+    if device.type != "cuda":
+        return SM_SHARED_BYTES
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor)
 
 
 def required_plan(geometry: ExchangeGeometry) -> ExchangePlan:
@@ -259,43 +291,49 @@ def required_plan(geometry: ExchangeGeometry) -> ExchangePlan:
 
 @cache
 def plan_exchange(geometry: ExchangeGeometry) -> ExchangePlan | None:
-    """The sizes for a layer, or None where the kernels do not take it: a warp spans the ranks and a token's experts."""
+    """The sizes for a layer, or None where the kernels do not take it.
+
+    A warp spans the ranks and a token's experts. A record, rows to sum and counts of experts fit into shared memory.
+    """
     g, fmt = geometry, geometry.token_format
     team_threads = align(ceil_div(g.hidden, 32), WARP)
+    sender_bytes = g.block_shared_bytes - SENDER_STATIC_BYTES
+    one_rank_tokens = min(ONE_RANK_TOKENS, align(g.max_tokens, WARP))
+    one_rank_bytes = g.record.record_bytes + 4 * g.num_experts * (one_rank_tokens // WARP + 1)
     if (
         g.world_size > WARP
         or g.top_k > WARP
         or g.hidden % 16 != 0
         or team_threads > MAX_THREADS
-        or RECORD_STAGES * g.record.record_bytes > MAX_SHARED_BYTES
+        or RECORD_STAGES * g.record.record_bytes > sender_bytes
         or g.output_hidden % 16 != 0
-        or _ring(g.output_hidden * 4, PARTIAL_STAGES * g.partial_bytes).places <= 0
-        or _place_shared_bytes(g, CHUNK) > MAX_SHARED_BYTES
+        or _ring(g, g.output_hidden * 4, PARTIAL_STAGES * g.partial_bytes).places <= 0
+        or _place_shared_bytes(g, CHUNK) > g.block_shared_bytes
+        or (g.world_size == 1 and one_rank_bytes > sender_bytes)
     ):
         return None
     teams = 1
     if g.num_sms is not None:
-        by_memory = MAX_SHARED_BYTES // (RECORD_STAGES * g.record.record_bytes)
+        by_memory = sender_bytes // (RECORD_STAGES * g.record.record_bytes)
         teams = max(1, min(MAX_SEND_THREADS // team_threads, by_memory, MAX_TEAMS))
     chunk_slots = _chunk_slots(g)
     num_parts = 0
     if g.num_sms is None and g.max_tokens >= TOKENS_IN_PARTS:
         num_parts = PROGRESS_PARTS if g.max_tokens >= TOKENS_IN_MOST_PARTS else EARLY_PARTS
     # An SM has a block of either kernel of combine at a time, one of which begins while the other drains.
-    least_bytes = LEAST_SEND_BYTES if g.num_sms is None else 0
+    least_bytes = _least_send_bytes(g) if g.num_sms is None else 0
     partial_rings = (
-        _ring(g.partial_bytes, 0, least_bytes),
-        _ring(max(g.partial_bytes, 2 * g.output_hidden), 0, least_bytes),
+        _ring(g, g.partial_bytes, 0, least_bytes),
+        _ring(g, max(g.partial_bytes, 2 * g.output_hidden), 0, least_bytes),
     )
     received_bytes = max(ring.shared_bytes for ring in partial_rings) if g.num_sms is None else 0
     partials_bytes = PARTIAL_STAGES * g.partial_bytes
     output_rings = (
-        _ring(g.output_hidden * 4, partials_bytes, received_bytes),
-        _ring(g.output_hidden * 2, partials_bytes, received_bytes),
+        _ring(g, g.output_hidden * 4, partials_bytes, received_bytes),
+        _ring(g, g.output_hidden * 2, partials_bytes, received_bytes),
     )
     sent_bytes = [max(ring.shared_bytes + partials_bytes, least_bytes) for ring in output_rings]
     least, most = ONE_RANK_THREADS
-    one_rank_tokens = min(ONE_RANK_TOKENS, align(g.max_tokens, WARP))
     return ExchangePlan(
         num_sms=g.num_sms,
         num_slots=g.num_slots,
@@ -321,7 +359,7 @@ def plan_exchange(geometry: ExchangeGeometry) -> ExchangePlan | None:
         combine_shared_bytes=(sent_bytes[0], sent_bytes[1]),
         one_rank_tokens=one_rank_tokens if g.world_size == 1 and not g.accepts_repeats else 0,
         one_rank_threads=max(least, min(most, align(ceil_div(g.hidden, _unit_numbers(fmt)), WARP))),
-        one_rank_shared_bytes=g.record.record_bytes + 4 * g.num_experts * (one_rank_tokens // WARP + 1),
+        one_rank_shared_bytes=one_rank_bytes,
         one_rank_slices=ceil_div(g.output_hidden // _unit_numbers(g.combine_format), ONE_RANK_SUM_THREADS),
     )
 
@@ -340,15 +378,24 @@ def _place_bytes(row_bytes: int) -> int:
     return align(row_bytes, 128)
 
 
-def _ring(row_bytes: int, other_bytes: int, beside_bytes: int = 0) -> RowRing:
+def _least_send_bytes(geometry: ExchangeGeometry) -> int:
+    """Shared memory of a block of `combine_send`, such that an SM takes one.
+
+    SMs that are the first to be free would else take two, and others none: combine of 4096 and 8192 tokens of 2 ranks
+    took 224 and 438 us, with this 204 and 396.
+    """
+    return geometry.sm_shared_bytes // 2 - BLOCK_RESERVED_BYTES + 128
+
+
+def _ring(geometry: ExchangeGeometry, row_bytes: int, other_bytes: int, beside_bytes: int = 0) -> RowRing:
     """What fits into an SM's shared memory with `other_bytes`; if two places do, beside a block of `beside_bytes`."""
 
     def places(most_bytes: int) -> int:
         return (most_bytes - RING_BARRIERS_BYTES - other_bytes) // _place_bytes(row_bytes)
 
-    found = places(SM_SHARED_BYTES - 2 * BLOCK_RESERVED_BYTES - RING_BARRIERS_BYTES - beside_bytes)
+    found = places(geometry.sm_shared_bytes - 2 * BLOCK_RESERVED_BYTES - RING_BARRIERS_BYTES - beside_bytes)
     if beside_bytes == 0 or found < 2:
-        found = places(MAX_SHARED_BYTES)
+        found = places(geometry.block_shared_bytes)
     return RowRing(min(MAX_PLACES, found), row_bytes)
 
 

@@ -1,7 +1,7 @@
 """The exchange in torch: an `ExchangeBackend` with the same regions, words and bits as the kernels.
 
-The kernels are tested against it, and it runs where there is no GPU. Ranks that share a heap may mix it with
-interpreted kernels.
+The kernels are tested against it, and it runs where there is no GPU, or where no kernel takes the sizes of a layer.
+Ranks that share a heap may mix it with the kernels.
 """
 
 from __future__ import annotations

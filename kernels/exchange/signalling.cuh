@@ -1,6 +1,5 @@
-// Waiting for peers and signalling failures, for inclusion by CUDA kernels. `kernels/exchange/signalling.py` is the same for Triton;
-// `comm/signals.py` has the layout of the words. Every wait ends, by the flag, by a failure or by the clock. Lane p of a warp
-// waits for rank p.
+// Waiting for peers and signalling failures, for inclusion by kernels. `comm/signals.py` has the layout of the words. Every
+// wait ends, by the flag, by a failure or by the clock. Lane p of a warp waits for rank p.
 //
 // Macros: WORLD (at most 32), ABORT, ABORT_WORDS, TIMEOUT (ErrorCode); TURN_BIT and COUNT_BITS for token counts.
 

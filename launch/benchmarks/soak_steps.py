@@ -2,7 +2,7 @@
 
 The experts of a soak only multiply: the row of expert `e` is its token, quantized, times a factor of `e`. So the
 combined result of a rank's own tokens follows from them and their routing, bit for bit, in the order of sums that
-`kernels/exchange/combine.py` states. Every token of every rank and step differs, so a wrong, old or foreign row shows.
+`kernels/exchange/combine.cu` states. Every token of every rank and step differs, so a wrong, old or foreign row shows.
 
 Shape letters: `T` tokens of a rank, `H` hidden size, `K` experts per token, `R` rows.
 """

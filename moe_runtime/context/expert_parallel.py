@@ -45,6 +45,7 @@ from moe_runtime.context.regions import Regions
 from moe_runtime.context.threads import StreamOrder
 from moe_runtime.context.transport import Transport, check_heap, check_survivable, make_transport, resolve_device
 from moe_runtime.kernels.exchange.interface import ExchangeMemory
+from moe_runtime.kernels.exchange.plan import exchange_engine
 from moe_runtime.kernels.runtime import resolve_engine
 
 _LOG = logging.getLogger(__name__)
@@ -94,7 +95,8 @@ class ExpertParallelContext:
         hosts: the ranks of each host; None without a link.
         link_buffers: memory of what travels between hosts; None without a link.
         say_failed: takes part in the next exchange between hosts, to tell that this rank has failed.
-        engine: `cuda`, `triton` or `torch`, resolved.
+        engine: `cuda`, `triton` or `torch`, resolved. `kernels.exchange.plan.exchange_engine` says what the exchange
+            runs on.
         transport: name of the transport in use; `transport_reasons` says why not the others.
         host_transport: the `CollectiveTransport`; None where peers are mapped.
         timeout_ns, startup_timeout_ns: the limits for kernels.
@@ -165,7 +167,8 @@ class ExpertParallelContext:
                 if newcomer:
                     made = Transport("shared", SharedHeap(ranks))
                 else:
-                    made = make_transport(ranks, self.device, transport, self.engine, one_memory)
+                    kernels, _ = exchange_engine(self.engine, self.device)
+                    made = make_transport(ranks, self.device, transport, kernels, one_memory)
                 check_survivable(made, on_failure)
             except BaseException as error:
                 ranks.leave(reason_of(error), error)

@@ -38,7 +38,7 @@ def make_transport(group: RankGroup, device: torch.device, transport: str, engin
     """The transport that the ranks choose. Collective.
 
     Args:
-        engine: of this rank, resolved.
+        engine: of this rank's exchange, `cuda` or `torch`.
         one_memory: whether a heap must have all ranks.
 
     Raises as `comm.transport.choose_transport`.

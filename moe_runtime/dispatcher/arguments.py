@@ -21,6 +21,7 @@ from moe_runtime.config import MAX_EXPERTS, ModeName, resolve_mode, rows_per_exp
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.kernels.exchange.geometry import ExchangeGeometry, worst_case_rows
 from moe_runtime.kernels.exchange.padded_rows import PaddedRows, PaddedScales
+from moe_runtime.kernels.exchange.plan import sm_shared_bytes
 from moe_runtime.kernels.exchange.record import RecordLayout
 from moe_runtime.kernels.formats.number_formats import TokenFormat, format_named
 
@@ -96,6 +97,7 @@ def exchange_geometry(
         combined_hidden=output_size,
         kernel_prefix=kernel_prefix,
         accepts_repeats=accepts_repeats,
+        sm_shared_bytes=sm_shared_bytes(context.device),
     )
 
 

@@ -12,7 +12,7 @@ from moe_runtime.dispatcher.handle import HostStep
 from moe_runtime.kernels.exchange import hierarchical, hierarchical_cuda
 from moe_runtime.kernels.exchange.geometry import ExchangeGeometry
 from moe_runtime.kernels.exchange.hierarchical import HostGeometry, LinkMemory
-from moe_runtime.kernels.exchange.plan import plan_exchange
+from moe_runtime.kernels.exchange.plan import exchange_engine
 
 
 class HostExchange:
@@ -25,7 +25,7 @@ class HostExchange:
         capacity: most tokens of a rank for one host; None for all.
 
     Raises:
-        ValueError: on GPUs, sizes that the kernels do not take.
+        ValueError: on GPUs, where the kernels do not run, or do not take these sizes.
     """
 
     def __init__(
@@ -35,13 +35,11 @@ class HostExchange:
         self._count_tag = count_tag
         self.context, self._link, self._buffers = context, context.link, context.link_buffers
         self.geometry = geometry = HostGeometry(context.hosts, flat, hierarchical.PART_TOKENS, capacity)
-        if context.engine == "cuda" and plan_exchange(geometry.local) is None:
-            raise ValueError(
-                "transport: hierarchical has no kernels for these sizes (hidden_size, top_k, ranks of a host); "
-                "ask for collective"
-            )
+        kernels, why_not = exchange_engine(context.engine, context.device, geometry.local)
+        if kernels == "torch" and context.device.type == "cuda" and context.engine != "torch":
+            raise ValueError(f"transport: hierarchical cannot run here, {why_not}; ask for collective")
         self._buffers.grow(**geometry.chunk_bytes)
-        self._parts = hierarchical_cuda if context.engine == "cuda" else hierarchical
+        self._parts = hierarchical_cuda if kernels == "cuda" else hierarchical
         self._memory: LinkMemory | None = None
 
     @property

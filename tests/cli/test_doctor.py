@@ -81,10 +81,11 @@ def test_the_kernels_of_a_rank_alone_are_told(capsys: pytest.CaptureFixture[str]
     assert "one_rank_combine" in capsys.readouterr().out
 
 
-def test_an_exchange_too_wide_for_cuda_is_planned_for_triton(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_exchange_too_wide_for_cuda_is_planned_for_torch(capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor.main(["--config", "deepseek_v3", "--world-size", "64", "--hopper", "--json"]) == 0
     plans = json.loads(capsys.readouterr().out)["exchange_plans"]
-    assert {plan["engine"] for plan in plans.values()} == {"triton"}
+    assert {plan["engine"] for plan in plans.values()} == {"torch"}
+    assert all("no kernels take these sizes" in plan["why_not_cuda"] for plan in plans.values())
 
 
 @pytest.mark.cpu_only

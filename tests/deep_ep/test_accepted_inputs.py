@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ import torch.distributed as dist
 
 from moe_runtime.comm.errors import CapacityError, MoERuntimeError, RoutingError
 from moe_runtime.deep_ep import Buffer
-from moe_runtime.deep_ep import buffer as buffer_module
 from moe_runtime.kernels.exchange.layout import dispatch_layout
 
 EXPERTS, MOST, HIDDEN = 8, 6, 128
@@ -142,26 +140,11 @@ def normal(rank: int, world: int, name: str) -> None:
     buffer.destroy()
 
 
-def interpreted(function: Callable[..., None], rank: int, world: int, name: str) -> None:
-    contexts = buffer_module.ExpertParallelContext
-    try:
-        buffer_module.ExpertParallelContext = partial(contexts, engine="triton")  # type: ignore[misc, assignment]
-        function(rank, world, name)
-    finally:
-        buffer_module.ExpertParallelContext = contexts  # type: ignore[misc]
-
-
 @pytest.mark.cpu_only
 @pytest.mark.parametrize("mode", [low_latency, normal])
 @pytest.mark.parametrize("name", CASES)
 def test_inputs_that_are_taken(name: str, mode: Callable[..., None], get_pool: Any) -> None:
     get_pool(2).run(mode, name)
-
-
-@pytest.mark.cpu_only
-@pytest.mark.parametrize("name", ["twice", "other negative ids", "any weight without an expert"])
-def test_interpreted_kernels_take_them(name: str, get_pool: Any) -> None:
-    get_pool(2).run(partial(interpreted, low_latency), name)
 
 
 def refused(rank: int, world: int, error: type[MoERuntimeError], match: str, ids: list[list[int]]) -> None:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from moe_runtime.deep_ep import Buffer
-from moe_runtime.deep_ep import buffer as buffer_module
 from moe_runtime.deep_ep.utils.math import per_token_cast_back
+from moe_runtime.kernels.exchange import reference
+from moe_runtime.kernels.exchange.padded import place_padded_rows
 from moe_runtime.kernels.formats.quantize import quantize_rows
 from tests.support.exchange_data import repeated_ids
 
@@ -196,13 +197,10 @@ def test_each_entry_of_a_token_is_a_row_where_it_names_an_expert_twice(world: in
 
 
 def interpreted(rank: int, world: int, counts: list[int], hidden: int, seed: int, repeats: bool) -> None:
-    contexts = buffer_module.ExpertParallelContext
-    try:
-        buffer_module.ExpertParallelContext = partial(contexts, engine="triton")  # type: ignore[misc, assignment]
+    """The torch exchange, with rows placed by the kernel that the CUDA exchange places many tokens by."""
+    with patch.object(reference, "place_reference", place_padded_rows):
         dispatch_and_combine(rank, world, counts, hidden, seed, repeats)
         small_formats(rank, world, counts, hidden, seed, repeats)
-    finally:
-        buffer_module.ExpertParallelContext = contexts  # type: ignore[misc]
 
 
 @pytest.mark.cpu_only

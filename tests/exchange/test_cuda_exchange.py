@@ -1,4 +1,5 @@
-"""The exchange in CUDA C++ against Triton's, at the sizes of models: every byte, also of what nobody has to write."""
+"""The exchange in CUDA C++: its plans, and against torch's at the sizes of models: every byte, also of what nobody has
+to write."""
 
 from __future__ import annotations
 
@@ -11,11 +12,13 @@ import torch
 from moe_runtime.kernels.exchange import cuda, plan
 from moe_runtime.kernels.exchange.geometry import sample_geometry
 from moe_runtime.kernels.exchange.plan import plan_exchange, required_plan
+from moe_runtime.kernels.exchange.record import RecordLayout
 from moe_runtime.kernels.formats.number_formats import COMBINE_FORMATS, FORMATS
+from moe_runtime.kernels.runtime import SM_SHARED_BYTES_OF, Engine
 from tests.support.comparison import assert_same_bits
 from tests.support.exchange_data import rank_input
 from tests.support.token_parts import tokens_in_parts
-from tests.support.virtual_exchange import Ranks, expert_rows, poisoned_memory
+from tests.support.virtual_exchange import HOPPER, Ranks, expert_rows, poisoned_memory
 
 __all__ = ["poisoned_memory"]
 
@@ -87,13 +90,68 @@ def test_arrival_is_one_round_of_blocks(sms: int, scales: bool, rng: torch.Gener
         assert shares == 1 or chunks * chunk * shares <= blocks * plan.recv_warps
 
 
-def test_what_a_warp_or_its_shared_memory_cannot_hold_is_left_to_triton() -> None:
+def test_what_a_warp_or_its_shared_memory_cannot_hold_is_left_to_torch() -> None:
     geometry = sample_geometry("nvfp4")
     assert plan_exchange(geometry) is not None
     assert plan_exchange(replace(geometry, world_size=33, rank=0)) is None
     assert plan_exchange(replace(geometry, record=replace(geometry.record, top_k=33))) is None
     assert plan_exchange(replace(geometry, num_experts=65000)) is None
     assert plan_exchange(replace(geometry, record=replace(geometry.record, format=FORMATS["bf16"], hidden=72))) is None
+
+
+@pytest.mark.parametrize("num_sms", [None, 16])
+@pytest.mark.parametrize("fmt", sorted(FORMATS))
+@pytest.mark.parametrize("max_tokens", [8, 128, 4096])
+def test_less_shared_memory_changes_rings_and_teams_alone(fmt: str, max_tokens: int, num_sms: int | None) -> None:
+    """So ranks of different GPUs follow one protocol. At DeepSeek-V3's size every ring has two places or more."""
+    plans = [
+        required_plan(sample_geometry(fmt, max_tokens=max_tokens, num_sms=num_sms, sm_shared_bytes=sm))
+        for sm in (SM_SHARED_BYTES_OF[90], SM_SHARED_BYTES_OF[120])
+    ]
+    of_memory = ("teams", "send_shared_bytes", "output_rings", "partial_rings", "combine_shared_bytes")
+    few = {name: getattr(plans[1], name) for name in of_memory}
+    assert replace(plans[0], **few) == plans[1]
+    assert all(ring.places >= 2 for ring in (*plans[1].output_rings, *plans[1].partial_rings))
+    assert max(plans[1].send_shared_bytes, *plans[1].combine_shared_bytes) <= 99 * 1024
+    assert sample_geometry(fmt, sm_shared_bytes=SM_SHARED_BYTES_OF[120]).block_shared_bytes == 99 * 1024
+
+
+def test_sizes_that_fit_hopper_alone_are_left_to_torch_on_sm_120() -> None:
+    wide = replace(sample_geometry("bf16"), record=RecordLayout(FORMATS["bf16"], 16384, 8))
+    assert plan_exchange(wide) is not None
+    assert plan_exchange(replace(wide, sm_shared_bytes=SM_SHARED_BYTES_OF[120])) is None
+
+
+@pytest.mark.parametrize(
+    ("engine", "capability", "nvrtc", "expected", "why"),
+    [
+        ("cuda", (9, 0), True, "cuda", ""),
+        ("triton", (9, 0), True, "cuda", ""),
+        ("triton", (10, 0), True, "cuda", ""),
+        ("triton", (12, 0), True, "cuda", ""),
+        ("triton", (12, 0), False, "torch", "cuda-bindings finds no NVRTC"),
+        ("triton", (8, 0), True, "torch", "cuda:0 has compute capability 8.0, not 9.0 or more"),
+        ("triton", None, True, "torch", "the device is cpu"),
+        ("torch", (9, 0), True, "torch", "the engine is torch"),
+    ],
+)
+def test_the_exchange_of_an_engine(
+    engine: Engine,
+    capability: tuple[int, int] | None,
+    nvrtc: bool,
+    expected: str,
+    why: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device = torch.device("cpu") if capability is None else torch.device("cuda", 0)
+    monkeypatch.setattr(plan, "capability", lambda device: capability)
+    monkeypatch.setattr(plan, "has_nvrtc", lambda: nvrtc)
+    for geometry in (None, sample_geometry("nvfp4")):
+        kernels, why_not = plan.exchange_engine(engine, device, geometry)
+        assert kernels == expected and why_not.startswith(why) and bool(why_not) == (kernels == "torch")
+    if expected == "cuda":
+        kernels, why_not = plan.exchange_engine(engine, device, replace(sample_geometry("nvfp4"), num_experts=65000))
+        assert kernels == "torch" and why_not.startswith("no kernels take these sizes")
 
 
 @pytest.mark.gpu
@@ -111,12 +169,12 @@ def test_what_a_warp_or_its_shared_memory_cannot_hold_is_left_to_triton() -> Non
         ("bf16", "bf16", 700),
     ],
 )
-def test_bits_of_triton(fmt: str, wire: str, max_tokens: int, mode: str, device: torch.device, seed: int) -> None:
+def test_bits_of_torch(fmt: str, wire: str, max_tokens: int, mode: str, device: torch.device, seed: int) -> None:
     assert wire in COMBINE_FORMATS
     settings = {"hidden_size": HIDDEN, "num_experts": EXPERTS, "top_k": TOP_K, "max_tokens_per_rank": max_tokens}
     both = [
         Ranks(WORLD, device, engine, token_format=fmt, combine_format=wire, mode=mode, **settings)
-        for engine in ("triton", "auto")
+        for engine in ("torch", HOPPER)
     ]
     assert_same_steps(both, seed)
 
@@ -133,7 +191,7 @@ def in_parts() -> Iterator[None]:
 @pytest.mark.parametrize(("fmt", "max_tokens"), [("nvfp4", 3), ("fp8_block", 130), ("nvfp4", 1030)])
 def test_bits_where_tokens_come_in_parts(fmt: str, max_tokens: int, mode: str, device: torch.device, seed: int) -> None:
     settings = {"hidden_size": 1024, "num_experts": EXPERTS, "top_k": TOP_K, "max_tokens_per_rank": max_tokens}
-    both = [Ranks(WORLD, device, engine, token_format=fmt, mode=mode, **settings) for engine in ("triton", "auto")]
+    both = [Ranks(WORLD, device, engine, token_format=fmt, mode=mode, **settings) for engine in ("torch", HOPPER)]
     assert_same_steps(both, seed)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -23,68 +22,29 @@ from tests.kernels.test_dequant_compile import (
     SPILL_BYTES,
     compile_recorded,
 )
-from tests.support.virtual_exchange import Ranks, poisoned_memory
+from tests.support.virtual_exchange import HOPPER, Ranks, poisoned_memory
 
 __all__ = ["poisoned_memory"]
 
 
-@pytest.fixture
-def grids(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Programs of each launch of an interpreted kernel from now on."""
-    interpreter = pytest.importorskip("triton.runtime.interpreter")
-    run = interpreter.GridExecutor.__call__
-    found: list[int] = []
-
-    def recorded(self: Any, *args: Any, **kwargs: Any) -> Any:
-        found.append(self.grid[0])
-        return run(self, *args, **kwargs)
-
-    monkeypatch.setattr(interpreter.GridExecutor, "__call__", recorded)
-    return found
-
-
-@pytest.mark.cpu_only
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     ("num_sms", "fmt", "wire", "mode", "max_tokens"),
     [
-        (1, "nvfp4", "mxfp8", "contiguous", 5),
-        (2, "fp8_block", "bf16", "contiguous", 5),
-        (3, "mxfp8", "fp8_block", "gathered", 33),  # two chunks of slots from each of two ranks
-        (16, "bf16", "bf16", "gathered", 17),
-    ],
-)
-def test_interpreted_kernels_give_the_same_bits(
-    num_sms: int, fmt: str, wire: str, mode: str, max_tokens: int, grids: list[int], seed: int
-) -> None:
-    settings = {"hidden_size": 128, "num_experts": 3, "top_k": 2, "max_tokens_per_rank": max_tokens}
-    settings |= {"token_format": fmt, "combine_format": wire, "mode": mode}
-    cpu = torch.device("cpu")
-    both = [Ranks(2, cpu, "torch", **settings), Ranks(2, cpu, "triton", num_sms=num_sms, **settings)]
-    assert_same_steps(both, seed, ("random", "none"))
-    # Launches of a step on each of two ranks: one to send, four to arrive, two to combine.
-    assert max(grids) == num_sms and len(grids) == 2 * 2 * 7
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("engine", "num_sms", "fmt", "wire", "mode", "max_tokens"),
-    [
-        ("auto", 1, "nvfp4", "mxfp8", "gathered", 128),
-        ("auto", 1, "fp8_block", "bf16", "contiguous", 700),
-        ("auto", 3, "mxfp8", "fp8_block", "contiguous", 700),
-        ("auto", 3, "bf16", "bf16", "contiguous", 128),
-        ("auto", 16, "nvfp4", "bf16", "contiguous", 700),
-        ("auto", 16, "fp8_block", "bf16", "gathered", 700),
-        ("triton", 3, "mxfp8", "fp8_block", "contiguous", 700),
-        ("triton", 16, "nvfp4", "bf16", "gathered", 700),
+        (1, "nvfp4", "mxfp8", "gathered", 128),
+        (1, "fp8_block", "bf16", "contiguous", 700),
+        (3, "mxfp8", "fp8_block", "contiguous", 700),
+        (3, "bf16", "bf16", "contiguous", 128),
+        (16, "nvfp4", "bf16", "contiguous", 700),
+        (16, "fp8_block", "bf16", "gathered", 700),
     ],
 )
 def test_bits_on_a_gpu(
-    engine: str, num_sms: int, fmt: str, wire: str, mode: str, max_tokens: int, device: torch.device, seed: int
+    num_sms: int, fmt: str, wire: str, mode: str, max_tokens: int, device: torch.device, seed: int
 ) -> None:
     settings = {"hidden_size": HIDDEN, "num_experts": EXPERTS, "top_k": TOP_K, "max_tokens_per_rank": max_tokens}
     settings |= {"token_format": fmt, "combine_format": wire, "mode": mode}
-    both = [Ranks(WORLD, device, engine, **settings), Ranks(WORLD, device, engine, num_sms=num_sms, **settings)]
+    both = [Ranks(WORLD, device, HOPPER, **settings), Ranks(WORLD, device, HOPPER, num_sms=num_sms, **settings)]
     assert_same_steps(both, seed)
 
 

@@ -70,7 +70,7 @@ def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> A
 in_every_way = pytest.mark.parametrize(
     ("engine", "chunks"),
     [
-        *((engine, False) for engine in ENGINES[:2]),
+        *((engine, False) for engine in ENGINES[:1]),
         *(pytest.param(HOPPER, of, marks=needs_hopper) for of in (False, True)),
     ],
     indirect=["chunks"],

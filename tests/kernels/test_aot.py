@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from moe_runtime.kernels import aot
-from moe_runtime.kernels.exchange import hierarchical_cuda
 from moe_runtime.kernels.formats.number_formats import FORMATS, WEIGHT_FORMATS
 from moe_runtime.kernels.runtime import ALL_ARCHS, AotCase, CudaCase
 from moe_runtime.launch.benchmarks import ops_check
@@ -31,9 +30,8 @@ OPERATIONS = {
     "dequantize": tuple(WEIGHT_FORMATS),
     "dispatch_send": tuple(FORMATS),
     "recv_count": tuple(FORMATS),
-    "recv_offsets": tuple(FORMATS),
     "recv_permute": tuple(FORMATS),
-    "recv_rows": tuple(FORMATS),
+    "recv_scales": tuple(FORMATS),
     "grouped_gemm": (*FORMATS, *MIXED),
     "grouped_gemm_swiglu": (*FORMATS, *MIXED),
     "grouped_matmul_dynamic_scaled_nvfp4": ("nvfp4",),
@@ -44,6 +42,10 @@ OPERATIONS = {
     "expert_norm": ("bf16",),
     "combine_send": WIRE_FORMATS,
     "combine_recv": WIRE_FORMATS,
+    "one_rank_dispatch": tuple(FORMATS),
+    "one_rank_combine": WIRE_FORMATS,
+    **dict.fromkeys(("host_headers", "forward_send", "host_total"), tuple(FORMATS)),
+    "host_quantize": ("fp8_block", "mxfp8"),
     "route_logits": ("bf16",),
     "route_choose": ("any",),
 }
@@ -95,10 +97,8 @@ def test_every_operation_and_format_has_a_kernel_for_every_architecture(results:
     archs: dict[tuple[str, str], set[int]] = defaultdict(set)
     for result in results:
         archs[result["operation"], result["format"]].add(result["arch"])
-    # Steps of Hopper's own kernels that the others have no need of, and what only a program times. Between hosts other
-    # GPUs exchange by `collective`.
-    alone = {"dequant_tokens", "recv_scales", "write_clock", "one_rank_dispatch", "one_rank_combine"}
-    alone |= set(hierarchical_cuda.KERNELS)
+    # A step of Hopper's own GEMM kernels that the others have no need of, and what only a program times.
+    alone = {"dequant_tokens", "write_clock"}
     extra = {key for key in archs if key[0] in alone}
     wanted = {(operation, name) for operation, names in OPERATIONS.items() for name in names} | set(archs) - extra
     missing = {key: sorted(set(ALL_ARCHS) - archs[key]) for key in wanted if not archs[key] >= set(ALL_ARCHS)}

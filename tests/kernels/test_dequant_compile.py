@@ -184,10 +184,10 @@ class Compiled:
         return int(found["inc"]), int(found["dec"])
 
 
-def compile_recorded(launch: Recorded) -> Compiled:
+def compile_recorded(launch: Recorded, arch: str = "sm_90a") -> Compiled:
     """As the launch would have compiled it."""
     pytest.importorskip("cuda.bindings.nvrtc")
-    found = nvrtc.compile_with_log(launch.file, launch.defines)
+    found = nvrtc.compile_with_log(launch.file, launch.defines, arch)
     return Compiled(found.ptx, found.log)
 
 

@@ -52,13 +52,10 @@ def missed_in(death: str, world: int) -> Phase:
     return DEATHS[death]
 
 
-def lose_one(group: dist.ProcessGroup, engine: str, death: str, seed: int) -> None:
+def lose_one(group: dist.ProcessGroup, death: str, seed: int) -> None:
     """Steps of a group of which the last rank dies; each of the others finds out who, and where."""
     rank, world = dist.get_rank(group), dist.get_world_size(group)
-    if engine == "mixed":
-        # Who dies and who is left in the end: interpreted kernels take long.
-        engine = "triton" if rank in (0, world - 1) else "torch"
-    context = ExpertParallelContext(group, transport="shared", engine=engine, timeout_s=7.5)
+    context = ExpertParallelContext(group, transport="shared", engine="torch", timeout_s=7.5)
     dispatcher = make_dispatcher(context, "bf16", "gathered", MOST)
     clock = StandingClock(context, dead=world - 1)
     doomed = rank == world - 1
@@ -106,23 +103,16 @@ def lose_one(group: dist.ProcessGroup, engine: str, death: str, seed: int) -> No
     raise AssertionError("no error was raised")
 
 
-def lose_all(rank: int, world: int, engine: str, deaths: list[str], seed: int) -> int:
+def lose_all(rank: int, world: int, deaths: list[str], seed: int) -> int:
     """How many deaths it has lived through."""
     for left, death in zip(range(world, 1, -1), deaths, strict=True):
-        lose_one(dist.new_group(list(range(left)), use_local_synchronization=True), engine, death, seed + left)
+        lose_one(dist.new_group(list(range(left)), use_local_synchronization=True), death, seed + left)
     return len(deaths)
 
 
-@pytest.mark.parametrize(
-    ("engine", "deaths"),
-    [
-        ("torch", list(DEATHS)[:7]),
-        ("mixed", [list(DEATHS)[i] for i in (1, 3, 6)]),
-        ("mixed", [list(DEATHS)[i] for i in (2, 7, 8)]),
-    ],
-)
-def test_who_is_left_names_who_died(engine: str, deaths: list[str], seed: int) -> None:
-    outcomes = run_once(lose_all, len(deaths) + 1, engine, deaths, seed, timeout=170)
+@pytest.mark.parametrize("deaths", [list(DEATHS)[:7], [list(DEATHS)[i] for i in (2, 7, 8)]])
+def test_who_is_left_names_who_died(deaths: list[str], seed: int) -> None:
+    outcomes = run_once(lose_all, len(deaths) + 1, deaths, seed, timeout=170)
     for rank, outcome in enumerate(outcomes):
         assert outcome.error is None, f"rank {rank}: {outcome.trace}"
     assert [outcome.exitcode for outcome in outcomes] == [0] + [-signal.SIGKILL] * len(deaths)

@@ -119,10 +119,10 @@ def modelled(world: int, has_tokens: bool, last: int) -> tuple[Trace, Trace]:
 
 
 @pytest.mark.parametrize("has_tokens", [True, False])
-@pytest.mark.parametrize(("engine", "world"), [("torch", 2), ("torch", 4), ("triton", 3)])
-def test_the_model_is_what_ranks_do(engine: str, world: int, has_tokens: bool) -> None:
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_the_model_is_what_ranks_do(world: int, has_tokens: bool) -> None:
     """Each rank has an expert of its own, and its one token goes to all of them. Each half is used twice."""
-    contexts = virtual_contexts(world, engine=engine)
+    contexts = virtual_contexts(world, engine="torch")
     dispatchers = [
         TokenDispatcher(c, hidden_size=64, num_experts=world, top_k=world, max_tokens_per_rank=1) for c in contexts
     ]
@@ -160,5 +160,4 @@ def test_the_model_is_what_ranks_do(engine: str, world: int, has_tokens: bool) -
         step()
     stores, waits = modelled(world, has_tokens, last)
     assert recorder.stores == stores
-    if engine == "torch":
-        assert recorder.waits == waits
+    assert recorder.waits == waits

@@ -16,7 +16,6 @@ import torch
 
 from moe_runtime.comm.errors import Phase
 from moe_runtime.context.expert_parallel import ExpertParallelContext
-from moe_runtime.kernels import runtime
 from moe_runtime.kernels.exchange import reference
 
 REGION = "progress"
@@ -34,13 +33,11 @@ class StandingClock:
 
     def __init__(self, context: ExpertParallelContext, dead: int) -> None:
         self.context, self.dead, self.misses_dead = context, dead, False
-        self.time_ns = 10**15  # The interpreter makes an int32 of a small number.
+        self.time_ns = 10**15
         context.heap.reserve(REGION, 12)
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
-        standing = SimpleNamespace(monotonic_ns=self.now, sleep=time.sleep)
-        for module in (reference, runtime):
-            patch.setattr(module, "time", standing)
+        patch.setattr(reference, "time", SimpleNamespace(monotonic_ns=self.now, sleep=time.sleep))
 
     def now(self) -> int:
         # What came since a wait last looked is not missed any more: it looks once again before time goes on.

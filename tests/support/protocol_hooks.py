@@ -1,9 +1,7 @@
-"""Hooks before every store of a rank into symmetric memory, in torch references and interpreted kernels."""
+"""Hooks before every store of a rank into symmetric memory, in the torch exchange."""
 
 from __future__ import annotations
 
-import time
-from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -13,9 +11,7 @@ import pytest
 import torch
 
 from moe_runtime.context.expert_parallel import ExpertParallelContext
-from moe_runtime.context.regions import HALVED_REGIONS
 from moe_runtime.dispatcher.token_dispatcher import TokenDispatcher
-from moe_runtime.kernels import runtime
 from moe_runtime.kernels.exchange import reference
 
 OnStore = Callable[[str, int, int, int], None]
@@ -60,7 +56,7 @@ def hooked(
 
     `on_wait` hears what the torch reference waits for: `(word, epoch)`, of which one suffices.
     """
-    context, geometry = dispatcher.context, dispatcher.geometry
+    context = dispatcher.context
     running = [""]
 
     def signal(peer: int, word: int, value: int) -> None:
@@ -98,6 +94,7 @@ def hooked(
 
     words, wait = reference._signals_of, reference._wait
     exchange = dispatcher._backend
+    assert exchange is reference
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             dispatcher,
@@ -107,67 +104,14 @@ def hooked(
                 **{phase: wrapped(phase, getattr(exchange, phase)) for phase in PHASES},
             ),
         )
-        if exchange is reference:
-            patch.setattr(reference, "_signals_of", reference_words)
-            patch.setattr(reference, "_wait", reference_wait)
-            for region, phase in (
-                ("landing", "dispatch_send"),
-                ("token_flags", "dispatch_send"),
-                ("partials", "combine_send"),
-            ):
-                view = getattr(reference, f"_{region}")
-                name = "combine" if region == "partials" else region
-                patch.setattr(reference, f"_{region}", reference_region(name, phase, view))
-        else:
-            _hook_interpreter(patch, context, geometry.landing_half(context.half_bytes["landing"]), signal, on_store)
+        patch.setattr(reference, "_signals_of", reference_words)
+        patch.setattr(reference, "_wait", reference_wait)
+        for region, phase in (
+            ("landing", "dispatch_send"),
+            ("token_flags", "dispatch_send"),
+            ("partials", "combine_send"),
+        ):
+            view = getattr(reference, f"_{region}")
+            name = "combine" if region == "partials" else region
+            patch.setattr(reference, f"_{region}", reference_region(name, phase, view))
         yield
-
-
-def _hook_interpreter(
-    patch: pytest.MonkeyPatch,
-    context: ExpertParallelContext,
-    landing_half: int,
-    signal: Callable[[int, int, int], None],
-    on_store: OnStore,
-) -> None:
-    interpreter = pytest.importorskip("triton.runtime.interpreter")
-    exchange_words = interpreter._ir.ATOMIC_OP.XCHG
-    store, exchange = (
-        interpreter.InterpreterBuilder.create_masked_store,
-        interpreter.InterpreterBuilder.create_atomic_rmw,
-    )
-    halves = {**context.half_bytes, "landing": landing_half}
-    places = sorted(
-        (memory.data_ptr(), memory.data_ptr() + memory.numel(), region, peer)
-        for region in ("signals", *HALVED_REGIONS)
-        for peer in range(context.world_size)
-        for memory in [context.heap.peer_tensor(region, peer)]
-    )
-    starts = [place[0] for place in places]
-
-    def tell(address: int, values: Any) -> None:
-        found = bisect_right(starts, address) - 1
-        if found < 0 or address >= places[found][1]:
-            return
-        start, _, region, peer = places[found]
-        if region == "signals":
-            signal(peer, (address - start) // 4, int(values.flat[0]))
-        else:
-            on_store(region, peer, (address - start) // halves[region], 0)
-
-    def told_store(self: Any, pointers: Any, value: Any, mask: Any, *more: Any) -> Any:
-        addresses = pointers.data[mask.data]
-        if addresses.size:
-            # A store does not cross regions.
-            tell(int(addresses.flat[0]), value.data)
-        return store(self, pointers, value, mask, *more)
-
-    def told_exchange(self: Any, operation: Any, pointers: Any, value: Any, *more: Any) -> Any:
-        if operation == exchange_words:
-            tell(int(pointers.data.flat[0]), value.data)
-        return exchange(self, operation, pointers, value, *more)
-
-    # Who waits leaves the cores to the others.
-    patch.setattr(runtime, "os", SimpleNamespace(sched_yield=lambda: time.sleep(1e-3)))
-    patch.setattr(interpreter.InterpreterBuilder, "create_masked_store", told_store)
-    patch.setattr(interpreter.InterpreterBuilder, "create_atomic_rmw", told_exchange)

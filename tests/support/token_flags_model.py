@@ -36,7 +36,7 @@ are not among the turns of a `Finding`:
     holds back        dispatch_send.cu: `failed_or_ready` where it returns true, with `await_abort_sent`; the last block
     raises its flags  dispatch_send.cu: the block that is `last_to_arrive`, with DISPATCH_FLAG
     finds (a slot)    arrival.cuh: `await_slots`, the `Glance` behind it and `each_expert`; of ranks without
-                      token flags `await_tokens` and `recv_count`, or `_recv_count_kernel` of dispatch_recv.py
+                      token flags `await_tokens` and `recv_count`, or `dispatch_recv` of reference.py
     reads all         dispatch_recv.cu: the rest of `recv_permute`, with `check_sources`
     uses rows         a GEMM that gathers rows where they landed
     sends partial     combine.cu: `combine_send`, with COMBINE_FLAG

@@ -25,7 +25,7 @@ HOPPER = "hopper"
 needs_hopper = pytest.mark.skipif(
     not (torch.cuda.is_available() or CAN_EMULATE), reason="needs a GPU, or a C++ compiler for x86-64"
 )
-ENGINES = ("torch", "triton", pytest.param(HOPPER, marks=needs_hopper))
+ENGINES = ("torch", pytest.param(HOPPER, marks=needs_hopper))
 
 SETTINGS = {"hidden_size": 256, "num_experts": 7, "top_k": 3, "max_tokens_per_rank": 5}
 
