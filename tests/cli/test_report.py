@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from moe_runtime.launch import bench, report
-from moe_runtime.launch.benchmarks import torch_layer
+from moe_runtime.launch import bench
+from moe_runtime.launch.benchmarks import runs, torch_layer
 from moe_runtime.launch.common.environment import write_json
-from moe_runtime.launch.reporting import pages, plot, runs
+from moe_runtime.launch.report import __main__ as report
+from moe_runtime.launch.report import pages, plot
 from tests.support.programs import ROOT
 
 pytestmark = pytest.mark.cpu_only

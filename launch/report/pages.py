@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from moe_runtime.launch.benchmarks import runs
 from moe_runtime.launch.benchmarks.bounds import EVEN
 from moe_runtime.launch.benchmarks.layer_report import LOW_LATENCY, NORMAL, baselines_of, key_of
-from moe_runtime.launch.reporting import runs
-from moe_runtime.launch.reporting.operations import operations_markdown
-from moe_runtime.launch.reporting.runs import Report, Result, gpu_of, kind_of, ours, ranks_of, shown_us, where
-from moe_runtime.launch.reporting.show import RELATIVE, foreign_note, times_of
+from moe_runtime.launch.benchmarks.ops_table import operations_markdown
+from moe_runtime.launch.benchmarks.runs import Report, Result, gpu_of, kind_of, ours, ranks_of, shown_us, where
+from moe_runtime.launch.benchmarks.show import RELATIVE, foreign_note, times_of
 
 FEW_TOKENS = 32
 """Most tokens of a run of few tokens."""

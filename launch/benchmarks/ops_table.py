@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moe_runtime.launch.benchmarks.ops_check import FORMATS, OPERATIONS
-from moe_runtime.launch.reporting.runs import Report, Result, where
+from moe_runtime.launch.benchmarks.runs import Report, Result, where
 
 COLUMNS = ("operation", "format", "torch", "interpreted", "run on sm_90", "compiled sm_100", "compiled sm_120")
 ARCHS = (90, 100, 120)
