@@ -51,7 +51,13 @@ def some() -> dict[str, Any]:
 
 RUN = {
     "kind": ops_bench.KIND,
-    "environment": {"gpus": [{"name": "NVIDIA H200"}], "driver": "1", "packages": {"torch": "2", "triton": "3"}},
+    "environment": {
+        "gpus": [{"name": "NVIDIA H200"}],
+        "driver": "1",
+        "git_commit": "0123456789",
+        "git_modified_files": 0,
+        "packages": {"torch": "2", "triton": "3"},
+    },
     "results": [
         result(ops_check.OPERATIONS[0], median_us=1234.4),
         result(ops_check.OPERATIONS[0], median_us=99.6),
