@@ -21,10 +21,9 @@ from moe_runtime.config import CombineFormatName, FormatName, MoELayerConfig, Ru
 from moe_runtime.launch.benchmarks import gemm_bench, layer_operations, link_rate, models_bench, network, ops_bench
 from moe_runtime.launch.benchmarks.layer_bench import Baselines, Bench, Settings
 from moe_runtime.launch.benchmarks.layer_report import make_report
+from moe_runtime.launch.benchmarks.show import show
 from moe_runtime.launch.benchmarks.trace import TraceFile
 from moe_runtime.launch.common import cases, environment
-from moe_runtime.launch.reporting.plot import check_can_draw, draw_roofline
-from moe_runtime.launch.reporting.show import show
 from moe_runtime.layer import MoELayer
 from moe_runtime.support.progress import with_progress
 
@@ -36,12 +35,12 @@ WITH_CONFIG = (
     *("transport", "num_sms", "hosts", "network_gb_per_s"),
 )
 """Options of operations over a config."""
-ALONE = ("cases", "small", "picture")
+ALONE = ("cases", "small")
 """Options of `gemm`, `ops` and `models` without a config."""
 LONE = ("ops", "models")
 """Operations that never take a config."""
 RUN_ALONE = {"gemm": gemm_bench.run, "ops": ops_bench.run, "models": models_bench.run}
-REFUSED = {"gemm": WITH_CONFIG, "ops": (*WITH_CONFIG, "cases", "picture"), "models": (*WITH_CONFIG[1:], "picture")}
+REFUSED = {"gemm": WITH_CONFIG, "ops": (*WITH_CONFIG, "cases"), "models": WITH_CONFIG[1:]}
 """Options that an operation without a config does not take."""
 
 
@@ -135,14 +134,9 @@ def bench_alone(options: argparse.Namespace) -> int:
         if getattr(options, name) is not None:
             why = "takes it together with --config only" if name in WITH_CONFIG else "does not take it"
             raise ValueError(f"--{name.replace('_', '-')}: {operation} {why}")
-    for name in ("json", "picture"):
-        environment.check_folder(f"--{name}", getattr(options, name))
-    if options.picture is not None:
-        check_can_draw("--picture")
+    environment.check_folder("--json", options.json)
     report = RUN_ALONE[operation](options)
     show(report, environment.wide_console())
-    if options.picture is not None:
-        draw_roofline(report, options.picture)
     return int(not report["passed"])
 
 
@@ -156,8 +150,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.set_defaults(config=None)
     parser.add_argument("--cases", metavar="REGEX", help="gemm without --config, models: only cases with such a name")
     parser.add_argument("--small", action="store_true", help="without --config: small sizes, as on CPUs")
-    picture = "gemm without --config: a roofline (matplotlib)"
-    parser.add_argument("--picture", type=Path, metavar="FILE", help=picture)
     tokens = "max_tokens_per_rank, each in turn (default: tokens_per_rank)"
     parser.add_argument("--tokens", type=int, nargs="+", metavar="N", help=tokens)
     formats = "of tokens and weights, each in turn"

@@ -56,10 +56,9 @@ from moe_runtime.kernels.runtime import (
     missing_for_cuda,
     resolve_engine,
 )
-from moe_runtime.launch.benchmarks import ops_check
+from moe_runtime.launch.benchmarks import ops_check, runs
+from moe_runtime.launch.benchmarks.ops_table import print_operations
 from moe_runtime.launch.common.environment import gpu_records, package_versions
-from moe_runtime.launch.reporting import runs
-from moe_runtime.launch.reporting.operations import print_operations
 
 PLANNED_TOKENS = (1, 8, 128, 1024, 4096)
 """Tokens of a rank for which exchange and GEMMs are planned."""

@@ -10,13 +10,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import random
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+from tests.support.kept_files import forget_unused
 
 HAS_GPU = torch.cuda.is_available()
 if HAS_GPU:
@@ -46,13 +47,8 @@ settings.load_profile("moe_runtime")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A folder for what the processes of this run compile for the emulator; that of the first one is for all."""
-    from tests.emulator import FOLDER
-
-    if FOLDER not in os.environ:
-        folder = tempfile.TemporaryDirectory(prefix="emulated-")
-        os.environ[FOLDER] = folder.name
-        config.add_cleanup(folder.cleanup)
+    if not hasattr(config, "workerinput"):
+        forget_unused()
 
 
 LONGEST = ("test_aot.py", "test_tma_gemm.py", "test_tma_gemm_emulated.py", "test_dequant_gemm_emulated.py")

@@ -16,10 +16,10 @@ from typing import Any
 from rich.console import Console
 
 from moe_runtime.config import OLD_MODES, MoELayerConfig
+from moe_runtime.launch.benchmarks import runs
+from moe_runtime.launch.benchmarks.runs import Report, Result
 from moe_runtime.launch.common import environment
-from moe_runtime.launch.reporting import runs
-from moe_runtime.launch.reporting.pages import between_marks, markdown_table
-from moe_runtime.launch.reporting.runs import Report, Result
+from moe_runtime.launch.report.pages import between_marks, markdown_table
 from moe_runtime.launch.research import host_model, host_routing
 from moe_runtime.launch.research.host_model import Deployment, Machine, Reach
 

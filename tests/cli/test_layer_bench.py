@@ -29,8 +29,8 @@ from moe_runtime.launch.benchmarks import (
     torch_layer,
     trace,
 )
+from moe_runtime.launch.benchmarks.show import show
 from moe_runtime.launch.benchmarks.torch_layer import Route, TorchLayer
-from moe_runtime.launch.reporting.show import show
 from moe_runtime.layer import MoELayer
 from moe_runtime.metrics import PhaseTimes, phase
 from moe_runtime.reference import moe_reference, relative_error

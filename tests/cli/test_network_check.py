@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from moe_runtime.launch.reporting.pages import between_marks
+from moe_runtime.launch.report.pages import between_marks
 from moe_runtime.launch.research import namespaces, network_check
 from tests.support.programs import ROOT
 

@@ -13,9 +13,8 @@ from rich.console import Console
 from moe_runtime import ops
 from moe_runtime.kernels import aot
 from moe_runtime.launch import doctor
-from moe_runtime.launch.benchmarks import ops_bench, ops_check
+from moe_runtime.launch.benchmarks import ops_bench, ops_check, ops_table
 from moe_runtime.launch.benchmarks.fp8_bound import FP8_MMA_BITS
-from moe_runtime.launch.reporting import operations
 from tests.support.programs import ROOT
 from tests.support.spawner import interpreter
 
@@ -52,7 +51,13 @@ def some() -> dict[str, Any]:
 
 RUN = {
     "kind": ops_bench.KIND,
-    "environment": {"gpus": [{"name": "NVIDIA H200"}], "driver": "1", "packages": {"torch": "2", "triton": "3"}},
+    "environment": {
+        "gpus": [{"name": "NVIDIA H200"}],
+        "driver": "1",
+        "git_commit": "0123456789",
+        "git_modified_files": 0,
+        "packages": {"torch": "2", "triton": "3"},
+    },
     "results": [
         result(ops_check.OPERATIONS[0], median_us=1234.4),
         result(ops_check.OPERATIONS[0], median_us=99.6),
@@ -62,7 +67,7 @@ RUN = {
 
 
 def test_lines_hold_what_was_found() -> None:
-    first, second, *_, last = operations.cells(some(), RUN)
+    first, second, *_, last = ops_table.cells(some(), RUN)
     wgmma = "`wgmma.mma_async.m64n*k16.f32.bf16.bf16`"
     run = f"ok, 0.50 of its bound, 1234 and 100 us; {wgmma}"
     assert first == [
@@ -81,12 +86,12 @@ def test_lines_hold_what_was_found() -> None:
 
 def test_printed_and_as_markdown() -> None:
     file = io.StringIO()
-    operations.print_operations(some(), RUN, Console(file=file, width=250))
+    ops_table.print_operations(some(), RUN, Console(file=file, width=250))
     text = file.getvalue()
     assert "tcgen05.mma.kind::f16" in text and "sm_120: no instruction matches" in text and "NVIDIA H200" in text
-    operations.print_operations(some(), None, Console(file=file, width=250))
+    ops_table.print_operations(some(), None, Console(file=file, width=250))
     assert "No run on a GPU is recorded" in file.getvalue()
-    lines = operations.operations_markdown(some(), RUN, "x.json").splitlines()
+    lines = ops_table.operations_markdown(some(), RUN, "x.json").splitlines()
     assert lines[2].startswith("| `grouped_matmul_dynamic_scaled_nvfp4` | nvfp4 | ok | 1 of 2 FAILED |")
     assert len(lines) == 2 + len(ops_check.OPERATIONS) + 2 and "[JSON](x.json)" in lines[-1]
 
@@ -104,7 +109,7 @@ def test_committed_files_say_that_all_is_well() -> None:
     checked, run = (json.loads((RESULTS / name).read_text()) for name in ("ops_checked.json", "ops_h200.json"))
     assert not ops_check.has_failed(checked)
     assert run["passed"] and run["environment"]["gpus"][0]["arch"] == "sm_90"
-    for line in operations.cells(checked, run):
+    for line in ops_table.cells(checked, run):
         assert "FAILED" not in " ".join(line) and "no record" not in " ".join(line) and "-" not in line
     probe = json.loads((RESULTS / "fp8_probe_h200.json").read_text())
     assert probe["kept_bits"] == FP8_MMA_BITS

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from moe_runtime.launch import bench, report
-from moe_runtime.launch.benchmarks import torch_layer
+from moe_runtime.launch import bench
+from moe_runtime.launch.benchmarks import runs, torch_layer
 from moe_runtime.launch.common.environment import write_json
-from moe_runtime.launch.reporting import pages, plot, runs
+from moe_runtime.launch.report import __main__ as report
+from moe_runtime.launch.report import pages, plot
 from tests.support.programs import ROOT
 
 pytestmark = pytest.mark.cpu_only
@@ -320,7 +322,8 @@ def test_tables_of_a_layer_and_its_exchange() -> None:
     exchange = pages.exchange_table(made).splitlines()
     assert exchange[2] == "| tokens per rank | run1 dispatch nvfp4 | run1 combine bf16 |"
     assert exchange[4:] == ["| 8 | 20.0 (60.1) | check failed |"] and "run0" not in exchange[0]
-    assert pages.goal_table(made).splitlines()[2:] == [
+    goals = pages.goal_table(made).splitlines()
+    assert goals[0].endswith("commit 0123456.") and goals[4:] == [
         "| layer | nvfp4 | 250 <= 250 | 3000 **>** 2500 |",
         "| dispatch | nvfp4 | 20.0 ? 18 |  |",
     ]
@@ -358,6 +361,44 @@ def test_tables_of_layers_take_their_runs_whatever_these_refuse() -> None:
 
 def test_the_page_of_results_is_up_to_date() -> None:
     assert report.main(["tables", "--check"]) == 0, "run python -m moe_runtime.launch.report tables"
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if runs.kind_of(load(name)) != runs.CHECKED])
+def test_a_committed_run_says_what_ran_where(name: str) -> None:
+    """Commit, command, and the cards or, without any, the processor. What compiles anywhere has none of them."""
+    record = load(name)["environment"]
+    assert re.fullmatch("[0-9a-f]{7,40}", record["git_commit"]) and re.match(
+        "[0-9a-f]{7}\\b", runs.commit_of(load(name))
+    )
+    assert ".py " in record["command"] or "moe_runtime.launch." in record["command"]
+    assert record["gpus"] or record["processor"]
+
+
+@pytest.mark.parametrize("kind", pages.TABLES)
+def test_a_table_is_of_one_commit_or_says_which_column_is_of_which(kind: str) -> None:
+    page = (RESULTS / "README.md").read_text()
+    (text,) = re.findall(rf"<!-- {kind} -->\n(.*?)\n<!-- end of {kind} -->", page, re.DOTALL)
+    files = re.findall(r"\[[^]]+\]\((\w+\.json)\)", text)
+    assert files
+    for name in files:
+        where, commit = f"{runs.where(load(name))}, commit {runs.commit_of(load(name))}", f"({name})"
+        assert where in text and commit in text
+    if len({runs.commit_of(load(name)) for name in files}) > 1:
+        (head,) = re.findall(r"^(\|.*\|)\n\|---", text, re.MULTILINE)
+        of_runs = [name.removesuffix(".json") for name in files] + [
+            runs.gpu_of(load(name)).split()[1] for name in files
+        ]
+        assert all(cell.split()[0] in of_runs for cell in head.split("|")[2:-1]), head
+
+
+@pytest.mark.parametrize("page", ["README.md", *sorted(f"docs/{path.name}" for path in ROOT.glob("docs/*.md"))])
+def test_pages_with_tables_of_runs_name_the_files(page: str) -> None:
+    """That are here, as every name of a file of results."""
+    text = (ROOT / page).read_text()
+    named = set(re.findall(r"launch/results/(\w+\.json)", text))
+    assert named <= set(FILES)
+    marks = set(re.findall(r"<!-- end of (\w+) -->", text))
+    assert not marks or named
 
 
 def test_the_page_is_checked_and_remade(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import os
 import platform
 import re
 import subprocess
@@ -27,13 +26,12 @@ import pytest
 import torch
 
 from moe_runtime.kernels import nvrtc
+from tests.support.kept_files import folder_for, made_once
 from tests.support.on_host import COMPILER
 
 HERE = Path(__file__).parent
 CAN_EMULATE = COMPILER is not None and platform.machine() == "x86_64"
 needs_emulator = pytest.mark.skipif(not CAN_EMULATE, reason="needs a C++ compiler for x86-64")
-FOLDER = "MOE_RUNTIME_TEST_EMULATED"
-"""Variable of the environment that names a folder, which conftest.py makes and removes."""
 OPTIONS = ("-std=c++17", "-fPIC", "-shared", "-fno-strict-aliasing", "-ffp-contract=off", "-w", f"-I{HERE}")
 OF_KERNELS = "-Og"
 """Compiles in half the time of -O1, and the kernels hardly run longer: most of that is the emulator's."""
@@ -45,21 +43,23 @@ class EmulatorError(AssertionError):
     """A kernel that did what a GPU would not forgive, or that could not go on, and who waited for what."""
 
 
+@cache
 def _folder() -> Path:
-    """What processes of a test run compile, each thing once."""
-    return Path(os.environ[FOLDER])
+    """Of this compiler, these options and this emulator; what is in it is named by the text that it was made of."""
+    version = subprocess.run([str(COMPILER), "--version"], capture_output=True, text=True, timeout=60, check=True)
+    sources = [path.read_bytes() for path in sorted((*HERE.glob("*.h"), *HERE.glob("*.cpp")))]
+    return folder_for("emulated", version.stdout, repr((OPTIONS, OF_KERNELS, LINKED)), *sources)
 
 
 def _compiled(sources: Sequence[Path], name: str, *options: str) -> Path:
-    """`name` in the folder of the run, compiled from `sources` unless it is there; it appears there whole."""
-    binary = _folder() / name
-    if not binary.exists():
-        part = binary.with_suffix(f".{os.getpid()}")
-        command = [str(COMPILER), *options, *OPTIONS, *map(str, sources), "-o", str(part)]
+    """`name` in the folder, compiled from `sources` unless it is there."""
+
+    def compile_to(binary: Path) -> None:
+        command = [str(COMPILER), *options, *OPTIONS, *map(str, sources), "-o", str(binary)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
         assert done.returncode == 0, f"{name}: {done.stderr[:4000]}"
-        part.replace(binary)
-    return binary
+
+    return made_once(_folder() / name, compile_to)
 
 
 def _preprocessed(text: str, defines: nvrtc.Defines) -> str:
@@ -195,7 +195,7 @@ def _library(file: str, defines: nvrtc.Defines, edit: Callable[[str], str] | Non
     text = translated(file, defines)
     text = text if edit is None else edit(text)
     name = f"{file}-{hashlib.sha256(text.encode()).hexdigest()[:32]}.so"
-    with tempfile.TemporaryDirectory(dir=_folder()) as folder:
+    with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / f"{file}.cpp"
         source.write_text(text)
         return ctypes.CDLL(str(_compiled([source], name, OF_KERNELS, *LINKED, f"-I{_folder()}")))

@@ -50,6 +50,7 @@ from tests.support.gemm_cases import (
 )
 from tests.support.gemm_checks import check_quantized, check_untouched, parts_of, poisoned
 from tests.support.gemm_plans import planned, tma_grouped_gemm, tma_grouped_gemm_swiglu, tma_plan
+from tests.support.kept_files import folder_for, made_once
 
 REGIMES = list(TMA_SHAPES)
 NAMES = ["fp8_block", "bf16"]
@@ -98,28 +99,39 @@ def _variants() -> list[dict[str, int]]:
     return found
 
 
+def _disassembled(cubin: bytes, cuobjdump: Path) -> str:
+    """Text of the machine code, from the cache of tests where it is there: the disassembler takes 0.4 s to start."""
+
+    def write(text: Path) -> None:
+        binary = text.with_suffix(".cubin")
+        binary.write_bytes(cubin)
+        command = [str(cuobjdump), "-sass", str(binary)]
+        text.write_text(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+        binary.unlink()
+
+    return made_once(folder_for("sass", cubin, triton.__version__) / "sass", write).read_text()
+
+
 @pytest.mark.cpu_only
 @pytest.mark.timeout(600)
-def test_variants_multiply_in_tensor_cores_and_keep_their_sums_in_registers(tmp_path: Path) -> None:
+def test_variants_multiply_in_tensor_cores_and_keep_their_sums_in_registers() -> None:
     """Memory may be used after the last product of the steps that all tiles take, where scales need another path."""
     cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     if not cuobjdump.is_file():
         pytest.skip("this triton brings no cuobjdump")
     for variant in _variants():
-        file = tmp_path / "kernel.cubin"
-        file.write_bytes(nvrtc.compile_source(tma.SOURCE, variant))
-        sass = subprocess.run([str(cuobjdump), "-sass", str(file)], capture_output=True, text=True, check=True)
+        sass = _disassembled(nvrtc.compile_source(tma.SOURCE, variant), cuobjdump)
         few = variant["ROWS"] < TILE_ROWS
         columns = variant["ROWS"] if few else 128 if variant["FP8"] else 256
         wgmma = f"QGMMA.64x{columns}x32.F32.E4M3.E4M3" if variant["FP8"] else f"HGMMA.64x{columns}x16.F32.BF16"
-        assert wgmma in sass.stdout and "UTMALDG.4D" in sass.stdout, variant
-        assert ("USETMAXREG" in sass.stdout) == (not few), variant
-        assert ("UTMALDG.4D.MULTICAST" in sass.stdout) == (variant["CLUSTER"] == 2 and not few), variant
+        assert wgmma in sass and "UTMALDG.4D" in sass, variant
+        assert ("USETMAXREG" in sass) == (not few), variant
+        assert ("UTMALDG.4D.MULTICAST" in sass) == (variant["CLUSTER"] == 2 and not few), variant
         # TMA copies all rows; threads copy scales alone, 4 bytes at a time.
-        assert "UTMALDG.2D" in sass.stdout and "LDGSTS.E.BYPASS" not in sass.stdout, variant
+        assert "UTMALDG.2D" in sass and "LDGSTS.E.BYPASS" not in sass, variant
         # Both blocks of a cluster tell each other the largest values of rows.
-        assert ("STAS" in sass.stdout) == (few and variant["CLUSTER"] == 2), variant
-        names = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@\S+\s+)?(\w+)", sass.stdout, re.MULTILINE)
+        assert ("STAS" in sass) == (few and variant["CLUSTER"] == 2), variant
+        names = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@\S+\s+)?(\w+)", sass, re.MULTILINE)
         products = [place for place, name in enumerate(names) if name in ("QGMMA", "HGMMA")]
         # Of FP8 the first four before the loop, which begins where the first half is under way, then those of both
         # halves, unrolled over the stages; then come those for other scales. Tiles of one half have theirs in bf16.

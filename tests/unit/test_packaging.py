@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 import venv
 import zipfile
@@ -17,10 +18,13 @@ import pytest
 
 import moe_runtime
 from tests.support.programs import ROOT
+from tests.unit.test_import_graph import graph_of, module_files
 
 pytestmark = pytest.mark.cpu_only
 
 LINKED = ("kernels", "comm", "configs", "launch")
+IN_CLONES_ONLY = ("moe_runtime.launch.report", "moe_runtime.launch.research")
+"""Folders that the sdist has and the wheel has not: who installs runs none of it."""
 TOPS = {"moe_runtime": ROOT / "moe_runtime"} | {f"moe_runtime.{name}": ROOT / name for name in LINKED}
 FOLDERS = TOPS | {
     f"{package}.{path.parent.relative_to(folder).as_posix().replace('/', '.')}": path.parent
@@ -34,6 +38,7 @@ MODULES = {
     for package, folder in FOLDERS.items()
     for path in sorted(folder.glob("*.py"))
 }
+INSTALLED = {package: folder for package, folder in FOLDERS.items() if package not in IN_CLONES_ONLY}
 
 
 def run(*command: str | Path, cwd: Path, **environment: str) -> str:
@@ -47,14 +52,20 @@ def run(*command: str | Path, cwd: Path, **environment: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel of this tree, built from a copy because setuptools leaves its work beside the sources."""
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the sdist of this tree, built from a copy because setuptools leaves its work beside the sources,
+    and with the wheel that is built from the sdist."""
     folder = tmp_path_factory.mktemp("wheel")
     hidden = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist")
     shutil.copytree(ROOT, folder / "tree", symlinks=True, ignore=hidden)
-    run(sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", folder, cwd=folder / "tree")
-    (built,) = folder.glob("*.whl")
-    return built
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, cwd=folder / "tree")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(built: Path) -> Path:
+    (wheel,) = built.glob("*.whl")
+    return wheel
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +88,7 @@ def test_wheel_holds_everything_and_nothing_beside_moe_runtime(wheel: Path) -> N
     assert tops == {"moe_runtime", f"moe_runtime-{moe_runtime.__version__}.dist-info"}
     expected = {
         f"{package.replace('.', '/')}/{path.name}"
-        for package, folder in FOLDERS.items()
+        for package, folder in INSTALLED.items()
         for kind in ("*.py", "*.cu*", "*.yaml", "*.json", "py.typed")
         for path in folder.glob(kind)
     }
@@ -88,6 +99,24 @@ def test_wheel_holds_everything_and_nothing_beside_moe_runtime(wheel: Path) -> N
     assert any(name.endswith("LICENSE") for name in names)
 
 
+def test_the_sdist_has_what_the_wheel_leaves_out(built: Path) -> None:
+    (sdist,) = built.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
+    for package in FOLDERS:
+        folder = FOLDERS[package].relative_to(ROOT)
+        assert {f"{folder}/{path.name}" for kind in ("*.py", "*.cu*") for path in (ROOT / folder).glob(kind)} <= names
+
+
+def test_what_is_installed_imports_nothing_that_is_not() -> None:
+    """Not in a function either, where only a user of the wheel would find it."""
+    texts = {module: path.read_text() for module, path in module_files(ROOT).items()}
+    graph = graph_of(texts | {"moe_runtime": ""})
+    outside = {module for module in graph if module.startswith(tuple(f"{name}." for name in IN_CLONES_ONLY))}
+    assert len(outside) > len(IN_CLONES_ONLY)
+    assert not [(module, sorted(graph[module] & outside)) for module in set(graph) - outside if graph[module] & outside]
+
+
 def test_every_module_imports_from_an_installed_wheel(installed_python: Path, tmp_path: Path) -> None:
     script = f"""
 import importlib, importlib.metadata, pathlib, sys
@@ -96,7 +125,7 @@ compiler = "torch._dynamo"
 loaded = compiler in sys.modules
 importlib.import_module("moe_runtime.layer")
 assert (compiler in sys.modules) == loaded, "it takes as long as torch"
-for name in {sorted(MODULES)!r}:
+for name in {[name for name in sorted(MODULES) if name.rpartition(".")[0] not in IN_CLONES_ONLY]!r}:
     module = importlib.import_module(name)
     assert pathlib.Path(module.__file__).is_relative_to(sys.prefix), module.__file__
 import moe_runtime
@@ -136,9 +165,9 @@ def test_linked_folders_are_never_packages_of_their_own(name: str) -> None:
     assert not list((ROOT / name).rglob("__init__.py"))
 
 
-def test_every_folder_with_code_is_installed() -> None:
+def test_every_folder_with_code_is_installed_but_those_for_clones() -> None:
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
-    assert set(listed) == {*FOLDERS, "moe_runtime.configs"}
+    assert set(listed) == {*INSTALLED, "moe_runtime.configs"}
 
 
 def test_no_file_mentions_a_path_of_one_machine() -> None:

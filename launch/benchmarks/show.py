@@ -8,13 +8,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from moe_runtime.launch.benchmarks import runs
 from moe_runtime.launch.benchmarks.bounds import EVEN, needs_even_case, verdict
 from moe_runtime.launch.benchmarks.gemm_cases import MEASURED_GPU
 from moe_runtime.launch.benchmarks.layer_report import OURS, gpus_of
 from moe_runtime.launch.benchmarks.link_rate import describe
-from moe_runtime.launch.reporting import runs
-from moe_runtime.launch.reporting.operations import print_operations
-from moe_runtime.launch.reporting.runs import Report, Result, case_of, kind_of, ranks_of, shown_us, where
+from moe_runtime.launch.benchmarks.ops_table import print_operations
+from moe_runtime.launch.benchmarks.runs import Report, Result, case_of, kind_of, ranks_of, shown_us, where
 
 LAYER_COLUMNS = (
     *("operation", "by", "routing", "format", "tokens", "us", "spread", "of torch", "floor us", "goal us"),

@@ -111,6 +111,16 @@ def where(report: Report) -> str:
     return f"{gpu_of(report)}{driver}, {packages}"
 
 
+def commit_of(report: Report) -> str:
+    """The commit that the files of a run are of, and how many were modified."""
+    record = report["environment"]
+    if record.get("source_tree"):
+        # "the files of <commit>, ..."
+        return str(record["source_tree"]).removeprefix("the files of ")[:7]
+    modified = record["git_modified_files"]
+    return str(record["git_commit"])[:7] + (f" with {modified} modified files" if modified else "")
+
+
 def model_of(report: Report) -> str:
     """Sizes of the layer of a run, and `num_sms` where it is limited."""
     layer = report["config"]["layer"]

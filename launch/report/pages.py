@@ -6,12 +6,22 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from moe_runtime.launch.benchmarks import runs
 from moe_runtime.launch.benchmarks.bounds import EVEN
 from moe_runtime.launch.benchmarks.layer_report import LOW_LATENCY, NORMAL, baselines_of, key_of
-from moe_runtime.launch.reporting import runs
-from moe_runtime.launch.reporting.operations import operations_markdown
-from moe_runtime.launch.reporting.runs import Report, Result, gpu_of, kind_of, ours, ranks_of, shown_us, where
-from moe_runtime.launch.reporting.show import RELATIVE, foreign_note, times_of
+from moe_runtime.launch.benchmarks.ops_table import operations_markdown
+from moe_runtime.launch.benchmarks.runs import (
+    Report,
+    Result,
+    commit_of,
+    gpu_of,
+    kind_of,
+    ours,
+    ranks_of,
+    shown_us,
+    where,
+)
+from moe_runtime.launch.benchmarks.show import RELATIVE, foreign_note, times_of
 
 FEW_TOKENS = 32
 """Most tokens of a run of few tokens."""
@@ -114,9 +124,11 @@ def normal_table(found: Found) -> str:
 
 
 def goal_table(found: Found) -> str:
-    """A line per operation and format with a goal, a column per number of tokens: time, and the goal behind it."""
+    """Of the run with most ranks that has goals: a line per operation and format with a goal, a column per number of
+    tokens, in it the time and the goal."""
     rows: dict[tuple[str, str], dict[int, str]] = {}
-    for _, report in _most_ranks_first(found):
+    reports = [run for run in _most_ranks_first(found) if any(result.get("goal") for result in ours(run[1]))][:1]
+    for _, report in reports:
         for result in ours(report):
             if goal := result.get("goal"):
                 combine = result["operation"] == "combine"
@@ -126,7 +138,8 @@ def goal_table(found: Found) -> str:
                 rows.setdefault((result["operation"], fmt), {}).setdefault(result["tokens_per_rank"], text)
     counts = sorted({count for row in rows.values() for count in row})
     lines = [[*name, *(row.get(count, "") for count in counts)] for name, row in rows.items()]
-    return markdown_table(["operation", "format", *map(str, counts)], lines)
+    table = markdown_table(["operation", "format", *map(str, counts)], lines)
+    return "\n\n".join([*(_source(*run) for run in reports), table])
 
 
 def gemm_table(found: Found) -> str:
@@ -253,14 +266,7 @@ def _cell(result: Result, suffix: str | None = None) -> str:
 
 def _source(name: str, report: Report) -> str:
     """The file of a run, where it ran, and the commit that its files are of."""
-    record = report["environment"]
-    commit, modified = str(record["git_commit"])[:7], record["git_modified_files"]
-    if record.get("source_tree"):
-        # "the files of <commit>, ..."
-        commit = record["source_tree"].removeprefix("the files of ")[:7]
-    elif modified:
-        commit += f" with {modified} modified files"
-    return f"[{_short(name)}]({name}): {where(report)}, commit {commit}."
+    return f"[{_short(name)}]({name}): {where(report)}, commit {commit_of(report)}."
 
 
 def _by_tokens(reports: Sequence[Run], columns: dict[str, dict[int, str]], text: str) -> str:

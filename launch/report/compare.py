@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from moe_runtime.launch.reporting.runs import LAYER, LOADING, Figure, Report, figures, kind_of, model_of
+from moe_runtime.launch.benchmarks.runs import LAYER, LOADING, Figure, Report, figures, kind_of, model_of
 
 ENVIRONMENT = ("processor", "cores", "driver", "cuda", "packages", "git_commit", "transport", "engine", "command")
 """Fields of the environment that are printed where they differ."""

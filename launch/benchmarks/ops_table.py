@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moe_runtime.launch.benchmarks.ops_check import FORMATS, OPERATIONS
-from moe_runtime.launch.reporting.runs import Report, Result, where
+from moe_runtime.launch.benchmarks.runs import Report, Result, commit_of, where
 
 COLUMNS = ("operation", "format", "torch", "interpreted", "run on sm_90", "compiled sm_100", "compiled sm_120")
 ARCHS = (90, 100, 120)
@@ -80,7 +80,8 @@ def operations_markdown(checked: Report, run: Report, source: str) -> str:
             shape, ms = after["shape"], after["prepare_us"] / 1e3
             experts = f"{shape['num_experts']} x {shape['n']} x {shape['k']}"
             prepacked.append(f"{ms:.1f} ms for {experts} in {after['format']}")
-    text = f"Run on {where(run)} ([JSON]({source})); a time per variant, raw weights before prepacked ones."
+    text = f"Run on {where(run)}, commit {commit_of(run)} ([JSON]({source}));"
+    text += " a time per variant, raw weights before prepacked ones."
     if ratios:
         text += f" Prepacked weights make operations {min(ratios):.1f} to {max(ratios):.1f} times as fast."
         text += f" Prepacking takes {', '.join(prepacked)}."

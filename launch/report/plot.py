@@ -11,8 +11,17 @@ from moe_runtime.config import OLD_MODES
 from moe_runtime.launch.benchmarks.bounds import EVEN, memory_bytes
 from moe_runtime.launch.benchmarks.gemm_cases import BF16_TFLOP_PER_S, FP8_TFLOP_PER_S, MEMORY_TB_PER_S
 from moe_runtime.launch.benchmarks.layer_report import OURS, baselines_of, key_of
-from moe_runtime.launch.reporting.runs import Report, Result, check_alike, formats_of, gpu_of, model_of, ranks_of, where
-from moe_runtime.launch.reporting.show import foreign_note
+from moe_runtime.launch.benchmarks.runs import (
+    Report,
+    Result,
+    check_alike,
+    formats_of,
+    gpu_of,
+    model_of,
+    ranks_of,
+    where,
+)
+from moe_runtime.launch.benchmarks.show import foreign_note
 
 COLOURS = {"nvfp4": "tab:green", "fp8_block": "tab:blue", "mxfp8": "tab:orange", "bf16": "tab:red"}
 """By token format."""

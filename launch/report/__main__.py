@@ -13,14 +13,15 @@ import argparse
 import sys
 from pathlib import Path
 
+from moe_runtime.launch.benchmarks import runs
+from moe_runtime.launch.benchmarks.runs import Report, figures
+from moe_runtime.launch.benchmarks.show import show
 from moe_runtime.launch.common import environment
-from moe_runtime.launch.reporting import pages, runs
-from moe_runtime.launch.reporting.compare import compare, differences
-from moe_runtime.launch.reporting.plot import check_can_draw, draw, draw_roofline
-from moe_runtime.launch.reporting.runs import Report, figures
-from moe_runtime.launch.reporting.show import show
+from moe_runtime.launch.report import pages
+from moe_runtime.launch.report.compare import compare, differences
+from moe_runtime.launch.report.plot import check_can_draw, draw, draw_roofline
 
-PAGE = Path(__file__).resolve().parent / "results" / "README.md"
+PAGE = Path(__file__).resolve().parents[1] / "results" / "README.md"
 
 
 def show_run(options: argparse.Namespace) -> int:
