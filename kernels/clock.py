@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from moe_runtime.kernels.nvrtc import Defines, launch
+from moe_runtime.kernels.bound_kernel import launch
+from moe_runtime.kernels.nvrtc import Defines
 from moe_runtime.kernels.runtime import CudaCase
 
 DEFINES = Defines({})
@@ -15,7 +16,9 @@ def write_clock(at: torch.Tensor) -> None:
 
     The next kernel may begin before that, up to its own wait, if it is launched with `early`.
     """
-    launch("clock.cu", "write_clock", DEFINES, grid=(1, 1, 1), block=1, arguments=[at], device=at.device, early=True)
+    launch(
+        "clock.cu", "write_clock", DEFINES, grid=(1, 1, 1), block=1, arguments={"at": at}, device=at.device, early=True
+    )
 
 
 AOT_CASES = (CudaCase("write_clock", "any", "clock.cu", "write_clock", DEFINES, instruction={90: "globaltimer"}),)

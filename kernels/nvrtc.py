@@ -1,21 +1,19 @@
-"""CUDA C++ kernels: compiled by NVRTC for one architecture, cached on disk, launched through the driver.
+"""CUDA C++ kernels: compiled by NVRTC for one architecture, cached on disk, loaded through the driver.
 
 Sources are the `.cu` files in this folder and below it, named without their folder. They include only the `.cuh` files
 there, so no CUDA toolkit is needed. Macros set their sizes. Compiling needs no GPU, only the NVRTC library
-(`cuda-bindings` and `nvidia-cuda-nvrtc`, which come with CUDA builds of torch). Kernels of the exchange are for Hopper
-and Blackwell, those of GEMMs for Hopper; other architectures run a Triton kernel instead. Without a GPU, tests run the
-sources in an emulator (`tests/emulator`).
+(`cuda-bindings` and `nvidia-cuda-nvrtc`, which come with CUDA builds of torch). `bound_kernel.py` launches what is
+loaded. Kernels of the exchange are for Hopper and Blackwell, those of GEMMs for Hopper, and other architectures run a
+Triton kernel instead. Without a GPU, tests run the sources in an emulator (`tests/emulator`).
 """
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -29,13 +27,8 @@ FOLDER = Path(__file__).parent
 _INCLUDE = re.compile(rb'^\s*#\s*include\s+"(.*)"', re.MULTILINE)
 CACHE_VARIABLE = "MOE_RUNTIME_CACHE_DIR"
 
-Argument = torch.Tensor | int | None | ctypes._SimpleCData
-
 EVERY_PROGRAM: dict[str, int | str] = {}
 """Extra macros of every program that is loaded later; `launch.sanitize` sets EACH_LANE_ARRIVES."""
-
-int64 = ctypes.c_int64
-"""Marks a 64-bit argument."""
 
 
 class Defines(Mapping[str, int | str]):
@@ -223,61 +216,9 @@ def _checked(result: tuple[Any, ...]) -> Any:
     return values[0] if len(values) == 1 else tuple(values) or None
 
 
-_INTEGER_OF: dict[type, Callable[[Any], int | None]] = {
-    torch.Tensor: torch.Tensor.data_ptr,
-    int: int,
-    int64: lambda argument: int(argument.value),
-    type(None): lambda argument: 0,
-}
-"""What is passed for an argument whose value is an integer, by its type."""
-
-
-def _integer_of(argument: Argument | Any) -> int | None:
-    """`_INTEGER_OF` for subclasses; None for what is passed by a pointer to it."""
-    if isinstance(argument, torch.Tensor):
-        return argument.data_ptr()
-    return int(argument) if isinstance(argument, int) else None
-
-
-MOST_ARGUMENTS = 64
-"""Of a kernel."""
-
-
-class Parameters:
-    """The values of a kernel's arguments, and pointers to them, in memory that one launch after the other uses.
-
-    Attributes:
-        address: of the pointers, for the driver.
-    """
-
-    def __init__(self) -> None:
-        # 8 bytes each, little-endian: a narrower argument has the first bytes.
-        self._values = (ctypes.c_int64 * MOST_ARGUMENTS)()
-        first = ctypes.addressof(self._values)
-        self._places = tuple(range(first, first + 8 * MOST_ARGUMENTS, 8))
-        self._pointers = (ctypes.c_void_p * MOST_ARGUMENTS)(*self._places)
-        self.address = ctypes.addressof(self._pointers)
-        self._elsewhere: list[int] = []
-
-    def fill(self, arguments: Sequence[Argument | Any]) -> None:
-        """Write the values of `arguments`, which must outlive the launch: some are pointed to where they are."""
-        for number in self._elsewhere:
-            self._pointers[number] = self._places[number]
-        self._elsewhere = []
-        values: list[Any] = [_INTEGER_OF.get(type(argument), _integer_of)(argument) for argument in arguments]
-        if None in values:
-            self._elsewhere = [number for number, value in enumerate(values) if value is None]
-            for number in self._elsewhere:
-                argument: Any = arguments[number]
-                at = argument.getPtr() if hasattr(argument, "getPtr") else ctypes.addressof(argument)
-                self._pointers[number], values[number] = at, 0
-        self._values[: len(values)] = values
-
-
 class _Thread(threading.local):
     def __init__(self) -> None:
         self.has_context = False
-        self.parameters = Parameters()
 
 
 _THREAD = _Thread()
@@ -316,56 +257,6 @@ def _loaded(file: str, name: str, defines: Defines, device: int, shared_bytes: i
         share = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
         _checked(driver.cuFuncSetAttribute(function, share, 100))
     return function
-
-
-def launch(
-    file: str,
-    name: str,
-    defines: Defines,
-    *,
-    grid: tuple[int, int, int],
-    block: int,
-    arguments: Sequence[Argument | Any],
-    device: torch.device,
-    shared_bytes: int = 0,
-    early: bool = False,
-    all_shared: bool = False,
-) -> None:
-    """Launch an `extern "C"` kernel on the current stream of `device`; compiled and loaded at the first call.
-
-    Args:
-        file, name, defines: source, kernel and macros; keep the `Defines` of frequent launches.
-        grid, block: blocks, and threads of a block.
-        arguments: tensors and None become pointers, ints `int`. Other types are passed as ctypes objects. Descriptors
-            of the driver (`CUtensorMap`) are passed by value.
-        device: a CUDA device.
-        shared_bytes: dynamic shared memory of a block.
-        early: whether the kernel may start when every block of the previous kernel has called
-            `griddepcontrol.launch_dependents`. It must call `griddepcontrol.wait` before it reads the results of that
-            kernel.
-        all_shared: ask for all shared memory that an SM can have, so that it has room for blocks of the next kernel.
-
-    Raises `NvrtcError` where the source does not compile or the driver refuses the launch.
-    """
-    from cuda.bindings import driver
-
-    current = torch.cuda.current_device()
-    index = current if device.index is None else device.index
-    # Entering a device takes as long as the launch, even if it is already current.
-    with nullcontext() if index == current else torch.cuda.device(index):
-        stream = raw_stream(index)
-        _ensure_context(index)
-        function = _loaded(file, name, defines, index, shared_bytes, all_shared)
-        config = driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = grid
-        config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
-        config.sharedMemBytes, config.hStream = shared_bytes, stream
-        if early:
-            config.attrs, config.numAttrs = [_early()], 1
-        # The driver reads the values in this call; memory of their own would take twice as long to make and fill.
-        parameters = _THREAD.parameters
-        parameters.fill(arguments)
-        _checked(driver.cuLaunchKernelEx(config, function, parameters.address, 0))
 
 
 @cache

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeGuard
 
 import torch
@@ -14,7 +14,7 @@ from moe_runtime.kernels.formats.number_formats import TokenFormat, format_named
 from moe_runtime.kernels.gemm.arguments import check_activation, check_formats, encode_scale
 from moe_runtime.kernels.gemm.dequant_layout import DEQUANT_FORMATS, UNIT, unit_columns
 from moe_runtime.kernels.gemm.expert_norm import ExpertNorm, expert_norm
-from moe_runtime.kernels.gemm.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
+from moe_runtime.kernels.gemm.grouped_gemm import BoundExperts, bind_experts, grouped_gemm, grouped_gemm_swiglu
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.gemm.plan import GemmPlan, GemmProblem, plan_gemm
 from moe_runtime.kernels.gemm.prepacked import MAX_PREPACKED_EXPERTS, RESULT_FORMATS, PrepackedWeights
@@ -65,6 +65,9 @@ class Experts:
     engine: str = "auto"
     num_sms: int | None = None
     norm: ExpertNorm | None = None
+    _bound: dict[tuple[object, ...], BoundExperts | None] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         gate_up, down = self.gate_up, self.down
@@ -99,6 +102,10 @@ class Experts:
         resolve_engine(self.engine, down.device)
         gsf = encode_scale(fmt, self.intermediate_gsf, down.device, "intermediate_gsf")
         object.__setattr__(self, "intermediate_gsf", gsf)
+
+    def __getstate__(self) -> dict[str, object]:
+        """Without what belongs to this process and to these tensors."""
+        return {**self.__dict__, "_bound": {}}
 
     @property
     def num_experts(self) -> int:
@@ -162,10 +169,60 @@ class Experts:
             )
         with phase("down"):
             out = grouped_gemm(hidden, self.down, out=out, engine=self.engine, num_sms=self.num_sms)
+        self._normalize(out, rows)
+        return out
+
+    def run(self, rows: GroupedRows, out: torch.Tensor) -> None:
+        """`__call__` of the rows of a dispatcher into the memory that combine takes them from.
+
+        Where Hopper's kernels run, the first step of each size binds what does not change, and later ones check nothing
+        again: `rows` must be as the dispatcher made them, and `out` contiguous memory of torch.
+        """
+        active = rows.num_active_experts
+        key = (
+            rows.format.name,
+            rows.capacity,
+            rows.expected_rows,
+            active if isinstance(active, int) else None,
+            rows.expert_ids.shape,
+            rows.rows.shape,
+            rows.rows.stride(),
+            rows.row_index is None,
+            rows.scales_in_record,
+            out.dtype,
+            out.stride(),
+        )
+        if key not in self._bound:
+            self._bound[key] = self._bind(rows, out)
+        bound = self._bound[key]
+        if bound is None:
+            self(rows, out)
+            return
+        with phase("gate_up"):
+            hidden = bound.multiply_first(rows)
+        with phase("down"):
+            bound.multiply_second(hidden, out)
+        if self.norm is not None:
+            self._normalize(out, rows)
+
+    def _bind(self, rows: GroupedRows, out: torch.Tensor) -> BoundExperts | None:
+        assert isinstance(self.intermediate_format, TokenFormat) and not isinstance(self.intermediate_gsf, float)
+        return bind_experts(
+            rows,
+            self.gate_up,
+            self.down,
+            self.activation,
+            out,
+            between=self.intermediate_format,
+            gsf=self.intermediate_gsf,
+            engine=self.engine,
+            num_sms=self.num_sms,
+        )
+
+    def _normalize(self, out: torch.Tensor, rows: GroupedRows) -> None:
         if self.norm is not None:
             with phase("post_expert_norm"):
                 expert_norm(out, rows, self.num_experts, self.norm, engine=self.engine)
-        return out
 
 
 def plan_experts(

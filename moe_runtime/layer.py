@@ -273,7 +273,7 @@ class MoELayer(nn.Module):
         with collective_step(self.context), phase("experts", self.times):
             assert self.experts is not None and step.handle is not None and step.received is not None
             step.output = CombineSink(step.handle)
-            self.experts(step.received, out=step.output.rows)
+            self.experts.run(step.received, step.output.rows)
             # The down projection began when gate/up had waited for the dispatch.
             step.output.settled = step.handle.received_at_once
 

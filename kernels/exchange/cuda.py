@@ -25,13 +25,12 @@ What was tried and what it gave, and why sizes are as they are: `kernels/exchang
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 
 from moe_runtime.comm.signals import COMBINED
+from moe_runtime.kernels.bound_kernel import Address, Argument, launch
 from moe_runtime.kernels.exchange.geometry import ExchangeGeometry
 from moe_runtime.kernels.exchange.interface import ExchangeMemory, OneRankExchange, RecvBuffers
 from moe_runtime.kernels.exchange.landing import LandedTokens
@@ -46,7 +45,7 @@ from moe_runtime.kernels.exchange.padded import place_padded_rows
 from moe_runtime.kernels.exchange.padded_rows import PaddedRows, PaddedScales
 from moe_runtime.kernels.exchange.plan import ONE_RANK_SUM_THREADS, WARP, required_plan
 from moe_runtime.kernels.formats.number_formats import FormatCode
-from moe_runtime.kernels.nvrtc import Defines, int64, launch, most_sms
+from moe_runtime.kernels.nvrtc import Defines, most_sms
 
 
 def can_keep_scales_in_record(geometry: ExchangeGeometry) -> bool:
@@ -66,9 +65,9 @@ def aligned(rows: torch.Tensor) -> torch.Tensor:
     return rows if fits_already else rows.clone(memory_format=torch.contiguous_format)
 
 
-def _counter(context: ExchangeMemory, number: int) -> ctypes.c_int64:
+def _counter(context: ExchangeMemory, number: int) -> Address:
     """Where one of the context's counters lies; making a tensor of it in every step takes ten times as long."""
-    return int64(context.counters.data_ptr() + number * context.counters.element_size())
+    return Address(context.counters.data_ptr() + number * context.counters.element_size())
 
 
 def _flags_come_last(context: ExchangeMemory) -> bool:
@@ -102,8 +101,18 @@ def dispatch_send(
         geometry,
         count_tag,
         (x_TH, topk_idx_TK, topk_weights_TK, gsf),
-        [starts, context.landing_pointers, context.token_flags_pointers, context.signal_pointers],
-        [context.epoch, handle_epoch, num_parts_T, context.error, context.latch, context.counters],
+        {
+            "starts": starts,
+            "landing": context.landing_pointers,
+            "token_flags": context.token_flags_pointers,
+            "signals": context.signal_pointers,
+            "epoch_ptr": context.epoch,
+            "handle_epoch": handle_epoch,
+            "num_parts": num_parts_T,
+            "error": context.error,
+            "latch": context.latch,
+            "counter": context.counters,
+        },
         halves=(geometry.landing_half(context.half_bytes["landing"]), context.half_bytes["token_flags"]),
         await_ready=context.heap.directly_mapped,
         timeout_ns=timeout_ns,
@@ -114,8 +123,7 @@ def send_records(
     geometry: ExchangeGeometry,
     count_tag: int,
     tokens: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None],
-    tables: list[torch.Tensor],
-    words: list[torch.Tensor],
+    memory: Mapping[str, Argument],
     *,
     halves: tuple[int, int],
     await_ready: bool,
@@ -125,8 +133,8 @@ def send_records(
 
     Args:
         tokens: `x_TH`, `topk_idx_TK`, `topk_weights_TK` and `gsf` of `ExchangeBackend.dispatch_send`.
-        tables: `starts`, and where each rank's landing, token flags and signals lie.
-        words: epoch, `handle_epoch`, `num_parts_T`, error record, latch and counters.
+        memory: by the names of the kernel's parameters: `starts`; where each rank's `landing`, `token_flags` and
+            `signals` lie; `epoch_ptr`, `handle_epoch`, `num_parts`, `error`, `latch` and `counter`.
         halves: bytes from the first half of landing and of token flags to the second.
         await_ready: whether this kernel stores to its peers itself.
         timeout_ns: how long to wait for a peer.
@@ -146,23 +154,22 @@ def send_records(
         grid=(plan.send_blocks(num_tokens, most_sms(device)), 1, 1),
         block=plan.team_threads * plan.teams,
         shared_bytes=plan.send_shared_bytes,
-        arguments=[
-            x_TH,
-            int64(x_TH.stride(0)),
-            topk_idx_TK,
-            topk_weights_TK,
-            gsf,
-            num_tokens,
-            count_tag,
-            *tables,
-            *words,
-            geometry.rank,
-            geometry.num_experts,
-            geometry.max_tokens,
-            int64(halves[0]),
-            int64(halves[1]),
-            int64(timeout_ns),
-        ],
+        arguments={
+            "x_TH": x_TH,
+            "x_stride": x_TH.stride(0),
+            "topk_idx": topk_idx_TK,
+            "topk_weights": topk_weights_TK,
+            "static_gsf": gsf,
+            "num_tokens": num_tokens,
+            "count_tag": count_tag,
+            **memory,
+            "rank": geometry.rank,
+            "num_experts": geometry.num_experts,
+            "max_tokens": geometry.max_tokens,
+            "landing_half": halves[0],
+            "token_flags_half": halves[1],
+            "timeout_ns": timeout_ns,
+        },
         device=device,
         early=plan.overlaps,
     )
@@ -231,7 +238,12 @@ def dispatch_recv_padded(
         found = buffers.row_index, buffers.positions, buffers.group_offsets, handle_epoch
         place_padded_rows(LandedTokens.of(context, geometry, *found), scales_at, out, statistics)
         return
-    written = [out.counts, out.source_tokens, out.layout_range, statistics]
+    written = {
+        "counts": out.counts,
+        "source_tokens": out.source_tokens,
+        "layout_range": out.layout_range,
+        "statistics": statistics,
+    }
     macros = recv_macros(geometry, padded=True)
     step = context, geometry, count_tag, handle_epoch, timeout_ns, buffers
     _receive(*step, macros, early=early, out=out, padded=written)
@@ -248,7 +260,7 @@ def _receive(
     *,
     early: bool,
     out: PaddedRows | None = None,
-    padded: Sequence[Any] = (),
+    padded: Mapping[str, Argument] | None = None,
 ) -> None:
     """`dispatch_recv` into `buffers`, or, with `out`, into its rows, scales and positions and into `padded`.
 
@@ -261,22 +273,26 @@ def _receive(
     sms, block = most_sms(context.device), plan.recv_warps * WARP
     landing_half = geometry.landing_half(context.half_bytes["landing"])
     early = early and plan.overlaps
-    # What both kernels begin and end with.
-    memory = [
-        context.landing_pointers,
-        context.token_flags_pointers,
-        context.signal_pointers,
-        context.epoch,
-        handle_epoch,
-        context.error,
-        context.latch,
-        geometry.rank,
-        geometry.max_tokens,
-        count_tag,
-        geometry.num_slots,
-    ]
-    limits = [int64(landing_half), int64(context.half_bytes["token_flags"]), int64(timeout_ns)]
-    local = [geometry.first_expert, geometry.num_local_experts]
+    # Of both kernels.
+    shared: dict[str, Argument] = {
+        "chunk_counts": buffers.counts,
+        "landing": context.landing_pointers,
+        "token_flags": context.token_flags_pointers,
+        "signals": context.signal_pointers,
+        "epoch_ptr": context.epoch,
+        "handle_epoch": handle_epoch,
+        "error": context.error,
+        "latch": context.latch,
+        "rank": geometry.rank,
+        "max_tokens": geometry.max_tokens,
+        "count_tag": count_tag,
+        "num_slots": geometry.num_slots,
+        "first_expert": geometry.first_expert,
+        "num_local": geometry.num_local_experts,
+        "landing_half": landing_half,
+        "token_flags_half": context.half_bytes["token_flags"],
+        "timeout_ns": timeout_ns,
+    }
     if plan.num_chunks > 1:
         launch(
             "dispatch_recv.cu",
@@ -284,21 +300,11 @@ def _receive(
             macros,
             grid=(plan.count_blocks(), 1, 1),
             block=block,
-            arguments=[buffers.counts, *memory, *local, *limits],
+            arguments=shared,
             device=context.device,
             early=early,
         )
     shares, split = plan.place_split(sms, copies_scales, rows is not None)
-    written = [buffers.group_offsets, buffers.group_scale_offsets, buffers.row_index, positions]
-    copies = [rows, scales, buffers.row_scale]
-    sizes = [
-        plan.num_chunks,
-        split,
-        shares,
-        *local,
-        geometry.row_capacity,
-        landing_half // geometry.record.record_bytes,
-    ]
     launch(
         "dispatch_recv.cu",
         geometry.kernel_prefix + "recv_permute",
@@ -306,7 +312,22 @@ def _receive(
         grid=(plan.place_blocks(split, padded=out is not None), 1, 1),
         block=block,
         shared_bytes=plan.place_shared_bytes,
-        arguments=[buffers.counts, *written, *copies, *memory, *sizes, *limits, *padded],
+        arguments={
+            **shared,
+            "group_offsets": buffers.group_offsets,
+            "group_scale_offsets": buffers.group_scale_offsets,
+            "row_index": buffers.row_index,
+            "positions": positions,
+            "rows": rows,
+            "scales": scales,
+            "row_scale": buffers.row_scale,
+            "chunks": plan.num_chunks,
+            "split": split,
+            "shares": shares,
+            "capacity": geometry.row_capacity,
+            "first_row": landing_half // geometry.record.record_bytes,
+            **(padded or {}),
+        },
         device=context.device,
         early=early,
     )
@@ -317,14 +338,14 @@ def _receive(
             macros,
             grid=(plan.scales_blocks(sms), 1, 1),
             block=block,
-            arguments=[
-                buffers.group_offsets,
-                buffers.row_index,
-                scales,
-                context.landing_pointers,
-                geometry.rank,
-                geometry.num_local_experts,
-            ],
+            arguments={
+                "group_offsets": buffers.group_offsets,
+                "row_index": buffers.row_index,
+                "scales": scales,
+                "landing": context.landing_pointers,
+                "rank": geometry.rank,
+                "num_local": geometry.num_local_experts,
+            },
             device=context.device,
             early=plan.overlaps,
         )
@@ -344,10 +365,15 @@ def combine_send(
     """See `interface.ExchangeBackend`."""
     plan, output_RH = required_plan(geometry), aligned(output_RH)
     is_bf16 = output_RH.dtype == torch.bfloat16
-    arrival = []
+    arrival: dict[str, Argument] = {}
     if await_ns is not None:
-        flags = int64(context.half_bytes["token_flags"])
-        arrival = [context.token_flags_pointers, count_tag, flags, int64(await_ns), received]
+        arrival = {
+            "token_flags": context.token_flags_pointers,
+            "count_tag": count_tag,
+            "token_flags_half": context.half_bytes["token_flags"],
+            "timeout_ns": await_ns,
+            "received": received,
+        }
     launch(
         "combine.cu",
         geometry.kernel_prefix + "combine_send",
@@ -355,28 +381,28 @@ def combine_send(
         grid=(plan.combine_send_blocks(most_sms(context.device)), 1, 1),
         block=(plan.output_readers + 2 + (await_ns is not None)) * WARP,
         shared_bytes=plan.combine_shared_bytes[is_bf16],
-        arguments=[
-            output_RH,
-            int64(output_RH.stride(0) * output_RH.element_size()),
-            positions_SK,
-            starts,
-            context.landing_pointers,
-            context.combine_pointers,
-            context.signal_pointers,
-            context.epoch,
-            handle_epoch,
-            context.error,
-            context.latch,
-            _counter(context, COMBINED),
-            geometry.rank,
-            geometry.max_tokens,
-            geometry.num_slots,
-            plan.num_parts,
-            plan.part_tokens,
-            int64(geometry.landing_half(context.half_bytes["landing"])),
-            int64(context.half_bytes["combine"]),
-            *arrival,
-        ],
+        arguments={
+            "output": output_RH,
+            "row_bytes": output_RH.stride(0) * output_RH.element_size(),
+            "positions": positions_SK,
+            "starts": starts,
+            "landing": context.landing_pointers,
+            "combine": context.combine_pointers,
+            "signals": context.signal_pointers,
+            "epoch_ptr": context.epoch,
+            "handle_epoch": handle_epoch,
+            "error": context.error,
+            "latch": context.latch,
+            "counter": _counter(context, COMBINED),
+            "rank": geometry.rank,
+            "max_tokens": geometry.max_tokens,
+            "num_slots": geometry.num_slots,
+            "early_parts": plan.num_parts,
+            "part_tokens": plan.part_tokens,
+            "landing_half": geometry.landing_half(context.half_bytes["landing"]),
+            "combine_half": context.half_bytes["combine"],
+            **arrival,
+        },
         device=context.device,
         early=plan.overlaps and (await_ns is None or not _flags_are_unordered(geometry)),
     )
@@ -407,24 +433,24 @@ def combine_recv(
         grid=(plan.combine_recv_blocks(num_tokens, most_sms(context.device)), 1, 1),
         block=(plan.partial_readers + 1) * WARP,
         shared_bytes=plan.partial_ring(has_shared).shared_bytes,
-        arguments=[
-            y_TH,
-            shared_TH,
-            int64(shared_TH.stride(0) if shared_TH is not None else 0),
-            num_parts_T,
-            num_tokens,
-            combine_pointers if of_some else context.combine_pointers,
-            context.signal_pointers,
-            context.epoch,
-            handle_epoch,
-            context.error,
-            context.latch,
-            geometry.rank,
-            0 if of_some else plan.num_parts,
-            plan.part_tokens,
-            int64(context.half_bytes["combine"]),
-            int64(timeout_ns),
-        ],
+        arguments={
+            "y_TH": y_TH,
+            "shared_TH": shared_TH,
+            "shared_stride": shared_TH.stride(0) if shared_TH is not None else 0,
+            "num_parts": num_parts_T,
+            "num_tokens": num_tokens,
+            "combine": combine_pointers if of_some else context.combine_pointers,
+            "signals": context.signal_pointers,
+            "epoch_ptr": context.epoch,
+            "handle_epoch": handle_epoch,
+            "error": context.error,
+            "latch": context.latch,
+            "rank": geometry.rank,
+            "early_parts": 0 if of_some else plan.num_parts,
+            "part_tokens": plan.part_tokens,
+            "combine_half": context.half_bytes["combine"],
+            "timeout_ns": timeout_ns,
+        },
         device=context.device,
         early=not of_some and _flags_come_last(context) and plan.overlaps,
     )
@@ -466,36 +492,36 @@ class _OneRank:
             grid=(plan.one_rank_dispatch_blocks(num_tokens, most_sms(context.device)), 1, 1),
             block=plan.one_rank_threads,
             shared_bytes=plan.one_rank_shared_bytes,
-            arguments=[
-                x_TH,
-                int64(x_TH.stride(0)),
-                topk_idx_TK,
-                topk_weights_TK,
-                gsf,
-                num_tokens,
-                count_tag,
-                buffers.group_offsets,
-                buffers.group_scale_offsets,
-                buffers.row_index,
-                buffers.positions,
-                buffers.rows,
-                buffers.scales,
-                buffers.row_scale,
-                context.landing_pointers,
-                context.token_flags_pointers,
-                context.signal_pointers,
-                context.epoch,
-                handle_epoch,
-                num_parts_T,
-                context.error,
-                context.latch,
-                context.counters,
-                geometry.num_slots,
-                geometry.row_capacity,
-                landing_half // geometry.record.record_bytes,
-                int64(landing_half),
-                int64(context.half_bytes["token_flags"]),
-            ],
+            arguments={
+                "x_TH": x_TH,
+                "x_stride": x_TH.stride(0),
+                "topk_idx": topk_idx_TK,
+                "topk_weights": topk_weights_TK,
+                "static_gsf": gsf,
+                "num_tokens": num_tokens,
+                "count_tag": count_tag,
+                "group_offsets": buffers.group_offsets,
+                "group_scale_offsets": buffers.group_scale_offsets,
+                "row_index": buffers.row_index,
+                "positions": buffers.positions,
+                "rows": buffers.rows,
+                "scales": buffers.scales,
+                "row_scale": buffers.row_scale,
+                "landing": context.landing_pointers,
+                "token_flags": context.token_flags_pointers,
+                "signals": context.signal_pointers,
+                "epoch_ptr": context.epoch,
+                "handle_epoch": handle_epoch,
+                "num_parts": num_parts_T,
+                "error": context.error,
+                "latch": context.latch,
+                "counter": context.counters,
+                "num_slots": geometry.num_slots,
+                "capacity": geometry.row_capacity,
+                "first_row": landing_half // geometry.record.record_bytes,
+                "landing_half": landing_half,
+                "token_flags_half": context.half_bytes["token_flags"],
+            },
             device=context.device,
             early=plan.overlaps,
             all_shared=True,  # as the GEMM that starts beside it, so that they share an SM
@@ -523,23 +549,23 @@ class _OneRank:
             one_rank_combine_macros(geometry, output_bf16=is_bf16, has_shared=shared_TH is not None),
             grid=(plan.one_rank_combine_blocks(num_tokens, most_sms(context.device)), 1, 1),
             block=ONE_RANK_SUM_THREADS,
-            arguments=[
-                y_TH,
-                shared_TH,
-                int64(shared_TH.stride(0) if shared_TH is not None else 0),
-                output_RH,
-                int64(output_RH.stride(0) * output_RH.element_size()),
-                positions_SK,
-                num_tokens,
-                context.landing_pointers,
-                context.signal_pointers,
-                context.epoch,
-                handle_epoch,
-                context.error,
-                context.latch,
-                int64(geometry.landing_half(context.half_bytes["landing"])),
-                int(settled),
-            ],
+            arguments={
+                "y_TH": y_TH,
+                "shared_TH": shared_TH,
+                "shared_stride": shared_TH.stride(0) if shared_TH is not None else 0,
+                "output": output_RH,
+                "row_bytes": output_RH.stride(0) * output_RH.element_size(),
+                "positions": positions_SK,
+                "num_tokens": num_tokens,
+                "landing": context.landing_pointers,
+                "signals": context.signal_pointers,
+                "epoch_ptr": context.epoch,
+                "handle_epoch": handle_epoch,
+                "error": context.error,
+                "latch": context.latch,
+                "landing_half": geometry.landing_half(context.half_bytes["landing"]),
+                "settled": settled,
+            },
             device=context.device,
             early=plan.overlaps,
             all_shared=True,  # as the GEMM beside which it starts

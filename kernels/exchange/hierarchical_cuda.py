@@ -14,6 +14,7 @@ import torch
 from moe_runtime.comm.errors import ErrorCode, Phase
 from moe_runtime.comm.hosts import Hosts
 from moe_runtime.comm.signals import ERROR_WORDS, SignalLayout
+from moe_runtime.kernels.bound_kernel import launch
 from moe_runtime.kernels.exchange import cuda
 from moe_runtime.kernels.exchange.geometry import ExchangeGeometry, sample_geometry
 from moe_runtime.kernels.exchange.hierarchical import (
@@ -27,7 +28,7 @@ from moe_runtime.kernels.exchange.hierarchical import (
 from moe_runtime.kernels.exchange.interface import ExchangeMemory
 from moe_runtime.kernels.exchange.macros import BULK_STORE, SAME_MEMORY, shared_macros, token_macros
 from moe_runtime.kernels.formats.number_formats import FORMATS, ceil_div
-from moe_runtime.kernels.nvrtc import Defines, int64
+from moe_runtime.kernels.nvrtc import Defines
 from moe_runtime.kernels.runtime import SM_SHARED_BYTES_OF, CudaCase
 
 FILE = "hierarchical.cu"
@@ -144,8 +145,18 @@ def pack(
         _to_hosts(geometry),
         link.count_tag,
         (x_TH, topk_idx_TK, topk_weights_TK, gsf),
-        [link.host_starts, table.landing, table.token_flags, table.signals],
-        [words[EPOCH:], words[FOUND + ERROR_WORDS :], num_hosts_T, words[FOUND:], words[LATCH:], memory.counters],
+        {
+            "starts": link.host_starts,
+            "landing": table.landing,
+            "token_flags": table.token_flags,
+            "signals": table.signals,
+            "epoch_ptr": words[EPOCH:],
+            "handle_epoch": words[FOUND + ERROR_WORDS :],
+            "num_parts": num_hosts_T,
+            "error": words[FOUND:],
+            "latch": words[LATCH:],
+            "counter": memory.counters,
+        },
         halves=(0, 0),
         await_ready=False,
         timeout_ns=0,
@@ -168,27 +179,27 @@ def _write_headers(
     counts_H: torch.Tensor | None = None,
 ) -> None:
     """Of tokens with `packed`; without it headers have no count, only what this rank knows of failures."""
-    cuda.launch(
+    launch(
         FILE,
         "host_headers",
         host_macros(geometry),
         grid=(1, 1, 1),
         block=32,
-        arguments=[
-            chunks,
-            header_at,
-            None if packed is None else packed[FOUND:],
-            None if packed is None else packed[LATCH:],
-            counts_H,
-            num_tokens,
-            count_tag,
-            None if packed is None else packed[EPOCH:],
-            memory.signal_pointers,
-            memory.error,
-            memory.latch,
-            geometry.local.rank,
-            int64(0),
-        ],
+        arguments={
+            "chunks": chunks,
+            "header_at": header_at,
+            "packed": None if packed is None else packed[FOUND:],
+            "pack_latch": None if packed is None else packed[LATCH:],
+            "counts": counts_H,
+            "num_tokens": num_tokens,
+            "count_tag": count_tag,
+            "pack_epoch": None if packed is None else packed[EPOCH:],
+            "signals": memory.signal_pointers,
+            "error": memory.error,
+            "latch": memory.latch,
+            "rank": geometry.local.rank,
+            "timeout_ns": 0,
+        },
         device=memory.device,
     )
 
@@ -216,37 +227,37 @@ def forward(
     slots = range(geometry.slots) if part is None else geometry.parts[part]
     num_slots = len(slots) * (1 if own else len(geometry.others))
     blocks = min(ceil_div(num_slots, warps), 2 * cuda.most_sms(memory.device))
-    cuda.launch(
+    launch(
         FILE,
         "forward_send",
         host_macros(geometry),
         grid=(blocks if local.num_sms is None else min(blocks, local.num_sms), 1, 1),
         block=32 * warps,
         shared_bytes=_shared_bytes(geometry),
-        arguments=[
-            _pointers(memory, geometry, link).records,
-            int(own),
-            slots.start,
-            slots.stop,
-            geometry.flat.max_tokens,
-            link.count_tag,
-            link.starts,
-            geometry.first_expert,
-            local.num_experts,
-            memory.landing_pointers,
-            memory.token_flags_pointers,
-            memory.signal_pointers,
-            memory.epoch,
-            handle_epoch,
-            num_parts_V,
-            memory.error,
-            memory.latch,
-            memory.counters,
-            local.rank,
-            int64(local.landing_half(memory.half_bytes["landing"])),
-            int64(memory.half_bytes["token_flags"]),
-            int64(timeout_ns),
-        ],
+        arguments={
+            "chunks": _pointers(memory, geometry, link).records,
+            "own_tokens": own,
+            "first": slots.start,
+            "end": slots.stop,
+            "num_tokens": geometry.flat.max_tokens,
+            "count_tag": link.count_tag,
+            "starts": link.starts,
+            "first_expert": geometry.first_expert,
+            "num_experts": local.num_experts,
+            "landing": memory.landing_pointers,
+            "token_flags": memory.token_flags_pointers,
+            "signals": memory.signal_pointers,
+            "epoch_ptr": memory.epoch,
+            "handle_epoch": handle_epoch,
+            "num_parts": num_parts_V,
+            "error": memory.error,
+            "latch": memory.latch,
+            "counter": memory.counters,
+            "rank": local.rank,
+            "landing_half": local.landing_half(memory.half_bytes["landing"]),
+            "token_flags_half": memory.half_bytes["token_flags"],
+            "timeout_ns": timeout_ns,
+        },
         device=memory.device,
     )
 
@@ -267,13 +278,13 @@ def relay(
         cuda.combine_recv(*args, combine_pointers=table.combine[of.first])
         if of.rows is not None:
             num_rows = len(of.rows)
-            cuda.launch(
+            launch(
                 FILE,
                 "host_quantize",
                 host_macros(geometry),
                 grid=(geometry.flat.programs(min(num_rows, 4 * cuda.most_sms(memory.device))), 1, 1),
                 block=256,
-                arguments=[of.sums, of.rows, num_rows],
+                arguments={"sums": of.sums, "rows": of.rows, "num_rows": num_rows},
                 device=memory.device,
             )
     if part == len(geometry.parts) - 1:
@@ -295,28 +306,28 @@ def total(
     if num_tokens == 0 and not last:
         return
     shared_TH = None if shared_TH is None else cuda.aligned(shared_TH)
-    cuda.launch(
+    launch(
         FILE,
         "host_total",
         host_macros(geometry),
         grid=(geometry.flat.programs(min(num_tokens, 4 * cuda.most_sms(memory.device))), 1, 1),
         block=256,
-        arguments=[
-            sums,
-            shared_TH,
-            int64(0 if shared_TH is None else shared_TH.stride(0)),
-            slots_HT,
-            geometry.flat.max_tokens,
-            y_TH,
-            rows.start,
-            rows.stop,
-            int(last),
-            memory.signal_pointers,
-            memory.error,
-            memory.latch,
-            geometry.local.rank,
-            int64(0),
-        ],
+        arguments={
+            "chunks": sums,
+            "shared": shared_TH,
+            "shared_stride": 0 if shared_TH is None else shared_TH.stride(0),
+            "slots": slots_HT,
+            "max_tokens": geometry.flat.max_tokens,
+            "y": y_TH,
+            "first": rows.start,
+            "end": rows.stop,
+            "last": last,
+            "signals": memory.signal_pointers,
+            "error": memory.error,
+            "latch": memory.latch,
+            "rank": geometry.local.rank,
+            "timeout_ns": 0,
+        },
         device=memory.device,
     )
 

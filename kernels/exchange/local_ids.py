@@ -9,8 +9,9 @@ from functools import cache
 
 import torch
 
+from moe_runtime.kernels.bound_kernel import launch
 from moe_runtime.kernels.formats.number_formats import ceil_div
-from moe_runtime.kernels.nvrtc import Defines, launch
+from moe_runtime.kernels.nvrtc import Defines
 from moe_runtime.kernels.runtime import ALL_ARCHS, CudaCase
 
 THREADS = 256
@@ -48,7 +49,15 @@ def local_ids(
             _macros(topk_idx.dtype == torch.int64),
             grid=(ceil_div(topk_idx.numel(), THREADS), 1, 1),
             block=THREADS,
-            arguments=[topk_idx, topk_weights, local, topk_idx.numel(), num_experts, first, num_local],
+            arguments={
+                "topk_idx": topk_idx,
+                "topk_weights": topk_weights,
+                "local": local,
+                "num_ids": topk_idx.numel(),
+                "num_experts": num_experts,
+                "first": first,
+                "num_local": num_local,
+            },
             device=topk_idx.device,
             early=True,
         )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 
 from moe_runtime.comm.arguments import check_flag, check_integer, check_is_tensor, check_kind, check_no_grad, describe
@@ -219,57 +222,104 @@ def check_activation(w: ExpertWeights | PrepackedWeights, activation: Activation
         raise ValueError(f"activation.order: expected {w.gate_up.value} as in {argument}, got {expected.value}")
 
 
+@dataclass(frozen=True)
+class Intermediate:
+    """How an activated result lies in memory until the next product has read it: what is the same in each step.
+
+    Attributes:
+        format: of the result.
+        num_columns: `I`.
+        gsf: encode scale, fp32 `[1]`; None for formats without a row scale.
+        finished: whether `row_scale` is filled here, with `1 / gsf`, and `gsf` clamped. Else the kernel does both.
+        dequantized: shape and dtype of the dequantized rows that stand for rows and scales; None where there are none.
+        settled, loads_after_ns: of the rows (`GroupedRows`).
+    """
+
+    format: TokenFormat
+    num_columns: int
+    gsf: torch.Tensor | None
+    finished: bool = True
+    dequantized: tuple[tuple[int, ...], torch.dtype] | None = None
+    settled: bool = False
+    loads_after_ns: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        w: ExpertWeights | PrepackedWeights,
+        activation: Activation,
+        out_format: str | TokenFormat,
+        out_gsf: float | torch.Tensor | None,
+        **more: Any,
+    ) -> Intermediate:
+        """That of a product with `w` which stores `out_format`; `more` are other attributes.
+
+        Raises `ValueError` for a format that does not go with `w`, or an encode scale that does not go with the format.
+        """
+        fmt, num_columns = format_named(out_format), w.num_rows // activation.num_parts
+        fmt.check_columns(num_columns, "I of w")
+        gsf = encode_scale(fmt, out_gsf, w.device, "out_gsf", clamped=more.get("finished", True))
+        return cls(fmt, num_columns, gsf, **more)
+
+    def empty(self, a: GroupedRows) -> GroupedRows:
+        """Uninitialized rows `[capacity, I]` of the groups of `a`.
+
+        Swizzled scales use the scale offsets of `a` if `a` has swizzled scales (they may leave larger gaps than
+        `dense_128`), else those of `dense_128`.
+        """
+        fmt, device, capacity = self.format, a.rows.device, a.capacity
+        row_scale = scales = scale_offsets = dequantized = None
+        if self.gsf is not None:
+            row_scale = torch.empty(capacity, dtype=torch.float32, device=device)
+            if self.finished:
+                torch.reciprocal(self.gsf.expand(capacity), out=row_scale)
+        stored = capacity
+        if self.dequantized is not None:
+            shape, dtype = self.dequantized
+            dequantized, stored = torch.empty(shape, dtype=dtype, device=device), 0
+        elif fmt.swizzled:
+            if a.format.swizzled and not a.scales_in_record:
+                assert a.scales is not None
+                scale_offsets, blocks = a.group_scale_offsets, a.scales.shape[0]
+            else:
+                scale_offsets = dense_128_offsets(a.group_offsets[: a.num_groups + 1])
+                blocks = dense_128_blocks_needed(capacity, a.num_groups)
+            columns = ceil_div(fmt.scale_columns(self.num_columns), 4)
+            scales = torch.empty(blocks, columns, 32, 4, 4, dtype=fmt.scale_dtype, device=device)
+        elif fmt.scale_dtype is not None:
+            columns = fmt.scale_columns(self.num_columns)
+            scales = torch.empty(capacity, columns, dtype=fmt.scale_dtype, device=device)
+        columns = fmt.quant_columns(self.num_columns)
+        return GroupedRows(
+            format=fmt,
+            rows=torch.empty(stored, columns, dtype=fmt.quant_dtype, device=device),
+            scales=scales,
+            row_scale=row_scale,
+            row_index=None,
+            group_offsets=a.group_offsets,
+            group_scale_offsets=scale_offsets,
+            expert_ids=a.expert_ids,
+            capacity=capacity,
+            num_columns=self.num_columns,
+            num_active_experts=a.num_active_experts,
+            dequantized=dequantized,
+            expected_rows=a.expected_rows,
+            settled=self.settled,
+            loads_after_ns=self.loads_after_ns,
+        )
+
+
 def empty_intermediate(
     a: GroupedRows,
     w: ExpertWeights | PrepackedWeights,
     activation: Activation,
     out_format: str | TokenFormat,
     out_gsf: float | torch.Tensor | None,
-    finished: bool = True,
-    stored: bool = True,
+    **more: Any,
 ) -> tuple[GroupedRows, torch.Tensor | None]:
-    """Uninitialized rows `[capacity, I]` of the same groups in `out_format`, and their encode scale, fp32 `[1]`.
-
-    Swizzled scales use the scale offsets of `a` if `a` has swizzled scales (they may leave larger gaps than
-    `dense_128`), else those of `dense_128`. `row_scale` is filled with `1 / gsf`. Formats without a row scale have
-    neither. With `finished=False` the kernel fills `row_scale` and clamps the encode scale. With `stored=False` rows
-    and scales are left out.
-    """
-    fmt, num_columns = format_named(out_format), w.num_rows // activation.num_parts
-    fmt.check_columns(num_columns, "I of w")
-    device, columns = a.rows.device, fmt.scale_columns(num_columns)
-    gsf = encode_scale(fmt, out_gsf, device, "out_gsf", clamped=finished)
-    row_scale = None
-    if gsf is not None:
-        row_scale = torch.empty(a.capacity, dtype=torch.float32, device=device)
-        if finished:
-            torch.reciprocal(gsf.expand(a.capacity), out=row_scale)
-    scales, scale_offsets = None, None
-    if fmt.swizzled and stored:
-        if a.format.swizzled and not a.scales_in_record:
-            assert a.scales is not None
-            scale_offsets, blocks = a.group_scale_offsets, a.scales.shape[0]
-        else:
-            scale_offsets = dense_128_offsets(a.group_offsets[: a.num_groups + 1])
-            blocks = dense_128_blocks_needed(a.capacity, a.num_groups)
-        scales = torch.empty(blocks, ceil_div(columns, 4), 32, 4, 4, dtype=fmt.scale_dtype, device=device)
-    elif fmt.scale_dtype is not None and stored:
-        scales = torch.empty(a.capacity, columns, dtype=fmt.scale_dtype, device=device)
-    rows = GroupedRows(
-        format=fmt,
-        rows=torch.empty(a.capacity * stored, fmt.quant_columns(num_columns), dtype=fmt.quant_dtype, device=device),
-        scales=scales,
-        row_scale=row_scale,
-        row_index=None,
-        group_offsets=a.group_offsets,
-        group_scale_offsets=scale_offsets,
-        expert_ids=a.expert_ids,
-        capacity=a.capacity,
-        num_columns=num_columns,
-        num_active_experts=a.num_active_experts,
-        expected_rows=a.expected_rows,
-    )
-    return rows, gsf
+    """`Intermediate.of(...)` for the groups of `a`: its rows and its encode scale."""
+    intermediate = Intermediate.of(w, activation, out_format, out_gsf, **more)
+    return intermediate.empty(a), intermediate.gsf
 
 
 def encode_scale(

@@ -41,16 +41,11 @@ from functools import cache
 import torch
 
 from moe_runtime.kernels import nvrtc
+from moe_runtime.kernels.bound_kernel import Argument, BoundKernel, OneLaunch
 from moe_runtime.kernels.formats.number_formats import BF16, NVFP4, TokenFormat, align
 from moe_runtime.kernels.gemm.activation import limit_macros, literal, softcap_macros
 from moe_runtime.kernels.gemm.dequant_layout import UNIT, chunk_units, unit_columns, unit_rows
-from moe_runtime.kernels.gemm.dequant_tokens import (
-    dequant_tokens,
-    dequant_tokens_overlapped,
-    piece_macros,
-    scale_stride,
-    token_blocks,
-)
+from moe_runtime.kernels.gemm.dequant_tokens import TokenDequantizer, piece_macros, scale_stride, token_blocks
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.gemm.plan import GemmPlan
 from moe_runtime.kernels.gemm.prepacked import MAX_PREPACKED_EXPERTS, RESULT_FORMATS, PrepackedWeights
@@ -91,6 +86,7 @@ def dequant_gemm(
     holds the first scale row of each group. `scale_block` is the block of the scales of `a`; None means that of its
     format.
     """
+    check(a, w, out, None)
     _launch(a, w, out, plan, packed_ld=packed_ld, scale_block=scale_block)
 
 
@@ -106,6 +102,7 @@ def dequant_gemm_swiglu(
 
     The kernel clamps `gsf`. If results are dequantized, the next launch must be the product that reads them.
     """
+    check(a, w, out.rows, out)
     _launch(a, w, out.rows, plan, activation=activation, gsf=gsf, result=out)
 
 
@@ -205,94 +202,148 @@ def _launch(
     packed_ld: int | None = None,
     scale_block: int | None = None,
 ) -> None:
-    _check(a, w, out, result)
+    """One launch of a product of checked operands."""
     if a.capacity == 0 or a.num_groups == 0 or w.num_experts == 0:
         return
-    how = plan.dequant
-    assert how is not None
-    shape, units = how.shape, unit_columns(w.num_columns)
-    dequantized = None if result is None else result.dequantized
-    own_tokens = None
-    if shape.own_tokens and a.dequantized is not None:
-        own_tokens = piece_macros(BF16)
-    elif shape.own_tokens:
-        own_tokens = piece_macros(a.format, packed_ld is not None, scale_block, a.scales_in_record)
-    defines, shared_bytes = macros(
-        w.format,
-        a.format,
-        shape,
-        units,
-        None if result is None else result.format,
-        out.dtype,
-        activation,
-        out_dequantized=dequantized is not None,
-        out_by_rows=dequantized is not None and dequantized.ndim == 2,
-        row_scales=a.row_scale is not None,
-        expert_scales=w.expert_scales is not None,
-        bias=w.bias is not None,
-        keep_tokens=how.keep_tokens,
-        overlapped=how.overlap is not None,
-        own_tokens=own_tokens,
-        chained=a.dequantized is not None,
-        max_groups=few_groups(a.num_groups) if shape.own_tokens else MAX_PREPACKED_EXPERTS,
-    )
-    columns = w.num_rows if result is None else result.num_columns
-    counters, first, team = None, 0, 0
-    if shape.own_tokens and a.dequantized is None:
-        tokens = a.rows
-    elif how.tokens is None:
-        assert a.dequantized is not None
-        tokens = a.dequantized
-    elif how.overlap is None:
-        tokens = dequant_tokens(a, w.num_experts, how.tokens, packed_ld, scale_block)
-    else:
-        tokens, counters = dequant_tokens_overlapped(a, w.num_experts, how.tokens, how.overlap, packed_ld, scale_block)
-        first, team = how.overlap.first, overlapped_token_shape(units).team_warps
-    arguments = [
-        tokens,
-        w.units,
-        a.row_scale,
-        w.expert_scales,
-        w.bias,
-        a.group_offsets,
-        a.expert_ids,
-        a.active_on_device,
-        out if dequantized is None else dequantized,
-        None if result is None else result.scales,
-        gsf,
-        None if result is None else result.row_scale,
-        None if result is None else result.group_scale_offsets,
-        a.max_active_groups,
-        w.num_experts,
-        a.capacity,
-        columns,
-        units,
-        unit_rows(w.num_rows),
-        token_blocks(a),
-        nvrtc.int64(out.stride(0)),
-        0 if w.expert_scales is None else w.expert_scales.ndim,
-        0 if w.gate_up is None else w.gate_up.code,
-        w.has_special_values,
-    ]
-    if shape.own_tokens:
-        row_bytes = tokens.stride(0) * tokens.element_size()
-        arguments += [a.scales, a.row_index, a.group_scale_offsets, scale_stride(a, packed_ld), nvrtc.int64(row_bytes)]
-        arguments += [*a.routed_ids, a.loads_after_ns]
-    else:
-        arguments += [counters, first, team]
-    kernel = kernel_of(shape)
-    nvrtc.launch(
-        f"{kernel}.cu",
-        kernel,
-        defines,
-        grid=(plan.blocks, 1, 1),
-        block=shape.threads,
-        arguments=arguments,
-        device=w.device,
-        shared_bytes=shared_bytes,
-        early=how.starts_early,
-        all_shared=shape.blocks_of_all > shape.blocks_per_sm,
-    )
+    DequantProduct(
+        a,
+        w,
+        plan,
+        out=out,
+        activation=activation,
+        gsf=gsf,
+        result=result,
+        packed_ld=packed_ld,
+        scale_block=scale_block,
+        kernel=OneLaunch,
+    ).launch(a, out, result)
+
+
+class DequantProduct:
+    """A product of some size with weights that stay where they are: what does not change from launch to launch.
+
+    Args:
+        a: rows of the size, at least one, in at least one group.
+        w: weights, which are kept.
+        plan: for these.
+        out: a result of the dtype and strides that all have.
+        activation, gsf: None for a plain product.
+        result: of an activated product, like those of all launches.
+        packed_ld, scale_block: as of `dequant_gemm`.
+        kernel: `OneLaunch` for a product that is launched once.
+    """
+
+    def __init__(
+        self,
+        a: GroupedRows,
+        w: PrepackedWeights,
+        plan: GemmPlan,
+        *,
+        out: torch.Tensor,
+        activation: Activation | None = None,
+        gsf: torch.Tensor | None = None,
+        result: GroupedRows | None = None,
+        packed_ld: int | None = None,
+        scale_block: int | None = None,
+        kernel: type[BoundKernel | OneLaunch] = BoundKernel,
+    ) -> None:
+        how = plan.dequant
+        assert how is not None
+        shape, units = how.shape, unit_columns(w.num_columns)
+        dequantized = None if result is None else result.dequantized
+        self._holds_tokens, self._packed_ld = shape.own_tokens, packed_ld
+        self._tokens: TokenDequantizer | None = None
+        own_tokens = None
+        if shape.own_tokens and a.dequantized is not None:
+            own_tokens = piece_macros(BF16)
+        elif shape.own_tokens:
+            own_tokens = piece_macros(a.format, packed_ld is not None, scale_block, a.scales_in_record)
+        elif how.tokens is not None:
+            self._tokens = TokenDequantizer(
+                a, w.num_experts, how.tokens, how.overlap, packed_ld, scale_block, kernel=kernel
+            )
+        defines, shared_bytes = macros(
+            w.format,
+            a.format,
+            shape,
+            units,
+            None if result is None else result.format,
+            out.dtype,
+            activation,
+            out_dequantized=dequantized is not None,
+            out_by_rows=dequantized is not None and dequantized.ndim == 2,
+            row_scales=a.row_scale is not None,
+            expert_scales=w.expert_scales is not None,
+            bias=w.bias is not None,
+            keep_tokens=how.keep_tokens,
+            overlapped=how.overlap is not None,
+            own_tokens=own_tokens,
+            chained=a.dequantized is not None,
+            max_groups=few_groups(a.num_groups) if shape.own_tokens else MAX_PREPACKED_EXPERTS,
+        )
+        bound: dict[str, Argument] = {
+            "weights": w.units,
+            "expert_scales": w.expert_scales,
+            "bias": w.bias,
+            "out_gsf": gsf,
+            "num_groups": a.max_active_groups,
+            "num_experts": w.num_experts,
+            "capacity": a.capacity,
+            "columns": w.num_rows if result is None else result.num_columns,
+            "units": units,
+            "unit_rows": unit_rows(w.num_rows),
+            "token_blocks": token_blocks(a),
+            "out_stride": out.stride(0),
+            "scales_per_expert": 0 if w.expert_scales is None else w.expert_scales.ndim,
+            "gate_up_order": 0 if w.gate_up is None else w.gate_up.code,
+            "special_values": w.has_special_values,
+        }
+        if not shape.own_tokens:
+            overlap = how.overlap
+            bound["first_overlapped"] = 0 if overlap is None else overlap.first
+            bound["team"] = 0 if overlap is None else overlapped_token_shape(units).team_warps
+        name = kernel_of(shape)
+        self._kernel = kernel(
+            f"{name}.cu",
+            name,
+            defines,
+            grid=(plan.blocks, 1, 1),
+            block=shape.threads,
+            bound=bound,
+            device=w.device,
+            shared_bytes=shared_bytes,
+            early=how.starts_early,
+            all_shared=shape.blocks_of_all > shape.blocks_per_sm,
+        )
+
+    def launch(self, a: GroupedRows, out: torch.Tensor, result: GroupedRows | None = None) -> None:
+        """Multiply `a` into `out`, or, of an activated product, into `result`; both as those that this was made of."""
+        counters, tokens = None, a.rows if a.dequantized is None else a.dequantized
+        if self._tokens is not None:
+            tokens, counters = self._tokens.launch(a)
+        arguments: dict[str, Argument] = {
+            "tokens": tokens,
+            "row_scale": a.row_scale,
+            "group_offsets": a.group_offsets,
+            "expert_ids": a.expert_ids,
+            "num_active": a.active_on_device,
+            "out": out if result is None or result.dequantized is None else result.dequantized,
+            "out_scales": None if result is None else result.scales,
+            "out_row_scale": None if result is None else result.row_scale,
+            "out_scale_offsets": None if result is None else result.group_scale_offsets,
+        }
+        if self._holds_tokens:
+            arguments |= {
+                "token_scales": a.scales,
+                "row_index": a.row_index,
+                "group_scale_offsets": a.group_scale_offsets,
+                "token_scale_ld": scale_stride(a, self._packed_ld),
+                "row_bytes": tokens.stride(0) * tokens.element_size(),
+                **a.read_early,
+            }
+        else:
+            arguments["counters"] = counters
+        self._kernel.launch(arguments)
 
 
 def blocks_with_registers(shape: DequantShape, max_groups: int) -> int:
@@ -325,7 +376,7 @@ def _out_aligned(out: torch.Tensor) -> bool:
     return out.data_ptr() % (2 * out.element_size()) == 0 and out.stride(0) % 2 == 0
 
 
-def _check(a: GroupedRows, w: PrepackedWeights, out: torch.Tensor, result: GroupedRows | None) -> None:
+def check(a: GroupedRows, w: PrepackedWeights, out: torch.Tensor, result: GroupedRows | None) -> None:
     """Raise `ValueError` where these kernels need more than other engines: a Hopper GPU, aligned rows, few groups."""
     if not is_hopper(w.device):
         raise ValueError(f"w: prepacked for Hopper, got {torch.cuda.get_device_name(w.device)}; use w.restore()")

@@ -11,11 +11,14 @@ from functools import cache
 import torch
 
 from moe_runtime.kernels import nvrtc
+from moe_runtime.kernels.bound_kernel import BoundKernel, OneLaunch
 from moe_runtime.kernels.formats.number_formats import TokenFormat, ceil_div
 from moe_runtime.kernels.gemm.dequant_layout import unit_columns
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.gemm.plan import DequantOverlap
 from moe_runtime.kernels.gemm.shapes import MANY_TOKENS, TokenShape, overlapped_token_shape
+
+MAX_BLOCKS = 2**31 - 1
 
 
 @cache
@@ -69,103 +72,120 @@ def scale_stride(a: GroupedRows, packed_ld: int | None) -> int:
 
 
 def dequantized_shape(a: GroupedRows, num_columns: int) -> tuple[int, ...]:
-    """Shape of the output of `dequant_tokens` for rows of `num_columns` values in the groups of `a`."""
+    """Shape of the dequantized tokens for rows of `num_columns` values in the groups of `a`."""
     return unit_columns(num_columns), token_blocks(a), 8, 8, 16
 
 
 def empty_dequantized(a: GroupedRows, num_columns: int) -> torch.Tensor:
-    """Uninitialized output of `dequant_tokens` for rows of `num_columns` values in the groups of `a`."""
-    return torch.empty(dequantized_shape(a, num_columns), dtype=torch.uint8, device=a.rows.device)
+    """Uninitialized memory for the dequantized tokens of rows of `num_columns` values in the groups of `a`."""
+    return empty_blocks(dequantized_shape(a, num_columns), a.rows.device)
+
+
+def empty_blocks(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Uninitialized memory of a `dequantized_shape`."""
+    return torch.empty(shape, dtype=torch.uint8, device=device)
+
+
+class TokenDequantizer:
+    """Gathers rows and dequantizes them to bf16, for the product that is launched next.
+
+    Every `shape` gives the same bits. Rows of groups with an expert outside `0 .. num_experts - 1` are left out.
+
+    Args:
+        a: rows of the size that all launches have.
+        num_experts: experts of the product.
+        shape: for the tokens that are dequantized before the product.
+        overlap: how the others are dequantized while it runs; None if there are none.
+        packed_ld, scale_block: those of `dequant_gemm`.
+        kernel: `OneLaunch` for one that is launched once.
+    """
+
+    def __init__(
+        self,
+        a: GroupedRows,
+        num_experts: int,
+        shape: TokenShape,
+        overlap: DequantOverlap | None = None,
+        packed_ld: int | None = None,
+        scale_block: int | None = None,
+        *,
+        kernel: type[BoundKernel | OneLaunch] = BoundKernel,
+    ) -> None:
+        self._packed_ld = packed_ld
+        self._shape = dequantized_shape(a, a.num_columns)
+        units, blocks = self._shape[:2]
+
+        def made(shape: TokenShape, grid: tuple[int, int, int], begin: int, end: int) -> BoundKernel | OneLaunch:
+            return kernel(
+                "dequant_tokens.cu",
+                "dequant_tokens",
+                token_macros(a.format, packed_ld is not None, scale_block, a.scales_in_record, shape),
+                grid=grid,
+                block=32 * shape.warps,
+                bound={
+                    "num_groups": a.max_active_groups,
+                    "num_experts": num_experts,
+                    "capacity": a.capacity,
+                    "columns": a.num_columns,
+                    "units": units,
+                    "token_blocks": blocks,
+                    "begin": begin,
+                    "end": end,
+                },
+                device=a.rows.device,
+                shared_bytes=shape.warps * shape.ahead(a.format) * 1024 if shape.overlapped else 0,
+                early=True,
+            )
+
+        sms, self._num_counters = nvrtc.most_sms(a.rows.device), 0
+        if overlap is None:
+            self._kernels = [made(shape, _grid(shape, units, blocks, a.format, sms), 0, MAX_BLOCKS)]
+            return
+        first = min(overlap.first, blocks)
+        self._num_counters = 1 + blocks - first
+        self._kernels = [
+            made(shape, _grid(shape, units, first, a.format, sms), 0, first),
+            made(overlapped_token_shape(units), (overlap.sms, 1, 1), first, MAX_BLOCKS),
+        ]
+
+    def launch(self, a: GroupedRows) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Dequantize the rows `a`, which are as those that this was made of.
+
+        Returns:
+            uint8 `[units of K, blocks, 8 column pieces, 8 tokens, 16 bytes]`, bf16 in blocks of 8 tokens; and, where
+            the product must wait for some of them, the counters for that, int32 `[1 + such blocks]`. The result is then
+            complete when the product has ended.
+        """
+        device = a.rows.device
+        out, counters = empty_blocks(self._shape, device), None
+        if self._num_counters:
+            counters = torch.empty(self._num_counters, dtype=torch.int32, device=device)
+        arguments = {
+            "rows": a.rows,
+            "scales": a.scales,
+            "row_index": a.row_index,
+            "group_offsets": a.group_offsets,
+            "group_scale_offsets": a.group_scale_offsets,
+            "expert_ids": a.expert_ids,
+            "num_active": a.active_on_device,
+            "out": out,
+            "scale_ld": scale_stride(a, self._packed_ld),
+            "row_bytes": a.rows.stride(0) * a.rows.element_size(),
+            "counters": counters,
+        }
+        for kernel in self._kernels:
+            kernel.launch(arguments)
+        return out, counters
 
 
 def dequant_tokens(
     a: GroupedRows, num_experts: int, shape: TokenShape, packed_ld: int | None = None, scale_block: int | None = None
 ) -> torch.Tensor:
-    """The rows as bf16 in blocks of 8 tokens, uint8 `[units of K, blocks, 8 column pieces, 8 tokens, 16 bytes]`.
-
-    Rows of groups with an expert outside `0 .. num_experts - 1` are left out. `packed_ld` and `scale_block` are those
-    of `dequant_gemm`. Every `shape` gives the same bits.
-    """
-    out = empty_dequantized(a, a.num_columns)
-    units, blocks = out.shape[:2]
-    grid = _grid(shape, units, blocks, a.format, nvrtc.most_sms(a.rows.device))
-    _launch_tokens(a, num_experts, packed_ld, scale_block, out, shape, grid)
-    return out
-
-
-def dequant_tokens_overlapped(
-    a: GroupedRows,
-    num_experts: int,
-    shape: TokenShape,
-    overlap: DequantOverlap,
-    packed_ld: int | None = None,
-    scale_block: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The result of `dequant_tokens`, and the counters by which the product waits for it.
-
-    The product must be launched next; the result is complete when it has ended. `shape` is for the tokens that are
-    dequantized before it. The counters are int32 `[1 + blocks dequantized while it runs]`.
-    """
-    out = empty_dequantized(a, a.num_columns)
-    units, blocks = out.shape[:2]
-    first = min(overlap.first, blocks)
-    counters = torch.empty(1 + blocks - first, dtype=torch.int32, device=out.device)
-    grid = _grid(shape, units, first, a.format, nvrtc.most_sms(a.rows.device))
-    _launch_tokens(a, num_experts, packed_ld, scale_block, out, shape, grid, end=first, counters=counters)
-    rest, grid = overlapped_token_shape(units), (overlap.sms, 1, 1)
-    _launch_tokens(a, num_experts, packed_ld, scale_block, out, rest, grid, begin=first, counters=counters)
-    return out, counters
+    """The rows `a` dequantized at once; see `TokenDequantizer`."""
+    return TokenDequantizer(a, num_experts, shape, None, packed_ld, scale_block, kernel=OneLaunch).launch(a)[0]
 
 
 def _grid(shape: TokenShape, units: int, blocks: int, fmt: TokenFormat, sms: int) -> tuple[int, int, int]:
     """Grid for `blocks` blocks of 8 tokens."""
     parts = ceil_div(units, shape.warps * shape.ahead(fmt))
     return min(blocks, max(1, shape.blocks_per_sm * sms // parts)), parts, 1
-
-
-def _launch_tokens(
-    a: GroupedRows,
-    num_experts: int,
-    packed_ld: int | None,
-    scale_block: int | None,
-    out: torch.Tensor,
-    shape: TokenShape,
-    grid: tuple[int, int, int],
-    *,
-    begin: int = 0,
-    end: int = 2**31 - 1,
-    counters: torch.Tensor | None = None,
-) -> None:
-    """Launch `dequant_tokens.cu` for the blocks of 8 tokens from `begin` to `end`."""
-    units, blocks = out.shape[:2]
-    nvrtc.launch(
-        "dequant_tokens.cu",
-        "dequant_tokens",
-        token_macros(a.format, packed_ld is not None, scale_block, a.scales_in_record, shape),
-        grid=grid,
-        block=32 * shape.warps,
-        arguments=[
-            a.rows,
-            a.scales,
-            a.row_index,
-            a.group_offsets,
-            a.group_scale_offsets,
-            a.expert_ids,
-            a.active_on_device,
-            out,
-            a.max_active_groups,
-            num_experts,
-            a.capacity,
-            a.num_columns,
-            units,
-            blocks,
-            scale_stride(a, packed_ld),
-            nvrtc.int64(a.rows.stride(0) * a.rows.element_size()),
-            begin,
-            end,
-            counters,
-        ],
-        device=a.rows.device,
-        shared_bytes=shape.warps * shape.ahead(a.format) * 1024 if shape.overlapped else 0,
-        early=True,
-    )

@@ -15,7 +15,6 @@ Epilogue, in fp32: `c = acc * row_scale[row] * expert_scales[expert] + bias[expe
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -29,7 +28,7 @@ from moe_runtime.kernels.formats.quantize import CODE_BF16, CODE_MXFP4, CODE_MXF
 from moe_runtime.kernels.formats.reference_quantize import raw_bits
 from moe_runtime.kernels.gemm import dequant_gemm, dequant_tokens, plan, reference, tma_gemm
 from moe_runtime.kernels.gemm.activation import activated_tile, function_tile
-from moe_runtime.kernels.gemm.arguments import check_activation, check_operands, check_out, empty_intermediate
+from moe_runtime.kernels.gemm.arguments import Intermediate, check_activation, check_operands, check_out
 from moe_runtime.kernels.gemm.epilogue import half_rows, scaled, store_plain, store_quantized
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.gemm.operands import (
@@ -340,27 +339,123 @@ def grouped_gemm_swiglu(
     check_operands(a, w)
     check_activation(w, activation)
     plan = _plan(a, w, engine, num_sms, out_format=format_named(out_format), activation=activation)
-    if plan.kernel is GemmKernel.DEQUANT:
-        assert isinstance(w, PrepackedWeights)
-        stored = not dequant_gemm.takes_dequantized(then)
-        out, gsf = empty_intermediate(a, w, activation, out_format, out_gsf, finished=False, stored=stored)
-        if not stored:
-            assert isinstance(then, PrepackedWeights) and plan.dequant is not None
-            later = plan.dequant.next_loads_ns
-            out = replace(out, dequantized=_empty_dequantized(a, plan, then), loads_after_ns=later)
-        dequant_gemm.dequant_gemm_swiglu(a, w, activation, out, gsf, plan)
-        return out
-    raw = _restored(w) if isinstance(w, PrepackedWeights) else w
+    raw = w
+    if isinstance(w, PrepackedWeights) and plan.kernel is not GemmKernel.DEQUANT:
+        raw = _restored(w)
     if plan.kernel is GemmKernel.TORCH:
+        assert isinstance(raw, ExpertWeights)
         return reference.grouped_gemm_swiglu(a, raw, activation, out_format=out_format, out_gsf=out_gsf)
-    out, gsf = empty_intermediate(a, raw, activation, out_format, out_gsf)
-    if plan.kernel is GemmKernel.TMA:
+    stored = _intermediate(a, raw, activation, out_format, out_gsf, then, plan)
+    out = stored.empty(a)
+    if isinstance(raw, PrepackedWeights):
+        dequant_gemm.dequant_gemm_swiglu(a, raw, activation, out, stored.gsf, plan)
+    elif plan.kernel is GemmKernel.TMA:
         tma_gemm.multiply_swiglu(a, raw, activation, out, plan)
-        return tma_gemm.for_next(out, plan)
-    scales = None if out.scales is None else raw_bits(out.scales)
-    target = (raw_bits(out.rows), scales, gsf, out.group_scale_offsets)
-    _launch(a, raw, plan, out.num_columns, target, out.num_columns, int(out.format.code), activation)
+    else:
+        scales = None if out.scales is None else raw_bits(out.scales)
+        target = (raw_bits(out.rows), scales, stored.gsf, out.group_scale_offsets)
+        _launch(a, raw, plan, out.num_columns, target, out.num_columns, int(out.format.code), activation)
     return out
+
+
+def _intermediate(
+    a: GroupedRows,
+    w: ExpertWeights | PrepackedWeights,
+    activation: Activation,
+    out_format: str | TokenFormat,
+    out_gsf: float | torch.Tensor | None,
+    then: ExpertWeights | PrepackedWeights | None,
+    how: GemmPlan,
+) -> Intermediate:
+    """What the product of the plan `how` stores for the one with `then`."""
+    more: dict[str, Any] = {}
+    if how.tma is not None:
+        # That product reads nothing else that a kernel just before this one has written.
+        more = {"settled": True, "loads_after_ns": how.tma.next_loads_ns}
+    elif how.dequant is not None:
+        more = {"finished": False}
+        if dequant_gemm.takes_dequantized(then):
+            assert isinstance(then, PrepackedWeights)
+            more["loads_after_ns"] = how.dequant.next_loads_ns
+            more["dequantized"] = dequant_tokens.dequantized_shape(a, then.num_columns), torch.uint8
+            if plan.holds_tokens(then.num_columns, then.format, how.dequant.shape):
+                more["dequantized"] = (a.capacity, then.num_columns), torch.bfloat16
+    return Intermediate.of(w, activation, out_format, out_gsf, **more)
+
+
+class BoundExperts:
+    """Both products of experts for steps of one size: plans, kernels and their memory for arguments are made once.
+
+    It holds the addresses of the weights, which it keeps, and no others: those of rows and results come with each step.
+    So it stays right as long as the weights do, whatever memory the exchange gets; other weights need another one.
+    """
+
+    def __init__(
+        self,
+        first: tma_gemm.TmaProduct | dequant_gemm.DequantProduct,
+        between: Intermediate,
+        second: tma_gemm.TmaProduct | dequant_gemm.DequantProduct,
+    ) -> None:
+        self._first, self._between, self._second = first, between, second
+
+    def multiply_first(self, a: GroupedRows) -> GroupedRows:
+        """`grouped_gemm_swiglu` of `a`, which is not checked."""
+        out = self._between.empty(a)
+        self._first.launch(a, out.rows, out)
+        return out
+
+    def multiply_second(self, a: GroupedRows, out: torch.Tensor) -> None:
+        """`grouped_gemm` of what `multiply_first` gave into `out`."""
+        self._second.launch(a, out)
+
+
+def bind_experts(
+    a: GroupedRows,
+    gate_up: ExpertWeights | PrepackedWeights,
+    down: ExpertWeights | PrepackedWeights,
+    activation: Activation,
+    out: torch.Tensor,
+    *,
+    between: TokenFormat,
+    gsf: torch.Tensor | None,
+    engine: str,
+    num_sms: int | None,
+) -> BoundExperts | None:
+    """`BoundExperts` for steps with rows and results like `a` and `out`; None where other kernels than Hopper's run.
+
+    Raises `ValueError` as `grouped_gemm` and `grouped_gemm_swiglu` do.
+    """
+    check_operands(a, gate_up)
+    how = _plan(a, gate_up, engine, num_sms, out_format=between, activation=activation)
+    if how.kernel not in HOPPER_KERNELS or a.capacity == 0 or a.num_groups == 0 or gate_up.num_experts == 0:
+        return None
+    stored = _intermediate(a, gate_up, activation, between, gsf, down, how)
+    hidden = stored.empty(a)
+    check_operands(hidden, down)
+    check_out(hidden, down, out, torch.bfloat16)
+    then = _plan(hidden, down, engine, num_sms, out=out)
+    if then.kernel not in HOPPER_KERNELS:
+        return None
+    first = _product(a, gate_up, how, hidden.rows, activation, stored.gsf, hidden)
+    return BoundExperts(first, stored, _product(hidden, down, then, out))
+
+
+HOPPER_KERNELS = (GemmKernel.TMA, GemmKernel.DEQUANT)
+
+
+def _product(
+    a: GroupedRows,
+    w: ExpertWeights | PrepackedWeights,
+    how: GemmPlan,
+    out: torch.Tensor,
+    activation: Activation | None = None,
+    gsf: torch.Tensor | None = None,
+    result: GroupedRows | None = None,
+) -> tma_gemm.TmaProduct | dequant_gemm.DequantProduct:
+    if isinstance(w, PrepackedWeights):
+        dequant_gemm.check(a, w, out, result)
+        return dequant_gemm.DequantProduct(a, w, how, out=out, activation=activation, gsf=gsf, result=result)
+    return tma_gemm.TmaProduct(a, w, how, out=out, activation=activation, result=result)
 
 
 def _plan(
@@ -409,14 +504,6 @@ def _plan(
             scales_aligned=scales_aligned,
         )
     )
-
-
-def _empty_dequantized(a: GroupedRows, how: GemmPlan, then: PrepackedWeights) -> torch.Tensor:
-    """For a result of the plan `how` that the product with `then` reads, which has the same groups."""
-    assert how.dequant is not None
-    if plan.holds_tokens(then.num_columns, then.format, how.dequant.shape):
-        return torch.empty(a.capacity, then.num_columns, dtype=torch.bfloat16, device=a.rows.device)
-    return dequant_tokens.empty_dequantized(a, then.num_columns)
 
 
 def _restored(w: PrepackedWeights) -> ExpertWeights:

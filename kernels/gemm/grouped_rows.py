@@ -90,7 +90,12 @@ class GroupedRows:
         return self.num_active_experts if isinstance(self.num_active_experts, torch.Tensor) else None
 
     @property
-    def routed_ids(self) -> tuple[torch.Tensor | None, int, int]:
-        """`topk_idx`, how many ids there are, and the bytes of one, for kernels."""
+    def read_early(self) -> dict[str, torch.Tensor | int | None]:
+        """What a product may read before the kernel that makes the rows has ended, and when: arguments of kernels."""
         ids = self.topk_idx
-        return (None, 0, 0) if ids is None else (ids, ids.numel(), ids.element_size())
+        return {
+            "topk_idx": ids,
+            "num_ids": 0 if ids is None else ids.numel(),
+            "id_bytes": 0 if ids is None else ids.element_size(),
+            "loads_after_ns": self.loads_after_ns,
+        }

@@ -27,13 +27,13 @@ from __future__ import annotations
 
 import ctypes
 import math
-from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any
 
 import torch
 
 from moe_runtime.kernels import nvrtc
+from moe_runtime.kernels.bound_kernel import BoundKernel, OneLaunch
 from moe_runtime.kernels.formats.number_formats import FormatCode, TokenFormat, ceil_div
 from moe_runtime.kernels.gemm.activation import softcap_macros
 from moe_runtime.kernels.gemm.arguments import OUT_DTYPES
@@ -64,22 +64,17 @@ def scales_aligned(a: torch.Tensor | None, w: torch.Tensor | None) -> bool:
 
 def multiply(a: GroupedRows, w: ExpertWeights, out: torch.Tensor, plan: GemmPlan) -> None:
     """`grouped_gemm` of checked operands into `out`."""
-    _launch(a, w, plan, w.num_rows, out, out.stride(0), None, OUT_DTYPES.index(out.dtype), None)
+    TmaProduct(a, w, plan, out=out, kernel=OneLaunch).launch(a, out)
 
 
 def multiply_swiglu(a: GroupedRows, w: ExpertWeights, activation: Activation, out: GroupedRows, plan: GemmPlan) -> None:
     """`grouped_gemm_swiglu` of checked operands into `out`."""
-    code = 0 if out.scales is None else 3
-    _launch(a, w, plan, out.num_columns, out.rows, out.rows.stride(0), out.scales, code, activation)
+    TmaProduct(a, w, plan, out=out.rows, activation=activation, result=out, kernel=OneLaunch).launch(a, out.rows, out)
 
 
-def for_next(out: GroupedRows, plan: GemmPlan) -> GroupedRows:
-    """`out` of `multiply_swiglu` by `plan`, with what a product that starts before that has ended must know."""
-    assert plan.tma is not None
-    return replace(out, settled=True, loads_after_ns=plan.tma.next_loads_ns)
+class Extras(ctypes.Structure):
+    """`Extras` of `tma_gemm.cu`."""
 
-
-class _Extras(ctypes.Structure):
     _fields_ = (
         ("row_scale", ctypes.c_void_p),
         ("expert_scales", ctypes.c_void_p),
@@ -125,87 +120,111 @@ def macros(
     )
 
 
-def _launch(
-    a: GroupedRows,
-    w: ExpertWeights,
-    plan: GemmPlan,
-    columns: int,
-    out: torch.Tensor,
-    out_stride: int,
-    out_scales: torch.Tensor | None,
-    out_code: int,
-    activation: Activation | None,
-) -> None:
-    assert plan.tma is not None
-    shape, copied_scales = plan.tma.shape, plan.tma.copies_scales
-    device, groups = a.rows.device, a.num_groups
-    scales_per_expert = 0 if w.expert_scales is None else w.expert_scales.ndim
-    order = activation.gate_up if activation is not None else (w.gate_up if scales_per_expert == 2 else None)
-    gather = a.row_index is not None
-    defines = macros(
-        a.format,
-        shape,
-        groups,
-        gather=gather,
-        activation=activation,
-        order=order,
-        out_code=out_code,
-        extras=not (a.row_scale is None and w.expert_scales is None and w.bias is None),
-        copied_scales=copied_scales,
-        short_blocks=w.blocks_apart or (out_code == 3 and columns % HALF != 0),
-    )
-    extras = _Extras(_pointer(a.row_scale), _pointer(w.expert_scales), _pointer(w.bias), scales_per_expert)
-    # A tile of a gated result has as many rows of gate as of up.
-    gate_up = None if activation is None else activation.gate_up
-    w_map = _weight_map(w, gate_up, HALF if gate_up is None else shape.halves * HALF // 2)
-    # Gathered rows are copied one by one.
-    box_rows = 1 if gather else shape.box_rows
-    a_map = _rows_map(a.rows, a.num_columns, box_rows)
-    row_bytes = a.num_columns * a.rows.element_size()
-    formula = activation or SILU
-    nvrtc.launch(
-        SOURCE,
-        "tma_gemm",
-        defines,
-        grid=(plan.blocks, 1, 1),
-        block=shape.threads,
-        arguments=[
-            a_map,
-            w_map,
-            _scales_map(a.scales) if copied_scales and a.scales is not None else w_map,
-            a.row_index,
-            a.scales,
-            w.scales,
-            extras,
-            out,
-            nvrtc.int64(out_stride),
-            out_scales,
-            a.group_offsets,
-            a.expert_ids,
-            a.active_on_device,
-            a.max_active_groups,
-            w.num_experts,
-            a.capacity,
-            columns,
-            ceil_div(row_bytes, 128),
-            shape.band,
-            int(a.settled),
-            ctypes.c_float(formula.alpha),
-            _limit(formula.gate_limit),
-            _limit(formula.limit),
-            # Adding -0 changes no value.
-            ctypes.c_float(formula.up_offset or -0.0),
-            *a.routed_ids,
-            a.loads_after_ns,
-        ],
-        device=device,
-        shared_bytes=shape.shared_bytes(groups),
-        early=plan.tma.starts_early,
-    )
+class TmaProduct:
+    """A product of some size with weights that stay where they are: what does not change from launch to launch.
+
+    Args:
+        a: rows of the size.
+        w: weights, which are kept.
+        plan: for these.
+        out: a result of the dtype and strides that all have.
+        activation: None for a plain product.
+        result: of an activated product, like those of all launches.
+        kernel: `OneLaunch` for a product that is launched once.
+    """
+
+    def __init__(
+        self,
+        a: GroupedRows,
+        w: ExpertWeights,
+        plan: GemmPlan,
+        *,
+        out: torch.Tensor,
+        activation: Activation | None = None,
+        result: GroupedRows | None = None,
+        kernel: type[BoundKernel | OneLaunch] = BoundKernel,
+    ) -> None:
+        assert plan.tma is not None
+        self._copies_scales = plan.tma.copies_scales
+        shape, gather = plan.tma.shape, a.row_index is not None
+        columns = w.num_rows if result is None else result.num_columns
+        quantized = result is not None and result.scales is not None
+        out_code = 3 if quantized else 0 if result is not None else OUT_DTYPES.index(out.dtype)
+        scales_per_expert = 0 if w.expert_scales is None else w.expert_scales.ndim
+        order = activation.gate_up if activation is not None else (w.gate_up if scales_per_expert == 2 else None)
+        # The weights are kept: the kernel has only their addresses.
+        self._w, self._of_weights = w, (_pointer(w.expert_scales), _pointer(w.bias), scales_per_expert)
+        defines = macros(
+            a.format,
+            shape,
+            a.num_groups,
+            gather=gather,
+            activation=activation,
+            order=order,
+            out_code=out_code,
+            extras=not (a.row_scale is None and w.expert_scales is None and w.bias is None),
+            copied_scales=plan.tma.copies_scales,
+            short_blocks=w.blocks_apart or (quantized and columns % HALF != 0),
+        )
+        # A tile of a gated result has as many rows of gate as of up.
+        gate_up = None if activation is None else activation.gate_up
+        self._w_map = _weight_map(w, gate_up, HALF if gate_up is None else shape.halves * HALF // 2)
+        # Gathered rows are copied one by one.
+        self._box_rows = 1 if gather else shape.box_rows
+        formula = activation or SILU
+        self._kernel = kernel(
+            SOURCE,
+            "tma_gemm",
+            defines,
+            grid=(plan.blocks, 1, 1),
+            block=shape.threads,
+            bound={
+                "w_map": self._w_map,
+                "w_scales": w.scales,
+                "out_stride": out.stride(0),
+                "num_groups": a.max_active_groups,
+                "num_experts": w.num_experts,
+                "capacity": a.capacity,
+                "columns": columns,
+                "k_blocks": ceil_div(a.num_columns * a.rows.element_size(), 128),
+                "band_width": shape.band,
+                "alpha": float(formula.alpha),
+                "gate_limit": _limit(formula.gate_limit),
+                "up_limit": _limit(formula.limit),
+                # Adding -0 changes no value.
+                "up_offset": float(formula.up_offset or -0.0),
+            },
+            device=w.device,
+            shared_bytes=shape.shared_bytes(a.num_groups),
+            early=plan.tma.starts_early,
+        )
+
+    def launch(self, a: GroupedRows, out: torch.Tensor, result: GroupedRows | None = None) -> None:
+        """Multiply `a` into `out`, and, of an activated product, into the scales of `result`.
+
+        All are as those that this was made of.
+        """
+        copied = a.scales if self._copies_scales else None
+        self._kernel.launch(
+            {
+                "a_map": _rows_map(a.rows, a.num_columns, self._box_rows),
+                "scales_map": self._w_map if copied is None else _scales_map(copied),
+                "row_index": a.row_index,
+                "a_scales": a.scales,
+                "extras": Extras(None if a.row_scale is None else a.row_scale.data_ptr(), *self._of_weights),
+                "out": out,
+                "out_scales": None if result is None else result.scales,
+                "offsets": a.group_offsets,
+                "expert_ids": a.expert_ids,
+                "num_active": a.active_on_device,
+                "settled": a.settled,
+                **a.read_early,
+            }
+        )
 
 
-def _limit(limit: float | None) -> ctypes.c_float:
-    return ctypes.c_float(math.inf if limit is None else limit)
+def _limit(limit: float | None) -> float:
+    return math.inf if limit is None else float(limit)
 
 
 def _pointer(t: torch.Tensor | None) -> int | None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from moe_runtime.context.expert_parallel import ExpertParallelContext
-from moe_runtime.kernels.nvrtc import Defines, int64, launch
+from moe_runtime.kernels.bound_kernel import launch
+from moe_runtime.kernels.nvrtc import Defines
 
 SOURCE = str(Path(__file__).with_suffix(".cu").resolve())
 WAYS = ("store", "bulk", "load")
@@ -28,6 +29,11 @@ def copy(context: ExpertParallelContext, way: str, blocks: int, num_bytes: int) 
         defines(way, context.world_size),
         grid=(blocks, 1, 1),
         block=THREADS,
-        arguments=[sources, sources + context.half_bytes["landing"], int64(num_bytes), context.rank],
+        arguments={
+            "sources": sources,
+            "targets": sources + context.half_bytes["landing"],
+            "bytes": num_bytes,
+            "rank": context.rank,
+        },
         device=context.device,
     )

@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from moe_runtime.kernels import nvrtc
+from moe_runtime.kernels.bound_kernel import BoundKernel
 from tests.support.kept_files import folder_for, made_once
 from tests.support.on_host import COMPILER
 
@@ -215,55 +215,63 @@ class _Launch(ctypes.Structure):
     )
 
 
+def _copied(kernel: BoundKernel) -> tuple[ctypes.Array[ctypes.c_void_p], Any]:
+    """The values of a launch that may run when the kernel has those of the next: pointers to them, and what to keep."""
+    values = (ctypes.c_int64 * len(kernel.parameters)).from_buffer_copy(kernel._values)
+    old, new = ctypes.addressof(kernel._values), ctypes.addressof(values)
+    places = [new + at - old if 0 <= at - old < ctypes.sizeof(values) else at for at in kernel._pointers]
+    return (ctypes.c_void_p * len(places))(*places), (values, kernel, dict(kernel._by_value))
+
+
 @dataclass
 class Emulator:
-    """Stands for `nvrtc.launch`. Kernels run when they are launched, or, inside `together`, all at its end.
+    """Stands for `BoundKernel.launch`. Kernels run when they are launched, or, inside `together`, all at its end.
 
     Attributes:
         seed: of the schedule; each run draws another from it.
         edit: makes another kernel of a translated source, such as one that a test should find wrong.
+        defines: macros besides those of a launch.
         stream: where what is launched goes; kernels of different streams run beside each other.
     """
 
     seed: int
     edit: Callable[[str], str] | None = None
+    defines: Mapping[str, int | str] = field(default_factory=dict)
     stream: int = 0
     runs: int = 0
     launched: set[tuple[str, str]] = field(default_factory=set)
     _waiting: list[tuple[_Launch, Any]] | None = None
 
+    def stand_in(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Run here what is launched during the test."""
+
+        def launch(kernel: BoundKernel, arguments: Mapping[str, Any], grid: tuple[int, int, int] | None = None) -> None:
+            self.launch(kernel, arguments, grid)
+
+        monkeypatch.setattr(BoundKernel, "launch", launch)
+
     def launch(
-        self,
-        file: str,
-        name: str,
-        defines: Mapping[str, int | str],
-        *,
-        grid: tuple[int, int, int],
-        block: int,
-        arguments: Sequence[Any],
-        device: torch.device,
-        shared_bytes: int = 0,
-        early: bool = False,
-        all_shared: bool = False,
+        self, kernel: BoundKernel, arguments: Mapping[str, Any], grid: tuple[int, int, int] | None = None
     ) -> None:
-        library = _library(file, nvrtc.Defines(defines), self.edit)
-        cluster = int(defines.get("CLUSTER", 1))
-        assert grid[0] % cluster == 0, f"{grid} blocks in clusters of {cluster}"
-        parameters = nvrtc.Parameters()
-        parameters.fill(arguments)
+        """As `BoundKernel.launch`."""
+        kernel.fill(arguments, grid)
+        library = _library(kernel.file, nvrtc.Defines({**kernel.defines, **self.defines}), self.edit)
+        cluster = int(kernel.defines.get("CLUSTER", 1))
+        assert kernel.grid[0] % cluster == 0, f"{kernel.grid} blocks in clusters of {cluster}"
+        pointers, kept = _copied(kernel)
         launch = _Launch(
-            ctypes.cast(getattr(library, f"emulate_{name}"), ctypes.c_void_p),
-            parameters.address,
-            name.encode(),
-            (ctypes.c_uint32 * 3)(*grid),
-            block,
-            shared_bytes,
+            ctypes.cast(getattr(library, f"emulate_{kernel.name}"), ctypes.c_void_p),
+            ctypes.addressof(pointers),
+            kernel.name.encode(),
+            (ctypes.c_uint32 * 3)(*kernel.grid),
+            kernel.block,
+            kernel.shared_bytes,
             cluster,
             self.stream,
-            int(early),
+            int(kernel.early),
         )
-        self.launched.add((file, name))
-        entry = (launch, (parameters, list(arguments)))
+        self.launched.add((kernel.file, kernel.name))
+        entry = (launch, (pointers, kept, dict(arguments)))
         if self._waiting is None:
             self._run([entry])
         else:

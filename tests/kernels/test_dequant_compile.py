@@ -6,6 +6,7 @@ What the host side would launch is recorded instead of launched, so that nothing
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from moe_runtime.kernels import nvrtc
+from moe_runtime.kernels.bound_kernel import BoundKernel
 from moe_runtime.kernels.formats.number_formats import (
     BF16,
     FORMATS,
@@ -112,10 +114,11 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Recorded]:
     """What is launched from now on, on a machine that looks like one with an H200."""
     found: list[Recorded] = []
 
-    def record(file: str, name: str, defines: dict[str, int | str], **more: Any) -> None:
-        found.append(Recorded(file, name, dict(defines), more["block"], more.get("shared_bytes", 0)))
+    def record(kernel: BoundKernel, arguments: Mapping[str, Any], grid: tuple[int, int, int] | None = None) -> None:
+        kernel.fill(arguments, grid)
+        found.append(Recorded(kernel.file, kernel.name, dict(kernel.defines), kernel.block, kernel.shared_bytes))
 
-    monkeypatch.setattr(nvrtc, "launch", record)
+    monkeypatch.setattr(BoundKernel, "launch", record)
     monkeypatch.setattr(dequant_gemm, "is_hopper", lambda device: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(multi_processor_count=132))
     return found
@@ -572,7 +575,7 @@ def test_other_gpus_are_refused(recorded: list[Recorded], monkeypatch: pytest.Mo
 def test_the_kernel_clamps_and_inverts_the_encode_scale_itself(recorded: list[Recorded]) -> None:
     """No kernel of torch's runs before it: a tensor goes to it as it is, with memory for `1 / gsf`."""
     a, w, given = rows_of("nvfp4", 4, 128), weights_of("nvfp4", 64, 128, GateUpOrder.GATE_UP), torch.tensor([2.0**120])
-    hidden, gsf = empty_intermediate(a, w, SwiGLU(), "nvfp4", given, False)
+    hidden, gsf = empty_intermediate(a, w, SwiGLU(), "nvfp4", given, finished=False)
     assert gsf is not None and gsf.data_ptr() == given.data_ptr() and gsf.shape == (1,)
     assert hidden.row_scale is not None and hidden.row_scale.shape == (4,)
     finished, clamped = empty_intermediate(a, w, SwiGLU(), "nvfp4", given)

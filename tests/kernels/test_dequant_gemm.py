@@ -268,8 +268,8 @@ OVERLAPS = [(DequantOverlap(1, 1), 8), (DequantOverlap(3, 2), 1), (DequantOverla
 def as_both(monkeypatch: pytest.MonkeyPatch, multiply: Callable[[], torch.Tensor]) -> torch.Tensor:
     """What `multiply` gives where all tokens are dequantized before, the same bits as where most are meanwhile."""
     # Of a kernel that does not wait the product would read these.
-    empty = dequant_tokens.empty_dequantized
-    monkeypatch.setattr(dequant_tokens, "empty_dequantized", lambda *given: empty(*given).fill_(0xAB))
+    empty = dequant_tokens.empty_blocks
+    monkeypatch.setattr(dequant_tokens, "empty_blocks", lambda *given: empty(*given).fill_(0xAB))
     choose(monkeypatch, plan_dequant_overlap=lambda *_: None)
     want = multiply()
     for overlap, steps in OVERLAPS:

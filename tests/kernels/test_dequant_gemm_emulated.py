@@ -141,7 +141,7 @@ def emulator(monkeypatch: pytest.MonkeyPatch, seed: int) -> Emulator:
         monkeypatch.setattr(module, "resolve_engine", lambda engine, device: "cuda" if engine == "auto" else engine)
     monkeypatch.setattr(gated, "IS_HOPPER", True)
     monkeypatch.setattr(dequant_gemm, "_launch", launch)
-    monkeypatch.setattr(nvrtc, "launch", emulator.launch)
+    emulator.stand_in(monkeypatch)
     monkeypatch.setattr(nvrtc, "most_sms", lambda device, limit=None: 1 + seed % 5)
     return emulator
 

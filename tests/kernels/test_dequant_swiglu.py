@@ -13,7 +13,7 @@ import torch
 from moe_runtime.experts import Experts
 from moe_runtime.kernels.formats.quantize import quantize_rows
 from moe_runtime.kernels.gemm import dequant_tokens
-from moe_runtime.kernels.gemm.arguments import DEFAULT_INTERMEDIATE_GSF
+from moe_runtime.kernels.gemm.arguments import DEFAULT_INTERMEDIATE_GSF, Intermediate
 from moe_runtime.kernels.gemm.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
@@ -334,8 +334,16 @@ def test_a_result_is_decoded_for_the_product_that_follows(
     a = for_shape(make_rows(token, sizes, 128, rng, device, num_experts=2, spare=7, gather=True), shape)
     a = replace(a, row_scale=None if a.row_scale is None else a.row_scale * 0.02)
     a.rows[0] = 0x7F if token == "nvfp4" else a.rows[0]
-    empty = dequant_tokens.empty_dequantized
-    monkeypatch.setattr(dequant_tokens, "empty_dequantized", lambda *given: empty(*given).fill_(0xAB))
+    empty, fresh = dequant_tokens.empty_blocks, Intermediate.empty
+
+    def poisoned_intermediate(stored: Intermediate, rows: GroupedRows) -> GroupedRows:
+        made = fresh(stored, rows)
+        if made.dequantized is not None:
+            made.dequantized.view(torch.uint8).fill_(0xAB)
+        return made
+
+    monkeypatch.setattr(dequant_tokens, "empty_blocks", lambda *given: empty(*given).fill_(0xAB))
+    monkeypatch.setattr(Intermediate, "empty", poisoned_intermediate)
     hidden = grouped_gemm_swiglu(a, gate_up, activation, out_format=out)
     chained = grouped_gemm_swiglu(a, gate_up, activation, out_format=out, then=down)
     assert hidden.dequantized is None and (chained.dequantized is not None) == IS_HOPPER

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moe_runtime.experts import Experts
-from moe_runtime.kernels import nvrtc
+from moe_runtime.kernels.bound_kernel import BoundKernel
 from moe_runtime.kernels.gemm import dequant_gemm, dequant_tokens
 from moe_runtime.kernels.gemm import tma_gemm as tma
 from moe_runtime.kernels.gemm.arguments import empty_intermediate
@@ -31,11 +31,11 @@ def test_grids(limit: int | None, blocks: int, rng: torch.Generator, monkeypatch
     """On a machine that looks like one with an H200. Clusters of two blocks take an even number, and one at least."""
     grids: list[int] = []
 
-    def record(file: str, name: str, *_: Any, grid: tuple[int, int, int], **more: Any) -> None:
-        if name != "dequant_tokens":
+    def record(kernel: BoundKernel, arguments: Any, grid: tuple[int, int, int]) -> None:
+        if kernel.name != "dequant_tokens":
             grids.append(grid[0])
 
-    monkeypatch.setattr(nvrtc, "launch", record)
+    monkeypatch.setattr(BoundKernel, "launch", record)
     monkeypatch.setattr(dequant_gemm, "is_hopper", lambda device: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(multi_processor_count=132))
     monkeypatch.setattr(tma, "_tensor_map", lambda *_: None)
@@ -65,7 +65,7 @@ def test_a_product_that_is_limited_does_not_start_beside_the_one_before(
 ) -> None:
     """It would take the SMs that both are to leave free; after `dequant_tokens`, which has no limit, it does."""
     early: list[tuple[str, bool]] = []
-    monkeypatch.setattr(nvrtc, "launch", lambda _, name, *__, **more: early.append((name, more["early"])))
+    monkeypatch.setattr(BoundKernel, "launch", lambda kernel, *_: early.append((kernel.name, kernel.early)))
     monkeypatch.setattr(dequant_gemm, "is_hopper", lambda device: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(multi_processor_count=132))
     cpu = torch.device("cpu")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import enum
 import os
 import re
 import subprocess
@@ -13,13 +11,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
-from random import Random
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from moe_runtime.kernels import kernel_cache, nvrtc
+from moe_runtime.kernels import bound_kernel, kernel_cache, nvrtc
+from moe_runtime.kernels.bound_kernel import launch
+from moe_runtime.kernels.signature import parameters_of
 from tests.support.comparison import assert_same_bits
 from tests.support.programs import ROOT
 from tests.support.spawner import interpreter
@@ -63,6 +62,8 @@ def forget() -> None:
     nvrtc._compiled.cache_clear()
     nvrtc._compiled_with_log.cache_clear()
     nvrtc._loaded.cache_clear()
+    parameters_of.cache_clear()
+    bound_kernel._KERNELS.clear()
 
 
 def kept(folder: Path) -> list[Path]:
@@ -341,73 +342,26 @@ def test_a_thread_without_a_context_gets_that_of_its_device(monkeypatch: pytest.
     assert calls[4:] == [("get",)]
 
 
-class Descriptor:
-    """Passed by value, as descriptors of the driver are: a kernel reads what lies at `getPtr`."""
-
-    def __init__(self, value: int) -> None:
-        self.content = ctypes.c_int64(value)
-
-    def getPtr(self) -> int:
-        return ctypes.addressof(self.content)
-
-
-class Number(enum.IntEnum):
-    SEVEN = 7
-
-
-def test_launches_in_turn_find_their_own_arguments() -> None:
-    """In memory that all use: what one passes by a pointer to it is no place for a value of the next."""
-    tensor = torch.zeros(5)[2:]
-    parameter = torch.nn.Parameter(torch.zeros(3))
-    kinds: list[tuple[object, int]] = [
-        (tensor, tensor.data_ptr()),
-        (parameter, parameter.data_ptr()),
-        (None, 0),
-        (-5, -5),
-        (True, 1),
-        (Number.SEVEN, 7),
-        (nvrtc.int64(2**40 + 1), 2**40 + 1),
-        (Descriptor(-9), -9),
-        (ctypes.c_uint64(2**63 - 1), 2**63 - 1),
-    ]
-    parameters, random = nvrtc.Parameters(), Random(5)
-    pointers = (ctypes.c_void_p * nvrtc.MOST_ARGUMENTS).from_address(parameters.address)
-    for count in (*range(len(kinds) * 3), nvrtc.MOST_ARGUMENTS):
-        chosen = random.choices(kinds, k=count)
-        arguments = [argument for argument, _ in chosen]
-        parameters.fill(arguments)
-        found = [ctypes.c_int64.from_address(at).value for at in pointers[:count]]  # type: ignore[arg-type]
-        assert found == [value for _, value in chosen]
-    with pytest.raises(ValueError, match="same size"):
-        parameters.fill([1] * (nvrtc.MOST_ARGUMENTS + 1))
-
-
-def test_each_thread_has_memory_for_arguments_of_its_own() -> None:
-    with ThreadPoolExecutor(1) as pool:
-        other = pool.submit(lambda: nvrtc._THREAD.parameters.address).result()
-    assert other != nvrtc._THREAD.parameters.address
-
-
 @pytest.mark.gpu
 def test_a_thread_may_begin_with_a_launch() -> None:
     """Its first work of CUDA, with everything compiled and loaded before; on GPU 0, which is current to begin with."""
     out = torch.zeros(32, device="cuda:0")
 
-    def launch() -> None:
-        nvrtc.launch(
+    def run() -> None:
+        launch(
             "fill.cu",
             "fill",
             nvrtc.Defines({"FACTOR": 2}),
             grid=(1, 1, 1),
             block=32,
-            arguments=[out, 4],
+            arguments={"out": out, "value": 4},
             device=out.device,
         )
 
-    launch()
+    run()
     out.zero_()
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(launch).result()
+        pool.submit(run).result()
     assert (out == 8).all()
 
 
@@ -416,13 +370,13 @@ def test_launch_passes_every_kind_of_argument(device: torch.device) -> None:
     """Pointers, None, 32 and 64 bits; more dynamic shared memory than the default limit; the grid as given."""
     given = torch.arange(7, 39, dtype=torch.int32, device=device)
     out = torch.full((3, 4), -1, dtype=torch.int64, device=device)
-    nvrtc.launch(
+    launch(
         "arguments.cu",
         "arguments",
         nvrtc.Defines({"OFFSET": 100 * 1024 // 4 - 32}),
         grid=(2, 1, 1),
         block=32,
-        arguments=[out, given, None, -5, nvrtc.int64(2**40 + 1)],
+        arguments={"out": out, "in": given, "none": None, "small": -5, "large": 2**40 + 1},
         device=device,
         shared_bytes=100 * 1024,
     )
@@ -436,22 +390,22 @@ def test_launch_is_captured_on_the_current_stream(device: torch.device) -> None:
     given = torch.zeros(32, dtype=torch.int32, device=device)
     out = torch.zeros(4, dtype=torch.int64, device=device)
 
-    def launch() -> None:
-        nvrtc.launch(
+    def run() -> None:
+        launch(
             "arguments.cu",
             "arguments",
             nvrtc.Defines({"OFFSET": 0}),
             grid=(1, 1, 1),
             block=32,
-            arguments=[out, given, given, 1, nvrtc.int64(2)],
+            arguments={"out": out, "in": given, "none": given, "small": 1, "large": 2},
             device=device,
             shared_bytes=128,
         )
 
-    launch()
+    run()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        launch()
+        run()
     given.fill_(9)
     graph.replay()
     assert_same_bits(out, torch.tensor([9, 1, 1, 2]), "replay")
@@ -461,23 +415,23 @@ def test_launch_is_captured_on_the_current_stream(device: torch.device) -> None:
 def test_a_refused_launch_is_an_error(device: torch.device) -> None:
     out = torch.zeros(2048, device=device)
     with pytest.raises(nvrtc.NvrtcError, match="INVALID_VALUE"):
-        nvrtc.launch(
+        launch(
             "fill.cu",
             "fill",
             nvrtc.Defines({"FACTOR": 1}),
             grid=(1, 1, 1),
             block=2048,
-            arguments=[out, 1],
+            arguments={"out": out, "value": 1},
             device=device,
         )
     with pytest.raises(nvrtc.NvrtcError, match="NOT_FOUND"):
-        nvrtc.launch(
+        launch(
             "fill.cu",
             "no_such_kernel",
             nvrtc.Defines({"FACTOR": 1}),
             grid=(1, 1, 1),
             block=32,
-            arguments=[out, 1],
+            arguments={"out": out, "value": 1},
             device=device,
         )
 
@@ -486,12 +440,18 @@ def test_a_refused_launch_is_an_error(device: torch.device) -> None:
 def test_a_kernel_is_loaded_once(sources: Path, device: torch.device) -> None:
     out = torch.zeros(32, device=device)
 
-    def launch() -> None:
-        nvrtc.launch(
-            "fill.cu", "fill", nvrtc.Defines({"FACTOR": 2}), grid=(1, 1, 1), block=32, arguments=[out, 4], device=device
+    def run() -> None:
+        launch(
+            "fill.cu",
+            "fill",
+            nvrtc.Defines({"FACTOR": 2}),
+            grid=(1, 1, 1),
+            block=32,
+            arguments={"out": out, "value": 4},
+            device=device,
         )
 
     for _ in range(3):
-        launch()
+        run()
     assert (out == 8).all()
     assert nvrtc._loaded.cache_info().misses == 1 and len(kept(sources)) == 1

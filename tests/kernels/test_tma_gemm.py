@@ -14,6 +14,7 @@ import torch
 import triton
 
 from moe_runtime.kernels import nvrtc
+from moe_runtime.kernels.bound_kernel import BoundKernel
 from moe_runtime.kernels.formats.number_formats import BF16, FP8_BLOCK
 from moe_runtime.kernels.formats.quantize import quantize_rows
 from moe_runtime.kernels.gemm import tma_gemm as tma
@@ -164,7 +165,7 @@ def test_a_launch_takes_the_shape_of_the_rows_that_are_expected(
     w = random_weights("bf16", 1, 128, 128, rng, cpu)
     monkeypatch.setattr(tma, "_tensor_map", lambda *sizes: None)
     monkeypatch.setattr(tma.nvrtc, "most_sms", lambda *limits: 8)
-    monkeypatch.setattr(tma.nvrtc, "launch", lambda file, name, defines, **more: launched.append(defines))
+    monkeypatch.setattr(BoundKernel, "launch", lambda kernel, *_: launched.append(kernel.defines))
     tma_grouped_gemm(a, w)
     assert [(defines["ROWS"], defines["CLUSTER"]) for defines in launched] == [(rows, cluster)]
 

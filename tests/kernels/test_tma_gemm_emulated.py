@@ -14,6 +14,7 @@ from cuda.bindings import driver
 from moe_runtime.kernels import nvrtc
 from moe_runtime.kernels.gemm import op_gemm
 from moe_runtime.kernels.gemm import tma_gemm as tma
+from moe_runtime.kernels.gemm.arguments import Intermediate
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.gemm.shapes import TMA_DECODE, TMA_FEW, TMA_PREFILL, TMA_SOME, TmaShape
 from moe_runtime.kernels.gemm.weights import (
@@ -30,7 +31,6 @@ from tests.emulator import Emulator, needs_emulator
 from tests.emulator.tensor_maps import encode_tiled
 from tests.kernels import test_tma_gemm as on_gpu
 from tests.kernels.test_activations import check_limit_on_function, check_special_values
-from tests.support import gemm_plans
 from tests.support.comparison import assert_same_bits
 from tests.support.gemm_cases import make_rows, random_weights
 from tests.support.gemm_plans import tma_grouped_gemm, tma_grouped_gemm_swiglu
@@ -59,7 +59,7 @@ def emulate(monkeypatch: pytest.MonkeyPatch, seed: int) -> Iterator[Callable[...
 
     def emulate(**more: Any) -> Emulator:
         emulator = Emulator(seed, **more)
-        monkeypatch.setattr(nvrtc, "launch", emulator.launch)
+        emulator.stand_in(monkeypatch)
         return emulator
 
     monkeypatch.setattr(nvrtc, "most_sms", lambda device, limit=None: limit or 2)
@@ -117,14 +117,14 @@ def both_products(
     loads_after_ns: int = 0,
 ) -> None:
     """The second product may start while the first runs; the bits are those of one after the other."""
-    fresh = gemm_plans.empty_intermediate
+    fresh = Intermediate.empty
 
-    def poisoned(*arguments: Any) -> Any:
-        hidden, gsf = fresh(*arguments)
+    def poisoned(stored: Intermediate, rows: GroupedRows) -> GroupedRows:
+        hidden = fresh(stored, rows)
         hidden.rows.view(torch.uint8).fill_(0x3A)
-        return hidden, gsf
+        return hidden
 
-    monkeypatch.setattr(gemm_plans, "empty_intermediate", poisoned)
+    monkeypatch.setattr(Intermediate, "empty", poisoned)
     a = make_rows(name, [3, 0, 70, 5], 256, rng, CPU, num_experts=4)
     gate_up = random_weights(name, 4, 256, 256, rng, CPU, gate_up=GateUpOrder.GATE_UP)
     down = random_weights(name, 4, 136, 128, rng, CPU)
@@ -433,15 +433,9 @@ def test_mistakes_of_few_rows_are_found(mistake: str, emulate: Callable[..., Emu
 
 
 @gathers
-def test_every_lane_may_arrive(
-    gather: bool, emulator: Emulator, monkeypatch: pytest.MonkeyPatch, rng: torch.Generator
-) -> None:
+def test_every_lane_may_arrive(gather: bool, emulator: Emulator, rng: torch.Generator) -> None:
     """As `launch.sanitize` compiles it; of a cluster the emulator knows only warps that tell both blocks at once."""
-
-    def launch(file: str, name: str, defines: dict[str, Any], **more: Any) -> None:
-        emulator.launch(file, name, {**defines, "EACH_LANE_ARRIVES": 1}, **more)
-
-    monkeypatch.setattr(nvrtc, "launch", launch)
+    emulator.defines = {"EACH_LANE_ARRIVES": 1}
     for shape in (TMA_FEW, TMA_DECODE):
         on_gpu.check_tiles_of_stages("fp8_block", 5, gather, shape, MORE_TILES, rng, CPU)
     check_runs(emulator, 2)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from moe_runtime.kernels.formats.number_formats import NVFP4
-from moe_runtime.kernels.gemm import grouped_gemm as gemm_module
+from moe_runtime.kernels.gemm.arguments import Intermediate
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.gemm.plan import DEQUANT_DECODE_ROWS, DEQUANT_MIDDLE_ROWS, choose_dequant_shape
 from moe_runtime.kernels.gemm.shapes import (
@@ -209,13 +209,13 @@ def check_quantized(hidden: GroupedRows, exact: Exact, activation: Activation, g
 
 def poison_intermediates(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every byte of quants and scales that the gated GEMM is to fill holds 0xA5 before."""
-    fresh = gemm_module.empty_intermediate
+    fresh = Intermediate.empty
 
-    def poisoned_intermediate(*args: Any, **more: Any) -> tuple[GroupedRows, torch.Tensor | None]:
-        rows, gsf = fresh(*args, **more)
+    def poisoned_intermediate(stored: Intermediate, a: GroupedRows) -> GroupedRows:
+        rows = fresh(stored, a)
         assert rows.scales is not None
         rows.rows.view(torch.uint8).fill_(0xA5)
         rows.scales.view(torch.uint8).fill_(0xA5)
-        return rows, gsf
+        return rows
 
-    monkeypatch.setattr(gemm_module, "empty_intermediate", poisoned_intermediate)
+    monkeypatch.setattr(Intermediate, "empty", poisoned_intermediate)

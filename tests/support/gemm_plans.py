@@ -14,7 +14,7 @@ import torch
 from moe_runtime.kernels.formats.number_formats import TokenFormat, format_named
 from moe_runtime.kernels.gemm import dequant_gemm, plan, tma_gemm
 from moe_runtime.kernels.gemm import grouped_gemm as gemm_module
-from moe_runtime.kernels.gemm.arguments import check_operands, check_out, empty_intermediate
+from moe_runtime.kernels.gemm.arguments import check_operands, check_out
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.gemm.plan import GemmKernel, GemmPlan
 from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
@@ -120,8 +120,8 @@ def tma_grouped_gemm_swiglu(
 ) -> GroupedRows:
     """`grouped_gemm_swiglu` by `tma_gemm.cu`, in `shape` where that is given."""
     check_operands(a, w)
-    out, _ = empty_intermediate(a, w, activation, out_format, None)
     fmt = format_named(out_format)
     plan = tma_plan(a, w, out_format=fmt, activation=activation, shape=shape, num_sms=num_sms)
+    out = gemm_module._intermediate(a, w, activation, fmt, None, None, plan).empty(a)
     tma_gemm.multiply_swiglu(a, w, activation, out, plan)
-    return tma_gemm.for_next(out, plan)
+    return out

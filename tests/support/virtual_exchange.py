@@ -50,7 +50,7 @@ def emulator(monkeypatch: pytest.MonkeyPatch, device: torch.device, seed: int) -
     """Where there is no GPU, what runs kernels in CUDA C++: one of 5 SMs."""
     emulator = Emulator(seed)
     if device.type == "cpu":
-        monkeypatch.setattr(cuda, "launch", emulator.launch)
+        emulator.stand_in(monkeypatch)
         monkeypatch.setattr(cuda, "most_sms", lambda device, limit=None: min(5, limit or 5))
     return emulator
 

@@ -1,0 +1,264 @@
+"""Launches of CUDA C++ kernels, whose arguments are named as in the kernel's signature.
+
+A `BoundKernel` holds what a launch needs, so that one costs the host little: the function, the grid, and the values of
+all arguments in the memory that the driver reads. `launch` is for launches whose arguments all change.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import torch
+
+from moe_runtime.kernels import nvrtc
+from moe_runtime.kernels.nvrtc import Defines
+from moe_runtime.kernels.signature import Kind, parameters_of
+
+
+class Address(int):
+    """Where something lies that the caller keeps: for a pointer into a tensor, which is quicker than a view of it."""
+
+
+Argument = torch.Tensor | Address | int | float | None | Any
+"""By the kernel's signature a tensor, an `Address` or None for a pointer, an int, a float, or a ctypes structure or
+descriptor of the driver (`CUtensorMap`) for what is passed by value."""
+
+
+class BoundKernel:
+    """A kernel of one device with a memory of its own for the values of its arguments.
+
+    A value that is bound stays the same in all launches, the others come with each of them. Any thread may launch it.
+
+    Args:
+        file, name, defines: source, kernel and macros.
+        block: threads of a block.
+        device: a CUDA device.
+        grid: blocks.
+        bound: arguments that are the same in every launch, by name. They are kept as long as this object.
+        shared_bytes: dynamic shared memory of a block.
+        early: whether the kernel may start when every block of the previous kernel has called
+            `griddepcontrol.launch_dependents`. It must call `griddepcontrol.wait` before it reads the results of that
+            kernel.
+        all_shared: ask for all shared memory that an SM can have, so that it has room for blocks of the next kernel.
+
+    Raises:
+        ValueError: an argument that the kernel does not have, or of another type than its parameter.
+        NvrtcError: the source has no such kernel.
+    """
+
+    def __init__(
+        self,
+        file: str,
+        name: str,
+        defines: Defines,
+        *,
+        block: int,
+        device: torch.device,
+        grid: tuple[int, int, int] = (1, 1, 1),
+        bound: Mapping[str, Argument] | None = None,
+        shared_bytes: int = 0,
+        early: bool = False,
+        all_shared: bool = False,
+    ) -> None:
+        self.file, self.name, self.defines = file, name, defines
+        self.block, self.grid, self.device = block, grid, device
+        self.shared_bytes, self.early, self.all_shared = shared_bytes, early, all_shared
+        self.parameters = parameters_of(file, name, defines)
+        count = len(self.parameters)
+        # 8 bytes each, little-endian: a narrower argument has the first bytes.
+        self._values = (ctypes.c_int64 * count)()
+        first = ctypes.addressof(self._values)
+        self._pointers = (ctypes.c_void_p * count)(*range(first, first + 8 * count, 8))
+        self._address = ctypes.addressof(self._pointers)
+        self._by_value: dict[int, Any] = {}
+        self._lock = threading.Lock()
+        self._index = _with_index(device).index or 0
+        self._config: Any = None
+        self._function: Any = None
+        self._stream: int | None = None
+        self._bound = {} if bound is None else dict(bound)
+        places = {p.name: (at, p.kind) for at, p in enumerate(self.parameters)}
+        for given in self._bound:
+            if given not in places:
+                raise ValueError(f"{self.name}.{given}: the kernel has no such parameter")
+        self._given = {given: places.pop(given) for given in self._bound}
+        self._checked = False
+        self.fill(self._bound)
+        # What comes with each launch; types are checked to the last in the first of them.
+        self._given, self._checked = places, False
+
+    @property
+    def address(self) -> int:
+        """Of the pointers to the values, for the driver."""
+        return self._address
+
+    def launch(self, arguments: Mapping[str, Argument], grid: tuple[int, int, int] | None = None) -> None:
+        """Launch on the current stream of the device; the first launch compiles and loads.
+
+        Args:
+            arguments: all that are not bound, by name. They must outlive the call, and what they point to the kernel.
+            grid: blocks, in place of those of the launch before.
+
+        Raises `ValueError` as making this does, or for an argument that is missing, and `NvrtcError` where the source
+        does not compile or the driver refuses the launch.
+        """
+        if torch._C._cuda_getDevice() != self._index:
+            # Entering a device takes as long as the launch, even if it is already current.
+            with torch.cuda.device(self._index):
+                return self.launch(arguments, grid)
+        with self._lock:
+            self.fill(arguments, grid)
+            if self._config is None:
+                self._load()
+            if not nvrtc._THREAD.has_context:
+                nvrtc._ensure_context(self._index)
+            if (stream := torch._C._cuda_getCurrentRawStream(self._index)) != self._stream:
+                self._config.hStream = self._stream = stream
+            # The driver reads the values in this call.
+            (status,) = _driver().cuLaunchKernelEx(self._config, self._function, self._address, 0)
+        if int(status):
+            raise nvrtc.NvrtcError(f"{type(status).__name__}.{status.name}")
+
+    def fill(self, arguments: Mapping[str, Argument], grid: tuple[int, int, int] | None = None) -> None:
+        """Write the arguments and the grid of the next launch, as `launch` does."""
+        values, given = self._values, self._given
+        if len(arguments) != len(given) or not self._checked:
+            self._check(arguments)
+        if grid is not None and grid != self.grid:
+            self.grid = grid
+            if self._config is not None:
+                self._config.gridDimX, self._config.gridDimY, self._config.gridDimZ = grid
+        value: Any
+        for name, value in arguments.items():
+            if (place := given.get(name)) is None:
+                self._check(arguments)
+                continue
+            at, kind = place
+            if kind is Kind.POINTER and isinstance(value, torch.Tensor):
+                values[at] = value.data_ptr()
+            elif kind is Kind.POINTER and (value is None or type(value) is Address):
+                values[at] = value or 0
+            elif kind is Kind.STRUCT and (pointer := _pointer_to(value)) is not None:
+                self._pointers[at], self._by_value[at] = pointer, value
+            elif kind is Kind.FLOAT and isinstance(value, float):
+                values[at] = ctypes.c_int32.from_buffer(ctypes.c_float(value)).value
+            elif kind is Kind.INT64 and isinstance(value, int):
+                values[at] = value
+            elif kind is Kind.INT32 and isinstance(value, int) and -(2**31) <= value < 2**31:
+                values[at] = value
+            else:
+                raise self._wrong(at, value)
+
+    def _check(self, arguments: Mapping[str, Argument]) -> None:
+        """Raise `ValueError` for wrong names, and for what `fill` takes for speed: tensors of another dtype, and an
+        `Address` for an int."""
+        for name, value in arguments.items():
+            if name not in self._given:
+                why = "it is bound" if name in self._bound else "the kernel has no such parameter"
+                raise ValueError(f"{self.name}.{name}: {why}")
+            at, kind = self._given[name]
+            dtypes = self.parameters[at].dtypes
+            if isinstance(value, torch.Tensor) and dtypes is not None and value.dtype not in dtypes:
+                raise self._wrong(at, value)
+            if isinstance(value, Address) and kind is not Kind.POINTER:
+                raise self._wrong(at, value)
+        if missing := [name for name in self._given if name not in arguments]:
+            raise ValueError(f"{self.name}.{missing[0]}: expected an argument, got none")
+        self._checked = True
+
+    def _load(self) -> None:
+        """Make what the driver takes; on the current device."""
+        nvrtc._ensure_context(self._index)
+        self._function = nvrtc._loaded(
+            self.file, self.name, self.defines, self._index, self.shared_bytes, self.all_shared
+        )
+        config = _driver().CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = self.grid
+        config.blockDimX, config.blockDimY, config.blockDimZ = self.block, 1, 1
+        config.sharedMemBytes = self.shared_bytes
+        if self.early:
+            config.attrs, config.numAttrs = [nvrtc._early()], 1
+        self._config, self._stream = config, None
+
+    def _wrong(self, at: int, value: object) -> ValueError:
+        parameter = self.parameters[at]
+        found = f"a tensor of {value.dtype}" if isinstance(value, torch.Tensor) else repr(value)
+        expected = f"{parameter.kind.value} for {parameter.type}"
+        return ValueError(f"{self.name}.{parameter.name}: expected {expected}, got {found}")
+
+
+@cache
+def _driver() -> Any:
+    """The driver's module, which is not there on a machine without CUDA."""
+    from cuda.bindings import driver
+
+    return driver
+
+
+def _pointer_to(value: Any) -> int | None:
+    """Where the driver finds what is passed by value; None for what cannot be."""
+    if hasattr(value, "getPtr"):
+        return int(value.getPtr())
+    return ctypes.addressof(value) if isinstance(value, ctypes.Structure) else None
+
+
+def _with_index(device: torch.device) -> torch.device:
+    """The current device for `cuda` alone."""
+    named = device.type != "cuda" or device.index is not None
+    return device if named else torch.device("cuda", torch.cuda.current_device())
+
+
+_KERNELS: dict[tuple[Any, ...], BoundKernel] = {}
+"""Of `launch`, by all that its kernels differ in but grid and arguments."""
+
+
+def launch(
+    file: str,
+    name: str,
+    defines: Defines,
+    *,
+    grid: tuple[int, int, int],
+    block: int,
+    arguments: Mapping[str, Argument],
+    device: torch.device,
+    shared_bytes: int = 0,
+    early: bool = False,
+    all_shared: bool = False,
+) -> None:
+    """Launch a kernel on the current stream of `device` as a `BoundKernel` that has nothing bound.
+
+    Args and errors as of `BoundKernel`. Keep the `Defines` of frequent launches: an equal one is compared in each.
+    """
+    if device.index is None:
+        device = _with_index(device)
+    key = file, name, defines, block, device, shared_bytes, early, all_shared
+    kernel = _KERNELS.get(key)
+    if kernel is None:
+        kernel = BoundKernel(
+            file,
+            name,
+            defines,
+            block=block,
+            device=device,
+            shared_bytes=shared_bytes,
+            early=early,
+            all_shared=all_shared,
+        )
+        _KERNELS[key] = kernel
+    kernel.launch(arguments, grid)
+
+
+class OneLaunch:
+    """A `BoundKernel` for a single launch, by a kernel that others launch, too: it is made in less time."""
+
+    def __init__(self, file: str, name: str, defines: Defines, *, bound: Mapping[str, Argument], **how: Any) -> None:
+        self._how = {"file": file, "name": name, "defines": defines, **how}
+        self._bound = bound
+
+    def launch(self, arguments: Mapping[str, Argument]) -> None:
+        """As `BoundKernel.launch`."""
+        launch(**self._how, arguments={**self._bound, **arguments})
