@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 
-from moe_runtime.kernels.exchange import local_ids as module
 from moe_runtime.kernels.exchange.local_ids import local_ids
 from tests.emulator import CAN_EMULATE, Emulator
 
@@ -19,7 +18,7 @@ def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, devi
     if request.param == "cuda" and device.type == "cpu":
         if not CAN_EMULATE:
             pytest.skip("needs a C++ compiler for x86-64")
-        monkeypatch.setattr(module, "launch", Emulator(seed).launch)
+        Emulator(seed).stand_in(monkeypatch)
     return str(request.param)
 
 

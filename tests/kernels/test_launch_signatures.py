@@ -15,6 +15,7 @@ from cuda.bindings import driver
 from moe_runtime.kernels import aot, clock, nvrtc
 from moe_runtime.kernels.bound_kernel import BoundKernel
 from moe_runtime.kernels.exchange import cuda, hierarchical, plan
+from moe_runtime.kernels.exchange.local_ids import local_ids
 from moe_runtime.kernels.exchange.padded_rows import PaddedRows
 from moe_runtime.kernels.gemm import dequant_gemm, grouped_gemm, op_gemm
 from moe_runtime.kernels.gemm import plan as gemm_plan
@@ -136,6 +137,7 @@ def all_launches(rng: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     hosts(monkeypatch)
     products(rng, monkeypatch)
     clock.write_clock(torch.zeros(1, dtype=torch.int64))
+    local_ids(torch.zeros(3, 2, dtype=torch.int64), torch.zeros(3, 2), 8, 0, 4, "cuda")
     copy_ways.copy(Ranks(2, CPU, HOPPER, max_tokens_per_rank=4, **SIZES).contexts[0], "bulk", 2, 4096)
 
 
