@@ -21,6 +21,9 @@ with gate in half 0 and up in half 1. SwiGLU then stays within a thread.
 
 from __future__ import annotations
 
+from functools import cache
+from itertools import product
+
 import torch
 
 from moe_runtime.kernels.formats.number_formats import MXFP4, MXFP8, NVFP4, TokenFormat, ceil_div
@@ -160,7 +163,7 @@ def pack_units(quants_NK: torch.Tensor, scales_NV: torch.Tensor, fmt: TokenForma
         parts = quants.unflatten(-1, (4, 2, 2, 2, 2))
         packed = _place_bytes(parts.permute(0, 1, 6, 2, 3, 5, 7, 4, 9, 8).int()).contiguous().view(torch.uint8)
     if fmt is NVFP4:
-        scales = torch.tensor(SCALE_CODES, dtype=torch.uint8, device=scales.device)[scales.int()]
+        scales = _scale_codes(scales.device)[scales.int()]
     packed_scales = scales.transpose(-1, -2)
     units = torch.cat((packed.flatten(2), packed_scales.flatten(2)), dim=2)
     return units.unflatten(1, (-1, chunk_units(columns))).transpose(0, 1).contiguous()
@@ -213,15 +216,29 @@ def _padded(bytes_NB: torch.Tensor, width: int) -> torch.Tensor:
     return torch.nn.functional.pad(bytes_NB, (0, width - bytes_NB.shape[1], 0, 1))
 
 
-def _place(codes: torch.Tensor) -> torch.Tensor:
-    """int64 pairs of words of e2m1 codes, int32 `[..., odd step, half, pair, i]`, by `SLOTS`."""
-    words = torch.zeros(codes.shape[:-4], dtype=torch.int64, device=codes.device)
+@cache
+def _scale_codes(device: torch.device) -> torch.Tensor:
+    return torch.tensor(SCALE_CODES, dtype=torch.uint8, device=device)
+
+
+@cache
+def _placed_codes(device: torch.device) -> torch.Tensor:
+    """int64 `[2, 2, 2, 2, 16]`: the bits of each e2m1 code in a word, by odd step, half, pair and i."""
+    table = torch.zeros(2, 2, 2, 2, 16, dtype=torch.int64, device="cpu")
+    code = torch.arange(16, device="cpu")
     for odd, slots in enumerate(SLOTS):
         for register, slot in enumerate(slots):
-            code = codes[..., odd, register % 2, register // 2, :]
             for i in range(2):
                 for bit, position in zip((3, 2, 1, 0), slot[i], strict=True):
-                    words |= (code[..., i] >> bit & 1).long() << position
+                    table[odd, register % 2, register // 2, i] |= (code >> bit & 1) << position
+    return table.to(device)
+
+
+def _place(codes: torch.Tensor) -> torch.Tensor:
+    """int64 pairs of words of e2m1 codes, int32 `[..., odd step, half, pair, i]`, by `SLOTS`."""
+    table, words = _placed_codes(codes.device), torch.zeros(codes.shape[:-4], dtype=torch.int64, device=codes.device)
+    for odd, half, pair, i in product(range(2), repeat=4):
+        words |= table[odd, half, pair, i][codes[..., odd, half, pair, i]]
     return words
 
 
@@ -242,13 +259,20 @@ def _codes(words: torch.Tensor) -> torch.Tensor:
     return torch.stack(steps, -4)
 
 
-def _place_bytes(codes: torch.Tensor) -> torch.Tensor:
-    """int16 words of two e4m3 codes, int32 `[..., pair]`, by `BYTE_SLOTS`."""
-    words = torch.zeros(codes.shape[:-1], dtype=torch.int32, device=codes.device)
+@cache
+def _placed_bytes(device: torch.device) -> torch.Tensor:
+    """int32 `[2, 256]`: the bits of each e4m3 code in a word, by pair."""
+    table, code = torch.zeros(2, 256, dtype=torch.int32, device="cpu"), torch.arange(256, device="cpu")
     for pair, slot in enumerate(BYTE_SLOTS):
         for bit, position in enumerate(reversed(slot)):
-            words |= (codes[..., pair] >> bit & 1) << position
-    return words.to(torch.int16)
+            table[pair] |= ((code >> bit & 1) << position).int()
+    return table.to(device)
+
+
+def _place_bytes(codes: torch.Tensor) -> torch.Tensor:
+    """int16 words of two e4m3 codes, int32 `[..., pair]`, by `BYTE_SLOTS`."""
+    table = _placed_bytes(codes.device)
+    return (table[0][codes[..., 0]] | table[1][codes[..., 1]]).to(torch.int16)
 
 
 def _bytes(words: torch.Tensor) -> torch.Tensor:
