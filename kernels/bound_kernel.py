@@ -142,8 +142,10 @@ class BoundKernel:
                 values[at] = value.data_ptr()
             elif kind is Kind.POINTER and (value is None or type(value) is Address):
                 values[at] = value or 0
-            elif kind is Kind.STRUCT and (pointer := _pointer_to(value)) is not None:
-                self._pointers[at], self._by_value[at] = pointer, value
+            elif kind is Kind.STRUCT and isinstance(value, ctypes.Structure):
+                self._pointers[at], self._by_value[at] = ctypes.addressof(value), value
+            elif kind is Kind.STRUCT and hasattr(value, "getPtr"):
+                self._pointers[at], self._by_value[at] = value.getPtr(), value
             elif kind is Kind.FLOAT and isinstance(value, float):
                 values[at] = ctypes.c_int32.from_buffer(ctypes.c_float(value)).value
             elif kind is Kind.INT64 and isinstance(value, int):
@@ -197,13 +199,6 @@ def _driver() -> Any:
     from cuda.bindings import driver
 
     return driver
-
-
-def _pointer_to(value: Any) -> int | None:
-    """Where the driver finds what is passed by value; None for what cannot be."""
-    if hasattr(value, "getPtr"):
-        return int(value.getPtr())
-    return ctypes.addressof(value) if isinstance(value, ctypes.Structure) else None
 
 
 def _with_index(device: torch.device) -> torch.device:

@@ -26,11 +26,13 @@ What was tried and what it gave, and why sizes are as they are: `kernels/exchang
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
+from typing import NamedTuple
 
 import torch
 
 from moe_runtime.comm.signals import COMBINED
-from moe_runtime.kernels.bound_kernel import Address, Argument, launch
+from moe_runtime.kernels.bound_kernel import Address, Argument, BoundKernel
 from moe_runtime.kernels.exchange.geometry import ExchangeGeometry
 from moe_runtime.kernels.exchange.interface import ExchangeMemory, OneRankExchange, RecvBuffers
 from moe_runtime.kernels.exchange.landing import LandedTokens
@@ -43,9 +45,9 @@ from moe_runtime.kernels.exchange.macros import (
 )
 from moe_runtime.kernels.exchange.padded import place_padded_rows
 from moe_runtime.kernels.exchange.padded_rows import PaddedRows, PaddedScales
-from moe_runtime.kernels.exchange.plan import ONE_RANK_SUM_THREADS, WARP, required_plan
+from moe_runtime.kernels.exchange.plan import ONE_RANK_SUM_THREADS, WARP, ExchangePlan, required_plan
 from moe_runtime.kernels.formats.number_formats import FormatCode
-from moe_runtime.kernels.nvrtc import Defines, most_sms
+from moe_runtime.kernels.nvrtc import most_sms
 
 
 def can_keep_scales_in_record(geometry: ExchangeGeometry) -> bool:
@@ -140,21 +142,11 @@ def send_records(
         timeout_ns: how long to wait for a peer.
     """
     x_TH, topk_idx_TK, topk_weights_TK, gsf = tokens
-    plan, num_tokens, x_TH, device = required_plan(geometry), x_TH.shape[0], aligned(x_TH), x_TH.device
-    macros = dispatch_macros(
-        geometry,
-        ids_64=topk_idx_TK.dtype == torch.int64,
-        static_gsf=gsf is not None,
-        await_ready=await_ready,
-    )
-    launch(
-        "dispatch_send.cu",
-        geometry.kernel_prefix + "dispatch_send",
-        macros,
-        grid=(plan.send_blocks(num_tokens, most_sms(device)), 1, 1),
-        block=plan.team_threads * plan.teams,
-        shared_bytes=plan.send_shared_bytes,
-        arguments={
+    x_TH = aligned(x_TH)
+    num_tokens, device = x_TH.shape[0], x_TH.device
+    kernel, plan = _dispatch_send(geometry, device, topk_idx_TK.dtype == torch.int64, gsf is not None, await_ready)
+    kernel.launch(
+        {
             "x_TH": x_TH,
             "x_stride": x_TH.stride(0),
             "topk_idx": topk_idx_TK,
@@ -163,16 +155,30 @@ def send_records(
             "num_tokens": num_tokens,
             "count_tag": count_tag,
             **memory,
-            "rank": geometry.rank,
-            "num_experts": geometry.num_experts,
-            "max_tokens": geometry.max_tokens,
             "landing_half": halves[0],
             "token_flags_half": halves[1],
             "timeout_ns": timeout_ns,
         },
+        (plan.send_blocks(num_tokens, most_sms(device)), 1, 1),
+    )
+
+
+@cache
+def _dispatch_send(
+    geometry: ExchangeGeometry, device: torch.device, ids_64: bool, static_gsf: bool, await_ready: bool
+) -> tuple[BoundKernel, ExchangePlan]:
+    plan = required_plan(geometry)
+    kernel = BoundKernel(
+        "dispatch_send.cu",
+        geometry.kernel_prefix + "dispatch_send",
+        dispatch_macros(geometry, ids_64=ids_64, static_gsf=static_gsf, await_ready=await_ready),
+        block=plan.team_threads * plan.teams,
+        bound={"rank": geometry.rank, "num_experts": geometry.num_experts, "max_tokens": geometry.max_tokens},
         device=device,
+        shared_bytes=plan.send_shared_bytes,
         early=plan.overlaps,
     )
+    return kernel, plan
 
 
 def dispatch_recv(
@@ -198,9 +204,7 @@ def _group(
     early: bool,
 ) -> None:
     """`dispatch_recv`; `early` as for `_receive`."""
-    copies_scales = buffers.scales is not None and geometry.token_format.scale_dtype is not None
-    macros = recv_macros(geometry, scales=copies_scales)
-    _receive(context, geometry, count_tag, handle_epoch, timeout_ns, buffers, macros, early=early)
+    _receive(context, geometry, count_tag, handle_epoch, timeout_ns, buffers, early=early)
 
 
 def of_one_rank(geometry: ExchangeGeometry) -> OneRankExchange | None:
@@ -244,9 +248,8 @@ def dispatch_recv_padded(
         "layout_range": out.layout_range,
         "statistics": statistics,
     }
-    macros = recv_macros(geometry, padded=True)
     step = context, geometry, count_tag, handle_epoch, timeout_ns, buffers
-    _receive(*step, macros, early=early, out=out, padded=written)
+    _receive(*step, early=early, out=out, padded=written)
 
 
 def _receive(
@@ -256,7 +259,6 @@ def _receive(
     handle_epoch: torch.Tensor,
     timeout_ns: int,
     buffers: RecvBuffers,
-    macros: Defines,
     *,
     early: bool,
     out: PaddedRows | None = None,
@@ -269,10 +271,11 @@ def _receive(
     rows, scales, positions = buffers.rows, buffers.scales, buffers.positions
     if out is not None:
         rows, scales, positions = out.rows, out.scales, out.positions
-    plan, copies_scales = required_plan(geometry), scales is not None and geometry.token_format.scale_dtype is not None
-    sms, block = most_sms(context.device), plan.recv_warps * WARP
+    # Those of padded rows are copied as they are.
+    copies_scales = scales is not None and geometry.token_format.scale_dtype is not None
+    kernels = _recv(geometry, handle_epoch.device, out is not None or copies_scales, out is not None, early)
+    plan, sms = kernels.plan, most_sms(context.device)
     landing_half = geometry.landing_half(context.half_bytes["landing"])
-    early = early and plan.overlaps
     # Of both kernels.
     shared: dict[str, Argument] = {
         "chunk_counts": buffers.counts,
@@ -283,36 +286,16 @@ def _receive(
         "handle_epoch": handle_epoch,
         "error": context.error,
         "latch": context.latch,
-        "rank": geometry.rank,
-        "max_tokens": geometry.max_tokens,
         "count_tag": count_tag,
-        "num_slots": geometry.num_slots,
-        "first_expert": geometry.first_expert,
-        "num_local": geometry.num_local_experts,
         "landing_half": landing_half,
         "token_flags_half": context.half_bytes["token_flags"],
         "timeout_ns": timeout_ns,
     }
     if plan.num_chunks > 1:
-        launch(
-            "dispatch_recv.cu",
-            geometry.kernel_prefix + "recv_count",
-            macros,
-            grid=(plan.count_blocks(), 1, 1),
-            block=block,
-            arguments=shared,
-            device=context.device,
-            early=early,
-        )
+        kernels.recv_count.launch(shared, (plan.count_blocks(), 1, 1))
     shares, split = plan.place_split(sms, copies_scales, rows is not None)
-    launch(
-        "dispatch_recv.cu",
-        geometry.kernel_prefix + "recv_permute",
-        macros,
-        grid=(plan.place_blocks(split, padded=out is not None), 1, 1),
-        block=block,
-        shared_bytes=plan.place_shared_bytes,
-        arguments={
+    kernels.recv_permute.launch(
+        {
             **shared,
             "group_offsets": buffers.group_offsets,
             "group_scale_offsets": buffers.group_scale_offsets,
@@ -321,34 +304,64 @@ def _receive(
             "rows": rows,
             "scales": scales,
             "row_scale": buffers.row_scale,
-            "chunks": plan.num_chunks,
             "split": split,
             "shares": shares,
-            "capacity": geometry.row_capacity,
             "first_row": landing_half // geometry.record.record_bytes,
             **(padded or {}),
         },
-        device=context.device,
-        early=early,
+        (plan.place_blocks(split, padded=out is not None), 1, 1),
     )
     if plan.tiled_scales and scales is not None:
-        launch(
-            "dispatch_recv.cu",
-            geometry.kernel_prefix + "recv_scales",
-            macros,
-            grid=(plan.scales_blocks(sms), 1, 1),
-            block=block,
-            arguments={
+        kernels.recv_scales.launch(
+            {
                 "group_offsets": buffers.group_offsets,
                 "row_index": buffers.row_index,
                 "scales": scales,
                 "landing": context.landing_pointers,
-                "rank": geometry.rank,
-                "num_local": geometry.num_local_experts,
             },
-            device=context.device,
-            early=plan.overlaps,
+            (plan.scales_blocks(sms), 1, 1),
         )
+
+
+class _RecvKernels(NamedTuple):
+    """Those of `dispatch_recv.cu`, and their plan."""
+
+    recv_count: BoundKernel
+    recv_permute: BoundKernel
+    recv_scales: BoundKernel
+    plan: ExchangePlan
+
+
+@cache
+def _recv(geometry: ExchangeGeometry, device: torch.device, scales: bool, padded: bool, early: bool) -> _RecvKernels:
+    """`scales` and `padded` as of `recv_macros`; `early` as of `_receive`."""
+    plan = required_plan(geometry)
+    experts = {"rank": geometry.rank, "num_local": geometry.num_local_experts}
+    waiting = experts | {
+        "max_tokens": geometry.max_tokens,
+        "num_slots": geometry.num_slots,
+        "first_expert": geometry.first_expert,
+    }
+    placing = waiting | {"chunks": plan.num_chunks, "capacity": geometry.row_capacity}
+
+    def made(name: str, bound: Mapping[str, Argument], early: bool, shared_bytes: int = 0) -> BoundKernel:
+        return BoundKernel(
+            "dispatch_recv.cu",
+            geometry.kernel_prefix + name,
+            recv_macros(geometry, scales=scales, padded=padded),
+            block=plan.recv_warps * WARP,
+            bound=bound,
+            device=device,
+            shared_bytes=shared_bytes,
+            early=early and plan.overlaps,
+        )
+
+    return _RecvKernels(
+        made("recv_count", waiting, early),
+        made("recv_permute", placing, early, plan.place_shared_bytes),
+        made("recv_scales", experts, True),
+        plan,
+    )
 
 
 def combine_send(
@@ -363,8 +376,9 @@ def combine_send(
     received: torch.Tensor | None = None,
 ) -> None:
     """See `interface.ExchangeBackend`."""
-    plan, output_RH = required_plan(geometry), aligned(output_RH)
+    output_RH = aligned(output_RH)
     is_bf16 = output_RH.dtype == torch.bfloat16
+    kernel, plan = _combine_send(geometry, handle_epoch.device, is_bf16, await_ns is not None)
     arrival: dict[str, Argument] = {}
     if await_ns is not None:
         arrival = {
@@ -374,14 +388,8 @@ def combine_send(
             "timeout_ns": await_ns,
             "received": received,
         }
-    launch(
-        "combine.cu",
-        geometry.kernel_prefix + "combine_send",
-        combine_macros(geometry, output_bf16=is_bf16, has_shared=False, await_tokens=await_ns is not None),
-        grid=(plan.combine_send_blocks(most_sms(context.device)), 1, 1),
-        block=(plan.output_readers + 2 + (await_ns is not None)) * WARP,
-        shared_bytes=plan.combine_shared_bytes[is_bf16],
-        arguments={
+    kernel.launch(
+        {
             "output": output_RH,
             "row_bytes": output_RH.stride(0) * output_RH.element_size(),
             "positions": positions_SK,
@@ -394,18 +402,36 @@ def combine_send(
             "error": context.error,
             "latch": context.latch,
             "counter": _counter(context, COMBINED),
+            "landing_half": geometry.landing_half(context.half_bytes["landing"]),
+            "combine_half": context.half_bytes["combine"],
+            **arrival,
+        },
+        (plan.combine_send_blocks(most_sms(context.device)), 1, 1),
+    )
+
+
+@cache
+def _combine_send(
+    geometry: ExchangeGeometry, device: torch.device, output_bf16: bool, await_tokens: bool
+) -> tuple[BoundKernel, ExchangePlan]:
+    plan = required_plan(geometry)
+    kernel = BoundKernel(
+        "combine.cu",
+        geometry.kernel_prefix + "combine_send",
+        combine_macros(geometry, output_bf16=output_bf16, has_shared=False, await_tokens=await_tokens),
+        block=(plan.output_readers + 2 + await_tokens) * WARP,
+        bound={
             "rank": geometry.rank,
             "max_tokens": geometry.max_tokens,
             "num_slots": geometry.num_slots,
             "early_parts": plan.num_parts,
             "part_tokens": plan.part_tokens,
-            "landing_half": geometry.landing_half(context.half_bytes["landing"]),
-            "combine_half": context.half_bytes["combine"],
-            **arrival,
         },
-        device=context.device,
-        early=plan.overlaps and (await_ns is None or not _flags_are_unordered(geometry)),
+        device=device,
+        shared_bytes=plan.combine_shared_bytes[output_bf16],
+        early=plan.overlaps and not (await_tokens and _flags_are_unordered(geometry)),
     )
+    return kernel, plan
 
 
 def combine_recv(
@@ -423,17 +449,12 @@ def combine_recv(
     `combine_pointers`, int64 `[W]`, are for some of the tokens: where the partial results of the first of them lie. The
     kernel then waits for all partial results before the first.
     """
-    plan, num_tokens, has_shared = required_plan(geometry), y_TH.shape[0], shared_TH is not None
-    of_some = combine_pointers is not None
+    num_tokens, of_some = y_TH.shape[0], combine_pointers is not None
+    early = not of_some and _flags_come_last(context)
+    kernel, plan = _combine_recv(geometry, handle_epoch.device, shared_TH is not None, of_some, early)
     shared_TH = None if shared_TH is None else aligned(shared_TH)
-    launch(
-        "combine.cu",
-        geometry.kernel_prefix + "combine_recv",
-        combine_macros(geometry, output_bf16=True, has_shared=has_shared, of_some=of_some),
-        grid=(plan.combine_recv_blocks(num_tokens, most_sms(context.device)), 1, 1),
-        block=(plan.partial_readers + 1) * WARP,
-        shared_bytes=plan.partial_ring(has_shared).shared_bytes,
-        arguments={
+    kernel.launch(
+        {
             "y_TH": y_TH,
             "shared_TH": shared_TH,
             "shared_stride": shared_TH.stride(0) if shared_TH is not None else 0,
@@ -445,15 +466,33 @@ def combine_recv(
             "handle_epoch": handle_epoch,
             "error": context.error,
             "latch": context.latch,
-            "rank": geometry.rank,
-            "early_parts": 0 if of_some else plan.num_parts,
-            "part_tokens": plan.part_tokens,
             "combine_half": context.half_bytes["combine"],
             "timeout_ns": timeout_ns,
         },
-        device=context.device,
-        early=not of_some and _flags_come_last(context) and plan.overlaps,
+        (plan.combine_recv_blocks(num_tokens, most_sms(context.device)), 1, 1),
     )
+
+
+@cache
+def _combine_recv(
+    geometry: ExchangeGeometry, device: torch.device, has_shared: bool, of_some: bool, early: bool
+) -> tuple[BoundKernel, ExchangePlan]:
+    plan = required_plan(geometry)
+    kernel = BoundKernel(
+        "combine.cu",
+        geometry.kernel_prefix + "combine_recv",
+        combine_macros(geometry, output_bf16=True, has_shared=has_shared, of_some=of_some),
+        block=(plan.partial_readers + 1) * WARP,
+        bound={
+            "rank": geometry.rank,
+            "early_parts": 0 if of_some else plan.num_parts,
+            "part_tokens": plan.part_tokens,
+        },
+        device=device,
+        shared_bytes=plan.partial_ring(has_shared).shared_bytes,
+        early=early and plan.overlaps,
+    )
+    return kernel, plan
 
 
 class _OneRank:
@@ -477,22 +516,13 @@ class _OneRank:
         buffers: RecvBuffers,
     ) -> None:
         """See `interface.OneRankExchange`."""
-        plan, num_tokens, x_TH = required_plan(geometry), x_TH.shape[0], aligned(x_TH)
+        x_TH, num_tokens = aligned(x_TH), x_TH.shape[0]
         landing_half = geometry.landing_half(context.half_bytes["landing"])
         copies_scales = buffers.scales is not None and geometry.token_format.scale_dtype is not None
-        launch(
-            "one_rank_dispatch.cu",
-            geometry.kernel_prefix + "one_rank_dispatch",
-            one_rank_dispatch_macros(
-                geometry,
-                ids_64=topk_idx_TK.dtype == torch.int64,
-                static_gsf=gsf is not None,
-                scales=copies_scales,
-            ),
-            grid=(plan.one_rank_dispatch_blocks(num_tokens, most_sms(context.device)), 1, 1),
-            block=plan.one_rank_threads,
-            shared_bytes=plan.one_rank_shared_bytes,
-            arguments={
+        ids_64 = topk_idx_TK.dtype == torch.int64
+        kernel, plan = _one_rank_dispatch(geometry, x_TH.device, ids_64, gsf is not None, copies_scales)
+        kernel.launch(
+            {
                 "x_TH": x_TH,
                 "x_stride": x_TH.stride(0),
                 "topk_idx": topk_idx_TK,
@@ -516,15 +546,11 @@ class _OneRank:
                 "error": context.error,
                 "latch": context.latch,
                 "counter": context.counters,
-                "num_slots": geometry.num_slots,
-                "capacity": geometry.row_capacity,
                 "first_row": landing_half // geometry.record.record_bytes,
                 "landing_half": landing_half,
                 "token_flags_half": context.half_bytes["token_flags"],
             },
-            device=context.device,
-            early=plan.overlaps,
-            all_shared=True,  # as the GEMM that starts beside it, so that they share an SM
+            (plan.one_rank_dispatch_blocks(num_tokens, most_sms(context.device)), 1, 1),
         )
 
     def combine(
@@ -540,16 +566,12 @@ class _OneRank:
         settled: bool = False,
     ) -> None:
         """See `interface.OneRankExchange`."""
-        plan, num_tokens, output_RH = required_plan(geometry), y_TH.shape[0], aligned(output_RH)
+        num_tokens, output_RH = y_TH.shape[0], aligned(output_RH)
         shared_TH = None if shared_TH is None else aligned(shared_TH)
         is_bf16 = output_RH.dtype == torch.bfloat16
-        launch(
-            "one_rank_combine.cu",
-            geometry.kernel_prefix + "one_rank_combine",
-            one_rank_combine_macros(geometry, output_bf16=is_bf16, has_shared=shared_TH is not None),
-            grid=(plan.one_rank_combine_blocks(num_tokens, most_sms(context.device)), 1, 1),
-            block=ONE_RANK_SUM_THREADS,
-            arguments={
+        kernel, plan = _one_rank_combine(geometry, y_TH.device, is_bf16, shared_TH is not None)
+        kernel.launch(
+            {
                 "y_TH": y_TH,
                 "shared_TH": shared_TH,
                 "shared_stride": shared_TH.stride(0) if shared_TH is not None else 0,
@@ -566,10 +588,50 @@ class _OneRank:
                 "landing_half": geometry.landing_half(context.half_bytes["landing"]),
                 "settled": settled,
             },
-            device=context.device,
-            early=plan.overlaps,
-            all_shared=True,  # as the GEMM beside which it starts
+            (plan.one_rank_combine_blocks(num_tokens, most_sms(context.device)), 1, 1),
         )
+
+
+@cache
+def _one_rank_dispatch(
+    geometry: ExchangeGeometry, device: torch.device, ids_64: bool, static_gsf: bool, scales: bool
+) -> tuple[BoundKernel, ExchangePlan]:
+    plan = required_plan(geometry)
+    kernel = BoundKernel(
+        "one_rank_dispatch.cu",
+        geometry.kernel_prefix + "one_rank_dispatch",
+        one_rank_dispatch_macros(geometry, ids_64=ids_64, static_gsf=static_gsf, scales=scales),
+        block=plan.one_rank_threads,
+        bound={"num_slots": geometry.num_slots, "capacity": geometry.row_capacity},
+        device=device,
+        shared_bytes=plan.one_rank_shared_bytes,
+        early=plan.overlaps,
+        all_shared=True,  # as the GEMM that starts beside it, so that they share an SM
+    )
+    return kernel, plan
+
+
+@cache
+def _one_rank_combine(
+    geometry: ExchangeGeometry, device: torch.device, output_bf16: bool, has_shared: bool
+) -> tuple[BoundKernel, ExchangePlan]:
+    plan = required_plan(geometry)
+    kernel = BoundKernel(
+        "one_rank_combine.cu",
+        geometry.kernel_prefix + "one_rank_combine",
+        one_rank_combine_macros(geometry, output_bf16=output_bf16, has_shared=has_shared),
+        block=ONE_RANK_SUM_THREADS,
+        device=device,
+        early=plan.overlaps,
+        all_shared=True,  # as the GEMM beside which it starts
+    )
+    return kernel, plan
+
+
+def forget_kernels() -> None:
+    """Kernels are bound once for a geometry: bind them anew, as where constants of plans have changed."""
+    for bound in (_dispatch_send, _recv, _combine_send, _combine_recv, _one_rank_dispatch, _one_rank_combine):
+        bound.cache_clear()
 
 
 ONE_RANK = _OneRank()

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 
 from moe_runtime.kernels import nvrtc
-from moe_runtime.kernels.bound_kernel import BoundKernel, OneLaunch
+from moe_runtime.kernels.bound_kernel import Argument, BoundKernel, OneLaunch
 from moe_runtime.kernels.formats.number_formats import FormatCode, TokenFormat, ceil_div
 from moe_runtime.kernels.gemm.activation import softcap_macros
 from moe_runtime.kernels.gemm.arguments import OUT_DTYPES
@@ -168,7 +168,7 @@ class TmaProduct:
         )
         # A tile of a gated result has as many rows of gate as of up.
         gate_up = None if activation is None else activation.gate_up
-        self._w_map = _weight_map(w, gate_up, HALF if gate_up is None else shape.halves * HALF // 2)
+        w_map = _weight_map(w, gate_up, HALF if gate_up is None else shape.halves * HALF // 2)
         # Gathered rows are copied one by one.
         self._box_rows = 1 if gather else shape.box_rows
         formula = activation or SILU
@@ -179,7 +179,8 @@ class TmaProduct:
             grid=(plan.blocks, 1, 1),
             block=shape.threads,
             bound={
-                "w_map": self._w_map,
+                "w_map": w_map,
+                **({} if self._copies_scales else {"scales_map": w_map}),
                 "w_scales": w.scales,
                 "out_stride": out.stride(0),
                 "num_groups": a.max_active_groups,
@@ -204,11 +205,13 @@ class TmaProduct:
 
         All are as those that this was made of.
         """
-        copied = a.scales if self._copies_scales else None
+        copied: dict[str, Argument] = {}
+        if self._copies_scales:
+            assert a.scales is not None
+            copied["scales_map"] = _scales_map(a.scales)
         self._kernel.launch(
             {
                 "a_map": _rows_map(a.rows, a.num_columns, self._box_rows),
-                "scales_map": self._w_map if copied is None else _scales_map(copied),
                 "row_index": a.row_index,
                 "a_scales": a.scales,
                 "extras": Extras(None if a.row_scale is None else a.row_scale.data_ptr(), *self._of_weights),
@@ -219,6 +222,7 @@ class TmaProduct:
                 "num_active": a.active_on_device,
                 "settled": a.settled,
                 **a.read_early,
+                **copied,
             }
         )
 
