@@ -263,7 +263,7 @@ class MoELayer(nn.Module):
         with phase("dispatch_recv", self.times):
             received = step.dispatcher.dispatch_recv(step.handle)
         ids = step.slots
-        if step.handle.received_at_once and ids.numel() <= MAX_ROUTED_IDS and ids.is_contiguous():
+        if step.handle._received_in is not None and ids.numel() <= MAX_ROUTED_IDS and ids.is_contiguous():
             # Nobody writes them before the products of this step have run.
             received = replace(received, topk_idx=ids)
         step.received = received
@@ -275,13 +275,14 @@ class MoELayer(nn.Module):
             step.output = CombineSink(step.handle)
             self.experts(step.received, out=step.output.rows)
             # The down projection began when gate/up had waited for the dispatch.
-            step.output.settled = step.handle.received_at_once
+            step.output.settled = step.handle._received_in is not None
 
     def _combine_send(self, step: LayerStep) -> None:
         """Weight and sum this rank's rows of each token, and send the sums to the token's rank."""
         assert step.handle is not None and step.received is not None and step.output is not None
         with phase("combine_send", self.times):
-            step.dispatcher._combine_at_once(step.output, step.handle, step.shared)
+            with collective_step(self.context):
+                step.dispatcher._combine_send(step.output.rows, step.handle, step.shared, step.output.settled)
         if self.counters is not None:
             # Now, while results travel.
             with collective_step(self.context):

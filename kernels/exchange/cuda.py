@@ -33,7 +33,7 @@ import torch
 
 from moe_runtime.comm.signals import COMBINED
 from moe_runtime.kernels.exchange.geometry import ExchangeGeometry
-from moe_runtime.kernels.exchange.interface import ExchangeMemory, OneRankExchange, RecvBuffers
+from moe_runtime.kernels.exchange.interface import ExchangeMemory, OneRankKernels, RecvBuffers
 from moe_runtime.kernels.exchange.landing import LandedTokens
 from moe_runtime.kernels.exchange.macros import (
     combine_macros,
@@ -196,7 +196,7 @@ def _group(
     _receive(context, geometry, count_tag, handle_epoch, timeout_ns, buffers, macros, early=early)
 
 
-def of_one_rank(geometry: ExchangeGeometry) -> OneRankExchange | None:
+def of_one_rank(geometry: ExchangeGeometry) -> OneRankKernels | None:
     """`ONE_RANK` for a rank without peers."""
     return ONE_RANK if required_plan(geometry).one_rank else None
 
@@ -431,10 +431,10 @@ def combine_recv(
 
 
 class _OneRank:
-    """The kernels of a rank alone: an `interface.OneRankExchange`."""
+    """The kernels of a rank alone: an `interface.OneRankKernels`."""
 
     def dispatches(self, geometry: ExchangeGeometry, num_tokens: int) -> bool:
-        """See `interface.OneRankExchange`."""
+        """See `interface.OneRankKernels`."""
         return required_plan(geometry).dispatches_at_once(num_tokens)
 
     def dispatch(
@@ -450,7 +450,7 @@ class _OneRank:
         num_parts_T: torch.Tensor,
         buffers: RecvBuffers,
     ) -> None:
-        """See `interface.OneRankExchange`."""
+        """See `interface.OneRankKernels`."""
         plan, num_tokens, x_TH = required_plan(geometry), x_TH.shape[0], aligned(x_TH)
         landing_half = geometry.landing_half(context.half_bytes["landing"])
         copies_scales = buffers.scales is not None and geometry.token_format.scale_dtype is not None
@@ -513,7 +513,7 @@ class _OneRank:
         *,
         settled: bool = False,
     ) -> None:
-        """See `interface.OneRankExchange`."""
+        """See `interface.OneRankKernels`."""
         plan, num_tokens, output_RH = required_plan(geometry), y_TH.shape[0], aligned(output_RH)
         shared_TH = None if shared_TH is None else aligned(shared_TH)
         is_bf16 = output_RH.dtype == torch.bfloat16

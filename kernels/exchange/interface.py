@@ -80,7 +80,7 @@ class RecvBuffers:
     counts: torch.Tensor | None
 
 
-class OneRankExchange(Protocol):
+class OneRankKernels(Protocol):
     """What a rank alone does in fewer launches: nothing travels, so nothing is awaited.
 
     It writes what `ExchangeBackend` would, also in the memory of the exchange. But nothing orders the flags: kernels
@@ -142,7 +142,7 @@ class ExchangeBackend(Protocol):
     def allocate_counts(self, geometry: ExchangeGeometry, device: torch.device) -> torch.Tensor | None:
         """Uninitialised int32 scratch memory of `dispatch_recv`; None where it needs none."""
 
-    def of_one_rank(self, geometry: ExchangeGeometry) -> OneRankExchange | None:
+    def of_one_rank(self, geometry: ExchangeGeometry) -> OneRankKernels | None:
         """What a rank alone takes instead; None for ranks with peers, and where there is no such thing."""
 
     def dispatch_send(

@@ -106,6 +106,7 @@ class ExpertParallelContext:
         signal_pointers, token_flags_pointers, landing_pointers, combine_pointers: int64 `[W]` for kernels.
         epoch: int32 `[1]`, number of the last dispatch.
         dispatches: calls of `dispatch_send` so far; not those of replayed graphs, which `epoch` counts.
+        landing_views: by number of the exchange, what has landed as rows and block scales (`Exchange.landed`).
         error: int32 `[8]` in host-visible memory, `comm.signals.ERROR_WORDS`.
         latch: int32 `[2]` on the device: the first error, which alone is recorded, and whether all peers know of it.
         counters: int32 `[NUM_COUNTERS]` of `comm.signals` on the device, zero between kernels.
@@ -195,6 +196,7 @@ class ExpertParallelContext:
         self._exchanges = 0
         self._layers = 0
         self.dispatches = 0
+        self.landing_views: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
         self._failure: Exception | None = None
         self._abort_codes: np.ndarray | None = None
         self._side_stream: torch.cuda.Stream | None = None
@@ -536,6 +538,7 @@ class ExpertParallelContext:
         self._allocate_words()
         self._point_at_peers()
         self.generation, self._exchanges = generation, 0
+        self.landing_views.clear()
         self.allocated = True
         self._failure, self.failed = None, False
 
@@ -583,6 +586,11 @@ class ExpertParallelContext:
                 with torch.cuda.stream(self._side_stream):
                     self._find_failure()
         self._check_usable()
+
+    def _raise_on_cpu(self) -> None:
+        """On CPUs a stage is done when its call returns: raise at once what it recorded."""
+        if self.device.type == "cpu":
+            self._raise_failure()
 
     def _check_no_capture(self) -> None:
         """Raise `ValueError` where the current stream is being captured and a step cannot be."""
@@ -698,6 +706,7 @@ class ExpertParallelContext:
 
     def _free(self) -> None:
         self.closed = True
+        self.landing_views.clear()
         if self.recovery is not None:
             self.recovery.background.shutdown(wait=False, cancel_futures=True)
         if self.allocated:

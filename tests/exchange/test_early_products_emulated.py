@@ -100,7 +100,7 @@ def run(
     def step(data: RankInput) -> torch.Tensor:
         keep = own.can_keep_scales_in_record and isinstance(experts.gate_up, PrepackedWeights)
         rows = own.dispatch(data.x, data.topk_idx, data.topk_weights, scales_in_record=keep)
-        assert rows.handle.received_at_once
+        assert rows.handle._received_in is not None
         sink = CombineSink(rows.handle)
         sink.settled = early
         counts = early and data.topk_idx.numel() <= MAX_ROUTED_IDS
@@ -180,7 +180,7 @@ def test_which_steps_of_a_layer_do_so(gpu: Emulator, seed: int, monkeypatch: pyt
         layer = MoELayer(config, context)
         layer.load_random(seed)
         for dispatcher in layer.dispatchers.values():
-            dispatcher._backend = cuda
+            dispatcher._use(cuda)
         steps = [
             rank_input(seed + i, 0, count, HIDDEN, EXPERTS, TOP_K, "random")
             for i, count in enumerate((3, most, most + 1))

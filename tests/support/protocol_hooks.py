@@ -97,15 +97,12 @@ def hooked(
         wait(ctx, awaited, *args)
 
     words, wait = reference._signals_of, reference._wait
-    exchange = dispatcher._backend
+    exchange = dispatcher._exchange.backend
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            dispatcher,
-            "_backend",
-            SimpleNamespace(
-                allocate_counts=exchange.allocate_counts,
-                **{phase: wrapped(phase, getattr(exchange, phase)) for phase in PHASES},
-            ),
+            dispatcher._exchange,
+            "backend",
+            SimpleNamespace(**{phase: wrapped(phase, getattr(exchange, phase)) for phase in PHASES}),
         )
         if exchange is reference:
             patch.setattr(reference, "_signals_of", reference_words)
