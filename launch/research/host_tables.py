@@ -15,7 +15,8 @@ from typing import Any
 
 from rich.console import Console
 
-from moe_runtime.config import OLD_MODES, MoELayerConfig
+from moe_runtime.config import MoELayerConfig
+from moe_runtime.launch.benchmarks.bounds import OLD_MODES
 from moe_runtime.launch.common import environment
 from moe_runtime.launch.reporting import runs
 from moe_runtime.launch.reporting.pages import between_marks, markdown_table

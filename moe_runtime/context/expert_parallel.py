@@ -666,8 +666,21 @@ class ExpertParallelContext:
                 self.say_failed()
             self.link.leave()
 
-    def follow_stream(self) -> None:
-        """On a GPU, order what is launched from now on behind the steps of other streams (`StreamOrder.follow`)."""
+    def _begin_step(self) -> None:
+        """Before a step, or a part of one: allocate what is not, raise what has failed, and follow the last stream.
+
+        On a GPU what is launched from now on comes after the steps of other streams (`StreamOrder.follow`).
+        """
+        if (
+            self._failure is not None
+            or self.closed
+            or not self.allocated
+            or not self._agreement.complete
+            or self._error_view[0]
+            or (self._abort_codes is not None and self._abort_codes.any())
+        ):
+            self.allocate()
+            self._raise_failure()
         self._streams.follow()
 
     def close(self) -> None:

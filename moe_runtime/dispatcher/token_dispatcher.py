@@ -26,7 +26,6 @@ from moe_runtime.kernels.exchange.interface import ExchangeBackend
 from moe_runtime.kernels.exchange.padded_rows import PaddedRows
 from moe_runtime.kernels.formats.number_formats import MAX_ENCODE_SCALE, TokenFormat
 from moe_runtime.support.compiling import not_compiled
-from moe_runtime.support.deprecation import warn_renamed
 
 NO_TOKEN = 16
 """Numbers of a token that carries its routing alone."""
@@ -233,7 +232,6 @@ class TokenDispatcher:
         *,
         handle: DispatchHandle | None = None,
         scales_in_record: bool = False,
-        leave_scales: bool | None = None,
     ) -> DispatchedTokens:
         """Quantize this rank's tokens, send them to the ranks of their experts, and group what arrives here.
 
@@ -250,13 +248,12 @@ class TokenDispatcher:
             scales_in_record: leave block scales in the records that arrive instead of copying them into the layout of
                 the consumer. For `grouped_gemm` with prepacked weights, which reads them there. Only where
                 `can_keep_scales_in_record`; ranks may differ in it.
-            leave_scales: deprecated name of `scales_in_record`.
 
         Raises:
             ValueError: an argument of wrong shape, dtype, device or stride; the peers get `PeerAbortedError`.
             MoERuntimeError: what an earlier step, or on CPUs this step, recorded (see `ExpertParallelContext.check`).
         """
-        scales_in_record = _scales_in_record(scales_in_record, leave_scales)
+        check_flag("scales_in_record", scales_in_record)
         timeout_ns = self._begin_dispatch()
         with self._guard:
             if handle is not None:
@@ -329,7 +326,6 @@ class TokenDispatcher:
         topk_weights: torch.Tensor,
         *,
         scales_in_record: bool = False,
-        leave_scales: bool | None = None,
         gsf: torch.Tensor | None = None,
     ) -> DispatchHandle:
         """First half of `dispatch`: everything that does not wait for the peers' tokens.
@@ -342,7 +338,7 @@ class TokenDispatcher:
 
         Raises as `dispatch`, and `ValueError` in a capture where the transport cannot be captured.
         """
-        scales_in_record = _scales_in_record(scales_in_record, leave_scales)
+        check_flag("scales_in_record", scales_in_record)
         timeout_ns = self._begin_dispatch()
         with self._guard:
             return self._dispatch_send(x, topk_idx, topk_weights, timeout_ns, scales_in_record, gsf)
@@ -566,22 +562,6 @@ class TokenDispatcher:
         assert y is not None
         return y
 
-    def dispatch_wait(self, handle: DispatchHandle) -> DispatchedTokens:
-        """Deprecated: `dispatch_recv`."""
-        warn_renamed("dispatch_wait", "dispatch_recv")
-        return self.dispatch_recv(handle)
-
-    def combine_wait(self, handle: DispatchHandle, *, shared: torch.Tensor | None = None) -> torch.Tensor:
-        """Deprecated: `combine_recv`."""
-        warn_renamed("combine_wait", "combine_recv")
-        return self.combine_recv(handle, shared=shared)
-
-    @property
-    def can_leave_scales(self) -> bool:
-        """Deprecated: `can_keep_scales_in_record`."""
-        warn_renamed("can_leave_scales", "can_keep_scales_in_record")
-        return self.can_keep_scales_in_record
-
     def _routing_of(self, handle: DispatchHandle) -> tuple[torch.Tensor, torch.Tensor]:
         """The routing that `handle` keeps."""
         self._check_handle(handle)
@@ -648,16 +628,6 @@ class RoutingDispatcher(TokenDispatcher):
 
 def _is_combined(handle: object) -> bool:
     return isinstance(handle, DispatchHandle) and handle._combined
-
-
-def _scales_in_record(asked: bool, leave_scales: bool | None) -> bool:
-    """What the caller asked for, by the new or by the old name of the argument."""
-    check_flag("scales_in_record", asked)
-    if leave_scales is None:
-        return asked
-    warn_renamed("leave_scales", "scales_in_record")
-    check_flag("leave_scales", leave_scales)
-    return leave_scales
 
 
 def _check_slots(num_slots: int | None) -> None:
