@@ -24,7 +24,7 @@ Layers, from the top. A module imports from its own layer or from those below it
     config, metrics, support
     kernels.aot
     kernels.gemm, kernels.exchange, kernels.route, kernels.step_counts, kernels.clock
-    kernels.formats
+    kernels.formats, kernels.launch_order
     kernels
     comm.heaps, comm.transport
     comm

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -38,6 +37,7 @@ from moe_runtime.expert_loader import ExpertLoader
 from moe_runtime.experts import Experts
 from moe_runtime.kernels.formats.scale_blocks import expert_starts
 from moe_runtime.kernels.gemm.grouped_rows import MAX_ROUTED_IDS
+from moe_runtime.kernels.launch_order import IN_ORDER, ONLY_ROWS_PENDING, LaunchOrder
 from moe_runtime.layer_members import Holding, LayerMembers
 from moe_runtime.metrics import PhaseTimes, phase
 from moe_runtime.placement.migration import move_experts
@@ -286,11 +286,10 @@ class MoELayer(nn.Module):
     def _dispatch_recv(self, step: LayerStep) -> None:
         """Wait for the tokens of all ranks and group them by expert."""
         assert step.handle is not None
-        received, ids = step.dispatcher._dispatch_recv(step.handle), step.slots
+        order, ids = IN_ORDER, step.slots
         if step.handle._received_in is not None and ids.numel() <= MAX_ROUTED_IDS and ids.is_contiguous():
-            # Nobody writes them before the products of this step have run.
-            received = replace(received, topk_idx=ids)
-        step.received = received
+            order = LaunchOrder(routed_ids=ids)
+        step.received = step.dispatcher._dispatch_recv(step.handle, order)
 
     def _run_experts(self, step: LayerStep) -> None:
         """Run this rank's experts on the rows that arrived."""
@@ -303,9 +302,8 @@ class MoELayer(nn.Module):
     def _combine_send(self, step: LayerStep) -> None:
         """Weight and sum this rank's rows of each token, and send the sums to the token's rank."""
         assert step.handle is not None and step.output is not None
-        # The down projection began when gate/up had waited for the dispatch.
-        settled = step.handle._received_in is not None
-        step.dispatcher._combine_send(step.output, step.handle, step.shared, settled)
+        order = IN_ORDER if step.handle._received_in is None else ONLY_ROWS_PENDING
+        step.dispatcher._combine_send(step.output, step.handle, step.shared, order)
 
     def _count(self, step: LayerStep) -> None:
         """Count the step, if it is to be counted: now, while results travel."""

@@ -46,6 +46,7 @@ from moe_runtime.kernels.exchange.padded import place_padded_rows
 from moe_runtime.kernels.exchange.padded_rows import PaddedRows, PaddedScales
 from moe_runtime.kernels.exchange.plan import ONE_RANK_SUM_THREADS, WARP, required_plan
 from moe_runtime.kernels.formats.number_formats import FormatCode
+from moe_runtime.kernels.launch_order import IN_ORDER, LaunchOrder
 from moe_runtime.kernels.nvrtc import Defines, int64, launch, most_sms
 
 
@@ -511,7 +512,7 @@ class _OneRank:
         shared_TH: torch.Tensor | None,
         y_TH: torch.Tensor,
         *,
-        settled: bool = False,
+        order: LaunchOrder = IN_ORDER,
     ) -> None:
         """See `interface.OneRankKernels`."""
         plan, num_tokens, output_RH = required_plan(geometry), y_TH.shape[0], aligned(output_RH)
@@ -538,7 +539,7 @@ class _OneRank:
                 context.error,
                 context.latch,
                 int64(geometry.landing_half(context.half_bytes["landing"])),
-                int(settled),
+                int(order.only_rows_pending),
             ],
             device=context.device,
             early=plan.overlaps,

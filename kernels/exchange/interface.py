@@ -16,6 +16,7 @@ from moe_runtime.comm.heaps.heap import SymmetricHeap
 from moe_runtime.comm.signals import SignalLayout
 from moe_runtime.kernels.exchange.geometry import ExchangeGeometry
 from moe_runtime.kernels.exchange.padded_rows import PaddedRows
+from moe_runtime.kernels.launch_order import IN_ORDER, LaunchOrder
 
 
 class ExchangeMemory(Protocol):
@@ -115,12 +116,12 @@ class OneRankKernels(Protocol):
         shared_TH: torch.Tensor | None,
         y_TH: torch.Tensor,
         *,
-        settled: bool = False,
+        order: LaunchOrder = IN_ORDER,
     ) -> None:
         """`ExchangeBackend.combine_send` and `combine_recv`, with their arguments.
 
-        `settled`: whether the dispatch had ended before the kernel that wrote `output_RH` began. What it wrote is then
-        read while this kernel still runs.
+        `order`: what this kernel may read before the one that wrote `output_RH` has ended: what `dispatch` wrote, if
+        only rows are pending.
         """
 
 

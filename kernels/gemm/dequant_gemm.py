@@ -277,7 +277,7 @@ def _launch(
     if shape.own_tokens:
         row_bytes = tokens.stride(0) * tokens.element_size()
         arguments += [a.scales, a.row_index, a.group_scale_offsets, scale_stride(a, packed_ld), nvrtc.int64(row_bytes)]
-        arguments += [*a.routed_ids, a.loads_after_ns]
+        arguments += [*a.order.ids_for_kernels, a.order.weights_after_ns]
     else:
         arguments += [counters, first, team]
     kernel = kernel_of(shape)

@@ -47,6 +47,7 @@ from moe_runtime.kernels.gemm.plan import GemmKernel, GemmPlan, GemmProblem
 from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
 from moe_runtime.kernels.gemm.shapes import GemmTile
 from moe_runtime.kernels.gemm.weights import Activation, ExpertWeights, has_blocks_apart
+from moe_runtime.kernels.launch_order import LaunchOrder
 from moe_runtime.kernels.runtime import INTERPRET, capability, resolve_engine
 
 _LOG = logging.getLogger(__name__)
@@ -346,8 +347,8 @@ def grouped_gemm_swiglu(
         out, gsf = empty_intermediate(a, w, activation, out_format, out_gsf, finished=False, stored=stored)
         if not stored:
             assert isinstance(then, PrepackedWeights) and plan.dequant is not None
-            later = plan.dequant.next_loads_ns
-            out = replace(out, dequantized=_empty_dequantized(a, plan, then), loads_after_ns=later)
+            order = LaunchOrder(weights_after_ns=plan.dequant.next_loads_ns)
+            out = replace(out, dequantized=_empty_dequantized(a, plan, then), order=order)
         dequant_gemm.dequant_gemm_swiglu(a, w, activation, out, gsf, plan)
         return out
     raw = _restored(w) if isinstance(w, PrepackedWeights) else w

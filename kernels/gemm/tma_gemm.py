@@ -41,6 +41,7 @@ from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.gemm.plan import GemmPlan
 from moe_runtime.kernels.gemm.shapes import HALF, MAX_STAGES, TILE_ROWS, TmaShape
 from moe_runtime.kernels.gemm.weights import SILU, Activation, ExpertWeights, GateUpOrder
+from moe_runtime.kernels.launch_order import LaunchOrder
 
 SOURCE = "tma_gemm.cu"
 MAPS_KEPT = 1024
@@ -76,7 +77,8 @@ def multiply_swiglu(a: GroupedRows, w: ExpertWeights, activation: Activation, ou
 def for_next(out: GroupedRows, plan: GemmPlan) -> GroupedRows:
     """`out` of `multiply_swiglu` by `plan`, with what a product that starts before that has ended must know."""
     assert plan.tma is not None
-    return replace(out, settled=True, loads_after_ns=plan.tma.next_loads_ns)
+    order = LaunchOrder(only_rows_pending=True, weights_after_ns=plan.tma.next_loads_ns)
+    return replace(out, order=order)
 
 
 class _Extras(ctypes.Structure):
@@ -189,14 +191,14 @@ def _launch(
             columns,
             ceil_div(row_bytes, 128),
             shape.band,
-            int(a.settled),
+            int(a.order.only_rows_pending),
             ctypes.c_float(formula.alpha),
             _limit(formula.gate_limit),
             _limit(formula.limit),
             # Adding -0 changes no value.
             ctypes.c_float(formula.up_offset or -0.0),
-            *a.routed_ids,
-            a.loads_after_ns,
+            *a.order.ids_for_kernels,
+            a.order.weights_after_ns,
         ],
         device=device,
         shared_bytes=shape.shared_bytes(groups),

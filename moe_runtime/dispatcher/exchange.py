@@ -21,6 +21,7 @@ from moe_runtime.kernels.exchange.landing import landing_rows, landing_scales
 from moe_runtime.kernels.exchange.padded_rows import PaddedRows
 from moe_runtime.kernels.exchange.reference import part_index
 from moe_runtime.kernels.formats.number_formats import ceil_div
+from moe_runtime.kernels.launch_order import LaunchOrder
 
 META = torch.device("meta")
 
@@ -86,9 +87,9 @@ class Exchange(ABC):
         """`dispatch_recv` into `out`; `ExchangeBackend.dispatch_recv_padded` has the arguments."""
 
     def combine_at_once(
-        self, handle: DispatchHandle, output: torch.Tensor, shared: torch.Tensor | None, *, settled: bool
+        self, handle: DispatchHandle, output: torch.Tensor, shared: torch.Tensor | None, order: LaunchOrder
     ) -> None:
-        """`combine_send` where `combine_recv` comes next, with this `shared`; `settled` is that of `CombineSink`."""
+        """`combine_send` where `combine_recv` comes next, with this `shared`; `order` is that of `CombineSink`."""
         self.combine_send(handle, output)
 
     def expect_dispatch(self, timeout_ns: int) -> None:
@@ -291,7 +292,7 @@ class OneRankExchange(LocalExchange):
             super().dispatch_recv(handle)
 
     def combine_at_once(
-        self, handle: DispatchHandle, output: torch.Tensor, shared: torch.Tensor | None, *, settled: bool
+        self, handle: DispatchHandle, output: torch.Tensor, shared: torch.Tensor | None, order: LaunchOrder
     ) -> None:
         """See `Exchange`."""
         if handle.num_rows is not None:
@@ -300,7 +301,7 @@ class OneRankExchange(LocalExchange):
         y = handle._output
         assert y is not None
         step = output, handle.positions, handle.epoch, shared, y
-        self._kernels.combine(self.memory, self.geometry, *step, settled=settled)
+        self._kernels.combine(self.memory, self.geometry, *step, order=order)
         handle._summed = True
 
     def combine_recv(self, handle: DispatchHandle, shared: torch.Tensor | None) -> None:

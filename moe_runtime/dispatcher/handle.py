@@ -12,6 +12,7 @@ from moe_runtime.comm.arguments import check_integer, check_is_tensor, check_kin
 from moe_runtime.kernels.exchange.geometry import ExchangeGeometry
 from moe_runtime.kernels.exchange.interface import RecvBuffers
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
+from moe_runtime.kernels.launch_order import IN_ORDER, LaunchOrder
 
 STAGES = ("dispatch_recv", "combine_send", "combine_recv")
 """What follows `dispatch_send` with its handle, in this order."""
@@ -135,16 +136,15 @@ class CombineSink:
 
     Attributes:
         rows: bf16 `[row_capacity, H]`; rows past `group_offsets[G]` are not read.
-        settled: whether the dispatch had ended before the last kernel that writes `rows` began, also where that kernel
-            begins before the one before it has ended. `combine` of a rank alone then reads the routing meanwhile. False
-            unless it is set.
+        order: what `combine` of a rank alone may read before the last kernel that writes `rows` has ended: the routing,
+            with `ONLY_ROWS_PENDING`. `IN_ORDER` unless it is set.
     """
 
     def __init__(self, handle: DispatchHandle) -> None:
         check_kind("handle", handle, DispatchHandle)
         geometry = handle.geometry
         self.handle = handle
-        self.settled = False
+        self.order: LaunchOrder = IN_ORDER
         self.rows = torch.empty(
             (geometry.row_capacity, geometry.output_hidden), dtype=torch.bfloat16, device=handle.positions.device
         )

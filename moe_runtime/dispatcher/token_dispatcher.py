@@ -25,6 +25,7 @@ from moe_runtime.dispatcher.handle import CombineSink, DispatchedTokens, Dispatc
 from moe_runtime.kernels.exchange.interface import ExchangeBackend
 from moe_runtime.kernels.exchange.padded_rows import PaddedRows
 from moe_runtime.kernels.formats.number_formats import MAX_ENCODE_SCALE, TokenFormat
+from moe_runtime.kernels.launch_order import IN_ORDER, LaunchOrder
 from moe_runtime.support.compiling import not_compiled
 
 NO_TOKEN = 16
@@ -294,9 +295,9 @@ class TokenDispatcher:
             return self._routing_only.combine(rows, renewed, shared=shared)
         with self._guard:
             self._check_handle(handle)
-            rows, settled = self._expert_output(expert_output, handle)
+            rows, order = self._expert_output(expert_output, handle)
             check_shared(self.geometry, self.context.device, shared, handle.num_tokens)
-            self._combine_send(rows, handle, shared, settled)
+            self._combine_send(rows, handle, shared, order)
             return self._combine_recv(handle, shared)
 
     @by_one_thread
@@ -408,7 +409,7 @@ class TokenDispatcher:
             self._check_handle(handle)
             return self._dispatch_recv(handle)
 
-    def _dispatch_recv(self, handle: DispatchHandle) -> DispatchedTokens:
+    def _dispatch_recv(self, handle: DispatchHandle, order: LaunchOrder = IN_ORDER) -> DispatchedTokens:
         """`dispatch_recv` with a handle of this dispatcher, for a caller that aborts peers on an error."""
         handle._enter("dispatch_recv")
         exchange = self._exchange
@@ -439,6 +440,7 @@ class TokenDispatcher:
             num_active_experts=geometry.num_local_experts,
             scales_in_record=handle.scales_in_record,
             expected_rows=self.geometry.expected_rows,
+            order=order,
             handle=handle,
         )
 
@@ -494,17 +496,17 @@ class TokenDispatcher:
 
     def _expert_output(
         self, expert_output: torch.Tensor | CombineSink, handle: DispatchHandle
-    ) -> tuple[torch.Tensor, bool]:
-        """The rows of `expert_output`, checked, and `CombineSink.settled`."""
+    ) -> tuple[torch.Tensor, LaunchOrder]:
+        """The rows of `expert_output`, checked, and `CombineSink.order`."""
         if isinstance(expert_output, CombineSink):
             if expert_output.handle is not handle:
                 raise ValueError("expert_output: expected a CombineSink of the same handle, got that of another")
-            rows, settled = expert_output.rows, expert_output.settled
-            check_flag("expert_output.settled", settled)
+            rows, order = expert_output.rows, expert_output.order
+            check_kind("expert_output.order", order, LaunchOrder)
         else:
-            rows, settled = expert_output, False
+            rows, order = expert_output, IN_ORDER
         check_expert_output(self.geometry, self.context.device, rows, handle.num_rows)
-        return rows, settled
+        return rows, order
 
     def _enter_combine(self, handle: DispatchHandle, out: torch.Tensor | None = None) -> None:
         """Note that `combine_send` begins, and make memory for the sum before this rank sends (`RecvBuffers`)."""
@@ -520,14 +522,14 @@ class TokenDispatcher:
         handle._output = out
 
     def _combine_send(
-        self, rows: torch.Tensor, handle: DispatchHandle, shared: torch.Tensor | None, settled: bool
+        self, rows: torch.Tensor, handle: DispatchHandle, shared: torch.Tensor | None, order: LaunchOrder
     ) -> None:
         """`combine_send` of checked rows where `_combine_recv` comes next and adds `shared`.
 
         For a caller that aborts peers on an error.
         """
         self._enter_combine(handle)
-        self._exchange.combine_at_once(handle, rows, shared, settled=settled)
+        self._exchange.combine_at_once(handle, rows, shared, order)
         handle._buffers = None
 
     @by_one_thread

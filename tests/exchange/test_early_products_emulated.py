@@ -26,6 +26,7 @@ from moe_runtime.kernels.gemm.dequant_layout import DEQUANT_FORMATS
 from moe_runtime.kernels.gemm.grouped_rows import MAX_ROUTED_IDS, GroupedRows
 from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
 from moe_runtime.kernels.gemm.weights import GateUpOrder
+from moe_runtime.kernels.launch_order import IN_ORDER, ONLY_ROWS_PENDING, LaunchOrder
 from moe_runtime.layer import MoELayer
 from tests.emulator import Emulator, EmulatorError, needs_emulator
 from tests.emulator.tensor_maps import encode_tiled
@@ -102,9 +103,9 @@ def run(
         rows = own.dispatch(data.x, data.topk_idx, data.topk_weights, scales_in_record=keep)
         assert rows.handle._received_in is not None
         sink = CombineSink(rows.handle)
-        sink.settled = early
+        sink.order = ONLY_ROWS_PENDING if early else IN_ORDER
         counts = early and data.topk_idx.numel() <= MAX_ROUTED_IDS
-        experts(replace(rows, topk_idx=data.topk_idx) if counts else rows, out=sink.rows)
+        experts(replace(rows, order=LaunchOrder(routed_ids=data.topk_idx)) if counts else rows, out=sink.rows)
         return own.combine(sink, rows.handle)
 
     if early:
@@ -172,7 +173,7 @@ def test_which_steps_of_a_layer_do_so(gpu: Emulator, seed: int, monkeypatch: pyt
     call = Experts.__call__
 
     def watched(self: Experts, rows: GroupedRows, out: torch.Tensor | None = None) -> torch.Tensor:
-        given.append(rows.topk_idx is not None)
+        given.append(rows.order.routed_ids is not None)
         return call(self, rows, out)
 
     monkeypatch.setattr(Experts, "__call__", watched)
@@ -261,7 +262,7 @@ def test_the_routing_of_a_combine_is_read_early_only_where_it_is_settled(gpu: Em
         rows = own.dispatch(data.x, data.topk_idx, data.topk_weights)
         sink = CombineSink(rows.handle)
         sink.rows.copy_(output)
-        sink.settled = settled
+        sink.order = ONLY_ROWS_PENDING if settled else IN_ORDER
         return own.combine(sink, rows.handle)
 
     found = {False: 0, True: 0}

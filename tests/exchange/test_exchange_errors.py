@@ -203,8 +203,8 @@ def test_stages_come_in_order_and_a_sink_belongs_to_its_handle(device: torch.dev
         dispatcher.combine(CombineSink(first), second)
     dispatcher = Ranks(1, device, "torch", **SETTINGS).dispatchers[0]
     sink = CombineSink(dispatcher.dispatch_recv(send(dispatcher)).handle)
-    sink.settled = 1  # type: ignore[assignment]
-    with pytest.raises(ValueError, match=r"expert_output\.settled: expected True or False, got 1"):
+    sink.order = 1  # type: ignore[assignment]
+    with pytest.raises(ValueError, match=r"expert_output\.order: expected a LaunchOrder, got int"):
         dispatcher.combine(sink, sink.handle)
     ranks = Ranks(1, device, "torch", other_tokens=5, **SETTINGS)
     with pytest.raises(ValueError, match="handle: it belongs to another dispatcher"):
