@@ -268,7 +268,8 @@ class MoELayer(nn.Module):
     def _dispatch_send(self, step: LayerStep) -> None:
         """Quantize this rank's tokens and send them to the ranks of their experts."""
         dispatcher, tokens = step.dispatcher, (step.tokens, step.slots, step.topk_weights)
-        keep = self._keeps_scales_in_record(dispatcher)
+        assert self.experts is not None
+        keep = dispatcher._exchange.can_keep_scales_in_record and self.experts.reads_scales_in_record
         step.handle = dispatcher._dispatch_send(*tokens, dispatcher._begin_dispatch(), keep)
 
     def _run_shared_expert(self, step: LayerStep) -> None:
@@ -353,10 +354,8 @@ class MoELayer(nn.Module):
     @property
     def scales_in_record(self) -> bool:
         """Whether steps leave the block scales of tokens in the records that arrive; the experts read them there."""
-        return self._keeps_scales_in_record(self.dispatcher)
-
-    def _keeps_scales_in_record(self, dispatcher: TokenDispatcher) -> bool:
-        return dispatcher.can_keep_scales_in_record and self.experts is not None and self.experts.reads_scales_in_record
+        keeps = self.dispatcher.can_keep_scales_in_record
+        return keeps and self.experts is not None and self.experts.reads_scales_in_record
 
     @classmethod
     def from_yaml(cls, path: str | Path, *, context: ExpertParallelContext | None = None) -> MoELayer:

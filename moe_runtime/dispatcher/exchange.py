@@ -109,14 +109,15 @@ class Exchange(ABC):
         return
 
     def landed(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Rows of the landing slots of both halves, and their block scales, None for formats without."""
-        views = self.context.landing_views.get(self.exchange_id)
-        if views is None:
-            geometry, memory = self.geometry, self.memory
-            has_scales = geometry.token_format.scale_dtype is not None
-            with torch.inference_mode(False):
-                views = landing_rows(memory, geometry), landing_scales(memory, geometry) if has_scales else None
-            self.context.landing_views[self.exchange_id] = views
+        """Rows of the landing slots of both halves, and their block scales, None for formats without.
+
+        They stay as they are, so `ExpertParallelContext.landing_views` keeps them.
+        """
+        geometry, memory = self.geometry, self.memory
+        has_scales = geometry.token_format.scale_dtype is not None
+        with torch.inference_mode(False):
+            views = landing_rows(memory, geometry), landing_scales(memory, geometry) if has_scales else None
+        self.context.landing_views[self.exchange_id] = views
         return views
 
 

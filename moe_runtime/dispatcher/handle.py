@@ -16,6 +16,8 @@ from moe_runtime.kernels.launch_order import IN_ORDER, LaunchOrder
 
 STAGES = ("dispatch_recv", "combine_send", "combine_recv")
 """What follows `dispatch_send` with its handle, in this order."""
+RECEIVED, COMBINE_SENT, ENDED = 1, 2, 3
+"""How many of them were called."""
 
 
 @dataclass(eq=False, slots=True)
@@ -90,31 +92,26 @@ class DispatchHandle:
         renewed = copy(self)
         renewed.positions, renewed.num_rows = positions, num_rows
         renewed.received = brought_by.epoch if brought_by is not None and brought_by._ended else None
-        self._stages_done, self._buffers = len(STAGES), None
+        self._stages_done, self._buffers = ENDED, None
         return renewed
 
-    def _enter(self, stage: str) -> None:
-        """Note that `stage` of `STAGES` begins. Raises `ValueError` unless it is the next one."""
+    def _check_next(self, stage: str) -> None:
+        """Raise `ValueError` unless `stage` of `STAGES` is the next one."""
         index, done = STAGES.index(stage), self._stages_done
         if index < done:
             raise ValueError(f"handle: {stage} was already called with it")
         if index > done:
             raise ValueError(f"handle: expected {STAGES[index - 1]} to be called with it before {stage}")
-        self._stages_done = done + 1
 
     @property
     def _combined(self) -> bool:
         """Whether a combine has begun with it."""
-        return self._stages_done > STAGES.index("combine_send")
+        return self._stages_done >= COMBINE_SENT
 
     @property
     def _ended(self) -> bool:
         """Whether no other stage may follow."""
-        return self._stages_done == len(STAGES)
-
-    def _end(self) -> None:
-        """Note that no other stage may follow."""
-        self._stages_done = len(STAGES)
+        return self._stages_done == ENDED
 
 
 @dataclass(frozen=True, kw_only=True)

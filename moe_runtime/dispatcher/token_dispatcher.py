@@ -21,7 +21,14 @@ from moe_runtime.dispatcher.arguments import (
     exchange_geometry,
 )
 from moe_runtime.dispatcher.choice import choose_exchange
-from moe_runtime.dispatcher.handle import CombineSink, DispatchedTokens, DispatchHandle
+from moe_runtime.dispatcher.handle import (
+    COMBINE_SENT,
+    ENDED,
+    RECEIVED,
+    CombineSink,
+    DispatchedTokens,
+    DispatchHandle,
+)
 from moe_runtime.kernels.exchange.interface import ExchangeBackend
 from moe_runtime.kernels.exchange.padded_rows import PaddedRows
 from moe_runtime.kernels.formats.number_formats import MAX_ENCODE_SCALE, TokenFormat
@@ -297,6 +304,7 @@ class TokenDispatcher:
             self._check_handle(handle)
             rows, order = self._expert_output(expert_output, handle)
             check_shared(self.geometry, self.context.device, shared, handle.num_tokens)
+            self._check_combines(handle)
             self._combine_send(rows, handle, shared, order)
             return self._combine_recv(handle, shared)
 
@@ -374,7 +382,7 @@ class TokenDispatcher:
             check_gsf(geometry, device, gsf)
         num_tokens = x.shape[0]
         # Later stages may write it outside of an inference mode in which this one runs.
-        with torch.inference_mode(False):
+        with torch._C._InferenceMode(False):  # which takes no call of a Python function
             buffers = exchange.recv_memory.allocate(scales_in_record=scales_in_record)
             handle = DispatchHandle(
                 geometry,
@@ -407,11 +415,12 @@ class TokenDispatcher:
         """Second half of `dispatch`: wait for the peers' tokens and group them."""
         with self._guard:
             self._check_handle(handle)
+            handle._check_next("dispatch_recv")
             return self._dispatch_recv(handle)
 
     def _dispatch_recv(self, handle: DispatchHandle, order: LaunchOrder = IN_ORDER) -> DispatchedTokens:
         """`dispatch_recv` with a handle of this dispatcher, for a caller that aborts peers on an error."""
-        handle._enter("dispatch_recv")
+        handle._stages_done = RECEIVED
         exchange = self._exchange
         exchange.dispatch_recv(handle)
         self._stepped = True
@@ -421,7 +430,7 @@ class TokenDispatcher:
         assert buffers is not None
         geometry = exchange.geometry
         fmt, rows, scales = geometry.token_format, buffers.rows, buffers.scales
-        landed_rows, landed_scales = exchange.landed()
+        landed_rows, landed_scales = self.context.landing_views.get(self.exchange_id) or exchange.landed()
         if handle.scales_in_record:
             scales = landed_scales
         elif scales is not None and fmt.scale_dtype is not None:
@@ -470,10 +479,10 @@ class TokenDispatcher:
             if self.geometry.contiguous:
                 raise ValueError("out: expected a dispatcher with mode='gathered' for padded rows")
             at = check_padded(self.geometry, self.context.device, out, scales_at, statistics)
-            handle._enter("dispatch_recv")
+            handle._check_next("dispatch_recv")
+            handle._stages_done = ENDED
             self._exchange.dispatch_recv_padded(handle, out, at, statistics)
             handle._buffers = None
-            handle._end()
             self._stepped = True
             self.context._raise_on_cpu()
 
@@ -490,6 +499,7 @@ class TokenDispatcher:
             rows, _ = self._expert_output(expert_output, handle)
             if out is not None:
                 check_out(self.geometry, self.context.device, out, handle.num_tokens)
+            self._check_combines(handle)
             self._enter_combine(handle, out)
             self._exchange.combine_send(handle, rows)
             handle._buffers = None
@@ -508,16 +518,18 @@ class TokenDispatcher:
         check_expert_output(self.geometry, self.context.device, rows, handle.num_rows)
         return rows, order
 
+    def _check_combines(self, handle: DispatchHandle) -> None:
+        """Raise `ValueError` unless `combine_send` is next, which receives the routing of rows that came before."""
+        handle._check_next("combine_send" if handle.num_rows is None else "dispatch_recv")
+
     def _enter_combine(self, handle: DispatchHandle, out: torch.Tensor | None = None) -> None:
         """Note that `combine_send` begins, and make memory for the sum before this rank sends (`RecvBuffers`)."""
         if handle.num_rows is not None:
-            # Nobody else receives the routing.
-            handle._enter("dispatch_recv")
             self._stepped = True
-        handle._enter("combine_send")
+        handle._stages_done = COMBINE_SENT
         if out is None:
             shape = handle.num_tokens, self.geometry.output_hidden
-            with torch.inference_mode(False):
+            with torch._C._InferenceMode(False):  # which takes no call of a Python function
                 out = torch.empty(shape, dtype=torch.bfloat16, device=self.context.device)
         handle._output = out
 
@@ -552,11 +564,12 @@ class TokenDispatcher:
         with self._guard:
             self._check_handle(handle)
             check_shared(self.geometry, self.context.device, shared, handle.num_tokens)
+            handle._check_next("combine_recv")
             return self._combine_recv(handle, shared)
 
     def _combine_recv(self, handle: DispatchHandle, shared: torch.Tensor | None) -> torch.Tensor:
         """`combine_recv` with a handle of this dispatcher, for a caller that aborts peers on an error."""
-        handle._enter("combine_recv")
+        handle._stages_done = ENDED
         self._exchange.combine_recv(handle, shared)
         y, handle._output = handle._output, None
         if self._on_cpu:
