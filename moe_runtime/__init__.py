@@ -24,7 +24,7 @@ Layers, from the top. A module imports from its own layer or from those below it
     config, metrics, support
     kernels.aot
     kernels.gemm, kernels.exchange, kernels.route, kernels.step_counts, kernels.clock
-    kernels.formats
+    kernels.formats, kernels.launch_order
     kernels
     comm.heaps, comm.transport
     comm
@@ -34,9 +34,6 @@ from __future__ import annotations
 
 from importlib import import_module
 from typing import TYPE_CHECKING
-
-from moe_runtime.support import moved
-from moe_runtime.support.deprecation import warn_renamed
 
 if TYPE_CHECKING:
     from moe_runtime.comm.bootstrap import init_from_env
@@ -72,7 +69,7 @@ if TYPE_CHECKING:
     from moe_runtime.placement.placement import Placement, plan_placement
     from moe_runtime.router import Router
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "FORMATS",
@@ -172,16 +169,9 @@ _MODULE_OF = {
     "without_experts": "integrations.transformers_models",
 }
 
-_RENAMED = {"PreparedWeights": "PrepackedWeights"}
-
-moved.install()
-
 if not TYPE_CHECKING:  # a type checker would take it as a promise that every name exists
 
     def __getattr__(name: str) -> object:
-        if name in _RENAMED:
-            warn_renamed(f"{__name__}.{name}", _RENAMED[name])
-            name = _RENAMED[name]
         if name not in _MODULE_OF:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

@@ -6,7 +6,6 @@ YAML is read with a safe loader. Every complaint is a `ValueError` that names th
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Hashable, Mapping
 from importlib import resources
 from pathlib import Path
@@ -23,7 +22,6 @@ from moe_runtime.kernels.formats.number_formats import (
     token_formats_for,
     weight_format_named,
 )
-from moe_runtime.support.deprecation import warn_renamed
 from moe_runtime.support.regular_files import read_regular
 
 FormatName = Literal["bf16", "fp8_block", "mxfp8", "nvfp4"]
@@ -32,7 +30,6 @@ CombineFormatName = Literal["bf16", "fp8_block", "mxfp8"]
 Auto = Literal["auto"]
 ModeName = Literal["auto", "contiguous", "gathered"]
 ResolvedMode = Literal["contiguous", "gathered"]
-OLD_MODES: dict[str, ResolvedMode] = {"packed": "contiguous", "indexed": "gathered"}
 """Former names of the modes."""
 
 GATHERED_MAX_TOKENS = 256
@@ -98,9 +95,6 @@ def resolve_mode(
     >>> [resolve_mode("auto", 512, "fp8_block", rows) for rows in (64, 65)]
     ['gathered', 'contiguous']
     """
-    if mode in OLD_MODES:
-        warn_renamed(f"mode {mode!r}", repr(OLD_MODES[mode]))
-        return OLD_MODES[mode]
     if mode in get_args(ResolvedMode):
         return cast(ResolvedMode, mode)
     if mode != "auto":
@@ -302,24 +296,11 @@ class MoELayerConfig(_Model):
 
     @model_validator(mode="before")
     @classmethod
-    def _read_old_keys(cls, data: Any) -> Any:
-        """A `weight_format` of null is an absent one, and so is a format `auto`; keys of earlier releases count for one
-        release."""
+    def _drop_unset(cls, data: Any) -> Any:
+        """A `weight_format` of null is an absent one, and so is a format `auto`."""
         if not isinstance(data, Mapping):
             return data
-        data = {key: value for key, value in data.items() if not _says_nothing(key, value)}
-        if "mode" in data:
-            del data["mode"]
-            warnings.warn(
-                "mode of a layer has no effect: it follows from token_format and max_tokens_per_rank; the key goes "
-                "with release 0.3",
-                DeprecationWarning,
-                stacklevel=3,
-            )
-        if "step_sizes" in data and "token_buckets" not in data:
-            data["token_buckets"] = data.pop("step_sizes")
-            warn_renamed("step_sizes", "token_buckets", stacklevel=4)
-        return data
+        return {key: value for key, value in data.items() if not _says_nothing(key, value)}
 
     @model_validator(mode="after")
     def _check(self) -> MoELayerConfig:
@@ -376,12 +357,6 @@ class MoELayerConfig(_Model):
         check_integer("world_size", world_size, high=_MOST)
         rows = rows_per_expert(world_size, self.max_tokens_per_rank, self.top_k, self.num_experts)
         return resolve_mode("auto", self.max_tokens_per_rank, self.token_format, rows)
-
-    @property
-    def resolved_mode(self) -> ResolvedMode:
-        """Deprecated: `mode_on`. What it is where experts have many rows."""
-        warn_renamed("resolved_mode", "mode_on(world_size)")
-        return resolve_mode("auto", self.max_tokens_per_rank, self.token_format)
 
     def flat(self) -> dict[str, int | float | str | bool | None]:
         """Every value by dotted key (`router.kind`), to compare configs between ranks."""

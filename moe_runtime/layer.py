@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,21 +23,21 @@ from moe_runtime.build import (
 )
 from moe_runtime.checkpoints.checkpoint import Checkpoint, opened
 from moe_runtime.checkpoints.loading import FRESH, ExpertTensors, QuantBuffers, check_buffers
-from moe_runtime.comm.arguments import check_flag, check_integer, check_kind, describe
+from moe_runtime.comm.arguments import check_flag, check_integer, describe
 from moe_runtime.comm.errors import reason_of
 from moe_runtime.config import MoELayerConfig, RunConfig, load_config
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.context.memory import staging_bytes
-from moe_runtime.context.peers import abort_peers_on_error, collective_step
+from moe_runtime.context.peers import abort_peers, abort_peers_on_error, collective_step
 from moe_runtime.context.threads import by_one_thread, is_capturing
 from moe_runtime.counters import LayerCounters
-from moe_runtime.dispatcher.arguments import flat_shared, flat_tokens
-from moe_runtime.dispatcher.handle import CombineSink
+from moe_runtime.dispatcher.arguments import check_shared, flat_shared, flat_tokens
 from moe_runtime.dispatcher.token_dispatcher import TokenDispatcher
 from moe_runtime.expert_loader import ExpertLoader
 from moe_runtime.experts import Experts
 from moe_runtime.kernels.formats.scale_blocks import expert_starts
 from moe_runtime.kernels.gemm.grouped_rows import MAX_ROUTED_IDS
+from moe_runtime.kernels.launch_order import IN_ORDER, ONLY_ROWS_PENDING, LaunchOrder
 from moe_runtime.layer_members import Holding, LayerMembers
 from moe_runtime.metrics import PhaseTimes, phase
 from moe_runtime.placement.migration import move_experts
@@ -50,8 +49,19 @@ from moe_runtime.router import Router
 from moe_runtime.shared_expert import SharedExpert
 from moe_runtime.step import LayerStep
 from moe_runtime.support.compiling import not_compiled
-from moe_runtime.support.deprecation import warn_removed, warn_renamed
 from moe_runtime.warming import WarmUpStep, warm_up_steps
+
+
+class Stage(NamedTuple):
+    """A part of a step.
+
+    Attributes:
+        phase: under which its time is taken; None for none.
+        run: of a layer and its step.
+    """
+
+    phase: str | None
+    run: Callable[[MoELayer, LayerStep], None]
 
 
 class MoELayer(nn.Module):
@@ -134,6 +144,12 @@ class MoELayer(nn.Module):
         self._loader = ExpertLoader(config, self.context, self.post_expert_norm)
         self.times: PhaseTimes | None = None
         self.counters: LayerCounters | None = None
+        absent = set() if self.context.hosts is not None else {"dispatch_forward", "combine_forward"}
+        if self.shared_expert is None:
+            absent.add("shared_expert")
+        self._stages = tuple(stage for stage in self._STAGES if stage.phase not in absent)
+        self._guard = collective_step(self.context)
+        self._capturable = self.context.graph_safe
         self._members = LayerMembers(self.context, self.layer_id, config.num_experts, placement)
         if self.context.recovery is not None:
             self.context.recovery.add(self)
@@ -198,12 +214,23 @@ class MoELayer(nn.Module):
     ) -> torch.Tensor:
         """One try of `forward`."""
         step = self._route(x, topk_idx, topk_weights, shared, max_tokens)
-        self._dispatch_send(step)
-        self._run_shared_expert(step)
-        self._dispatch_recv(step)
-        self._run_experts(step)
-        self._combine_send(step)
-        return self._combine_recv(step)
+        self._run(step, self._stages)
+        assert step.y is not None
+        return step.y
+
+    def _run(self, step: LayerStep, stages: Iterable[Stage]) -> None:
+        """Run `stages` of a step. An error in one aborts the peers, which wait for the next ones."""
+        try:
+            if self.times is None and not torch.autograd._profiler_enabled():
+                for stage in stages:
+                    stage.run(self, step)
+                return
+            for stage in stages:
+                with nullcontext() if stage.phase is None else phase(stage.phase, self.times):
+                    stage.run(self, step)
+        except BaseException as error:
+            abort_peers(self.context, error)
+            raise
 
     def _route(
         self,
@@ -213,8 +240,10 @@ class MoELayer(nn.Module):
         shared: torch.Tensor | None = None,
         max_tokens: int | None = None,
     ) -> LayerStep:
-        """Check the arguments of `forward`, and choose the experts of each token."""
-        with collective_step(self.context):
+        """Begin a step: check the arguments of `forward`, and choose the experts of each token."""
+        if not self._capturable:
+            self.context._check_no_capture()
+        with self._guard:
             if self.experts is None:
                 raise ValueError("experts: no weights are loaded (load_experts, from_checkpoint or from_yaml)")
             geometry, device = self.dispatcher.geometry, self.context.device
@@ -234,81 +263,77 @@ class MoELayer(nn.Module):
             if self._members.lost is not None:
                 topk_idx, topk_weights = self._members.without_lost(self._members.lost, topk_idx, topk_weights)
             slots = topk_idx if self.slots is None else self.slots(topk_idx, tokens_TH)
-        return LayerStep(dispatcher, x.shape, tokens_TH, topk_idx, slots, topk_weights, shared_TH, self.placement)
+        return LayerStep(dispatcher, x.shape, tokens_TH, topk_idx, slots, topk_weights, shared_TH)
 
     def _dispatch_send(self, step: LayerStep) -> None:
         """Quantize this rank's tokens and send them to the ranks of their experts."""
-        with phase("dispatch_send", self.times):
-            keep = self._keeps_scales_in_record(step.dispatcher)
-            tokens = step.tokens, step.slots, step.topk_weights
-            step.handle = step.dispatcher.dispatch_send(*tokens, scales_in_record=keep)
+        dispatcher, tokens = step.dispatcher, (step.tokens, step.slots, step.topk_weights)
+        assert self.experts is not None
+        keep = dispatcher._exchange.can_keep_scales_in_record and self.experts.reads_scales_in_record
+        step.handle = dispatcher._dispatch_send(*tokens, dispatcher._begin_dispatch(), keep)
 
     def _run_shared_expert(self, step: LayerStep) -> None:
-        """Run the shared expert, if there is one, on this rank's tokens while they travel."""
-        if self.shared_expert is not None:
-            with collective_step(self.context), torch.no_grad(), phase("shared_expert", self.times):
-                step.shared = self.shared_expert(step.tokens)
+        """Run the shared expert on this rank's tokens while they travel."""
+        assert self.shared_expert is not None
+        with torch.no_grad():
+            step.shared = self.shared_expert(step.tokens)
+        check_shared(step.dispatcher.geometry, self.context.device, step.shared, step.tokens.shape[0])
 
     def _dispatch_forward(self, step: LayerStep) -> None:
-        """Send tokens of other hosts on, where `dispatch_recv` is not to do it."""
+        """Between several hosts: send tokens of other hosts on to the ranks of this one."""
         assert step.handle is not None
-        step.dispatcher.dispatch_forward(step.handle)
+        step.dispatcher._exchange.dispatch_forward(step.handle)
 
     def _dispatch_recv(self, step: LayerStep) -> None:
         """Wait for the tokens of all ranks and group them by expert."""
         assert step.handle is not None
-        if step.placement != self.placement:
-            with collective_step(self.context):
-                raise ValueError("step: expected one that began after replace_experts, its tokens went to other slots")
-        with phase("dispatch_recv", self.times):
-            received = step.dispatcher.dispatch_recv(step.handle)
-        ids = step.slots
-        if step.handle.received_at_once and ids.numel() <= MAX_ROUTED_IDS and ids.is_contiguous():
-            # Nobody writes them before the products of this step have run.
-            received = replace(received, topk_idx=ids)
-        step.received = received
+        order, ids = IN_ORDER, step.slots
+        if step.handle._received_in is not None and ids.numel() <= MAX_ROUTED_IDS and ids.is_contiguous():
+            order = LaunchOrder(routed_ids=ids)
+        step.received = step.dispatcher._dispatch_recv(step.handle, order)
 
     def _run_experts(self, step: LayerStep) -> None:
         """Run this rank's experts on the rows that arrived."""
-        with collective_step(self.context), phase("experts", self.times):
-            assert self.experts is not None and step.handle is not None and step.received is not None
-            step.output = CombineSink(step.handle)
-            self.experts.run(step.received, step.output.rows)
-            # The down projection began when gate/up had waited for the dispatch.
-            step.output.settled = step.handle.received_at_once
+        assert self.experts is not None and step.received is not None
+        geometry = step.dispatcher.geometry
+        shape = geometry.row_capacity, geometry.output_hidden
+        step.output = torch.empty(shape, dtype=torch.bfloat16, device=self.context.device)
+        self.experts.run(step.received, step.output)
 
     def _combine_send(self, step: LayerStep) -> None:
         """Weight and sum this rank's rows of each token, and send the sums to the token's rank."""
-        assert step.handle is not None and step.received is not None and step.output is not None
-        with phase("combine_send", self.times):
-            step.dispatcher._combine_at_once(step.output, step.handle, step.shared)
+        assert step.handle is not None and step.output is not None
+        order = IN_ORDER if step.handle._received_in is None else ONLY_ROWS_PENDING
+        step.dispatcher._combine_send(step.output, step.handle, step.shared, order)
+
+    def _count(self, step: LayerStep) -> None:
+        """Count the step, if it is to be counted: now, while results travel."""
         if self.counters is not None:
-            # Now, while results travel.
-            with collective_step(self.context):
-                self.counters.add(step.topk_idx, step.slots, step.handle.num_parts, step.received.group_offsets)
+            assert step.handle is not None and step.received is not None
+            self.counters.add(step.topk_idx, step.slots, step.handle.num_parts, step.received.group_offsets)
 
     def _combine_forward(self, step: LayerStep) -> None:
-        """Send the sums of this host to others, where `combine_recv` is not to do it."""
+        """Between several hosts: send the sums of this host to the others."""
         assert step.handle is not None
-        step.dispatcher.combine_forward(step.handle)
+        step.dispatcher._exchange.combine_forward(step.handle)
 
-    def _combine_recv(self, step: LayerStep) -> torch.Tensor:
+    def _combine_recv(self, step: LayerStep) -> None:
         """Wait for the results of all ranks and sum them: bf16, the shape of `x`."""
         assert step.handle is not None
-        with phase("combine_recv", self.times):
-            y_TH = step.dispatcher.combine_recv(step.handle, shared=step.shared)
-        return y_TH.view(step.shape)
+        step.y = step.dispatcher._combine_recv(step.handle, step.shared).view(step.shape)
 
     _STAGES = (
-        _dispatch_send,
-        _run_shared_expert,
-        _dispatch_forward,
-        _dispatch_recv,
-        _run_experts,
-        _combine_send,
-        _combine_forward,
+        Stage("dispatch_send", _dispatch_send),
+        Stage("shared_expert", _run_shared_expert),
+        Stage("dispatch_forward", _dispatch_forward),
+        Stage("dispatch_recv", _dispatch_recv),
+        Stage("experts", _run_experts),
+        Stage("combine_send", _combine_send),
+        Stage(None, _count),
+        Stage("combine_forward", _combine_forward),
+        Stage("combine_recv", _combine_recv),
     )
-    """What virtual ranks run between `_route` and `_combine_recv`, each once all of them have done the one before."""
+    """The order of a step, after `_route`. Where one process has several ranks, all run a stage before the next one."""
 
     def _dispatcher_for(self, num_tokens: int, max_tokens: int | None) -> TokenDispatcher:
         """That of the smallest token bucket for a step in which no rank has more than `max_tokens`."""
@@ -321,15 +346,16 @@ class MoELayer(nn.Module):
                 f"max_tokens: expected None or from {num_tokens}, the tokens of x, to max_tokens_per_rank = {limit}, "
                 f"got {max_tokens!r}"
             )
-        return next(dispatcher for size, dispatcher in self.dispatchers.items() if size >= max_tokens)
+        for size, dispatcher in self.dispatchers.items():
+            if size >= max_tokens:
+                return dispatcher
+        raise AssertionError("the last dispatcher takes all tokens")
 
     @property
     def scales_in_record(self) -> bool:
         """Whether steps leave the block scales of tokens in the records that arrive; the experts read them there."""
-        return self._keeps_scales_in_record(self.dispatcher)
-
-    def _keeps_scales_in_record(self, dispatcher: TokenDispatcher) -> bool:
-        return dispatcher.can_keep_scales_in_record and self.experts is not None and self.experts.reads_scales_in_record
+        keeps = self.dispatcher.can_keep_scales_in_record
+        return keeps and self.experts is not None and self.experts.reads_scales_in_record
 
     @classmethod
     def from_yaml(cls, path: str | Path, *, context: ExpertParallelContext | None = None) -> MoELayer:
@@ -556,7 +582,7 @@ class MoELayer(nn.Module):
             if recovery is None:
                 with self._unobserved():
                     for arguments in self._warm_up_steps():
-                        self._warm_up_step(arguments)
+                        self._forward(*arguments)
                 self.context.check_peers()
                 return
             for arguments in self._warm_up_steps():
@@ -564,16 +590,10 @@ class MoELayer(nn.Module):
                 recovery.run(step, partial(_itself, step), counted=False)
             self.context.check()
 
-    def _warm_up_step(self, arguments: WarmUpStep) -> None:
-        step = self._route(*arguments)
-        for stage in self._STAGES:
-            stage(self, step)
-        self._combine_recv(step)
-
     def _unobserved_step(self, arguments: WarmUpStep) -> None:
         """A step of a warm-up that may be run again. Ranks go over to others between two such steps."""
         with self._unobserved():
-            self._warm_up_step(arguments)
+            self._forward(*arguments)
             if self.context.device.type == "cuda":
                 self.context.check_peers()
 
@@ -684,66 +704,6 @@ class MoELayer(nn.Module):
             f"rank={self.context.rank} of {self.context.world_size}"
         )
 
-    @not_compiled
-    @by_one_thread
-    def begin(
-        self,
-        x: torch.Tensor,
-        *,
-        topk_idx: torch.Tensor | None = None,
-        topk_weights: torch.Tensor | None = None,
-        shared: torch.Tensor | None = None,
-        max_tokens: int | None = None,
-    ) -> LayerStep:
-        """Deprecated: the first part of `forward`, which sends this rank's tokens."""
-        warn_removed("MoELayer.begin", _INSTEAD)
-        step = self._route(x, topk_idx, topk_weights, shared, max_tokens)
-        self._dispatch_send(step)
-        self._run_shared_expert(step)
-        return step
-
-    @not_compiled
-    @by_one_thread
-    def compute(self, step: LayerStep) -> None:
-        """Deprecated: the second part of `forward`, which runs this rank's experts."""
-        warn_removed("MoELayer.compute", _INSTEAD)
-        self._check_step(step)
-        self._dispatch_recv(step)
-        self._run_experts(step)
-        self._combine_send(step)
-
-    @not_compiled
-    @by_one_thread
-    def finish(self, step: LayerStep) -> torch.Tensor:
-        """Deprecated: the last part of `forward`, which sums the results: bf16, the shape of the step's `x`."""
-        warn_removed("MoELayer.finish", _INSTEAD)
-        self._check_step(step)
-        with collective_step(self.context):
-            if step.output is None:
-                raise ValueError("step: expected compute to be called with it before finish")
-        return self._combine_recv(step)
-
-    def _check_step(self, step: LayerStep) -> None:
-        with collective_step(self.context):
-            check_kind("step", step, LayerStep)
-            if step.handle is None or step.dispatcher not in self.dispatchers.values():
-                raise ValueError("step: expected one of this layer's begin")
-
-    @property
-    def number(self) -> int:
-        """Deprecated: `layer_id`."""
-        warn_renamed("MoELayer.number", "layer_id")
-        return self.layer_id
-
-    @property
-    def leaves_scales(self) -> bool:
-        """Deprecated: `scales_in_record`."""
-        warn_renamed("MoELayer.leaves_scales", "scales_in_record")
-        return self.scales_in_record
-
 
 def _itself(step: Callable[[], None]) -> Callable[[], None]:
     return step
-
-
-_INSTEAD = "forward runs a whole step; for work in between, call the halves of the layer's dispatcher"

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from moe_runtime.dispatcher.handle import CombineSink, DispatchedTokens, DispatchHandle
+from moe_runtime.dispatcher.handle import DispatchedTokens, DispatchHandle
 from moe_runtime.dispatcher.token_dispatcher import TokenDispatcher
-from moe_runtime.placement.placement import Placement
 
 
 @dataclass
@@ -30,10 +29,10 @@ class LayerStep:
         slots: `[T, K]`, what holds those experts: `topk_idx` itself without a placement.
         topk_weights: fp32 `[T, K]`.
         shared: bf16 `[T, H]`, the output of a shared expert, or None.
-        placement: of the layer when the step was routed.
         handle: of the dispatch, once the tokens are sent.
         received: the rows that arrived at this rank.
-        output: the output of this rank's experts.
+        output: bf16 `[row_capacity, H]`, the output of this rank's experts.
+        y: bf16 of `shape`, the result.
     """
 
     dispatcher: TokenDispatcher
@@ -43,7 +42,7 @@ class LayerStep:
     slots: torch.Tensor
     topk_weights: torch.Tensor
     shared: torch.Tensor | None
-    placement: Placement | None
     handle: DispatchHandle | None = None
     received: DispatchedTokens | None = None
-    output: CombineSink | None = None
+    output: torch.Tensor | None = None
+    y: torch.Tensor | None = None

@@ -145,7 +145,7 @@ class VirtualRanks:
     def _run(self, steps: Sequence[StepArguments]) -> list[torch.Tensor]:
         """`MoELayer.forward` on all ranks: each with its arguments, all in one stage before the next one begins."""
         routed = [layer._route(*arguments) for layer, arguments in zip(self.layers, steps, strict=True)]
-        for stage in MoELayer._STAGES:
+        for stage in self.layers[0]._stages:
             for layer, step in zip(self.layers, routed, strict=True):
-                stage(layer, step)
-        return [layer._combine_recv(step) for layer, step in zip(self.layers, routed, strict=True)]
+                layer._run(step, (stage,))
+        return [step.y for step in routed if step.y is not None]

@@ -34,7 +34,7 @@ import torch
 from moe_runtime.comm.signals import COMBINED
 from moe_runtime.kernels.bound_kernel import Address, Argument, BoundKernel
 from moe_runtime.kernels.exchange.geometry import ExchangeGeometry
-from moe_runtime.kernels.exchange.interface import ExchangeMemory, OneRankExchange, RecvBuffers
+from moe_runtime.kernels.exchange.interface import ExchangeMemory, OneRankKernels, RecvBuffers
 from moe_runtime.kernels.exchange.landing import LandedTokens
 from moe_runtime.kernels.exchange.macros import (
     combine_macros,
@@ -47,6 +47,7 @@ from moe_runtime.kernels.exchange.padded import place_padded_rows
 from moe_runtime.kernels.exchange.padded_rows import PaddedRows, PaddedScales
 from moe_runtime.kernels.exchange.plan import ONE_RANK_SUM_THREADS, WARP, ExchangePlan, required_plan
 from moe_runtime.kernels.formats.number_formats import FormatCode
+from moe_runtime.kernels.launch_order import IN_ORDER, LaunchOrder
 from moe_runtime.kernels.nvrtc import most_sms
 
 
@@ -207,7 +208,7 @@ def _group(
     _receive(context, geometry, count_tag, handle_epoch, timeout_ns, buffers, early=early)
 
 
-def of_one_rank(geometry: ExchangeGeometry) -> OneRankExchange | None:
+def of_one_rank(geometry: ExchangeGeometry) -> OneRankKernels | None:
     """`ONE_RANK` for a rank without peers."""
     return ONE_RANK if required_plan(geometry).one_rank else None
 
@@ -496,10 +497,10 @@ def _combine_recv(
 
 
 class _OneRank:
-    """The kernels of a rank alone: an `interface.OneRankExchange`."""
+    """The kernels of a rank alone: an `interface.OneRankKernels`."""
 
     def dispatches(self, geometry: ExchangeGeometry, num_tokens: int) -> bool:
-        """See `interface.OneRankExchange`."""
+        """See `interface.OneRankKernels`."""
         return required_plan(geometry).dispatches_at_once(num_tokens)
 
     def dispatch(
@@ -515,7 +516,7 @@ class _OneRank:
         num_parts_T: torch.Tensor,
         buffers: RecvBuffers,
     ) -> None:
-        """See `interface.OneRankExchange`."""
+        """See `interface.OneRankKernels`."""
         x_TH, num_tokens = aligned(x_TH), x_TH.shape[0]
         landing_half = geometry.landing_half(context.half_bytes["landing"])
         copies_scales = buffers.scales is not None and geometry.token_format.scale_dtype is not None
@@ -563,9 +564,9 @@ class _OneRank:
         shared_TH: torch.Tensor | None,
         y_TH: torch.Tensor,
         *,
-        settled: bool = False,
+        order: LaunchOrder = IN_ORDER,
     ) -> None:
-        """See `interface.OneRankExchange`."""
+        """See `interface.OneRankKernels`."""
         num_tokens, output_RH = y_TH.shape[0], aligned(output_RH)
         shared_TH = None if shared_TH is None else aligned(shared_TH)
         is_bf16 = output_RH.dtype == torch.bfloat16
@@ -586,7 +587,7 @@ class _OneRank:
                 "error": context.error,
                 "latch": context.latch,
                 "landing_half": geometry.landing_half(context.half_bytes["landing"]),
-                "settled": settled,
+                "settled": int(order.only_rows_pending),
             },
             (plan.one_rank_combine_blocks(num_tokens, most_sms(context.device)), 1, 1),
         )

@@ -16,6 +16,7 @@ from moe_runtime.comm.heaps.heap import SymmetricHeap
 from moe_runtime.comm.signals import SignalLayout
 from moe_runtime.kernels.exchange.geometry import ExchangeGeometry
 from moe_runtime.kernels.exchange.padded_rows import PaddedRows
+from moe_runtime.kernels.launch_order import IN_ORDER, LaunchOrder
 
 
 class ExchangeMemory(Protocol):
@@ -80,7 +81,7 @@ class RecvBuffers:
     counts: torch.Tensor | None
 
 
-class OneRankExchange(Protocol):
+class OneRankKernels(Protocol):
     """What a rank alone does in fewer launches: nothing travels, so nothing is awaited.
 
     It writes what `ExchangeBackend` would, also in the memory of the exchange. But nothing orders the flags: kernels
@@ -115,12 +116,12 @@ class OneRankExchange(Protocol):
         shared_TH: torch.Tensor | None,
         y_TH: torch.Tensor,
         *,
-        settled: bool = False,
+        order: LaunchOrder = IN_ORDER,
     ) -> None:
         """`ExchangeBackend.combine_send` and `combine_recv`, with their arguments.
 
-        `settled`: whether the dispatch had ended before the kernel that wrote `output_RH` began. What it wrote is then
-        read while this kernel still runs.
+        `order`: what this kernel may read before the one that wrote `output_RH` has ended: what `dispatch` wrote, if
+        only rows are pending.
         """
 
 
@@ -142,7 +143,7 @@ class ExchangeBackend(Protocol):
     def allocate_counts(self, geometry: ExchangeGeometry, device: torch.device) -> torch.Tensor | None:
         """Uninitialised int32 scratch memory of `dispatch_recv`; None where it needs none."""
 
-    def of_one_rank(self, geometry: ExchangeGeometry) -> OneRankExchange | None:
+    def of_one_rank(self, geometry: ExchangeGeometry) -> OneRankKernels | None:
         """What a rank alone takes instead; None for ranks with peers, and where there is no such thing."""
 
     def dispatch_send(

@@ -21,6 +21,7 @@ from moe_runtime.kernels.gemm.dequant_tokens import dequantized_shape
 from moe_runtime.kernels.gemm.grouped_rows import MAX_ROUTED_IDS, GroupedRows
 from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
 from moe_runtime.kernels.gemm.weights import Activation, ExpertWeights
+from moe_runtime.kernels.launch_order import IN_ORDER, LaunchOrder
 
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -57,9 +58,12 @@ def _check_kinds(a: GroupedRows) -> None:
     check_integer("a.num_columns", a.num_columns)
     for name in ("rows", "group_offsets", "expert_ids"):
         check_is_tensor(f"a.{name}", getattr(a, name))
-    for name in ("scales", "row_scale", "row_index", "group_scale_offsets", "dequantized", "topk_idx"):
+    for name in ("scales", "row_scale", "row_index", "group_scale_offsets", "dequantized"):
         if (tensor := getattr(a, name)) is not None:
             check_is_tensor(f"a.{name}", tensor)
+    check_kind("a.order", a.order, LaunchOrder)
+    if a.order.routed_ids is not None:
+        check_is_tensor("a.order.routed_ids", a.order.routed_ids)
 
 
 def _check_operands(a: GroupedRows, w: ExpertWeights | PrepackedWeights) -> None:
@@ -99,9 +103,9 @@ def _check_operands(a: GroupedRows, w: ExpertWeights | PrepackedWeights) -> None
         _check(a, "num_active_experts", active.reshape(1), torch.int32, 1)
     elif active is not None and type(active) is not int:
         raise ValueError(f"a.num_active_experts: expected an int or an int32 tensor, got {describe(active)}")
-    check_flag("a.settled", a.settled)
-    if a.topk_idx is not None:
-        _check_ids(a, a.topk_idx)
+    check_flag("a.order.only_rows_pending", a.order.only_rows_pending)
+    if a.order.routed_ids is not None:
+        _check_ids(a, a.order.routed_ids)
     if a.dequantized is not None:
         _check_dequantized(a, a.dequantized)
         return
@@ -135,11 +139,13 @@ def _check(a: GroupedRows, name: str, tensor: torch.Tensor | None, dtype: torch.
 
 def _check_ids(a: GroupedRows, ids: torch.Tensor) -> None:
     if ids.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"a.topk_idx: expected int32 or int64, got {ids.dtype}")
+        raise ValueError(f"a.order.routed_ids: expected int32 or int64, got {ids.dtype}")
     if ids.numel() > MAX_ROUTED_IDS:
-        raise ValueError(f"a.topk_idx: expected at most {MAX_ROUTED_IDS} ids, got {ids.numel()}")
+        raise ValueError(f"a.order.routed_ids: expected at most {MAX_ROUTED_IDS} ids, got {ids.numel()}")
     if ids.device != a.rows.device or not ids.is_contiguous():
-        raise ValueError(f"a.topk_idx: expected a contiguous tensor on {a.rows.device}, got one on {ids.device}")
+        raise ValueError(
+            f"a.order.routed_ids: expected a contiguous tensor on {a.rows.device}, got one on {ids.device}"
+        )
 
 
 def _check_dequantized(a: GroupedRows, dequantized: torch.Tensor) -> None:
@@ -232,7 +238,7 @@ class Intermediate:
         gsf: encode scale, fp32 `[1]`; None for formats without a row scale.
         finished: whether `row_scale` is filled here, with `1 / gsf`, and `gsf` clamped. Else the kernel does both.
         dequantized: shape and dtype of the dequantized rows that stand for rows and scales; None where there are none.
-        settled, loads_after_ns: of the rows (`GroupedRows`).
+        order: of the rows (`GroupedRows`).
     """
 
     format: TokenFormat
@@ -240,8 +246,7 @@ class Intermediate:
     gsf: torch.Tensor | None
     finished: bool = True
     dequantized: tuple[tuple[int, ...], torch.dtype] | None = None
-    settled: bool = False
-    loads_after_ns: int = 0
+    order: LaunchOrder = IN_ORDER
 
     @classmethod
     def of(
@@ -304,8 +309,7 @@ class Intermediate:
             num_active_experts=a.num_active_experts,
             dequantized=dequantized,
             expected_rows=a.expected_rows,
-            settled=self.settled,
-            loads_after_ns=self.loads_after_ns,
+            order=self.order,
         )
 
 

@@ -46,6 +46,7 @@ from moe_runtime.kernels.gemm.plan import GemmKernel, GemmPlan, GemmProblem
 from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
 from moe_runtime.kernels.gemm.shapes import GemmTile
 from moe_runtime.kernels.gemm.weights import Activation, ExpertWeights, has_blocks_apart
+from moe_runtime.kernels.launch_order import LaunchOrder
 from moe_runtime.kernels.runtime import INTERPRET, capability, resolve_engine
 
 _LOG = logging.getLogger(__name__)
@@ -370,13 +371,12 @@ def _intermediate(
     """What the product of the plan `how` stores for the one with `then`."""
     more: dict[str, Any] = {}
     if how.tma is not None:
-        # That product reads nothing else that a kernel just before this one has written.
-        more = {"settled": True, "loads_after_ns": how.tma.next_loads_ns}
+        more = {"order": LaunchOrder(only_rows_pending=True, weights_after_ns=how.tma.next_loads_ns)}
     elif how.dequant is not None:
         more = {"finished": False}
         if dequant_gemm.takes_dequantized(then):
             assert isinstance(then, PrepackedWeights)
-            more["loads_after_ns"] = how.dequant.next_loads_ns
+            more["order"] = LaunchOrder(weights_after_ns=how.dequant.next_loads_ns)
             more["dequantized"] = dequant_tokens.dequantized_shape(a, then.num_columns), torch.uint8
             if plan.holds_tokens(then.num_columns, then.format, how.dequant.shape):
                 more["dequantized"] = (a.capacity, then.num_columns), torch.bfloat16

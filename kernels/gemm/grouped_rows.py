@@ -8,9 +8,10 @@ from functools import cached_property
 import torch
 
 from moe_runtime.kernels.formats.number_formats import TokenFormat
+from moe_runtime.kernels.launch_order import IN_ORDER, LaunchOrder
 
 MAX_ROUTED_IDS = 64
-"""Ids up to which products find their groups by counting them (`GroupedRows.topk_idx`)."""
+"""Ids up to which products find their groups by counting them (`LaunchOrder.routed_ids`)."""
 
 
 @dataclass(frozen=True)
@@ -41,14 +42,7 @@ class GroupedRows:
             through `row_index`. Only for prepacked weights and Hopper's kernels, which gather the rows anyway.
         expected_rows: the host's estimate of the rows of all groups; None stands for `capacity`. It chooses the kernel;
             results do not depend on it.
-        settled: whether all else that a product reads, offsets, ids, indices and weights, was written before the kernel
-            that wrote the rows began. A product may then read that before this kernel has ended.
-        topk_idx: int32 or int64 `[T, K]`, contiguous: ids of which these groups are made, group `g` of the rows of id
-            `g`. A product of few rows then finds the groups, and loads the first weights, while the rows are gathered.
-            For ids that were written before the kernel that gathers the rows began, and that stay as they are until
-            the product has ended. None where that is not so.
-        loads_after_ns: ns by which a product of few rows that starts before the kernel that makes them has ended puts
-            off its first loads of weights. Earlier ones would delay those of that kernel.
+        order: what a product of them may read before the kernel that makes them has ended.
     """
 
     format: TokenFormat
@@ -65,9 +59,7 @@ class GroupedRows:
     dequantized: torch.Tensor | None = None
     scales_in_record: bool = False
     expected_rows: int | None = None
-    settled: bool = False
-    topk_idx: torch.Tensor | None = None
-    loads_after_ns: int = 0
+    order: LaunchOrder = IN_ORDER
 
     @cached_property
     def num_groups(self) -> int:
@@ -92,10 +84,10 @@ class GroupedRows:
     @property
     def read_early(self) -> dict[str, torch.Tensor | int | None]:
         """What a product may read before the kernel that makes the rows has ended, and when: arguments of kernels."""
-        ids = self.topk_idx
+        ids, count, id_bytes = self.order.ids_for_kernels
         return {
             "topk_idx": ids,
-            "num_ids": 0 if ids is None else ids.numel(),
-            "id_bytes": 0 if ids is None else ids.element_size(),
-            "loads_after_ns": self.loads_after_ns,
+            "num_ids": count,
+            "id_bytes": id_bytes,
+            "loads_after_ns": self.order.weights_after_ns,
         }

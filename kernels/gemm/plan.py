@@ -132,7 +132,7 @@ class TmaPlan:
         shape: clusters and order of tiles.
         copies_scales: whether TMA copies the scales of MAX_STAGES stages at once.
         starts_early: whether it may start before the previous kernel has ended.
-        next_loads_ns: `GroupedRows.loads_after_ns` of a result.
+        next_loads_ns: `LaunchOrder.weights_after_ns` of a result.
     """
 
     shape: TmaShape
@@ -211,7 +211,7 @@ class DequantPlan:
             blocks hold their own (`DequantShape.own_tokens`).
         overlap: how the other tokens are dequantized while the product runs; None if all are dequantized before it.
         starts_early: whether the product may start before the previous kernel has ended.
-        next_loads_ns: `GroupedRows.loads_after_ns` of a result.
+        next_loads_ns: `LaunchOrder.weights_after_ns` of a result.
     """
 
     shape: DequantShape

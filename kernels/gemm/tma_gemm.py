@@ -220,7 +220,7 @@ class TmaProduct:
                 "offsets": a.group_offsets,
                 "expert_ids": a.expert_ids,
                 "num_active": a.active_on_device,
-                "settled": a.settled,
+                "settled": int(a.order.only_rows_pending),
                 **a.read_early,
                 **copied,
             }

@@ -9,12 +9,15 @@ from typing import Any
 
 import torch
 
-from moe_runtime.config import OLD_MODES
+from moe_runtime.config import ResolvedMode
 from moe_runtime.kernels.formats.number_formats import format_named
 
 SKEW_FACTOR, SKEW_US = 1.25, 12.0
 """Uneven routing may take `SKEW_FACTOR` times the time of its busiest rank's bytes at the even case's rate, and
 `SKEW_US` more."""
+
+OLD_MODES: dict[str, ResolvedMode] = {"packed": "contiguous", "indexed": "gathered"}
+"""Names of modes in results of 0.1."""
 
 EVEN = "uniform"
 """The routing that is the even case."""

@@ -7,8 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from moe_runtime.config import OLD_MODES
-from moe_runtime.launch.benchmarks.bounds import EVEN, memory_bytes
+from moe_runtime.launch.benchmarks.bounds import EVEN, OLD_MODES, memory_bytes
 from moe_runtime.launch.benchmarks.gemm_cases import BF16_TFLOP_PER_S, FP8_TFLOP_PER_S, MEMORY_TB_PER_S
 from moe_runtime.launch.benchmarks.layer_report import OURS, baselines_of, key_of
 from moe_runtime.launch.benchmarks.runs import (

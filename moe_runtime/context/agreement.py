@@ -16,11 +16,16 @@ Value = Scalar | list[Scalar]
 
 
 class Agreement:
-    """Values that must be equal on all ranks of a group. Each is compared once, in the order of registration."""
+    """Values that must be equal on all ranks of a group. Each is compared once, in the order of registration.
+
+    Attributes:
+        complete: whether every registered value has been compared.
+    """
 
     def __init__(self) -> None:
         self._values: list[dict[str, Value]] = []
         self._compared = 0
+        self.complete = True
 
     def add(self, values: Mapping[str, object], about: str | None) -> None:
         """Register `values` (numbers, texts, bools, None, or sequences of them) of `about`; None numbers it.
@@ -38,20 +43,16 @@ class Agreement:
         except ValueError as error:
             raise ValueError(f"agree: {error}") from None
         self._values.append(plain)
+        self.complete = False
 
     @property
     def values(self) -> dict[str, Value]:
         """All registered values."""
         return {key: value for values in self._values for key, value in values.items()}
 
-    @property
-    def complete(self) -> bool:
-        """Whether every registered value has been compared."""
-        return self._compared == len(self._values)
-
     def take_as_compared(self) -> None:
         """Note that all values are known to be equal on all ranks."""
-        self._compared = len(self._values)
+        self._compared, self.complete = len(self._values), True
 
     def compare(self, group: RankGroup | None, sizes: Mapping[str, int]) -> None:
         """Compare what was added since the last call, and `sizes` (bytes by region). Collective.
@@ -59,7 +60,8 @@ class Agreement:
         Raises `ValueError` on every rank, naming each key on which ranks disagree and each rank's value, and as
         `RankGroup.gather`.
         """
-        new, self._compared = self._values[self._compared :], len(self._values)
+        new = self._values[self._compared :]
+        self._compared, self.complete = len(self._values), True
         if group is None:
             return
         mine = {key: value for values in new for key, value in values.items()}

@@ -108,6 +108,7 @@ class ExpertParallelContext:
         signal_pointers, token_flags_pointers, landing_pointers, combine_pointers: int64 `[W]` for kernels.
         epoch: int32 `[1]`, number of the last dispatch.
         dispatches: calls of `dispatch_send` so far; not those of replayed graphs, which `epoch` counts.
+        landing_views: by number of the exchange, what has landed as rows and block scales (`Exchange.landed`).
         error: int32 `[8]` in host-visible memory, `comm.signals.ERROR_WORDS`.
         latch: int32 `[2]` on the device: the first error, which alone is recorded, and whether all peers know of it.
         counters: int32 `[NUM_COUNTERS]` of `comm.signals` on the device, zero between kernels.
@@ -198,6 +199,7 @@ class ExpertParallelContext:
         self._exchanges = 0
         self._layers = 0
         self.dispatches = 0
+        self.landing_views: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
         self._failure: Exception | None = None
         self._abort_codes: np.ndarray | None = None
         self._side_stream: torch.cuda.Stream | None = None
@@ -539,6 +541,7 @@ class ExpertParallelContext:
         self._allocate_words()
         self._point_at_peers()
         self.generation, self._exchanges = generation, 0
+        self.landing_views.clear()
         self.allocated = True
         self._failure, self.failed = None, False
 
@@ -586,6 +589,11 @@ class ExpertParallelContext:
                 with torch.cuda.stream(self._side_stream):
                     self._find_failure()
         self._check_usable()
+
+    def _raise_on_cpu(self) -> None:
+        """On CPUs a stage is done when its call returns: raise at once what it recorded."""
+        if self.device.type == "cpu":
+            self._raise_failure()
 
     def _check_no_capture(self) -> None:
         """Raise `ValueError` where the current stream is being captured and a step cannot be."""
@@ -661,8 +669,21 @@ class ExpertParallelContext:
                 self.say_failed()
             self.link.leave()
 
-    def follow_stream(self) -> None:
-        """On a GPU, order what is launched from now on behind the steps of other streams (`StreamOrder.follow`)."""
+    def _begin_step(self) -> None:
+        """Before a step, or a part of one: allocate what is not, raise what has failed, and follow the last stream.
+
+        On a GPU what is launched from now on comes after the steps of other streams (`StreamOrder.follow`).
+        """
+        if (
+            self._failure is not None
+            or self.closed
+            or not self.allocated
+            or not self._agreement.complete
+            or self._error_view[0]
+            or (self._abort_codes is not None and self._abort_codes.any())
+        ):
+            self.allocate()
+            self._raise_failure()
         self._streams.follow()
 
     def close(self) -> None:
@@ -701,6 +722,7 @@ class ExpertParallelContext:
 
     def _free(self) -> None:
         self.closed = True
+        self.landing_views.clear()
         if self.recovery is not None:
             self.recovery.background.shutdown(wait=False, cancel_futures=True)
         if self.allocated:

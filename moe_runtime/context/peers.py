@@ -42,10 +42,11 @@ def abort_peers_on_error(context: ExpertParallelContext) -> Iterator[None]:
 class collective_step:
     """Around work that peers wait for: raises what earlier steps recorded, and aborts the peers on an error inside.
 
-    A rank without peers keeps its context: later steps read nothing of a step that was left half done.
+    A rank without peers keeps its context: later steps read nothing of a step that was left half done. It keeps nothing
+    of a block, so one may serve many.
     """
 
-    # A class, and not `abort_peers_on_error`: each part of a step has one, and a generator costs more host time.
+    # A class, and not `abort_peers_on_error`: a generator costs more host time.
 
     def __init__(self, context: ExpertParallelContext) -> None:
         self._context = context
@@ -53,9 +54,7 @@ class collective_step:
     def __enter__(self) -> None:
         context = self._context
         try:
-            context.allocate()
-            context._raise_failure()
-            context.follow_stream()
+            context._begin_step()
         except BaseException as error:
             abort_peers(context, error)
             raise

@@ -9,8 +9,6 @@ from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 
-from moe_runtime.kernels.nvrtc import raw_stream
-
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -56,14 +54,16 @@ class StreamOrder:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._last: torch.cuda.Stream | None = None
+        self._index = device.index
+        self._raw_stream = torch._C._cuda_getCurrentRawStream if device.type == "cuda" else None
 
     def follow(self) -> None:
         """Make the current stream wait for the stream of the last step. No-op on a CPU.
 
         While a stream is being captured, only streams of the same capture are waited for.
         """
-        last = self._last
-        if self._device.type != "cuda" or (last is not None and last.cuda_stream == raw_stream(self._device.index)):
+        last, get = self._last, self._raw_stream
+        if get is None or (last is not None and last.cuda_stream == get(self._index)):
             return
         stream = self._last = torch.cuda.current_stream(self._device)
         if last is not None and _is_captured(last) == _is_captured(stream):

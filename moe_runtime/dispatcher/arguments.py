@@ -109,6 +109,43 @@ def check_tokens(
     topk_weights: torch.Tensor,
 ) -> None:
     """Tokens and routing are what `TokenDispatcher.dispatch` takes."""
+    if not _are_plain(geometry, device, x, topk_idx, topk_weights):
+        _check_tokens(geometry, device, x, topk_idx, topk_weights)
+
+
+def _are_plain(
+    geometry: ExchangeGeometry,
+    device: torch.device,
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor,
+) -> bool:
+    """Whether `_check_tokens` has nothing to say, in one look: every step asks."""
+    for tensor in (x, topk_idx, topk_weights):
+        if not isinstance(tensor, torch.Tensor) or tensor.is_nested or tensor.layout != torch.strided:
+            return False
+        if tensor.device != device or tensor.requires_grad or tensor.ndim != 2:
+            return False
+    (num_tokens, hidden), shape = x.shape, topk_idx.shape
+    return (
+        x.dtype is torch.bfloat16
+        and hidden == geometry.hidden
+        and num_tokens <= geometry.max_tokens
+        and (num_tokens == 0 or x.stride(1) == 1)
+        and shape == (num_tokens, geometry.top_k)
+        and topk_weights.shape == shape
+        and topk_idx.dtype in (torch.int32, torch.int64)
+        and topk_weights.dtype is torch.float32
+    )
+
+
+def _check_tokens(
+    geometry: ExchangeGeometry,
+    device: torch.device,
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor,
+) -> None:
     _check_place("x", x, device)
     if x.ndim != 2:
         raise ValueError(f"x: expected [T, {geometry.hidden}], got shape {list(x.shape)}")

@@ -22,7 +22,7 @@ from moe_runtime.kernels.formats.number_formats import align
 from moe_runtime.kernels.formats.reference_quantize import bf16_parts
 
 
-class Exchange(Protocol):
+class RowExchange(Protocol):
     """One dispatch of `T` tokens to `R` rows, as its gradients need it."""
 
     def rows_of(self, x: torch.Tensor, weights: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -39,7 +39,7 @@ class _Dispatch(torch.autograd.Function):
     """`rows = P x`."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, exchange: Exchange) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, exchange: RowExchange) -> torch.Tensor:
         ctx.exchange = exchange
         rows, _ = exchange.rows_of(x, None)
         return rows
@@ -53,7 +53,7 @@ class _Combine(torch.autograd.Function):
     """`y = P^T (w * rows)`."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor, exchange: Exchange) -> torch.Tensor:
+    def forward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor, exchange: RowExchange) -> torch.Tensor:
         ctx.exchange = exchange
         ctx.save_for_backward(rows, weights)
         return exchange.sums_of(rows, weights)
@@ -71,18 +71,18 @@ class _Combine(torch.autograd.Function):
         return (dy_rows * row_weights[:, None]).to(rows.dtype), d_weights, None
 
 
-def dispatch_rows(x: torch.Tensor, exchange: Exchange) -> torch.Tensor:
+def dispatch_rows(x: torch.Tensor, exchange: RowExchange) -> torch.Tensor:
     """`exchange.rows_of(x)` with a gradient for `x`."""
     return _Dispatch.apply(x, exchange)
 
 
-def combine_rows(rows: torch.Tensor, weights: torch.Tensor, exchange: Exchange) -> torch.Tensor:
+def combine_rows(rows: torch.Tensor, weights: torch.Tensor, exchange: RowExchange) -> torch.Tensor:
     """`exchange.sums_of(rows, weights)` with gradients for both."""
     return _Combine.apply(rows, weights, exchange)
 
 
 class DispatchedRows:
-    """What `DifferentiableDispatcher.dispatch` gives; an `Exchange`.
+    """What `DifferentiableDispatcher.dispatch` gives; a `RowExchange`.
 
     Attributes:
         rows: bf16 `[R, H]`, grouped by local expert, 0 past the last; `R` is `row_capacity`. It has a gradient.
@@ -99,7 +99,7 @@ class DispatchedRows:
         self._handle: DispatchHandle | None = None
 
     def rows_of(self, x: torch.Tensor, weights: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See `Exchange`; collective."""
+        """See `RowExchange`; collective."""
         arrived = self._dispatcher.dispatch(x, self._topk_idx, self._ones if weights is None else weights)
         if self._handle is None:
             self._handle, self.group_offsets = arrived.handle, arrived.group_offsets
@@ -108,12 +108,12 @@ class DispatchedRows:
         return rows, None if weights is None else self._row_weights(arrived)
 
     def sums_of(self, rows: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
-        """See `Exchange`; collective."""
+        """See `RowExchange`; collective."""
         assert self._handle is not None
         return self._dispatcher.combine(rows, self._handle, topk_weights=self._ones if weights is None else weights)
 
     def entries_of(self, values: torch.Tensor) -> torch.Tensor:
-        """See `Exchange`; collective. A value travels as three bf16 numbers whose sum it is: no sum mixes two."""
+        """See `RowExchange`; collective. A value travels as three bf16 numbers whose sum it is: no sum mixes two."""
         assert self._handle is not None
         positions, top_k = self._handle.positions, self._topk_idx.shape[1]
         entry_of = self._by_row(torch.arange(top_k, device=values.device).expand_as(positions), values.numel())

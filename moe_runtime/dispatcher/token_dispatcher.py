@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from moe_runtime.comm.arguments import check_flag, check_integer, check_is_tensor, check_kind
-from moe_runtime.comm.signals import count_tag_of
 from moe_runtime.config import MAX_EXPERTS, ModeName, MoELayerConfig
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.context.peers import collective_step
@@ -21,16 +20,20 @@ from moe_runtime.dispatcher.arguments import (
     check_tokens,
     exchange_geometry,
 )
-from moe_runtime.dispatcher.backend import choose_backend
-from moe_runtime.dispatcher.handle import CombineSink, DispatchedTokens, DispatchHandle
-from moe_runtime.dispatcher.hierarchical import HostExchange
-from moe_runtime.kernels.exchange.interface import OneRankExchange, RecvBuffers
-from moe_runtime.kernels.exchange.landing import landing_rows, landing_scales
+from moe_runtime.dispatcher.choice import choose_exchange
+from moe_runtime.dispatcher.handle import (
+    COMBINE_SENT,
+    ENDED,
+    RECEIVED,
+    CombineSink,
+    DispatchedTokens,
+    DispatchHandle,
+)
+from moe_runtime.kernels.exchange.interface import ExchangeBackend
 from moe_runtime.kernels.exchange.padded_rows import PaddedRows
-from moe_runtime.kernels.exchange.reference import part_index
 from moe_runtime.kernels.formats.number_formats import MAX_ENCODE_SCALE, TokenFormat
+from moe_runtime.kernels.launch_order import IN_ORDER, LaunchOrder
 from moe_runtime.support.compiling import not_compiled
-from moe_runtime.support.deprecation import warn_renamed
 
 NO_TOKEN = 16
 """Numbers of a token that carries its routing alone."""
@@ -120,14 +123,14 @@ class TokenDispatcher:
         if host_capacity is not None:
             check_integer("host_capacity", host_capacity, high=2**31 - 1)
         self.exchange_id = context.next_exchange_id()
-        self._count_tag = tag = count_tag_of(self.exchange_id)
-        self._hosts = None if context.hosts is None else HostExchange(context, geometry, tag, host_capacity)
-        self._local = geometry if self._hosts is None else self._hosts.geometry.local
-        self._backend = choose_backend(context, self._local)
+        self._host_capacity = host_capacity
+        self._exchange = choose_exchange(context, geometry, self.exchange_id, host_capacity)
+        self._guard = collective_step(context)
+        self._on_cpu = context.device.type == "cpu"
+        self._capturable = context.graph_safe
         self._generation = context.generation
         self._stepped = False
         device = context.device
-        self._starts = torch.tensor(self._local.starts, dtype=torch.int32, device=device)
         self._expert_ids = torch.arange(geometry.num_local_experts, dtype=torch.int32, device=device)
         self._gsf: torch.Tensor | None = None
         if input_scale is not None:
@@ -149,7 +152,7 @@ class TokenDispatcher:
             "accepts_repeats": accepts_repeats,
         }
         about = f"exchange {self.exchange_id}"
-        context.register(agree=None if agreed else arguments, about=about, **self._local.half_bytes())
+        context.register(agree=None if agreed else arguments, about=about, **self._exchange.geometry.half_bytes())
         self._routing_only: RoutingDispatcher | None = None
         if reusable_handles:
             self._routing_only = RoutingDispatcher(
@@ -225,7 +228,7 @@ class TokenDispatcher:
     @property
     def can_keep_scales_in_record(self) -> bool:
         """Whether block scales may stay in their records: those of `nvfp4` and `mxfp8`, rows gathered, on Hopper."""
-        return self._backend.can_keep_scales_in_record(self._local)
+        return self._exchange.can_keep_scales_in_record
 
     @not_compiled
     @by_one_thread
@@ -237,7 +240,6 @@ class TokenDispatcher:
         *,
         handle: DispatchHandle | None = None,
         scales_in_record: bool = False,
-        leave_scales: bool | None = None,
     ) -> DispatchedTokens:
         """Quantize this rank's tokens, send them to the ranks of their experts, and group what arrives here.
 
@@ -254,21 +256,20 @@ class TokenDispatcher:
             scales_in_record: leave block scales in the records that arrive instead of copying them into the layout of
                 the consumer. For `grouped_gemm` with prepacked weights, which reads them there. Only where
                 `can_keep_scales_in_record`; ranks may differ in it.
-            leave_scales: deprecated name of `scales_in_record`.
 
         Raises:
             ValueError: an argument of wrong shape, dtype, device or stride; the peers get `PeerAbortedError`.
             MoERuntimeError: what an earlier step, or on CPUs this step, recorded (see `ExpertParallelContext.check`).
         """
-        keep = _scales_in_record(scales_in_record, leave_scales)
-        with collective_step(self.context):
+        check_flag("scales_in_record", scales_in_record)
+        timeout_ns = self._begin_dispatch()
+        with self._guard:
             if handle is not None:
                 if topk_idx is not None or topk_weights is not None:
                     raise ValueError("handle: expected None beside topk_idx and topk_weights, which it stands for")
                 topk_idx, topk_weights = self._routing_of(handle)
-            topk_idx = check_is_tensor("topk_idx", topk_idx)
-            topk_weights = check_is_tensor("topk_weights", topk_weights)
-        return self.dispatch_recv(self.dispatch_send(x, topk_idx, topk_weights, scales_in_record=keep))
+            tokens = x, check_is_tensor("topk_idx", topk_idx), check_is_tensor("topk_weights", topk_weights)
+            return self._dispatch_recv(self._dispatch_send(*tokens, timeout_ns, scales_in_record))
 
     @not_compiled
     @by_one_thread
@@ -299,8 +300,13 @@ class TokenDispatcher:
             rows = expert_output.rows if isinstance(expert_output, CombineSink) else expert_output
             assert self._routing_only is not None
             return self._routing_only.combine(rows, renewed, shared=shared)
-        self._combine_at_once(expert_output, handle, shared)
-        return self.combine_recv(handle, shared=shared)
+        with self._guard:
+            self._check_handle(handle)
+            rows, order = self._expert_output(expert_output, handle)
+            check_shared(self.geometry, self.context.device, shared, handle.num_tokens)
+            self._check_combines(handle)
+            self._combine_send(rows, handle, shared, order)
+            return self._combine_recv(handle, shared)
 
     @by_one_thread
     def renew(self, handle: DispatchHandle, topk_weights: torch.Tensor | None = None) -> DispatchHandle:
@@ -314,7 +320,7 @@ class TokenDispatcher:
 
         Raises: as `dispatch`.
         """
-        with collective_step(self.context):
+        with self._guard:
             topk_idx, own_weights = self._routing_of(handle)
         routing_only = self._routing_only
         assert routing_only is not None
@@ -329,7 +335,6 @@ class TokenDispatcher:
         topk_weights: torch.Tensor,
         *,
         scales_in_record: bool = False,
-        leave_scales: bool | None = None,
         gsf: torch.Tensor | None = None,
     ) -> DispatchHandle:
         """First half of `dispatch`: everything that does not wait for the peers' tokens.
@@ -342,58 +347,57 @@ class TokenDispatcher:
 
         Raises as `dispatch`, and `ValueError` in a capture where the transport cannot be captured.
         """
-        scales_in_record = _scales_in_record(scales_in_record, leave_scales)
-        context, geometry = self.context, self.geometry
-        context._check_no_capture()
+        check_flag("scales_in_record", scales_in_record)
+        timeout_ns = self._begin_dispatch()
+        with self._guard:
+            return self._dispatch_send(x, topk_idx, topk_weights, timeout_ns, scales_in_record, gsf)
+
+    def _begin_dispatch(self) -> int:
+        """What comes before anything of a dispatch can fail, and how long its kernels wait for a peer."""
+        context = self.context
+        if not self._capturable:
+            context._check_no_capture()
         timeout_ns = context.timeout_ns if self._stepped else context.startup_timeout_ns
-        if self._hosts is not None:
-            self._hosts.expect("dispatch", timeout_ns)
-        with collective_step(context):
-            if self._generation != context.generation:
-                raise self._of_another_generation()
-            check_tokens(geometry, context.device, x, topk_idx, topk_weights)
-            if scales_in_record and not self.can_keep_scales_in_record:
-                raise ValueError("scales_in_record: expected False, this dispatcher copies scales as they arrive")
-            if gsf is not None:
-                check_gsf(geometry, context.device, gsf)
-            handle = DispatchHandle.allocate(
+        self._exchange.expect_dispatch(timeout_ns)
+        return timeout_ns
+
+    def _dispatch_send(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        timeout_ns: int,
+        scales_in_record: bool = False,
+        gsf: torch.Tensor | None = None,
+    ) -> DispatchHandle:
+        """`dispatch_send` after `_begin_dispatch`, for a caller that aborts peers on an error."""
+        context, geometry, exchange = self.context, self.geometry, self._exchange
+        if self._generation != context.generation:
+            raise self._of_another_generation()
+        device = context.device
+        check_tokens(geometry, device, x, topk_idx, topk_weights)
+        if scales_in_record and not exchange.can_keep_scales_in_record:
+            raise ValueError("scales_in_record: expected False, this dispatcher copies scales as they arrive")
+        if gsf is not None:
+            check_gsf(geometry, device, gsf)
+        num_tokens = x.shape[0]
+        # Later stages may write it outside of an inference mode in which this one runs.
+        with torch._C._InferenceMode(False):  # which takes no call of a Python function
+            buffers = exchange.recv_memory.allocate(scales_in_record=scales_in_record)
+            handle = DispatchHandle(
                 geometry,
-                self._local,
-                self._backend,
-                context.device,
-                num_tokens=x.shape[0],
-                timeout_ns=timeout_ns,
-                scales_in_record=scales_in_record,
-                routing=None if self._routing_only is None else (topk_idx, topk_weights),
+                torch.empty(1, dtype=torch.int32, device=device),
+                buffers.positions,
+                torch.empty(num_tokens, dtype=torch.int32, device=device),
+                num_tokens,
+                timeout_ns,
+                scales_in_record,
+                _buffers=buffers,
             )
-            scale = self._gsf if gsf is None else gsf
-            tokens = x, topk_idx.contiguous(), topk_weights.contiguous(), scale
-            if self._hosts is not None:
-                receives = handle.epoch, handle.num_parts, handle.timeout_ns
-                handle._start_between_hosts(self._hosts.dispatch_send(*tokens, *receives))
-                return handle
-            context.dispatches += 1
-            alone = self._of_one_rank()
-            if alone is not None and alone.dispatches(geometry, handle.num_tokens):
-                alone.dispatch(
-                    context, geometry, self._count_tag, *tokens, handle.epoch, handle.num_parts, handle.recv_buffers
-                )
-                handle._progress.received_in = context.dispatches
-                return handle
-            written = handle.epoch, handle.num_parts
-            self._backend.dispatch_send(
-                context, geometry, self._count_tag, self._starts, *tokens, *written, handle.timeout_ns
-            )
-            if context.host_transport is not None:
-                context.host_transport.carry_dispatch(
-                    context,
-                    epoch=int(handle.epoch),
-                    num_tokens=handle.num_tokens,
-                    max_tokens=geometry.max_tokens,
-                    record_bytes=geometry.record.record_bytes,
-                    timeout_ns=handle.timeout_ns,
-                    landing_half=geometry.landing_half(context.half_bytes["landing"]),
-                )
+            if self._routing_only is not None:
+                handle.topk_idx, handle.topk_weights = topk_idx.clone(), topk_weights.clone()
+        tokens = x, topk_idx.contiguous(), topk_weights.contiguous(), self._gsf if gsf is None else gsf
+        exchange.dispatch_send(handle, *tokens)
         return handle
 
     @by_one_thread
@@ -402,31 +406,38 @@ class TokenDispatcher:
 
         `dispatch_recv` calls it where nobody has. On one host it does nothing.
         """
-        with collective_step(self.context):
+        with self._guard:
             self._check_handle(handle)
-            self._forward(handle)
+            self._exchange.dispatch_forward(handle)
 
     @by_one_thread
     def dispatch_recv(self, handle: DispatchHandle) -> DispatchedTokens:
         """Second half of `dispatch`: wait for the peers' tokens and group them."""
-        context, geometry = self.context, self._local
-        with collective_step(context):
+        with self._guard:
             self._check_handle(handle)
-            handle.enter("dispatch_recv")
-            self._forward(handle)
-            buffers = handle.take_recv_buffers()
-            if not handle._is_received(context.dispatches):
-                self._dispatch_recv(handle, buffers)
-            self._stepped = True
-            self._raise_on_cpu()
-        fmt, scales = geometry.token_format, buffers.scales
+            handle._check_next("dispatch_recv")
+            return self._dispatch_recv(handle)
+
+    def _dispatch_recv(self, handle: DispatchHandle, order: LaunchOrder = IN_ORDER) -> DispatchedTokens:
+        """`dispatch_recv` with a handle of this dispatcher, for a caller that aborts peers on an error."""
+        handle._stages_done = RECEIVED
+        exchange = self._exchange
+        exchange.dispatch_recv(handle)
+        self._stepped = True
+        if self._on_cpu:
+            self.context._raise_failure()
+        buffers, handle._buffers = handle._buffers, None
+        assert buffers is not None
+        geometry = exchange.geometry
+        fmt, rows, scales = geometry.token_format, buffers.rows, buffers.scales
+        landed_rows, landed_scales = self.context.landing_views.get(self.exchange_id) or exchange.landed()
         if handle.scales_in_record:
-            scales = landing_scales(context.memory, geometry)
+            scales = landed_scales
         elif scales is not None and fmt.scale_dtype is not None:
             scales = scales.view(fmt.scale_dtype)
         return DispatchedTokens(
             format=fmt,
-            rows=landing_rows(context.memory, geometry) if buffers.rows is None else buffers.rows.view(fmt.quant_dtype),
+            rows=landed_rows if rows is None else rows.view(fmt.quant_dtype),
             scales=scales,
             row_scale=buffers.row_scale,
             row_index=None if geometry.contiguous else buffers.row_index,
@@ -438,6 +449,7 @@ class TokenDispatcher:
             num_active_experts=geometry.num_local_experts,
             scales_in_record=handle.scales_in_record,
             expected_rows=self.geometry.expected_rows,
+            order=order,
             handle=handle,
         )
 
@@ -461,22 +473,18 @@ class TokenDispatcher:
 
         Raises: as `dispatch`.
         """
-        context, geometry = self.context, self._local
-        with collective_step(context):
+        with self._guard:
             self._check_handle(handle)
-            if self._hosts is not None:
-                raise ValueError("out: padded rows are for ranks of one host, or for transport='collective'")
-            if geometry.contiguous:
+            self._exchange.check_padded()
+            if self.geometry.contiguous:
                 raise ValueError("out: expected a dispatcher with mode='gathered' for padded rows")
-            at = check_padded(geometry, context.device, out, scales_at, statistics)
-            handle.enter("dispatch_recv")
-            buffers = handle.take_recv_buffers()
-            self._backend.dispatch_recv_padded(
-                context, geometry, self._count_tag, handle.epoch, handle.timeout_ns, buffers, out, at, statistics
-            )
-            handle.end()
+            at = check_padded(self.geometry, self.context.device, out, scales_at, statistics)
+            handle._check_next("dispatch_recv")
+            handle._stages_done = ENDED
+            self._exchange.dispatch_recv_padded(handle, out, at, statistics)
+            handle._buffers = None
             self._stepped = True
-            self._raise_on_cpu()
+            self.context._raise_on_cpu()
 
     @by_one_thread
     def combine_send(
@@ -486,75 +494,55 @@ class TokenDispatcher:
 
         `out`, bf16 `[T, H]` and contiguous, is what `combine_recv` will write and return; None for a new tensor.
         """
-        self._combine_send(expert_output, handle, out)
+        with self._guard:
+            self._check_handle(handle)
+            rows, _ = self._expert_output(expert_output, handle)
+            if out is not None:
+                check_out(self.geometry, self.context.device, out, handle.num_tokens)
+            self._check_combines(handle)
+            self._enter_combine(handle, out)
+            self._exchange.combine_send(handle, rows)
+            handle._buffers = None
 
-    def _combine_at_once(
-        self, expert_output: torch.Tensor | CombineSink, handle: DispatchHandle, shared: torch.Tensor | None
-    ) -> None:
-        """`combine_send` where `combine_recv` comes next, with this `shared`: a rank alone sums without it."""
-        self._combine_send(expert_output, handle, None, (shared,))
+    def _expert_output(
+        self, expert_output: torch.Tensor | CombineSink, handle: DispatchHandle
+    ) -> tuple[torch.Tensor, LaunchOrder]:
+        """The rows of `expert_output`, checked, and `CombineSink.order`."""
+        if isinstance(expert_output, CombineSink):
+            if expert_output.handle is not handle:
+                raise ValueError("expert_output: expected a CombineSink of the same handle, got that of another")
+            rows, order = expert_output.rows, expert_output.order
+            check_kind("expert_output.order", order, LaunchOrder)
+        else:
+            rows, order = expert_output, IN_ORDER
+        check_expert_output(self.geometry, self.context.device, rows, handle.num_rows)
+        return rows, order
+
+    def _check_combines(self, handle: DispatchHandle) -> None:
+        """Raise `ValueError` unless `combine_send` is next, which receives the routing of rows that came before."""
+        handle._check_next("combine_send" if handle.num_rows is None else "dispatch_recv")
+
+    def _enter_combine(self, handle: DispatchHandle, out: torch.Tensor | None = None) -> None:
+        """Note that `combine_send` begins, and make memory for the sum before this rank sends (`RecvBuffers`)."""
+        if handle.num_rows is not None:
+            self._stepped = True
+        handle._stages_done = COMBINE_SENT
+        if out is None:
+            shape = handle.num_tokens, self.geometry.output_hidden
+            with torch._C._InferenceMode(False):  # which takes no call of a Python function
+                out = torch.empty(shape, dtype=torch.bfloat16, device=self.context.device)
+        handle._output = out
 
     def _combine_send(
-        self,
-        expert_output: torch.Tensor | CombineSink,
-        handle: DispatchHandle,
-        out: torch.Tensor | None,
-        followed_with: tuple[torch.Tensor | None] | None = None,
+        self, rows: torch.Tensor, handle: DispatchHandle, shared: torch.Tensor | None, order: LaunchOrder
     ) -> None:
-        """`combine_send`; `followed_with` is what `combine_recv` will add, where that is known."""
-        context, geometry = self.context, self.geometry
-        settled = False
-        with collective_step(context):
-            self._check_handle(handle)
-            if isinstance(expert_output, CombineSink):
-                if expert_output.handle is not handle:
-                    raise ValueError("expert_output: expected a CombineSink of the same handle, got that of another")
-                output, settled = expert_output.rows, expert_output.settled
-                check_flag("expert_output.settled", settled)
-            else:
-                output = expert_output
-            check_expert_output(geometry, context.device, output, handle.num_rows)
-            if out is not None:
-                check_out(geometry, context.device, out, handle.num_tokens)
-            positions, await_ns = handle.positions, None
-            if handle.num_rows is not None:
-                handle.enter("dispatch_recv")
-                positions, await_ns = self._receive_routing(handle)
-            alone = None if await_ns is not None else self._of_one_rank()
-            if alone is not None and followed_with is not None:
-                (shared,) = followed_with
-                check_shared(geometry, context.device, shared, handle.num_tokens)
-                handle.enter("combine_send")
-                handle.allocate_output(out)
-                alone.combine(
-                    context, geometry, output, positions, handle.epoch, shared, handle.output, settled=settled
-                )
-                handle._progress.summed = True
-                return
-            handle.enter("combine_send")
-            handle.allocate_output(out)
-            self._backend.combine_send(
-                context.memory,
-                self._local,
-                self._count_tag,
-                self._starts,
-                output,
-                positions,
-                handle.epoch,
-                await_ns=await_ns,
-                received=None if await_ns is None else handle.received,
-            )
-            if context.host_transport is not None:
-                epoch = int(handle.epoch)
-                context.host_transport.carry_combine(
-                    context,
-                    epoch=epoch,
-                    max_tokens=geometry.max_tokens,
-                    parts=geometry.parts,
-                    row_bytes=geometry.partial_bytes,
-                    part_index=part_index(context, geometry, self._starts, positions, epoch),
-                    timeout_ns=handle.timeout_ns,
-                )
+        """`combine_send` of checked rows where `_combine_recv` comes next and adds `shared`.
+
+        For a caller that aborts peers on an error.
+        """
+        self._enter_combine(handle)
+        self._exchange.combine_at_once(handle, rows, shared, order)
+        handle._buffers = None
 
     @by_one_thread
     def combine_forward(self, handle: DispatchHandle) -> None:
@@ -562,9 +550,9 @@ class TokenDispatcher:
 
         `combine_recv` calls it where nobody has. On one host it does nothing.
         """
-        with collective_step(self.context):
+        with self._guard:
             self._check_handle(handle)
-            self._relay(handle)
+            self._exchange.combine_forward(handle)
 
     @by_one_thread
     def combine_recv(self, handle: DispatchHandle, *, shared: torch.Tensor | None = None) -> torch.Tensor:
@@ -573,76 +561,21 @@ class TokenDispatcher:
         After a failure the result is NaN. Where partial results are awaited token by token, tokens that were complete
         before the failure keep their sums.
         """
-        context, geometry = self.context, self.geometry
-        with collective_step(context):
+        with self._guard:
             self._check_handle(handle)
-            check_shared(geometry, context.device, shared, handle.num_tokens)
-            handle.enter("combine_recv")
-            y, limit_ns = handle.take_output(), handle.timeout_ns
-            if handle.num_rows is not None:
-                # `combine_send` may still wait for the routing of a rank that is gone, and is to name it first: peers
-                # that wait for that rank too are late here.
-                limit_ns += limit_ns // 4
-            if self._hosts is not None:
-                self._relay(handle)
-                self._hosts.total(handle.between_hosts, shared, y)
-            elif not handle.summed:
-                self._backend.combine_recv(context, geometry, handle.epoch, handle.num_parts, shared, y, limit_ns)
-            self._raise_on_cpu()
-        return y
+            check_shared(self.geometry, self.context.device, shared, handle.num_tokens)
+            handle._check_next("combine_recv")
+            return self._combine_recv(handle, shared)
 
-    def dispatch_wait(self, handle: DispatchHandle) -> DispatchedTokens:
-        """Deprecated: `dispatch_recv`."""
-        warn_renamed("dispatch_wait", "dispatch_recv")
-        return self.dispatch_recv(handle)
-
-    def combine_wait(self, handle: DispatchHandle, *, shared: torch.Tensor | None = None) -> torch.Tensor:
-        """Deprecated: `combine_recv`."""
-        warn_renamed("combine_wait", "combine_recv")
-        return self.combine_recv(handle, shared=shared)
-
-    @property
-    def can_leave_scales(self) -> bool:
-        """Deprecated: `can_keep_scales_in_record`."""
-        warn_renamed("can_leave_scales", "can_keep_scales_in_record")
-        return self.can_keep_scales_in_record
-
-    def _of_one_rank(self) -> OneRankExchange | None:
-        """What this rank does without waiting, where it has no peers; None where it may have some."""
-        if self.geometry.world_size > 1 or self._hosts is not None or not self.context.heap.directly_mapped:
-            return None
-        return self._backend.of_one_rank(self.geometry)
-
-    def _forward(self, handle: DispatchHandle) -> None:
-        """`dispatch_forward`, once."""
-        if self._hosts is not None and not handle.between_hosts.forwarded:
-            self._hosts.forward(handle.between_hosts, handle.epoch)
-
-    def _relay(self, handle: DispatchHandle) -> None:
-        """`combine_forward`, once."""
-        if self._hosts is not None and not handle.between_hosts.relayed:
-            self._hosts.relay(handle.between_hosts, handle.epoch)
-
-    def _raise_on_cpu(self) -> None:
-        """On CPUs a stage is done when its call returns: raise at once what it recorded."""
-        if self.context.device.type == "cpu":
+    def _combine_recv(self, handle: DispatchHandle, shared: torch.Tensor | None) -> torch.Tensor:
+        """`combine_recv` with a handle of this dispatcher, for a caller that aborts peers on an error."""
+        handle._stages_done = ENDED
+        self._exchange.combine_recv(handle, shared)
+        y, handle._output = handle._output, None
+        if self._on_cpu:
             self.context._raise_failure()
-
-    def _receive_routing(self, handle: DispatchHandle) -> tuple[torch.Tensor, int | None]:
-        """Positions and `await_ns` for the combine of a handle that was made `for_rows`."""
-        context = self.context
-        buffers = handle.take_recv_buffers()
-        self._stepped = True
-        self._forward(handle)
-        if self._backend.can_await_tokens(context.memory):
-            return handle.positions, handle.timeout_ns
-        self._dispatch_recv(handle, buffers)
-        self._raise_on_cpu()
-        return torch.where(buffers.positions >= 0, handle.positions, -1), None
-
-    def _dispatch_recv(self, handle: DispatchHandle, buffers: RecvBuffers) -> None:
-        step = handle.epoch, handle.timeout_ns, buffers
-        self._backend.dispatch_recv(self.context.memory, self._local, self._count_tag, *step)
+        assert y is not None
+        return y
 
     def _routing_of(self, handle: DispatchHandle) -> tuple[torch.Tensor, torch.Tensor]:
         """The routing that `handle` keeps."""
@@ -657,6 +590,10 @@ class TokenDispatcher:
         On a GPU the first step may compile kernels for the ranks that are left, as a layer's first step does.
         """
         self._stepped = other._stepped and self.context.device.type == "cpu"
+
+    def _use(self, backend: ExchangeBackend) -> None:
+        """Take the kernels of `backend` from the next step on, in place of those that were chosen."""
+        self._exchange = choose_exchange(self.context, self.geometry, self.exchange_id, self._host_capacity, backend)
 
     def _of_another_generation(self) -> ValueError:
         return ValueError(
@@ -705,17 +642,7 @@ class RoutingDispatcher(TokenDispatcher):
 
 
 def _is_combined(handle: object) -> bool:
-    return isinstance(handle, DispatchHandle) and handle.combined
-
-
-def _scales_in_record(asked: bool, leave_scales: bool | None) -> bool:
-    """What the caller asked for, by the new or by the old name of the argument."""
-    check_flag("scales_in_record", asked)
-    if leave_scales is None:
-        return asked
-    warn_renamed("leave_scales", "scales_in_record")
-    check_flag("leave_scales", leave_scales)
-    return leave_scales
+    return isinstance(handle, DispatchHandle) and handle._combined
 
 
 def _check_slots(num_slots: int | None) -> None:

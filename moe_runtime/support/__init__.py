@@ -1,1 +1,1 @@
-"""Small helpers that know nothing of experts: deprecated names, files, `torch.compile`, progress bars."""
+"""Small helpers that know nothing of experts: files, `torch.compile`, progress bars."""

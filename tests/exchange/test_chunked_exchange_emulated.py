@@ -152,7 +152,7 @@ def test_ranks_differ_in_what_they_run(draw_sizes: Draw, emulator: Emulator, see
     settings = draw_sizes(draw, world=3)
     references, mixed = ranks_of(settings, "torch"), ranks_of(settings, HOPPER)
     for dispatcher in mixed.dispatchers[1 :: 1 + seed % 2]:
-        dispatcher._backend = reference
+        dispatcher._use(reference)
     steps, outputs = random_steps(draw, settings, 3), random_outputs(references, seed)
     wanted = one_after_the_other(references, steps, outputs)
     assert_same_results(one_after_the_other(mixed, steps, outputs), wanted)

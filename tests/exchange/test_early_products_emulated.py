@@ -26,6 +26,7 @@ from moe_runtime.kernels.gemm.dequant_layout import DEQUANT_FORMATS
 from moe_runtime.kernels.gemm.grouped_rows import MAX_ROUTED_IDS, GroupedRows
 from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
 from moe_runtime.kernels.gemm.weights import GateUpOrder
+from moe_runtime.kernels.launch_order import IN_ORDER, ONLY_ROWS_PENDING, LaunchOrder
 from moe_runtime.layer import MoELayer
 from tests.emulator import Emulator, EmulatorError, needs_emulator
 from tests.emulator.tensor_maps import encode_tiled
@@ -100,11 +101,11 @@ def run(
     def step(data: RankInput) -> torch.Tensor:
         keep = own.can_keep_scales_in_record and isinstance(experts.gate_up, PrepackedWeights)
         rows = own.dispatch(data.x, data.topk_idx, data.topk_weights, scales_in_record=keep)
-        assert rows.handle.received_at_once
+        assert rows.handle._received_in is not None
         sink = CombineSink(rows.handle)
-        sink.settled = early
+        sink.order = ONLY_ROWS_PENDING if early else IN_ORDER
         counts = early and data.topk_idx.numel() <= MAX_ROUTED_IDS
-        given = replace(rows, topk_idx=data.topk_idx) if counts else rows
+        given = replace(rows, order=LaunchOrder(routed_ids=data.topk_idx)) if counts else rows
         if early:
             experts.run(given, sink.rows)
         else:
@@ -176,7 +177,7 @@ def test_which_steps_of_a_layer_do_so(gpu: Emulator, seed: int, monkeypatch: pyt
     run = Experts.run
 
     def watched(self: Experts, rows: GroupedRows, out: torch.Tensor) -> None:
-        given.append(rows.topk_idx is not None)
+        given.append(rows.order.routed_ids is not None)
         run(self, rows, out)
 
     monkeypatch.setattr(Experts, "run", watched)
@@ -184,7 +185,7 @@ def test_which_steps_of_a_layer_do_so(gpu: Emulator, seed: int, monkeypatch: pyt
         layer = MoELayer(config, context)
         layer.load_random(seed)
         for dispatcher in layer.dispatchers.values():
-            dispatcher._backend = cuda
+            dispatcher._use(cuda)
         steps = [
             rank_input(seed + i, 0, count, HIDDEN, EXPERTS, TOP_K, "random")
             for i, count in enumerate((3, most, most + 1))
@@ -265,7 +266,7 @@ def test_the_routing_of_a_combine_is_read_early_only_where_it_is_settled(gpu: Em
         rows = own.dispatch(data.x, data.topk_idx, data.topk_weights)
         sink = CombineSink(rows.handle)
         sink.rows.copy_(output)
-        sink.settled = settled
+        sink.order = ONLY_ROWS_PENDING if settled else IN_ORDER
         return own.combine(sink, rows.handle)
 
     found = {False: 0, True: 0}

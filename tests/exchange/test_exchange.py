@@ -223,7 +223,7 @@ def test_ranks_may_run_different_engines(
     ranks = Ranks(3, device, "torch", **settings)
     for rank in kernels_of:
         assert plan.required_plan(ranks.dispatchers[rank].geometry).per_token_flags
-        ranks.dispatchers[rank]._backend = cuda
+        ranks.dispatchers[rank]._use(cuda)
     for step, tokens in enumerate(((5, 2, 0), (0, 5, 3), (1, 0, 5), (0, 0, 4))):
         routing = "one" if step == 2 else "random"
         inputs = [rank_input(seed + step, rank, t, 256, 7, 3, routing) for rank, t in enumerate(tokens)]

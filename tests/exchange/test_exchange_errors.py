@@ -104,7 +104,7 @@ def test_results_after_a_failure_are_nan(engine: str, device: torch.device, seed
     inputs[0].topk_idx[0] = -1
     arrived = ranks.dispatch(inputs)[0]
     ranks.dispatchers[0].combine_send(expert_rows(arrived, 256, seed, torch.bfloat16), arrived.handle)
-    y = arrived.handle._progress.output
+    y = arrived.handle._output
     with pytest.raises(PeerTimeoutError, match="rank 1"):
         ranks.dispatchers[0].combine_recv(arrived.handle)
         synchronize(device)
@@ -170,9 +170,10 @@ def test_what_goes_wrong_in_the_exchange_itself_is_told_to_the_peers(
     def fails(*_: object, **__: object) -> None:
         raise error
 
-    own = ranks.dispatchers[0]
-    names = ("dispatch_send", "allocate_counts", "dispatch_recv", "combine_send", "combine_recv")
-    own._backend = SimpleNamespace(**{name: getattr(own._backend, name) for name in names} | {half: fails})
+    names = ("dispatch_send", "dispatch_recv", "combine_send", "combine_recv")
+    exchange = ranks.dispatchers[0]._exchange
+    kernels = {name: getattr(exchange.backend, name) for name in names} | {half: fails}
+    exchange.backend = SimpleNamespace(**kernels)  # type: ignore[assignment]
     with pytest.raises(type(error)):
         arrived = ranks.dispatch(inputs)
         ranks.combine(arrived, [expert_rows(a, 256, seed, torch.bfloat16) for a in arrived])
@@ -200,8 +201,8 @@ def test_stages_come_in_order_and_a_sink_belongs_to_its_handle(device: torch.dev
         dispatcher.combine(CombineSink(first), second)
     dispatcher = Ranks(1, device, "torch", **SETTINGS).dispatchers[0]
     sink = CombineSink(dispatcher.dispatch_recv(send(dispatcher)).handle)
-    sink.settled = 1  # type: ignore[assignment]
-    with pytest.raises(ValueError, match=r"expert_output\.settled: expected True or False, got 1"):
+    sink.order = 1  # type: ignore[assignment]
+    with pytest.raises(ValueError, match=r"expert_output\.order: expected a LaunchOrder, got int"):
         dispatcher.combine(sink, sink.handle)
     ranks = Ranks(1, device, "torch", other_tokens=5, **SETTINGS)
     with pytest.raises(ValueError, match="handle: it belongs to another dispatcher"):

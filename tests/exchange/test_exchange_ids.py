@@ -15,6 +15,7 @@ import torch
 
 from moe_runtime.comm.signals import exchange_of
 from moe_runtime.context.expert_parallel import ExpertParallelContext
+from moe_runtime.dispatcher.hierarchical import HierarchicalExchange
 from moe_runtime.kernels.exchange.geometry import ExchangeGeometry
 from moe_runtime.kernels.exchange.hierarchical import HostGeometry
 from tests.emulator import needs_emulator
@@ -71,9 +72,9 @@ def test_ids_of_layers_between_hosts(capacity: int | None, kernels: bool, seed: 
         assert ids_in_signals(memories, (step + 1) & 1) == {layer}  # type: ignore[arg-type]
         found = set()
         for own in hosts.layers[layer]:
-            exchange = own._hosts
-            assert exchange is not None
-            link, geometry = exchange._link_memory, exchange.geometry
+            exchange = own._exchange
+            assert isinstance(exchange, HierarchicalExchange)
+            link, geometry = exchange._link_memory, exchange.host_geometry
             for chunks in (link.records_out, [link.records(host, geometry.hosts.host) for host in (0, 1)]):
                 found |= {exchange_of(int(geometry.dispatch_header(chunk)[-1])) for chunk in chunks}
             if link.pointers is not None:

@@ -15,7 +15,7 @@ HIDDEN, EXPERTS, TOP_K, TOKENS = 64, 6, 3, 7
 
 
 class Model:
-    """An `Exchange` of one rank in any dtype."""
+    """A `RowExchange` of one rank in any dtype."""
 
     def __init__(self, topk_idx: torch.Tensor, num_rows: int) -> None:
         self.idx, self.num_rows = topk_idx, num_rows

@@ -40,7 +40,7 @@ def ranks_of(engine: str, device: torch.device, **settings: Any) -> Ranks:
     ranks = Ranks(WORLD, device, engine, **{**SETTINGS, "reusable_handles": True, **settings})
     for dispatcher in ranks.dispatchers:
         if engine == HOPPER and device.type == "cpu" and dispatcher._routing_only is not None:
-            dispatcher._routing_only._backend = cuda
+            dispatcher._routing_only._use(cuda)
     return ranks
 
 

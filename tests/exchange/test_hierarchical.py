@@ -89,7 +89,7 @@ def run_layers(
             layers = [MoELayer(c, context) for c in LAYERS]
             for layer in layers:
                 layer.load_random(seed)
-                geometry = layer.dispatcher._hosts.geometry  # type: ignore[union-attr]
+                geometry = layer.dispatcher._exchange.host_geometry  # type: ignore[attr-defined]
                 assert len(geometry.parts) >= parts
             results: list[list[torch.Tensor]] = [[] for _ in layers]
             for step in range(STEPS):

@@ -10,6 +10,7 @@ import torch
 from moe_runtime.comm.errors import CapacityError, MoERuntimeError, RoutingError, StepMismatchError
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.dispatcher.handle import DispatchedTokens, DispatchHandle
+from moe_runtime.dispatcher.hierarchical import HierarchicalExchange
 from moe_runtime.dispatcher.token_dispatcher import TokenDispatcher
 from moe_runtime.kernels.exchange import cuda, hierarchical, hierarchical_cuda
 from moe_runtime.virtual import virtual_contexts
@@ -43,9 +44,9 @@ class VirtualHosts:
     def _made(self, context: ExpertParallelContext, kernels: bool, settings: dict[str, Any]) -> TokenDispatcher:
         dispatcher = TokenDispatcher(context, **(SETTINGS | settings))
         if kernels:
-            dispatcher._backend = cuda
-            assert dispatcher._hosts is not None
-            dispatcher._hosts._parts = hierarchical_cuda
+            dispatcher._use(cuda)
+            assert isinstance(dispatcher._exchange, HierarchicalExchange)
+            dispatcher._exchange._parts = hierarchical_cuda
         return dispatcher
 
     def dispatch(self, inputs: list[RankInput], layers: list[int] | None = None) -> list[DispatchedTokens]:
@@ -108,7 +109,7 @@ def test_kernels_equal_their_references(
     settings = {"token_format": fmt, "combine_format": combine, "mode": mode, "host_capacity": capacity}
     both = [VirtualHosts(num_hosts, per_host, kernels, **settings) for kernels in (False, True)]
     plain = VirtualHosts(num_hosts, per_host, False, **(settings | {"host_capacity": None}))
-    assert all(len(d._hosts.geometry.parts) == parts for ranks in both for d in ranks.layers[0])  # type: ignore[union-attr]
+    assert all(len(d._exchange.host_geometry.parts) == parts for ranks in both for d in ranks.layers[0])  # type: ignore[attr-defined]
     for step in range(4):
         inputs = inputs_of(seed, step, world, most=capacity or 7)
         shared = [i.x for i in inputs] if step % 2 else None

@@ -55,11 +55,12 @@ def test_replays_with_other_tokens(
 ) -> None:
     wire = COMBINE_FORMATS[(count + len(fmt)) % len(COMBINE_FORMATS)]
     settings = {**SIZES, "max_tokens_per_rank": max(count, 1), "token_format": fmt, "combine_format": wire}
-    ranks, waiting = (Ranks(1, device, HOPPER, mode=mode, **settings) for _ in range(2))
-    inputs, output = inputs_of(seed, count, device), output_of(ranks, seed, device)
+    ranks = Ranks(1, device, HOPPER, mode=mode, **settings)
     with monkeypatch.context() as patch:
         patch.setattr(cuda, "of_one_rank", lambda geometry: None)
-        wanted = [[tensor.clone() for tensor in step(waiting, data, output)] for data in inputs]
+        waiting = Ranks(1, device, HOPPER, mode=mode, **settings)
+    inputs, output = inputs_of(seed, count, device), output_of(ranks, seed, device)
+    wanted = [[tensor.clone() for tensor in step(waiting, data, output)] for data in inputs]
     static = RankInput(*(tensor.clone() for tensor in (inputs[0].x, inputs[0].topk_idx, inputs[0].topk_weights)))
     step(ranks, static, output)
     torch.cuda.synchronize()

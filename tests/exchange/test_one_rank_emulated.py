@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -45,7 +45,7 @@ ONE_LAUNCH_EACH = {"one_rank_dispatch", "one_rank_combine"}
 
 @contextmanager
 def waiting_kernels() -> Iterator[None]:
-    """Steps are done as by ranks that have peers."""
+    """Dispatchers that are made inside do steps as ranks that have peers."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda, "of_one_rank", lambda geometry: None)
         yield
@@ -65,20 +65,20 @@ class Both:
 
     def __init__(self, emulator: Emulator, **settings: Any) -> None:
         self.emulator = emulator
-        self.waiting, self.alone = (Ranks(1, CPU, HOPPER, **{**SETTINGS, **settings}) for _ in range(2))
+        with waiting_kernels():
+            self.waiting = Ranks(1, CPU, HOPPER, **{**SETTINGS, **settings})
+        self.alone = Ranks(1, CPU, HOPPER, **{**SETTINGS, **settings})
 
     def dispatch(self, data: RankInput) -> tuple[DispatchedTokens, DispatchedTokens]:
         tokens = data.x, data.topk_idx, data.topk_weights
-        with waiting_kernels():
-            wanted = self.waiting.dispatchers[0].dispatch(*tokens)
+        wanted = self.waiting.dispatchers[0].dispatch(*tokens)
         self.emulator.launched.clear()
         return wanted, self.alone.dispatchers[0].dispatch(*tokens)
 
     def combine(
         self, arrived: tuple[DispatchedTokens, DispatchedTokens], output: torch.Tensor, shared: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        with waiting_kernels():
-            wanted = self.waiting.dispatchers[0].combine(output, arrived[0].handle, shared=shared)
+        wanted = self.waiting.dispatchers[0].combine(output, arrived[0].handle, shared=shared)
         self.emulator.launched -= {launched for launched in self.emulator.launched if launched[1] in WAITING}
         return wanted, self.alone.dispatchers[0].combine(output, arrived[1].handle, shared=shared)
 
@@ -88,9 +88,9 @@ class Both:
         for ranks in (self.waiting, self.alone):
             own, context = ranks.dispatchers[0], ranks.contexts[0]
             # Both halves are called before the first has run, as on a GPU.
-            with waiting_kernels() if ranks is self.waiting else nullcontext(), self.emulator.together():
+            with self.emulator.together():
                 handle = own.dispatch_send(data.x, data.topk_idx, data.topk_weights)
-                buffers = handle.recv_buffers
+                buffers = handle._buffers
                 own.dispatch_recv(handle)
             with pytest.raises(error) as caught:
                 context.check()
@@ -287,7 +287,7 @@ def test_routing_that_is_sent_again(emulator: Emulator, seed: int) -> None:
         own = ranks.dispatchers[0]
         if engine == HOPPER:
             assert own._routing_only is not None
-            own._routing_only._backend = cuda
+            own._routing_only._use(cuda)
         data = tokens(seed, 9)
         arrived = own.dispatch(data.x, data.topk_idx, data.topk_weights)
         output = expert_rows(arrived, SETTINGS["hidden_size"], seed, torch.bfloat16)

@@ -94,7 +94,7 @@ def padded_ranks(world: int, device: torch.device, engine: str, **settings: Any)
     ranks = Ranks(world, device, engine, **{**SETTINGS, "mode": "gathered", "reusable_handles": True, **settings})
     for dispatcher in ranks.dispatchers:
         if engine == HOPPER and device.type == "cpu" and dispatcher._routing_only is not None:
-            dispatcher._routing_only._backend = cuda
+            dispatcher._routing_only._use(cuda)
     return ranks
 
 

@@ -29,6 +29,7 @@ from moe_runtime.kernels.formats.scale_blocks import expert_starts
 from moe_runtime.layer import MoELayer
 from moe_runtime.placement.placement import Placement
 from moe_runtime.placement.refill import missing_experts, refill
+from moe_runtime.step import LayerStep
 from moe_runtime.virtual import VirtualRanks
 from tests.support import survivors
 from tests.support.comparison import assert_same_bits
@@ -248,27 +249,23 @@ def die_in_warm_up(rank: int, world: int, death: int, folder: str) -> tuple[int,
         transport="shared", timeout_s=WITHOUT_ONE_S, startup_timeout_s=2 * WITHOUT_ONE_S, on_failure="continue"
     ) as context:
         layer = MoELayer.from_checkpoint(folder, context=context, **config(token_buckets=(4,)).model_dump())
-        counters, done, run = layer.count_steps(), [], layer._run_experts
+        counters, done = layer.count_steps(), []
 
-        def run_or_die(step: Any) -> None:
+        def run_or_die(layer: MoELayer, step: LayerStep) -> None:
             if rank == 1 and len(done) == death:
                 os.kill(os.getpid(), signal.SIGKILL)
             done.append(step)
-            run(step)
+            layer._run_experts(step)
 
-        stages = tuple(run_or_die_of(stage, layer, run_or_die) for stage in layer._STAGES)
-        layer._STAGES = stages  # type: ignore[misc]
+        layer._stages = tuple(
+            stage._replace(run=run_or_die) if stage.phase == "experts" else stage for stage in layer._stages
+        )
         layer.warm_up()
         assert context.members == (0, 2) and context.steps_done == 0 and counters.read().steps == 0
         mine = rank_input(0, rank, TOKENS - rank, HIDDEN, EXPERTS, TOP_K)
         y = layer(mine.x, topk_idx=mine.topk_idx, topk_weights=mine.topk_weights)
         assert counters.read().steps == 1
         return context.generation, context.steps_done, y, context.steps_repeated
-
-
-def run_or_die_of(stage: Any, layer: MoELayer, run_or_die: Any) -> Any:
-    """`stage` of a step, with `run_or_die` in the place of running experts."""
-    return (lambda _, step: run_or_die(step)) if stage is MoELayer._run_experts else stage
 
 
 @pytest.mark.parametrize("death", [0, 4])

@@ -382,7 +382,7 @@ def test_teams_and_late_loads_do_not_change_the_bits_of_a_few_rows(
         results.append(poisoned(a.capacity, columns, torch.bfloat16, device))
         began = time.perf_counter()
         hidden = grouped_gemm_swiglu(a, gate_up, SwiGLU(), out_format=out, then=down)
-        assert hidden.dequantized is not None and hidden.dequantized.ndim == 2 and hidden.loads_after_ns == ns
+        assert hidden.dequantized is not None and hidden.dequantized.ndim == 2 and hidden.order.weights_after_ns == ns
         grouped_gemm(hidden, down, out=results[-1])
         assert_same_bits(results[0], results[-1], "second product")
         seconds.append(time.perf_counter() - began)

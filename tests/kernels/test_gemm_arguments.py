@@ -14,6 +14,7 @@ from moe_runtime.kernels.formats.number_formats import FORMATS
 from moe_runtime.kernels.formats.reference_quantize import raw_bits
 from moe_runtime.kernels.gemm.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
 from moe_runtime.kernels.gemm.weights import GPT_OSS, SwiGLU
+from moe_runtime.kernels.launch_order import LaunchOrder
 from tests.support.comparison import assert_same_bits
 from tests.support.gemm_cases import make_rows, random_weights
 
@@ -46,10 +47,11 @@ from tests.support.gemm_cases import make_rows, random_weights
         ("a.row_scale", {"row_scale": torch.ones(8, device="meta")}),
         ("a.capacity", {"capacity": -1}),
         ("a.expected_rows", {"expected_rows": -1}),
-        ("a.topk_idx", {"topk_idx": torch.zeros(2, 2)}),
-        ("a.topk_idx", {"topk_idx": torch.zeros(65, 1, dtype=torch.int32)}),
-        ("a.topk_idx", {"topk_idx": torch.zeros(2, 4, dtype=torch.int64)[:, :2]}),
-        ("a.settled", {"settled": "no"}),
+        ("a.order.routed_ids", {"order": LaunchOrder(routed_ids=torch.zeros(2, 2))}),
+        ("a.order.routed_ids", {"order": LaunchOrder(routed_ids=torch.zeros(65, 1, dtype=torch.int32))}),
+        ("a.order.routed_ids", {"order": LaunchOrder(routed_ids=torch.zeros(2, 4, dtype=torch.int64)[:, :2])}),
+        ("a.order", {"order": "no"}),
+        ("a.order.only_rows_pending", {"order": LaunchOrder("no")}),
         ("a.dequantized", {"dequantized": Path("rows")}),
         ("a.dequantized", {"dequantized": torch.zeros(7, 64, dtype=torch.bfloat16)}),
         ("a.dequantized", {"dequantized": torch.zeros(8, 32, dtype=torch.bfloat16)}),

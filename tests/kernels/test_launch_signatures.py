@@ -24,6 +24,7 @@ from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
 from moe_runtime.kernels.gemm.shapes import DEQUANT_DECODE, DEQUANT_FEW, DEQUANT_PREFILL
 from moe_runtime.kernels.gemm.tma_gemm import Extras
 from moe_runtime.kernels.gemm.weights import SwiGLU
+from moe_runtime.kernels.launch_order import LaunchOrder
 from moe_runtime.kernels.nvrtc import Defines
 from moe_runtime.kernels.runtime import CudaCase
 from moe_runtime.kernels.signature import Kind, Parameter, kernels_of, parameters_of
@@ -81,7 +82,7 @@ def padded_exchange() -> None:
     ranks = Ranks(2, CPU, HOPPER, max_tokens_per_rank=5, token_format="bf16", reusable_handles=True, **SIZES)
     dispatcher = ranks.dispatchers[0]
     assert dispatcher._routing_only is not None
-    dispatcher._routing_only._backend = cuda
+    dispatcher._routing_only._use(cuda)
     data = rank_input(1, 0, 5, 256, 7, 3, "random")
     handle = dispatcher.dispatch_send(data.x, data.topk_idx, data.topk_weights)
     experts, rows = dispatcher.geometry.num_local_experts, dispatcher.geometry.num_slots
@@ -105,7 +106,8 @@ def products(rng: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
         gate_up = random_weights(name, 4, 512, 256, rng, CPU, gate_up=True)
         down = random_weights(name, 4, 256, 256, rng, CPU)
         a = make_rows(name, [2, 0, 1, 0], 256, rng, CPU, num_experts=4, gather=True)
-        rows = [a, replace(a, topk_idx=torch.zeros(3, 1, dtype=torch.int64), num_active_experts=torch.zeros(1).int())]
+        order = LaunchOrder(routed_ids=torch.zeros(3, 1, dtype=torch.int64))
+        rows = [a, replace(a, order=order, num_active_experts=torch.zeros(1).int())]
         if name in ("bf16", "fp8_block"):
             for one in (*rows, replace(a, expected_rows=1000)):
                 hidden = grouped_gemm.grouped_gemm_swiglu(one, gate_up, SwiGLU(), out_format=name)

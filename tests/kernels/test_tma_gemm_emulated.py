@@ -114,7 +114,7 @@ def both_products(
     emulator: Emulator,
     rng: torch.Generator,
     monkeypatch: pytest.MonkeyPatch,
-    loads_after_ns: int = 0,
+    weights_after_ns: int = 0,
 ) -> None:
     """The second product may start while the first runs; the bits are those of one after the other."""
     fresh = Intermediate.empty
@@ -131,8 +131,10 @@ def both_products(
 
     def run() -> torch.Tensor:
         hidden = tma_grouped_gemm_swiglu(a, gate_up, SwiGLU(), out_format=name, shape=shape)
-        assert hidden.settled
-        return tma_grouped_gemm(replace(hidden, loads_after_ns=loads_after_ns), down, shape=shape)
+        assert hidden.order.only_rows_pending
+        return tma_grouped_gemm(
+            replace(hidden, order=replace(hidden.order, weights_after_ns=weights_after_ns)), down, shape=shape
+        )
 
     want = run()
     for _ in range(SCHEDULES):
@@ -142,7 +144,7 @@ def both_products(
 
 
 @pytest.mark.parametrize(
-    ("shape", "loads_after_ns"),
+    ("shape", "weights_after_ns"),
     [(TMA_FEW, 0), (TMA_FEW, 500), (TMA_DECODE, 0)],
     ids=["few", "few, with late loads", "decode"],
 )
@@ -150,12 +152,12 @@ def both_products(
 def test_a_product_starts_while_the_one_before_ends(
     name: str,
     shape: TmaShape,
-    loads_after_ns: int,
+    weights_after_ns: int,
     emulator: Emulator,
     rng: torch.Generator,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    both_products(name, shape, emulator, rng, monkeypatch, loads_after_ns)
+    both_products(name, shape, emulator, rng, monkeypatch, weights_after_ns)
     check_runs(emulator, 2 + SCHEDULES)
 
 

@@ -259,6 +259,7 @@ def work(rank: int, kill: Kill, tell: Callable[[str], None]) -> None:
     """What each rank does."""
     from moe_runtime.comm.bootstrap import init_from_env
     from moe_runtime.context.expert_parallel import ExpertParallelContext
+    from moe_runtime.dispatcher.hierarchical import HierarchicalExchange
     from moe_runtime.layer import MoELayer
     from tests.support.exchange_data import EXPERTS, HIDDEN, TOP_K, config, placements, rank_input
 
@@ -275,12 +276,12 @@ def work(rank: int, kill: Kill, tell: Callable[[str], None]) -> None:
         layer = MoELayer(config(), context, placement=before)
         layer.load_random(0)
         tell("weights loaded")
-        backend = layer.dispatcher._backend
+        exchange = layer.dispatcher._exchange
         for half in ("dispatch_send", "dispatch_recv", "combine_send", "combine_recv"):
-            announced(backend, half, f"step: {half}", tell)
-        if layer.dispatcher._hosts is not None:
+            announced(exchange.backend, half, f"step: {half}", tell)
+        if isinstance(exchange, HierarchicalExchange):
             for part in ("pack", "forward", "relay", "total"):
-                announced(layer.dispatcher._hosts._parts, part, f"step: {part}", tell)
+                announced(exchange._parts, part, f"step: {part}", tell)
         replacing = layer._replacing
         layer._replacing = lambda placement: (tell("moving experts"), replacing(placement))[1]  # type: ignore[method-assign]
         for step in range(3):

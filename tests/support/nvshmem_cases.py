@@ -317,7 +317,7 @@ def replay_many(
 
         with tokens_in_parts() if in_parts else nullcontext():
             if in_parts:
-                assert layer.dispatcher._backend is cuda
+                assert layer.dispatcher._exchange.backend is cuda
                 assert required_plan(layer.dispatcher.geometry).num_chunks > 1
             run()
             graph, y = captured(run)

@@ -93,16 +93,13 @@ def hooked(
         wait(ctx, awaited, *args)
 
     words, wait = reference._signals_of, reference._wait
-    exchange = dispatcher._backend
+    exchange = dispatcher._exchange.backend
     assert exchange is reference
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            dispatcher,
-            "_backend",
-            SimpleNamespace(
-                allocate_counts=exchange.allocate_counts,
-                **{phase: wrapped(phase, getattr(exchange, phase)) for phase in PHASES},
-            ),
+            dispatcher._exchange,
+            "backend",
+            SimpleNamespace(**{phase: wrapped(phase, getattr(exchange, phase)) for phase in PHASES}),
         )
         patch.setattr(reference, "_signals_of", reference_words)
         patch.setattr(reference, "_wait", reference_wait)

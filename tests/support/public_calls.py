@@ -45,13 +45,7 @@ NOT_FOR_CALLERS = {
     "DispatchedRows.rows_of",
     "DispatchedRows.sums_of",
     "DispatchHandle",
-    "DispatchHandle.allocate",
-    "DispatchHandle.allocate_output",
-    "DispatchHandle.end",
-    "DispatchHandle.enter",
     "DispatchHandle.for_rows",
-    "DispatchHandle.take_output",
-    "DispatchHandle.take_recv_buffers",
     # For errors that layers find. `__enter__` and `__exit__` are for `with` statements, which pass nothing wrong.
     "ExpertParallelContext.fail",
     # Need several processes: `tests/exchange/test_survivors.py` calls them, also wrongly.

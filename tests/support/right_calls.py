@@ -110,16 +110,6 @@ def _step_arguments(w: World, on: MoELayer) -> dict[str, Any]:
     return {**w.tokens(), "shared": w.numbers(5, HIDDEN, dtype=torch.bfloat16), "max_tokens": 6}
 
 
-def _begun(stages: tuple[str, ...]) -> Callable[[World, Any], dict[str, Any]]:
-    def arguments(w: World, on: MoELayer) -> dict[str, Any]:
-        step = on.begin(**w.tokens())
-        for stage in stages:
-            getattr(on, stage)(step)
-        return {"step": step}
-
-    return arguments
-
-
 def _load_router(w: World, on: Router) -> dict[str, Any]:
     return {
         "weight": w.numbers(EXPERTS, HIDDEN),
@@ -306,9 +296,6 @@ ARGUMENTS: dict[str, Callable[[World, Any], dict[str, Any]]] = {
     },
     "LayerCounts.__sub__": lambda w, on: {"earlier": w.counts()},
     "MoELayer": _layer_arguments,
-    "MoELayer.begin": _step_arguments,
-    "MoELayer.compute": _begun(()),
-    "MoELayer.finish": _begun(("compute",)),
     "MoELayer.forward": _step_arguments,
     "MoELayer.from_checkpoint": lambda w, on: {
         "path": w.folder / "checkpoint",
@@ -347,13 +334,11 @@ ARGUMENTS: dict[str, Callable[[World, Any], dict[str, Any]]] = {
     "TokenDispatcher.combine_forward": _handle(("dispatch_recv", "combine_send")),
     "TokenDispatcher.combine_recv": _handle(("dispatch_recv", "combine_send")),
     "TokenDispatcher.combine_send": _handle(("dispatch_recv",)),
-    "TokenDispatcher.combine_wait": _handle(("dispatch_recv", "combine_send")),
-    "TokenDispatcher.dispatch": lambda w, on: {**w.tokens(), "scales_in_record": False, "leave_scales": None},
+    "TokenDispatcher.dispatch": lambda w, on: {**w.tokens(), "scales_in_record": False},
     "TokenDispatcher.dispatch_forward": _handle(()),
     "TokenDispatcher.dispatch_recv": _handle(()),
     "TokenDispatcher.dispatch_recv_padded": _padded,
-    "TokenDispatcher.dispatch_send": lambda w, on: {**w.tokens(), "scales_in_record": False, "leave_scales": None},
-    "TokenDispatcher.dispatch_wait": _handle(()),
+    "TokenDispatcher.dispatch_send": lambda w, on: {**w.tokens(), "scales_in_record": False},
     "TokenDispatcher.from_config": lambda w, on: {
         "context": w.context(),
         "config": w.config(),

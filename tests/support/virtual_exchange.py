@@ -85,7 +85,7 @@ class Ranks:
             self.others = [TokenDispatcher(context, **settings) for context in self.contexts]  # type: ignore[arg-type]
         for dispatcher in (*self.dispatchers, *self.others):
             if engine == HOPPER and device.type == "cpu":
-                dispatcher._backend = cuda
+                dispatcher._use(cuda)
         for context in self.contexts:
             context.allocate()
         for heap in heaps:

@@ -130,7 +130,6 @@ MAY_BE_CLOSED = {
     "ExpertParallelContext.abort",
     "ExpertParallelContext.close",
     "ExpertParallelContext.fail",
-    "ExpertParallelContext.follow_stream",
     "ExpertParallelContext.next_exchange_id",
     "ExpertParallelContext.next_layer_id",
     "MoELayer.close",

@@ -283,18 +283,6 @@ def test_replace_validates_and_derives_defaults_again() -> None:
         config.replace(topk=2)
 
 
-def test_keys_of_the_last_release_count_with_a_warning() -> None:
-    config = MoELayerConfig.model_validate(LAYER)
-    with pytest.warns(DeprecationWarning, match="step_sizes is now token_buckets"):
-        assert MoELayerConfig(**LAYER, step_sizes=(2,)) == config.replace(token_buckets=(2,))
-    with pytest.warns(DeprecationWarning, match="mode of a layer has no effect"):
-        assert MoELayerConfig(**LAYER, mode="packed") == config
-    with pytest.warns(DeprecationWarning, match="mode 'indexed' is now 'gathered'"):
-        assert resolve_mode("indexed", 4096, "bf16") == "gathered"
-    with pytest.raises(ValidationError, match="step_sizes"):
-        MoELayerConfig(**LAYER, step_sizes=(2,), token_buckets=(2,))
-
-
 def test_sizes_of_steps_are_sorted_and_end_with_the_largest() -> None:
     """A YAML file has a list, and a config may be made for fewer tokens afterwards."""
     config = MoELayerConfig.model_validate(LAYER | {"max_tokens_per_rank": 64, "token_buckets": [32, 8, 32]})
@@ -340,12 +328,6 @@ def test_rows_are_gathered_where_experts_have_few(ranks: int, tokens: int, mode:
     assert layer_geometry(config, ranks).contiguous == (mode == "contiguous")
     context = virtual_contexts(ranks)[0]
     assert TokenDispatcher.from_config(context, config).geometry.contiguous == (mode == "contiguous")
-
-
-def test_the_mode_without_ranks_is_deprecated() -> None:
-    config = MoELayerConfig(**LAYER)
-    with pytest.warns(DeprecationWarning, match="mode_on"):
-        assert config.resolved_mode == "gathered"
 
 
 def test_examples_in_docstrings() -> None:

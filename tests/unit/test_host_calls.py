@@ -91,7 +91,7 @@ def made_layer(fmt: str, world: int) -> MoELayer:
     layer = MoELayer(config, context)
     layer.load_random(1)
     for dispatcher in layer.dispatchers.values():
-        dispatcher._backend = cuda
+        dispatcher._use(cuda)
     return layer
 
 

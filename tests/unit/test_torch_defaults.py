@@ -141,7 +141,6 @@ def test_a_router_that_was_moved_away_is_named(device: torch.device) -> None:
         layer(x)
 
 
-@pytest.mark.filterwarnings("ignore:MoELayer:DeprecationWarning")
 def test_a_compiled_model_takes_any_number_of_tokens(device: torch.device) -> None:
     """Dynamo, inside of a step, made a tensor too small from the second number of tokens on."""
     layer = made(device, shared_expert=None)
@@ -149,16 +148,11 @@ def test_a_compiled_model_takes_any_number_of_tokens(device: torch.device) -> No
     ids = torch.arange(18, device=device).view(9, 2) % 4
     weights = torch.full((9, 2), 0.5, dtype=torch.float32, device=device)
 
-    def in_halves(x: torch.Tensor) -> torch.Tensor:
-        step = layer.begin(x)
-        layer.compute(step)
-        return layer.finish(step)
-
     def by_dispatcher(x: torch.Tensor) -> torch.Tensor:
         arrived = layer.dispatcher.dispatch(x, ids[: len(x)], weights[: len(x)])
         return layer.dispatcher.combine(rows, arrived.handle)
 
-    for function in (layer, in_halves, by_dispatcher):
+    for function in (layer, by_dispatcher):
         compiled = torch.compile(function, backend="aot_eager")
         xs = [some_tokens(device)[:count] for count in (9, 3)]
         ys = [compiled(x) for x in xs]

@@ -50,14 +50,12 @@ FIXED_SEED = 20260
 SECONDS = 10
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_every_public_call_has_right_arguments() -> None:
     assert len(targets()) > 150
     assert unmade() == []
     assert set(ARGUMENTS) <= set(targets())
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("name", sorted(targets()))
 def test_right_calls_are_right(name: str, seed: int) -> None:
     """Accepted, twice the same result, and that of the reference where there is one: what wrong calls start from."""
@@ -67,7 +65,6 @@ def test_right_calls_are_right(name: str, seed: int) -> None:
     compare_with_plain(name, [], (result, arguments), again, others, name)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("name", sorted(REFERENCES))
 def test_references_tell_wrong_results(name: str, seed: int) -> None:
     call, arguments = Call(targets()[name], World(random.Random(seed))).parts()
@@ -318,7 +315,6 @@ REFUSED: list[tuple[str, Callable[[World], Any]]] = [
 """Faults that the fuzzer has found, each by its minimal call."""
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize(("name", "call"), REFUSED, ids=[f"{name}-{at}" for at, (name, _) in enumerate(REFUSED)])
 def test_the_argument_is_named(name: str, call: Callable[[World], Any], seed: int) -> None:
     with pytest.raises(ValueError, match=rf"(^|: ){name}\b.*:"):

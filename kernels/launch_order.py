@@ -1,0 +1,67 @@
+"""What a kernel may read before the kernel launched right before it has ended, and why that is right."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class LaunchOrder:
+    """What is there when a kernel begins that programmatic dependent launch (PDL) lets begin early.
+
+    A kernel launched with `early` (`nvrtc.launch`) begins once each block of the kernel before it has called
+    `griddepcontrol.launch_dependents` or has ended. Its own `griddepcontrol.wait` returns when the kernel before it has
+    ended and all that was stored is visible. So it may read, ahead of that `wait`, only what kernels stored that have
+    ended by then. Three rules of our kernels say which those are:
+
+    1. Each kernel waits before it ends. Who has waited for a kernel has waited for all kernels before it.
+    2. A kernel that calls `launch_dependents` after its `wait` begins the next one when all kernels before itself have
+       ended. The next one then has to await only what this kernel stores. So it is with a kernel that never calls
+       `launch_dependents`, and with one that was not launched early.
+    3. A kernel that calls `launch_dependents` before its `wait` tells the next one nothing, unless it began itself when
+       all that matters was there.
+
+    In a step of a rank alone, dispatch (D), gate/up (G), down (W) and combine (C) follow one another:
+
+    - D is one kernel and keeps rule 2. When G begins, the router has ended: `routed_ids` are there, and nobody writes
+      them before W has ended. G counts its groups by them and loads weights while D quantizes. It awaits D for rows,
+      and lets W begin after that. Without `routed_ids` G awaits D before it reads anything of the step.
+    - When W begins, D has ended, by rule 2 for G: offsets, ids and indices of the groups are there, which W reads
+      before G has ended. G stores only the rows: `only_rows_pending`.
+    - C begins no earlier than W, when D has ended: epoch, positions and weights are there, which C reads before W has
+      ended. That holds also where W lets C begin before it waits for G (rule 3). W stores only the rows:
+      `only_rows_pending` again. By rule 1 C has waited for G, too, when it has waited for W.
+
+    With peers, or many tokens, D is several kernels, of which the last ones let the next kernel begin before they have
+    seen the flags that they wait for (rule 3). G then awaits them. W may still read ahead, as above. C is another
+    kernel there, which reads nothing ahead.
+
+    What a kernel stores while the one before it runs must lie in other memory than that one uses: outputs are allocated
+    before the inputs of that kernel are freed (`exchange.interface.RecvBuffers`).
+
+    Attributes:
+        only_rows_pending: whether the kernel before stores nothing that this one reads but rows, and all else has been
+            stored by kernels that have ended when this one begins. False where that is not known.
+        routed_ids: int32 or int64 `[T, K]`, contiguous: ids of which the groups of rows are made, group `g` of the rows
+            of id `g`, stored by kernels that have ended when this one begins. None where there are no such ids.
+        weights_after_ns: how long to wait with the first loads of weights, unless the kernel before ends sooner:
+            earlier ones would delay those of that kernel. It concerns the time alone.
+    """
+
+    only_rows_pending: bool = False
+    routed_ids: torch.Tensor | None = None
+    weights_after_ns: int = 0
+
+    @property
+    def ids_for_kernels(self) -> tuple[torch.Tensor | None, int, int]:
+        """`routed_ids`, how many ids there are, and the bytes of one."""
+        ids = self.routed_ids
+        return (None, 0, 0) if ids is None else (ids, ids.numel(), ids.element_size())
+
+
+IN_ORDER = LaunchOrder()
+"""Nothing is known to be there: all is awaited."""
+
+ONLY_ROWS_PENDING = LaunchOrder(only_rows_pending=True)
