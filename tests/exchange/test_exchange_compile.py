@@ -5,6 +5,7 @@ Launches are recorded instead of made, so that nothing here repeats their sizes.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,9 +15,11 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from moe_runtime.kernels.aot import compile_case
 from moe_runtime.kernels.exchange import cuda, plan
 from moe_runtime.kernels.exchange.geometry import ExchangeGeometry, worst_case_rows
 from moe_runtime.kernels.exchange.interface import ExchangeMemory, RecvBuffers
+from moe_runtime.kernels.exchange.macros import AOT_CASES
 from moe_runtime.kernels.exchange.plan import plan_exchange, required_plan
 from moe_runtime.kernels.exchange.record import RecordLayout
 from moe_runtime.kernels.formats.number_formats import COMBINE_FORMATS, FORMATS, align
@@ -260,3 +263,14 @@ def test_what_torch_carries_is_waited_for() -> None:
     assert all(launch.early for launch in launches(geometry))
     early = {launch.name: launch.early for launch in launches(geometry, mapped=False)}
     assert not early["recv_count"] and not early["recv_permute"] and not early["combine_recv"]
+
+
+@pytest.mark.parametrize("arch", ALL_ARCHS)
+def test_a_block_that_does_not_fit_is_found(arch: int) -> None:
+    """Its kernel has shared memory of its own beside what a launch asks for."""
+    pytest.importorskip("cuda.bindings.nvrtc")
+    case = next(case for case in AOT_CASES if case.kernel == "combine_send" and arch in case.archs)
+    most = SM_SHARED_BYTES_OF[arch] - BLOCK_RESERVED_BYTES
+    assert compile_case(case, arch).error == ""
+    error = compile_case(replace(case, shared_bytes=most), arch).error
+    assert re.fullmatch(rf"a block needs \d+ bytes of shared memory, of {most}", error)
