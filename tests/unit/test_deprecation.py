@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -21,6 +20,7 @@ from moe_runtime.support.moved import MOVED
 from tests.support.comparison import assert_same_bits
 from tests.support.exchange_data import EXPERTS, HIDDEN, TOP_K, config, rank_input
 from tests.support.programs import ROOT, python_path, without_interpreter
+from tests.support.spawner import interpreter
 
 
 @contextmanager
@@ -120,7 +120,7 @@ for old, new in {MOVED!r}.items():
 from moe_runtime.prepared import PrepackedWeights
 """
     subprocess.run(
-        [sys.executable, "-c", script], check=True, timeout=120, env=without_interpreter(PYTHONPATH=python_path())
+        [interpreter(), "-c", script], check=True, timeout=120, env=without_interpreter(PYTHONPATH=python_path())
     )
 
 
