@@ -18,6 +18,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from tests.support.kept_files import forget_unused
+from tests.support.spawner import interpreter
 
 HAS_GPU = torch.cuda.is_available()
 if HAS_GPU:
@@ -47,8 +48,12 @@ settings.load_profile("moe_runtime")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if not hasattr(config, "workerinput"):
-        forget_unused()
+    if hasattr(config, "workerinput"):
+        return
+    forget_unused()
+    if config.getoption("numprocesses", None):
+        # One for all processes of the run: each would take a second or more to load torch.
+        interpreter()
 
 
 LONGEST = ("test_aot.py", "test_tma_gemm.py", "test_tma_gemm_emulated.py", "test_dequant_gemm_emulated.py")

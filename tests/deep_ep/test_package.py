@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,12 @@ from moe_runtime.deep_ep.utils import math, testing
 from moe_runtime.kernels.formats.number_formats import FP8_BLOCK
 from moe_runtime.launch import doctor
 from tests.support.programs import python_path, without_interpreter
+from tests.support.spawner import interpreter
 
 
 def run(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
     environment = without_interpreter(PYTHONPATH=f"{folder}:{python_path()}")
-    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    return subprocess.run([interpreter(), "-c", code], env=environment, capture_output=True, text=True, check=False)
 
 
 def test_a_package_deep_ep_is_written_only_where_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

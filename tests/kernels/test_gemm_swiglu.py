@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -33,6 +32,8 @@ from tests.support.gemm_cases import (
     swizzled,
 )
 from tests.support.gemm_checks import check_quantized, parts_of, poison_intermediates
+from tests.support.programs import ROOT
+from tests.support.spawner import interpreter
 
 ACTIVATIONS = [
     SwiGLU(),
@@ -178,4 +179,4 @@ def test_the_first_exp_of_a_process_is_made_on_one_thread() -> None:
         "import moe_runtime.kernels.gemm.activation\n"
         "assert sizes == [1], sizes\n"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+    subprocess.run([interpreter(), "-c", program], cwd=ROOT, check=True, timeout=120)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import logging
 import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,9 @@ from moe_runtime.checkpoints.family_table import DEFAULT, FAMILIES, MTP_KEYS, NU
 from moe_runtime.config import ActivationConfig, MoELayerConfig, load_config
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.layer import MoELayer
+from tests.support.programs import ROOT, without_interpreter
 from tests.support.published_configs import PUBLISHED, REFUSED
+from tests.support.spawner import interpreter
 
 transformers = pytest.importorskip("transformers")
 transformers.utils.logging.set_verbosity_error()
@@ -305,7 +306,7 @@ assert "transformers" not in sys.modules
     if table()[0] != transformers.__version__:
         pytest.skip("another release of transformers")
     config = json.dumps(default_configs()["deepseek_v3"])
-    subprocess.run([sys.executable, "-c", program, config], check=True)
+    subprocess.run([interpreter(), "-c", program, config], cwd=ROOT, check=True, env=without_interpreter())
 
 
 def test_without_transformers_the_same_is_read(tmp_path: Path) -> None:
@@ -328,9 +329,9 @@ for config in json.load(open(sys.argv[1])):
         {key: value for key, value in config.items() if key != left} for config in configs for left in matters(config)
     ]
     (tmp_path / "configs.json").write_text(json.dumps(less))
-    got = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path / "configs.json")], capture_output=True, text=True, check=True
-    ).stdout.splitlines()
+    command = [interpreter(), "-c", program, str(tmp_path / "configs.json")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, env=without_interpreter())
+    got = done.stdout.splitlines()
     want = []
     for config in less:
         try:

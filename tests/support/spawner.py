@@ -60,11 +60,13 @@ os._exit(code)
 
 @cache
 def interpreter() -> str:
-    """The path of what takes the place of `sys.executable`. The process behind it ends with this one."""
+    """The path of what takes the place of `sys.executable`. The process behind it ends with the one that began it."""
     import torch
 
     if torch.cuda.is_available():
         return sys.executable
+    if SOCKET in os.environ:  # that of the process which started this one
+        return str(Path(os.environ[SOCKET]).with_name("python"))
     folder = Path(tempfile.mkdtemp(prefix="moe_runtime-spawner-"))
     stand_in, listens = folder / "python", folder / "socket"
     stand_in.write_text(STAND_IN.format(python=sys.executable, socket=SOCKET))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -31,10 +32,16 @@ def module_files(root: Path) -> dict[str, Path]:
     return found
 
 
+@cache
+def import_nodes(text: str) -> list[ast.Import | ast.ImportFrom]:
+    """Once for each text: to parse the product takes a second, and most tests change one module."""
+    return [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import | ast.ImportFrom)]
+
+
 def imports_of(text: str, module: str, modules: Mapping[str, object]) -> frozenset[str]:
     """Modules of the product that the text of `module` imports, wherever the import stands."""
     found = set()
-    for node in ast.walk(ast.parse(text)):
+    for node in import_nodes(text):
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{module}: a relative import"
             assert node.module != "moe_runtime" or all(
@@ -43,7 +50,7 @@ def imports_of(text: str, module: str, modules: Mapping[str, object]) -> frozens
             for alias in node.names:
                 inner = f"{node.module}.{alias.name}"
                 found.add(inner if inner in modules else str(node.module))
-        elif isinstance(node, ast.Import):
+        else:
             found.update(alias.name for alias in node.names)
     return frozenset(name for name in found if name in modules and name != module)
 

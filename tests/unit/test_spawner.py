@@ -106,6 +106,7 @@ def test_who_is_killed_takes_the_program_along(number: signal.Signals) -> None:
 
 
 def test_without_the_process_it_is_the_real_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert interpreter() != sys.executable  # it has begun
     monkeypatch.setenv(SOCKET, "/no/such/socket")
     done = both("-c", "import sys; print(sys.executable)")
     assert {run.stdout.strip() for run in done} == {sys.executable}

@@ -47,7 +47,8 @@ from tests.support.right_calls import ARGUMENTS
 from tests.support.right_objects import HIDDEN, INNER, World
 
 FIXED_SEED = 20260
-SECONDS = 10
+SECONDS = 6
+"""`python -m tests.support.wrong_calls` is for more."""
 
 
 def test_every_public_call_has_right_arguments() -> None:
