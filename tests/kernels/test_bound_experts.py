@@ -1,0 +1,121 @@
+"""Experts whose products are bound for each size of step: the bits of products that are checked and planned anew."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from cuda.bindings import driver
+
+from moe_runtime.experts import Experts
+from moe_runtime.kernels import nvrtc
+from moe_runtime.kernels.gemm import dequant_gemm, grouped_gemm, tma_gemm
+from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
+from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
+from moe_runtime.kernels.launch_order import LaunchOrder
+from tests.emulator import Emulator, needs_emulator
+from tests.emulator.tensor_maps import encode_tiled
+from tests.support.comparison import assert_same_bits
+from tests.support.gemm_cases import make_rows, random_weights
+
+pytestmark = [needs_emulator, pytest.mark.cpu_only]
+
+CPU = torch.device("cpu")
+HIDDEN, INNER, EXPERTS = 128, 64, 3
+PACKED = ("nvfp4", "mxfp8")
+
+
+@pytest.fixture
+def emulator(monkeypatch: pytest.MonkeyPatch, seed: int) -> Iterator[Emulator]:
+    """A Hopper GPU of two SMs."""
+    emulator = Emulator(seed)
+    emulator.stand_in(monkeypatch)
+    monkeypatch.setattr(nvrtc, "most_sms", lambda device, limit=None: limit or 2)
+    monkeypatch.setattr(driver, "cuTensorMapEncodeTiled", encode_tiled)
+    monkeypatch.setattr(dequant_gemm, "is_hopper", lambda device: True)
+    monkeypatch.setattr(grouped_gemm, "resolve_engine", lambda engine, device: "cuda")
+    tma_gemm._tensor_map.cache_clear()
+    yield emulator
+    tma_gemm._tensor_map.cache_clear()
+
+
+def experts_of(name: str, rng: torch.Generator) -> Experts:
+    gate_up = random_weights(name, EXPERTS, 2 * INNER, HIDDEN, rng, CPU, gate_up=True)
+    down = random_weights(name, EXPERTS, HIDDEN, INNER, rng, CPU)
+    if name in PACKED:
+        return Experts(*map(PrepackedWeights.prepack, (gate_up, down)))
+    return Experts(gate_up, down)
+
+
+def rows_of(name: str, sizes: list[int], rng: torch.Generator, **more: bool) -> GroupedRows:
+    a = make_rows(name, sizes, HIDDEN, rng, CPU, num_experts=EXPERTS, **more)
+    return replace(a, expert_ids=torch.arange(EXPERTS, dtype=torch.int32))
+
+
+def ran(experts: Experts, a: GroupedRows, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    out = torch.full((a.capacity, HIDDEN), 7, dtype=dtype)
+    experts.run(a, out)
+    return out
+
+
+def called(experts: Experts, a: GroupedRows, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return experts(a, out=torch.full((a.capacity, HIDDEN), 7, dtype=dtype))
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp8_block", *PACKED])
+def test_steps_of_sizes_that_alternate(name: str, emulator: Emulator, rng: torch.Generator) -> None:
+    """Rows, results and the numbers of rows are others in each step, and lie elsewhere."""
+    experts, steps = experts_of(name, rng), []
+    for sizes, dtype in (([1, 0, 2], torch.bfloat16), ([9, 0, 20], torch.bfloat16), ([2, 1, 0], torch.float32)):
+        for gather in (False, True):
+            steps += [(rows_of(name, sizes, rng, gather=gather), dtype) for _ in range(2)]
+    steps += [(replace(a, num_active_experts=2), dtype) for a, dtype in steps[:2]]
+    ids = torch.tensor([[0], [2], [2]])
+    steps.append((replace(steps[0][0], order=LaunchOrder(routed_ids=ids)), torch.bfloat16))
+    for _ in range(2):
+        for a, dtype in steps:
+            assert_same_bits(ran(experts, a, dtype), called(experts, a, dtype), name)
+    assert len(experts._bound) == 7 and None not in experts._bound.values()
+
+
+@pytest.mark.parametrize("name", ["bf16", "nvfp4"])
+def test_what_is_bound_are_these_weights(name: str, emulator: Emulator, rng: torch.Generator) -> None:
+    """Weights that are changed where they lie are read; copies of experts read their own, as do those with others."""
+    experts, a = experts_of(name, rng), rows_of(name, [2, 0, 1], rng)
+    want = ran(experts, a)
+    copies = [copy.deepcopy(experts), pickle.loads(pickle.dumps(experts)), replace(experts)]
+    assert [len(made._bound) for made in (experts, *copies)] == [1, 0, 0, 0]
+    other = experts_of(name, rng)
+    changed = replace(experts, down=other.down)
+    for part in ("quants", "units"):
+        if hasattr(experts.gate_up, part):
+            getattr(experts.gate_up, part).copy_(getattr(other.gate_up, part))
+    if isinstance(experts.gate_up, PrepackedWeights):
+        assert experts.gate_up.expert_scales is not None and other.gate_up.expert_scales is not None
+        experts.gate_up.expert_scales.copy_(other.gate_up.expert_scales)
+    for made in copies[:2]:
+        assert_same_bits(ran(made, a), want, name)
+    for made in (experts, copies[2], changed):
+        assert_same_bits(ran(made, a), called(made, a), name)
+    assert not torch.equal(ran(experts, a), want) and not torch.equal(ran(changed, a), ran(experts, a))
+
+
+def test_other_kernels_are_not_bound(rng: torch.Generator) -> None:
+    """And steps without rows or experts."""
+    experts = replace(experts_of("bf16", rng), engine="torch")
+    a = rows_of("bf16", [2, 0, 1], rng)
+    assert_same_bits(ran(experts, a), called(experts, a), "torch")
+    assert list(experts._bound.values()) == [None]
+
+
+def test_the_first_step_of_a_size_is_checked(emulator: Emulator, rng: torch.Generator) -> None:
+    experts, a = experts_of("bf16", rng), rows_of("bf16", [2, 0, 1], rng)
+    with pytest.raises(ValueError, match=r"^out: expected"):
+        experts.run(a, torch.empty(a.capacity, HIDDEN + 1, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match=r"^a.format: expected"):
+        experts.run(rows_of("fp8_block", [2, 0, 1], rng), torch.empty(a.capacity, HIDDEN))
+    assert not experts._bound and not emulator.launched
