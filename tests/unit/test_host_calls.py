@@ -37,7 +37,7 @@ FORMATS = ("nvfp4", "fp8_block", "bf16")
 
 BUDGET = {1: 120, 2: 170}
 """Most Python calls of a step, by ranks."""
-BUDGET_OF_EXPERTS = 27
+BUDGET_OF_EXPERTS = 29
 """Most of these that both products of the experts may have."""
 
 
