@@ -172,7 +172,7 @@ class Experts:
         self._normalize(out, rows)
         return out
 
-    def run(self, rows: GroupedRows, out: torch.Tensor) -> None:
+    def _run(self, rows: GroupedRows, out: torch.Tensor) -> None:
         """`__call__` of the rows of a dispatcher into the memory that combine takes them from.
 
         Where Hopper's kernels run, the first step of each size binds what does not change, and later ones check nothing

@@ -274,7 +274,8 @@ class MoELayer(nn.Module):
 
     def _run_shared_expert(self, step: LayerStep) -> None:
         """Run the shared expert on this rank's tokens while they travel."""
-        assert self.shared_expert is not None
+        if self.shared_expert is None:  # It can be taken away.
+            return
         with torch.no_grad():
             step.shared = self.shared_expert(step.tokens)
         check_shared(step.dispatcher.geometry, self.context.device, step.shared, step.tokens.shape[0])
@@ -298,7 +299,7 @@ class MoELayer(nn.Module):
         geometry = step.dispatcher.geometry
         shape = geometry.row_capacity, geometry.output_hidden
         step.output = torch.empty(shape, dtype=torch.bfloat16, device=self.context.device)
-        self.experts.run(step.received, step.output)
+        self.experts._run(step.received, step.output)
 
     def _combine_send(self, step: LayerStep) -> None:
         """Weight and sum this rank's rows of each token, and send the sums to the token's rank."""

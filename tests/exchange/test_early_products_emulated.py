@@ -107,7 +107,7 @@ def run(
         counts = early and data.topk_idx.numel() <= MAX_ROUTED_IDS
         given = replace(rows, order=LaunchOrder(routed_ids=data.topk_idx)) if counts else rows
         if early:
-            experts.run(given, sink.rows)
+            experts._run(given, sink.rows)
         else:
             experts(given, out=sink.rows)
         return own.combine(sink, rows.handle)
@@ -174,13 +174,13 @@ def test_which_steps_of_a_layer_do_so(gpu: Emulator, seed: int, monkeypatch: pyt
         token_format="bf16",
     )
     given: list[bool] = []
-    run = Experts.run
+    run = Experts._run
 
     def watched(self: Experts, rows: GroupedRows, out: torch.Tensor) -> None:
         given.append(rows.order.routed_ids is not None)
         run(self, rows, out)
 
-    monkeypatch.setattr(Experts, "run", watched)
+    monkeypatch.setattr(Experts, "_run", watched)
     with ExpertParallelContext(engine="auto", heap=PrivateHeap.group(1, CPU)[0]) as context:
         layer = MoELayer(config, context)
         layer.load_random(seed)

@@ -6,6 +6,7 @@ Launches are recorded instead of made, so that nothing here repeats their sizes.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,6 +17,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from moe_runtime.kernels.aot import compile_case
+from moe_runtime.kernels.bound_kernel import BoundKernel
 from moe_runtime.kernels.exchange import cuda, plan
 from moe_runtime.kernels.exchange.geometry import ExchangeGeometry, worst_case_rows
 from moe_runtime.kernels.exchange.interface import ExchangeMemory, RecvBuffers
@@ -91,12 +93,12 @@ def launches(geometry: ExchangeGeometry, *, mapped: bool = True, shared: bool = 
     buffers = RecvBuffers(**written, rows=None, scales=none, row_scale=None)
     found: list[Launch] = []
 
-    def record(file: str, name: str, defines: dict[str, int | str], **more: Any) -> None:
-        sizes = (more["block"], more.get("shared_bytes", 0), more["grid"], more["early"])
-        found.append(Launch(file, name, dict(defines), *sizes))
+    def record(kernel: BoundKernel, arguments: Mapping[str, Any], grid: tuple[int, int, int] | None = None) -> None:
+        sizes = kernel.block, kernel.shared_bytes, grid or kernel.grid, kernel.early
+        found.append(Launch(kernel.file, kernel.name, dict(kernel.defines), *sizes))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuda, "launch", record)
+        patch.setattr(BoundKernel, "launch", record)
         patch.setattr(cuda, "most_sms", lambda device, limit=None: min(132, limit or 132))
         cuda.dispatch_send(context, geometry, 0, none, x, none, none, None, none, none, 1)
         cuda.dispatch_recv(context, geometry, 0, none, 1, buffers)

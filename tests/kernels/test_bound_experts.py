@@ -58,7 +58,7 @@ def rows_of(name: str, sizes: list[int], rng: torch.Generator, **more: bool) -> 
 
 def ran(experts: Experts, a: GroupedRows, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     out = torch.full((a.capacity, HIDDEN), 7, dtype=dtype)
-    experts.run(a, out)
+    experts._run(a, out)
     return out
 
 
@@ -115,7 +115,7 @@ def test_other_kernels_are_not_bound(rng: torch.Generator) -> None:
 def test_the_first_step_of_a_size_is_checked(emulator: Emulator, rng: torch.Generator) -> None:
     experts, a = experts_of("bf16", rng), rows_of("bf16", [2, 0, 1], rng)
     with pytest.raises(ValueError, match=r"^out: expected"):
-        experts.run(a, torch.empty(a.capacity, HIDDEN + 1, dtype=torch.bfloat16))
+        experts._run(a, torch.empty(a.capacity, HIDDEN + 1, dtype=torch.bfloat16))
     with pytest.raises(ValueError, match=r"^a.format: expected"):
-        experts.run(rows_of("fp8_block", [2, 0, 1], rng), torch.empty(a.capacity, HIDDEN))
+        experts._run(rows_of("fp8_block", [2, 0, 1], rng), torch.empty(a.capacity, HIDDEN))
     assert not experts._bound and not emulator.launched

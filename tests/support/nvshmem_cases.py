@@ -317,6 +317,8 @@ def replay_many(
 
         with tokens_in_parts() if in_parts else nullcontext():
             if in_parts:
+                # With memory for chunks.
+                layer.dispatcher._use(cuda)
                 assert layer.dispatcher._exchange.backend is cuda
                 assert required_plan(layer.dispatcher.geometry).num_chunks > 1
             run()

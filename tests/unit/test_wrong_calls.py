@@ -170,7 +170,6 @@ REFUSED: list[tuple[str, Callable[[World], Any]]] = [
     ("experts", lambda w: w.layer().load_experts(None)),
     ("buffers", lambda w: w.layer().load_experts([], (torch.empty,))),
     ("shared_elsewhere", lambda w: w.layer().load_checkpoint("x", 0, shared_elsewhere="no")),
-    ("step", lambda w: w.layer().compute(None)),
     ("agreed", lambda w: TokenDispatcher(**(w.dispatcher_arguments() | {"agreed": "yes"}))),
     ("mode", lambda w: TokenDispatcher(**(w.dispatcher_arguments() | {"mode": ["auto"]}))),
     ("hidden_size", lambda w: TokenDispatcher(**(w.dispatcher_arguments() | {"hidden_size": 10**30 // 64 * 64}))),
