@@ -52,10 +52,10 @@ OPERATIONS = {
 """Operations, and the formats that each needs a kernel for."""
 
 
-def run_aot(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_aot(*arguments: str, python: str = sys.executable, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run the program in a process that the interpreter of this one does not reach."""
-    # It has processes of its own, whose results name what is in its `__main__`: the real interpreter's.
-    command = [sys.executable, "-m", "moe_runtime.kernels.aot", *arguments]
+    # With several jobs it has processes of its own, whose results name what is in its `__main__`: `sys.executable`.
+    command = [python, "-m", "moe_runtime.kernels.aot", *arguments]
     environment = without_interpreter(PYTHONPATH=str(ROOT)) | environment
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
 
@@ -113,10 +113,10 @@ def test_the_committed_table_of_operations_is_what_compiles_here(results: list[d
 
 def test_a_part_of_the_operations_compiles_alone(tmp_path: Path) -> None:
     file = tmp_path / "results.json"
-    done = run_aot("--json", str(file), "--jobs", "1", "--operations", "count_step")
+    done = run_aot("--json", str(file), "--jobs", "1", "--operations", "count_step", python=interpreter())
     assert done.returncode == 0, done.stderr
     assert {result["operation"] for result in json.loads(file.read_text())["results"]} == {"count_step"}
-    done = run_aot("--operations", "no_such")
+    done = run_aot("--operations", "no_such", python=interpreter())
     assert done.returncode == 2 and "--operations: expected any of" in done.stderr
 
 
@@ -152,7 +152,7 @@ def test_no_kernel_is_left_out() -> None:
 
 
 def test_the_interpreter_is_refused() -> None:
-    done = run_aot(TRITON_INTERPRET="1")
+    done = run_aot(python=interpreter(), TRITON_INTERPRET="1")
     assert done.returncode == 2
     assert "without TRITON_INTERPRET" in done.stderr
 

@@ -84,10 +84,18 @@ def test_swiglu_requantized(
         check_quantized(default, exact, activation, DEFAULT_INTERMEDIATE_GSF)
 
 
+SHORT_BLOCKS = [
+    pytest.param(activation, *sizes, apart, id=f"{name}-{sizes[0]}-{sizes[1]}-{'apart' if apart else 'together'}")
+    for i, (activation, name) in enumerate(zip([*ACTIVATIONS[:4], SQUARED_RELU], [*IDS[:4], "relu2"], strict=True))
+    for j, sizes in enumerate([(288, 320), (192, 352), (320, 192), (16, 96)])
+    for apart in [(i + j) % 2 == 0 or not activation.gated]
+]
+"""Each activation with each K and `I`, and each of both with blocks apart and together: where blocks begin follows from
+the sizes and from `apart`, before the activation."""
+
+
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("apart", [True, False], ids=["apart", "together"])
-@pytest.mark.parametrize(("k", "inner"), [(288, 320), (192, 352), (320, 192), (16, 96)])
-@pytest.mark.parametrize("activation", [*ACTIVATIONS[:4], SQUARED_RELU], ids=[*IDS[:4], "relu2"])
+@pytest.mark.parametrize(("activation", "k", "inner", "apart"), SHORT_BLOCKS)
 def test_swiglu_in_short_fp8_blocks(
     activation: Activation,
     k: int,
@@ -103,8 +111,6 @@ def test_swiglu_in_short_fp8_blocks(
     The last columns are much smaller or larger than those before: the scale of the short block is theirs alone.
     """
     poison_intermediates(monkeypatch)
-    if not (apart or activation.gated):
-        pytest.skip("there is nothing to be apart")
     n, tail = activation.num_parts * inner, inner // 128 * 128
     for factor in (1e-4, 1e4):
         w = torch.randn(2, n, k, generator=rng) * 0.2

@@ -209,19 +209,32 @@ def test_ragged_groups(
     name: str, k: int, gather: bool, regime: TmaShape, rng: torch.Generator, device: torch.device
 ) -> None:
     """On all SMs, where few tiles are taken by halves, and on few, where most are whole."""
+    check_ragged_groups(name, k, gather, regime, (None, 2, 4), rng, device)
+
+
+def check_ragged_groups(
+    name: str,
+    k: int,
+    gather: bool,
+    regime: TmaShape,
+    limits: tuple[int | None, ...],
+    rng: torch.Generator,
+    device: torch.device,
+) -> None:
+    """The same bits on each number of SMs of `limits`."""
     w = random_weights(name, 3, 392, k, rng, device)
     a = _ragged(name, k, rng, device, gather)
     exact = exact_gemm(a, w, device)
     found = []
-    for num_sms in (None, 2, 4):
+    for num_sms in limits:
         out = poisoned(a.capacity + 2, 392, torch.bfloat16, device)
         before = out.clone()
         assert tma_grouped_gemm(a, w, out=out, shape=regime, num_sms=num_sms) is out
         check_inside(out, exact, UNIT[torch.bfloat16])
         check_untouched(out, before, exact.written)
         found.append(out[: a.capacity][torch.as_tensor(exact.written)])
-    assert_same_bits(found[1], found[0], "2 SMs")
-    assert_same_bits(found[2], found[0], "4 SMs")
+    for num_sms, other in zip(limits[1:], found[1:], strict=True):
+        assert_same_bits(other, found[0], f"{num_sms} SMs")
 
 
 @gpu
