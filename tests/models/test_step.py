@@ -6,6 +6,7 @@ import threading
 import time
 import weakref
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -144,8 +145,7 @@ def test_a_second_thread_is_refused_and_changes_nothing(seed: int) -> None:
             thread.join()
             experts(arrived, out=out)
 
-        layer.experts = beside_another_thread  # type: ignore[assignment]
-        beside_another_thread.reads_scales_in_record = False  # type: ignore[attr-defined]
+        layer.experts = SimpleNamespace(run=beside_another_thread, reads_scales_in_record=False)  # type: ignore[assignment]
         assert_same_bits(layer(x), wanted, "the step that went on")
         assert refused == list(calls)
         # Then another thread may.
@@ -173,8 +173,7 @@ def test_closing_waits_for_the_step_of_another_thread(device: torch.device, seed
         assert not context.closed
         experts(arrived, out=out)
 
-    layer.experts = slow  # type: ignore[assignment]
-    slow.reads_scales_in_record = False  # type: ignore[attr-defined]
+    layer.experts = SimpleNamespace(run=slow, reads_scales_in_record=False)  # type: ignore[assignment]
     thread = threading.Thread(target=lambda: answers.append(layer(x)))
     thread.start()
     assert inside.wait(PATIENCE_S)
