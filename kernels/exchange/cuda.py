@@ -56,10 +56,10 @@ def can_keep_scales_in_record(geometry: ExchangeGeometry) -> bool:
     return geometry.token_format.swizzled and not geometry.contiguous
 
 
-def allocate_counts(geometry: ExchangeGeometry, device: torch.device) -> torch.Tensor | None:
-    """Int32 `[chunks, E]`, the rows of each chunk and expert; None where there is one chunk."""
-    chunks, experts = required_plan(geometry).num_chunks, max(geometry.num_local_experts, 1)
-    return torch.empty((chunks, experts), dtype=torch.int32, device=device) if chunks > 1 else None
+def counts_shape(geometry: ExchangeGeometry) -> tuple[int, int] | None:
+    """`[chunks, E]`, for the rows of each chunk and expert; None where there is one chunk."""
+    chunks = required_plan(geometry).num_chunks
+    return (chunks, max(geometry.num_local_experts, 1)) if chunks > 1 else None
 
 
 def aligned(rows: torch.Tensor) -> torch.Tensor:

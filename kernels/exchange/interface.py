@@ -68,7 +68,7 @@ class RecvBuffers:
         scales: block scales in the consumer's layout: uint8 `[blocks, ceil(V / 4), 32, 4, 4]` for swizzled formats,
             fp32 `[R, V]` for `fp8_block`; None for bf16, and where scales stay in their records.
         row_scale: fp32 `[R]` by row position; None for formats without row scales.
-        counts: scratch memory of `ExchangeBackend.allocate_counts`.
+        counts: scratch memory, of `ExchangeBackend.counts_shape`.
     """
 
     positions: torch.Tensor
@@ -140,8 +140,8 @@ class ExchangeBackend(Protocol):
     def can_await_tokens(self, context: ExchangeMemory) -> bool:
         """Whether `combine_send` takes `await_ns`."""
 
-    def allocate_counts(self, geometry: ExchangeGeometry, device: torch.device) -> torch.Tensor | None:
-        """Uninitialised int32 scratch memory of `dispatch_recv`; None where it needs none."""
+    def counts_shape(self, geometry: ExchangeGeometry) -> tuple[int, int] | None:
+        """Of the uninitialised int32 scratch memory of `dispatch_recv`; None where it needs none."""
 
     def of_one_rank(self, geometry: ExchangeGeometry) -> OneRankKernels | None:
         """What a rank alone takes instead; None for ranks with peers, and where there is no such thing."""

@@ -279,7 +279,7 @@ def can_await_tokens(context: ExchangeMemory) -> bool:
     return False
 
 
-def allocate_counts(geometry: ExchangeGeometry, device: torch.device) -> None:
+def counts_shape(geometry: ExchangeGeometry) -> None:
     """None: torch counts rows by itself."""
 
 

@@ -23,8 +23,6 @@ from moe_runtime.kernels.exchange.reference import part_index
 from moe_runtime.kernels.formats.number_formats import ceil_div
 from moe_runtime.kernels.launch_order import LaunchOrder
 
-META = torch.device("meta")
-
 
 class Exchange(ABC):
     """Dispatch and combine of one layer on one rank.
@@ -136,8 +134,7 @@ class RecvMemory:
             self._scales = geometry.scale_blocks, ceil_div(fmt.scale_columns(hidden), 4), 32, 4, 4
         elif fmt.scale_dtype is not None:
             self._scales = capacity, fmt.scale_columns(hidden)
-        counts = backend.allocate_counts(geometry, META)
-        self._counts = None if counts is None else counts.shape
+        self._counts = backend.counts_shape(geometry)
 
     def allocate(self, *, scales_in_record: bool) -> RecvBuffers:
         """Uninitialised buffers for a step."""
