@@ -149,7 +149,7 @@ class TmaProduct:
         shape, gather = plan.tma.shape, a.row_index is not None
         columns = w.num_rows if result is None else result.num_columns
         quantized = result is not None and result.scales is not None
-        out_code = 3 if quantized else 0 if result is not None else OUT_DTYPES.index(out.dtype)
+        out_code = 3 if quantized else OUT_DTYPES.index(out.dtype)
         scales_per_expert = 0 if w.expert_scales is None else w.expert_scales.ndim
         order = activation.gate_up if activation is not None else (w.gate_up if scales_per_expert == 2 else None)
         # The weights are kept: the kernel has only their addresses.
