@@ -12,10 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moe_runtime.comm.arguments import check_choice, check_integer, check_seconds
 from moe_runtime.comm.errors import Phase, StoreLostError, reason_of
 from moe_runtime.comm.rank_group import CONNECTED_S, MAX_SECONDS, RankGroup
 from moe_runtime.comm.store_calls import calls_of
+from moe_runtime.support.arguments import check_choice, check_integer, check_seconds
 
 
 def shared_memory_directory() -> str:

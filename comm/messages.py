@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from moe_runtime.comm.arguments import check_integer, describe
+from moe_runtime.support.arguments import check_integer, describe
 
 MAX_BYTES = 1 << 20
 """Most bytes of an answer, unless its call says otherwise: far more than any has, and read in milliseconds."""

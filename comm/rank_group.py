@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from moe_runtime.comm import messages
-from moe_runtime.comm.arguments import check_seconds
 from moe_runtime.comm.errors import (
     MoERuntimeError,
     PeerAbortedError,
@@ -32,6 +31,7 @@ from moe_runtime.comm.errors import (
 )
 from moe_runtime.comm.messages import MAX_BYTES, Reader, hexadecimal, integer, row, text
 from moe_runtime.comm.store_calls import StoreSilentError, calls_of
+from moe_runtime.support.arguments import check_seconds
 
 MAX_SECONDS = 1e9
 """Longest limit of a wait: 30 years, which all clocks can count."""

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
-from moe_runtime.comm.arguments import check_choice
 from moe_runtime.comm.bootstrap import host_identity
 from moe_runtime.comm.heaps import nvshmem_world
 from moe_runtime.comm.heaps.collective import nccl_of
 from moe_runtime.comm.hosts import Hosts, find_hosts
 from moe_runtime.comm.messages import integer, optional, row, scalar, text
 from moe_runtime.comm.rank_group import RankGroup, describe_ranks
+from moe_runtime.support.arguments import check_choice
 
 TRANSPORTS = ("nvshmem", "shared", "private", "hierarchical", "collective")
 

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 import triton
 
-from moe_runtime.comm.arguments import check_choice
+from moe_runtime.support.arguments import check_choice
 
 _LOG = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Counters of a layer's steps, updated on the device in one launch. `moe_runtime.counters` reads them on the host.
+"""Counters of a layer's steps, updated on the device in one launch; the host reads them by `observation.counters`.
 
 `words` is int64 `[HEAD + E]`: steps, tokens, tokens sent to other ranks (once for each rank; with several hosts, to
 other hosts, once for each), (token, expert) rows that this rank received, then the tokens of each expert by id.

@@ -36,7 +36,7 @@ from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.kernels.formats.number_formats import FORMATS
 from moe_runtime.launch.common import cases, environment
 from moe_runtime.layer import MoELayer
-from moe_runtime.metrics import PhaseTimes
+from moe_runtime.observation.phases import PhaseTimes
 from moe_runtime.reference import relative_error
 
 WORLD_SIZE = 4

@@ -35,7 +35,6 @@ from moe_runtime.comm.bootstrap import init_from_env
 from moe_runtime.comm.heaps import nvshmem_world
 from moe_runtime.comm.heaps.shared_memory import room_for_heaps
 from moe_runtime.comm.host_link import graph_caution
-from moe_runtime.comm.host_memory import memory_bytes
 from moe_runtime.comm.rank_group import RankGroup
 from moe_runtime.comm.transport import AFTER_DEATH, choose_transport
 from moe_runtime.config import MoELayerConfig, ParallelConfig, complaints, load_config
@@ -59,6 +58,7 @@ from moe_runtime.kernels.runtime import (
 from moe_runtime.launch.benchmarks import ops_check, runs
 from moe_runtime.launch.benchmarks.ops_table import print_operations
 from moe_runtime.launch.common.environment import gpu_records, package_versions
+from moe_runtime.support.host_memory import memory_bytes
 
 PLANNED_TOKENS = (1, 8, 128, 1024, 4096)
 """Tokens of a rank for which exchange and GEMMs are planned."""

@@ -20,12 +20,12 @@ from rich.table import Table
 from moe_runtime.build import context_from_config
 from moe_runtime.config import FormatName, RunConfig
 from moe_runtime.context.expert_parallel import ExpertParallelContext
-from moe_runtime.counters import most_over_mean
 from moe_runtime.kernels.formats.number_formats import ceil_div
 from moe_runtime.kernels.formats.scale_blocks import expert_starts
 from moe_runtime.launch.common import cases, environment
 from moe_runtime.layer import MoELayer
-from moe_runtime.metrics import PhaseTimes
+from moe_runtime.observation.counters import most_over_mean
+from moe_runtime.observation.phases import PhaseTimes
 from moe_runtime.placement.placement import Placement
 from moe_runtime.reference import relative_error
 

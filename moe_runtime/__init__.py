@@ -52,7 +52,6 @@ if TYPE_CHECKING:
     from moe_runtime.config import MoELayerConfig, ParallelConfig, RouterConfig, RunConfig, load_config
     from moe_runtime.context.expert_parallel import ExpertParallelContext
     from moe_runtime.context.memory import reserved_bytes
-    from moe_runtime.counters import LayerCounters, LayerCounts, imbalance
     from moe_runtime.dispatcher.handle import CombineSink, DispatchedTokens, DispatchHandle
     from moe_runtime.dispatcher.token_dispatcher import TokenDispatcher
     from moe_runtime.experts import Experts
@@ -65,6 +64,7 @@ if TYPE_CHECKING:
     from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
     from moe_runtime.kernels.gemm.weights import Activation, ExpertWeights, GateUpOrder, SwiGLU
     from moe_runtime.layer import MoELayer
+    from moe_runtime.observation.counters import LayerCounters, LayerCounts, imbalance
     from moe_runtime.ops.token_format import NVFP4TokenFormat
     from moe_runtime.placement.placement import Placement, plan_placement
     from moe_runtime.router import Router

@@ -15,13 +15,13 @@ import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from moe_runtime.comm.arguments import FP32, check_integer, check_path, describe, is_real
 from moe_runtime.kernels.formats.number_formats import (
     WEIGHT_FORMATS,
     ceil_div,
     token_formats_for,
     weight_format_named,
 )
+from moe_runtime.support.arguments import FP32, check_integer, check_path, describe, is_real
 from moe_runtime.support.regular_files import read_regular
 
 FormatName = Literal["bf16", "fp8_block", "mxfp8", "nvfp4"]

@@ -7,7 +7,6 @@ from typing import TypeGuard
 
 import torch
 
-from moe_runtime.comm.arguments import check_device, check_kind, describe
 from moe_runtime.config import ActivationConfig, MoELayerConfig
 from moe_runtime.kernels.exchange.geometry import ExchangeGeometry
 from moe_runtime.kernels.formats.number_formats import TokenFormat, format_named, token_formats_for, weight_format_named
@@ -20,7 +19,8 @@ from moe_runtime.kernels.gemm.plan import GemmPlan, GemmProblem, plan_gemm
 from moe_runtime.kernels.gemm.prepacked import MAX_PREPACKED_EXPERTS, RESULT_FORMATS, PrepackedWeights
 from moe_runtime.kernels.gemm.weights import SILU, Activation, ActivationFunction, ExpertWeights, GateUpOrder
 from moe_runtime.kernels.runtime import Engine, resolve_engine
-from moe_runtime.metrics import phase
+from moe_runtime.observation.phases import phase
+from moe_runtime.support.arguments import check_device, check_kind, describe
 
 
 def activation_of(config: ActivationConfig) -> Activation:

@@ -22,32 +22,32 @@ from moe_runtime.build import (
     random_expert,
 )
 from moe_runtime.checkpoints.checkpoint import Checkpoint, opened
+from moe_runtime.checkpoints.expert_loader import ExpertLoader
 from moe_runtime.checkpoints.loading import FRESH, ExpertTensors, QuantBuffers, check_buffers
-from moe_runtime.comm.arguments import check_flag, check_integer, describe
 from moe_runtime.comm.errors import reason_of
 from moe_runtime.config import MoELayerConfig, RunConfig, load_config
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.context.memory import staging_bytes
 from moe_runtime.context.peers import abort_peers, abort_peers_on_error, collective_step
 from moe_runtime.context.threads import by_one_thread, is_capturing
-from moe_runtime.counters import LayerCounters
 from moe_runtime.dispatcher.arguments import check_shared, flat_shared, flat_tokens
 from moe_runtime.dispatcher.token_dispatcher import TokenDispatcher
-from moe_runtime.expert_loader import ExpertLoader
 from moe_runtime.experts import Experts
 from moe_runtime.kernels.formats.scale_blocks import expert_starts
 from moe_runtime.kernels.gemm.grouped_rows import MAX_ROUTED_IDS
 from moe_runtime.kernels.launch_order import IN_ORDER, ONLY_ROWS_PENDING, LaunchOrder
-from moe_runtime.layer_members import Holding, LayerMembers
-from moe_runtime.metrics import PhaseTimes, phase
+from moe_runtime.observation.counters import LayerCounters
+from moe_runtime.observation.phases import PhaseTimes, phase
 from moe_runtime.placement.migration import move_experts
 from moe_runtime.placement.physical_experts import SlotTable
 from moe_runtime.placement.placement import Placement, placement_from_config
 from moe_runtime.placement.rebalance import Replacement, agree_on_replacement
 from moe_runtime.post_expert_norm import PostExpertNorm
+from moe_runtime.resilience.layer_members import Holding, LayerMembers
 from moe_runtime.router import Router
 from moe_runtime.shared_expert import SharedExpert
 from moe_runtime.step import LayerStep
+from moe_runtime.support.arguments import check_flag, check_integer, describe
 from moe_runtime.support.compiling import not_compiled
 from moe_runtime.warming import WarmUpStep, warm_up_steps
 

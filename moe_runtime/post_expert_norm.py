@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from moe_runtime.comm.arguments import check_is_tensor
 from moe_runtime.config import PostExpertNormConfig
 from moe_runtime.kernels.gemm.expert_norm import ExpertNorm
+from moe_runtime.support.arguments import check_is_tensor
 from moe_runtime.support.fixed_dtypes import FixedDtypes, copy_checked
 
 

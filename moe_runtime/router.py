@@ -10,7 +10,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from moe_runtime.comm.arguments import (
+from moe_runtime.config import MAX_EXPERTS, RouterConfig
+from moe_runtime.kernels.formats.number_formats import MAX_COLUMNS
+from moe_runtime.kernels.runtime import resolve_engine
+from moe_runtime.support.arguments import (
     check_device,
     check_flag,
     check_integer,
@@ -19,9 +22,6 @@ from moe_runtime.comm.arguments import (
     check_number,
     describe,
 )
-from moe_runtime.config import MAX_EXPERTS, RouterConfig
-from moe_runtime.kernels.formats.number_formats import MAX_COLUMNS
-from moe_runtime.kernels.runtime import resolve_engine
 from moe_runtime.support.fixed_dtypes import FixedDtypes, copy_checked
 
 

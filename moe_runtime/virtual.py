@@ -12,7 +12,6 @@ from types import TracebackType
 
 import torch
 
-from moe_runtime.comm.arguments import check_integer, check_kind, describe
 from moe_runtime.comm.heaps.private_heap import PrivateHeap
 from moe_runtime.comm.host_link import PrivateLink
 from moe_runtime.config import MoELayerConfig
@@ -20,6 +19,7 @@ from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.layer import MoELayer
 from moe_runtime.placement.migration import move_experts
 from moe_runtime.placement.placement import Placement
+from moe_runtime.support.arguments import check_integer, check_kind, describe
 
 StepArguments = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, int | None]
 """Those of `MoELayer.forward`, in its order."""

@@ -8,8 +8,8 @@ from types import TracebackType
 
 import torch
 
-from moe_runtime.comm.arguments import check_flag, check_integer, check_kind, describe
 from moe_runtime.comm.rank_group import RankGroup
+from moe_runtime.support.arguments import check_flag, check_integer, check_kind, describe
 
 REGION_ALIGNMENT = 256
 MAX_REGION_BYTES = 1 << 47

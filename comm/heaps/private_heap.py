@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from moe_runtime.comm.arguments import check_device, check_integer
 from moe_runtime.comm.heaps.heap import REGION_ALIGNMENT, SymmetricHeap
+from moe_runtime.support.arguments import check_device, check_integer
 
 MAX_MEMBERS = 1024
 """Most virtual ranks of one process."""

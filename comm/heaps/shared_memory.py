@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_runtime.comm.bootstrap import shared_memory_directory
-from moe_runtime.comm.host_memory import memory_bytes
 from moe_runtime.comm.messages import integer, row, text
+from moe_runtime.support.host_memory import memory_bytes
 
 if sys.platform == "linux":
     import fcntl

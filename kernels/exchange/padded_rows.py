@@ -7,8 +7,8 @@ from enum import IntEnum
 
 import torch
 
-from moe_runtime.comm.arguments import check_integer, check_is_tensor, check_kind
 from moe_runtime.kernels.formats.number_formats import ceil_div
+from moe_runtime.support.arguments import check_integer, check_is_tensor, check_kind
 
 
 class PaddedScales(IntEnum):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from moe_runtime.comm.arguments import check_integer, describe
 from moe_runtime.kernels.formats.number_formats import TokenFormat, align, format_named
+from moe_runtime.support.arguments import check_integer, describe
 
 DEFAULT_ALIGNMENT = 16
 RECORD_ALIGNMENT = 128

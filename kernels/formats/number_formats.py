@@ -11,7 +11,7 @@ from enum import IntEnum
 
 import torch
 
-from moe_runtime.comm.arguments import check_flag, check_integer, check_kind, describe
+from moe_runtime.support.arguments import check_flag, check_integer, check_kind, describe
 
 
 class FormatCode(IntEnum):

@@ -15,7 +15,6 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_runtime.comm.arguments import check_is_tensor, check_kind, check_no_grad, describe
 from moe_runtime.kernels.formats import reference_quantize
 from moe_runtime.kernels.formats.bits import (
     INF_BITS,
@@ -44,6 +43,7 @@ from moe_runtime.kernels.formats.number_formats import (
 )
 from moe_runtime.kernels.formats.reference_quantize import raw_bits
 from moe_runtime.kernels.runtime import INTERPRET, AotCase, resolve_engine
+from moe_runtime.support.arguments import check_is_tensor, check_kind, check_no_grad, describe
 
 CODE_BF16 = tl.constexpr(int(FormatCode.BF16))
 CODE_FP8_BLOCK = tl.constexpr(int(FormatCode.FP8_BLOCK))

@@ -13,11 +13,11 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_runtime.comm.arguments import check_integer, check_is_tensor
 from moe_runtime.kernels.formats import reference_quantize
 from moe_runtime.kernels.formats.number_formats import ceil_div
 from moe_runtime.kernels.formats.reference_quantize import raw_bits
 from moe_runtime.kernels.runtime import AotCase, resolve_engine
+from moe_runtime.support.arguments import check_integer, check_is_tensor
 
 
 @triton.jit

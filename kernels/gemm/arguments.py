@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from moe_runtime.comm.arguments import check_flag, check_integer, check_is_tensor, check_kind, check_no_grad, describe
 from moe_runtime.kernels.formats.number_formats import (
     MAX_ENCODE_SCALE,
     TokenFormat,
@@ -22,6 +21,14 @@ from moe_runtime.kernels.gemm.grouped_rows import MAX_ROUTED_IDS, GroupedRows
 from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
 from moe_runtime.kernels.gemm.weights import Activation, ExpertWeights
 from moe_runtime.kernels.launch_order import IN_ORDER, LaunchOrder
+from moe_runtime.support.arguments import (
+    check_flag,
+    check_integer,
+    check_is_tensor,
+    check_kind,
+    check_no_grad,
+    describe,
+)
 
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

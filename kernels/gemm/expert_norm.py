@@ -14,13 +14,13 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_runtime.comm.arguments import check_device, check_is_tensor, check_number, describe
 from moe_runtime.kernels.formats.bits import bf16_bits_to_f32, f32_to_bf16_bits
 from moe_runtime.kernels.formats.number_formats import ceil_div
 from moe_runtime.kernels.formats.reference_quantize import raw_bits
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.gemm.operands import find_tile
 from moe_runtime.kernels.runtime import AotCase, resolve_engine
+from moe_runtime.support.arguments import check_device, check_is_tensor, check_number, describe
 
 BLOCK_M = 4
 """Rows of a program."""

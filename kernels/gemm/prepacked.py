@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 
 import torch
 
-from moe_runtime.comm.arguments import check_device, check_integer, check_is_tensor, check_kind
 from moe_runtime.kernels.formats.number_formats import MAX_COLUMNS, NVFP4, TokenFormat, weight_format_named
 from moe_runtime.kernels.formats.swizzle import swizzle_scales, unswizzle_scales
 from moe_runtime.kernels.gemm.dequant_layout import (
@@ -22,6 +21,7 @@ from moe_runtime.kernels.gemm.dequant_layout import (
 )
 from moe_runtime.kernels.gemm.weights import ExpertWeights, GateUpOrder, one_of
 from moe_runtime.kernels.runtime import resolve_engine
+from moe_runtime.support.arguments import check_device, check_integer, check_is_tensor, check_kind
 
 E4M3_MAX_CODE = 0x7E
 RESULT_FORMATS = ("bf16", "mxfp8", "nvfp4")

@@ -13,14 +13,6 @@ from typing import Literal, NoReturn, get_args
 
 import torch
 
-from moe_runtime.comm.arguments import (
-    check_choice,
-    check_device,
-    check_flag,
-    check_is_tensor,
-    check_number,
-    describe,
-)
 from moe_runtime.kernels.formats.number_formats import (
     FP8_BLOCK,
     WEIGHT_BLOCK_N,
@@ -34,6 +26,14 @@ from moe_runtime.kernels.formats.reference_quantize import quantize_fp8_blocks, 
 from moe_runtime.kernels.formats.swizzle import swizzle_scales, unswizzle_scales
 from moe_runtime.kernels.gemm.gate_limit import gate_where_silu_is
 from moe_runtime.kernels.runtime import resolve_engine
+from moe_runtime.support.arguments import (
+    check_choice,
+    check_device,
+    check_flag,
+    check_is_tensor,
+    check_number,
+    describe,
+)
 
 
 class GateUpOrder(StrEnum):

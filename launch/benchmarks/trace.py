@@ -1,7 +1,7 @@
 """Steps of a layer as a trace for Perfetto (ui.perfetto.dev) and chrome://tracing: all ranks in one file.
 
 Steps run eagerly, because a graph's kernels belong to no range; launch gaps count in a phase's time. The ranges are
-those of `moe_runtime.metrics.phase`: on GPUs from a phase's first kernel to the end of its last, on CPUs as the host
+those of `observation.phases.phase`: on GPUs from a phase's first kernel to the end of its last, on CPUs as the host
 passed them. The trace also has kernels, copies and launches. Recordings follow each other in the file, a millisecond
 apart, each under a range of its own.
 """
@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.launch.common import environment
-from moe_runtime.metrics import PREFIX
+from moe_runtime.observation.phases import PREFIX
 
 KIND = "trace"
 """What the JSON says it is; viewers do not mind."""

@@ -30,11 +30,11 @@ from rich.console import Console
 
 from moe_runtime.comm.bootstrap import init_from_env
 from moe_runtime.comm.errors import MoERuntimeError
-from moe_runtime.comm.host_memory import memory_bytes
 from moe_runtime.comm.transport import TRANSPORTS
 from moe_runtime.config import RunConfig, complaints, load_config
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.kernels.runtime import ENGINES, INTERPRET
+from moe_runtime.support.host_memory import memory_bytes
 
 PACKAGES = (
     *("torch", "triton", "numpy", "pydantic", "safetensors", "transformers"),

@@ -42,7 +42,6 @@ from moe_runtime.checkpoints.readers import ExpertNames, ExpertReader, dense, la
 from moe_runtime.checkpoints.stored_experts import StoredExperts
 from moe_runtime.checkpoints.unread_keys import check_ignored
 from moe_runtime.checkpoints.unread_tensors import names_beside_experts, refuse_bias, refuse_unread
-from moe_runtime.comm.arguments import check_flag, check_integer, check_kind, check_path, describe
 from moe_runtime.config import MAX_EXPERTS, ActivationConfig, MoELayerConfig, RouterConfig, SharedExpertConfig
 from moe_runtime.kernels.formats.number_formats import (
     format_named,
@@ -50,6 +49,7 @@ from moe_runtime.kernels.formats.number_formats import (
     weight_format_named,
 )
 from moe_runtime.kernels.gemm.weights import GateUpOrder
+from moe_runtime.support.arguments import check_flag, check_integer, check_kind, check_path, describe
 
 _NUMBER = re.compile("[0-9]{1,4}").fullmatch
 """A number of a decoder layer."""

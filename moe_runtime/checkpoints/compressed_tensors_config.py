@@ -30,7 +30,7 @@ from moe_runtime.checkpoints.stored_experts import (
     plain,
     strings,
 )
-from moe_runtime.comm.arguments import describe
+from moe_runtime.support.arguments import describe
 
 _GROUP_KEYS = known_keys(("targets", "weights", "input_activations", "output_activations", "format"))
 _WEIGHT_KEYS = known_keys(

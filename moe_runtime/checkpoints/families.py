@@ -35,7 +35,6 @@ from moe_runtime.checkpoints.family_table import (
     TOP_K_KEYS,
     Family,
 )
-from moe_runtime.comm.arguments import check_integer, describe
 from moe_runtime.config import (
     ActivationConfig,
     MoELayerConfig,
@@ -44,6 +43,7 @@ from moe_runtime.config import (
     check_stated,
     complaints,
 )
+from moe_runtime.support.arguments import check_integer, describe
 
 
 def family_of(config: Mapping[str, Any], *, source: str = "config") -> Family:

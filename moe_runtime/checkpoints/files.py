@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from moe_runtime.comm.arguments import describe
+from moe_runtime.support.arguments import describe
 from moe_runtime.support.regular_files import open_regular, read_regular
 
 SINGLE_FILE = "model.safetensors"

@@ -6,7 +6,7 @@ one host share the copies of replicas, and a rank finds its experts also after a
 A file appears under its name when it is complete; a writer that is killed before leaves nothing. A file is used if it
 says that it is of the same checkpoint files (path, size, time of change), the same layer and the same form, and if its
 tensors have the expected dtypes and shapes. Another one is removed, with a line in the log. The bytes of the tensors
-are not checked: nobody else can write them, since folders must belong to this user (`comm/trusted_folders.py`).
+are not checked: nobody else can write them, since folders must belong to this user (`support/trusted_folders.py`).
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from safetensors.torch import save
 
 from moe_runtime.checkpoints.files import SafetensorsFile, parsed_json
 from moe_runtime.checkpoints.writer import DTYPE_NAMES
-from moe_runtime.comm.arguments import check_path
-from moe_runtime.comm.host_memory import memory_bytes
-from moe_runtime.comm.trusted_folders import distrust, make_trusted, trusted_folder
+from moe_runtime.support.arguments import check_path
+from moe_runtime.support.host_memory import memory_bytes
+from moe_runtime.support.trusted_folders import distrust, make_trusted, trusted_folder
 
 _LOG = logging.getLogger(__name__)
 

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from moe_runtime.comm.arguments import check_is_tensor, describe
 from moe_runtime.config import MoELayerConfig
 from moe_runtime.kernels.formats.number_formats import TokenFormat, align, weight_format_named
 from moe_runtime.kernels.gemm.weights import ExpertWeights, GateUpOrder, has_blocks_apart
+from moe_runtime.support.arguments import check_is_tensor, describe
 
 MADV_HUGEPAGE = 14
 MADV_POPULATE_WRITE = 23

@@ -13,7 +13,7 @@ from functools import lru_cache
 from importlib import import_module
 from typing import Any, NamedTuple
 
-from moe_runtime.comm.arguments import describe
+from moe_runtime.support.arguments import describe
 
 MAX_LENGTH = 2000
 """Most characters of an expression."""

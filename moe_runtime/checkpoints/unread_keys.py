@@ -15,7 +15,7 @@ from functools import lru_cache
 from reprlib import repr as shortened
 from typing import Any
 
-from moe_runtime.comm.arguments import describe
+from moe_runtime.support.arguments import describe
 
 _BOUND = re.compile(r"limit|clamp|clip|cap(?!acity)|bound|max|min")
 """Keys whose number bounds values: a 1 acts."""

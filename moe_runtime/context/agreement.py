@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from moe_runtime.comm.arguments import check_kind, describe
 from moe_runtime.comm.messages import Scalar, encode, scalar, table
 from moe_runtime.comm.rank_group import RankGroup, describe_ranks
+from moe_runtime.support.arguments import check_kind, describe
 
 MAX_BYTES = 16 << 20
 """Most bytes of what a rank has to compare: some 50 values of 100 bytes for each of a few thousand layers."""

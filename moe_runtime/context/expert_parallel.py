@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from moe_runtime.comm.arguments import check_choice, check_flag, check_integer, check_kind, check_seconds
 from moe_runtime.comm.errors import (
     ErrorCode,
     MoERuntimeError,
@@ -32,21 +31,22 @@ from moe_runtime.comm.heaps.heap import SymmetricHeap
 from moe_runtime.comm.heaps.shared_heap import SharedHeap
 from moe_runtime.comm.host_link import PrivateLink
 from moe_runtime.comm.host_watch import BEAT_S
-from moe_runtime.comm.membership import Membership
 from moe_runtime.comm.rank_group import MAX_SECONDS, ROLL_CALL_S, RankGroup
 from moe_runtime.comm.signals import ABORT_WORDS, ERROR_WORDS, NUM_COUNTERS, REASON_WORDS, SignalLayout
 from moe_runtime.context.agreement import Agreement
 from moe_runtime.context.host_memory import LinkBuffers, LocalMemory
-from moe_runtime.context.members import ContextMembers
-from moe_runtime.context.newcomer import newcomers_group
-from moe_runtime.context.old_graphs import OldGraphs
-from moe_runtime.context.recovery import Recovery, is_recoverable
 from moe_runtime.context.regions import Regions
 from moe_runtime.context.threads import StreamOrder
 from moe_runtime.context.transport import Transport, check_heap, check_survivable, make_transport, resolve_device
 from moe_runtime.kernels.exchange.interface import ExchangeMemory
 from moe_runtime.kernels.exchange.plan import exchange_engine
 from moe_runtime.kernels.runtime import resolve_engine
+from moe_runtime.resilience.members import ContextMembers
+from moe_runtime.resilience.membership import Membership
+from moe_runtime.resilience.newcomer import newcomers_group
+from moe_runtime.resilience.old_graphs import OldGraphs
+from moe_runtime.resilience.recovery import Recovery, is_recoverable
+from moe_runtime.support.arguments import check_choice, check_flag, check_integer, check_kind, check_seconds
 
 _LOG = logging.getLogger(__name__)
 

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import math
 
-from moe_runtime.comm.arguments import check_flag, check_integer, check_kind
 from moe_runtime.comm.heaps.heap import align_region
 from moe_runtime.comm.hosts import Hosts
 from moe_runtime.comm.signals import SignalLayout
@@ -36,6 +35,7 @@ from moe_runtime.kernels.exchange.hierarchical import HostGeometry
 from moe_runtime.kernels.exchange.record import RecordLayout
 from moe_runtime.kernels.formats.number_formats import ceil_div, format_named, weight_format_named
 from moe_runtime.kernels.gemm.weights import GateUpOrder, scales_shape
+from moe_runtime.support.arguments import check_flag, check_integer, check_kind
 
 REGIONS = ("landing", "token_flags", "combine", "signals")
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from moe_runtime.comm.arguments import check_integer
 from moe_runtime.comm.heaps.heap import MAX_REGION_BYTES, REGION_ALIGNMENT, SymmetricHeap, align_region
 from moe_runtime.comm.heaps.survivors import spare_region
 from moe_runtime.comm.signals import SignalLayout
+from moe_runtime.support.arguments import check_integer
 
 HALVED_REGIONS = ("token_flags", "landing", "combine")
 """Regions of two halves, used in turn; `moe_runtime.context.memory` has them all."""

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from moe_runtime.comm.arguments import check_choice, check_device, check_kind
 from moe_runtime.comm.heaps.collective import CollectiveHeap
 from moe_runtime.comm.heaps.heap import SymmetricHeap
 from moe_runtime.comm.heaps.nvshmem_heap import NvshmemHeap
@@ -15,6 +14,7 @@ from moe_runtime.comm.heaps.shared_heap import SharedHeap
 from moe_runtime.comm.host_link import GlooLink, HostLink, NcclLink, PrivateLink
 from moe_runtime.comm.rank_group import RankGroup
 from moe_runtime.comm.transport import AFTER_DEATH, SURVIVABLE, choose_transport
+from moe_runtime.support.arguments import check_choice, check_device, check_kind
 
 
 @dataclass(frozen=True)

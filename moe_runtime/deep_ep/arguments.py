@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from moe_runtime.comm.arguments import check_integer, check_is_tensor
 from moe_runtime.deep_ep import low_latency
 from moe_runtime.deep_ep.normal import Tokens
 from moe_runtime.deep_ep.sizes import FP8_BLOCK_SIZE
+from moe_runtime.support.arguments import check_integer, check_is_tensor
 
 topk_idx_t = torch.int64
 """dtype of expert ids."""

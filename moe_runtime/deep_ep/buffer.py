@@ -10,7 +10,6 @@ from typing import ClassVar, NoReturn
 import torch
 import torch.distributed as dist
 
-from moe_runtime.comm.arguments import check_flag, check_integer, check_is_tensor, check_kind
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.deep_ep.arguments import (
     BF16,
@@ -29,6 +28,7 @@ from moe_runtime.deep_ep.normal import NormalExchange, NormalHandle, Tokens
 from moe_runtime.deep_ep.sizes import FP8_BLOCK_SIZE, Config, low_latency_bytes, normal_bytes, normal_tokens
 from moe_runtime.kernels.exchange.layout import dispatch_layout
 from moe_runtime.kernels.formats.number_formats import align
+from moe_runtime.support.arguments import check_flag, check_integer, check_is_tensor, check_kind
 
 _LOG = logging.getLogger(__name__)
 

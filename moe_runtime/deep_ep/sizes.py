@@ -15,11 +15,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_runtime.comm.arguments import check_integer
 from moe_runtime.kernels.exchange.geometry import ExchangeGeometry, worst_case_rows
 from moe_runtime.kernels.exchange.payload import WORD, PayloadLayout
 from moe_runtime.kernels.exchange.record import RecordLayout
 from moe_runtime.kernels.formats.number_formats import BF16, FP8_BLOCK, TokenFormat, align, ceil_div
+from moe_runtime.support.arguments import check_integer
 
 MOST_TOP_K = 32
 """Expert ids that a token of normal mode may bring."""

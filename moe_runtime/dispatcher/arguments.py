@@ -7,15 +7,6 @@ from functools import cache
 
 import torch
 
-from moe_runtime.comm.arguments import (
-    FP32,
-    check_flag,
-    check_integer,
-    check_is_tensor,
-    check_kind,
-    check_no_grad,
-    describe,
-)
 from moe_runtime.comm.signals import COUNT_BITS
 from moe_runtime.config import MAX_EXPERTS, ModeName, resolve_mode, rows_per_expert
 from moe_runtime.context.expert_parallel import ExpertParallelContext
@@ -24,6 +15,15 @@ from moe_runtime.kernels.exchange.padded_rows import PaddedRows, PaddedScales
 from moe_runtime.kernels.exchange.plan import sm_shared_bytes
 from moe_runtime.kernels.exchange.record import RecordLayout
 from moe_runtime.kernels.formats.number_formats import TokenFormat, format_named
+from moe_runtime.support.arguments import (
+    FP32,
+    check_flag,
+    check_integer,
+    check_is_tensor,
+    check_kind,
+    check_no_grad,
+    describe,
+)
 
 BF16 = (torch.bfloat16,)
 

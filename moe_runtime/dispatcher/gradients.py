@@ -13,13 +13,13 @@ from typing import Any, Protocol
 
 import torch
 
-from moe_runtime.comm.arguments import check_is_tensor, check_kind
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.dispatcher.handle import DispatchedTokens, DispatchHandle
 from moe_runtime.dispatcher.token_dispatcher import RoutingDispatcher, TokenDispatcher
 from moe_runtime.kernels.exchange.landing import landing_records, second_half_row
 from moe_runtime.kernels.formats.number_formats import align
 from moe_runtime.kernels.formats.reference_quantize import bf16_parts
+from moe_runtime.support.arguments import check_is_tensor, check_kind
 
 
 class RowExchange(Protocol):

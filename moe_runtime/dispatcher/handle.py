@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from moe_runtime.comm.arguments import check_integer, check_is_tensor, check_kind
 from moe_runtime.kernels.exchange.geometry import ExchangeGeometry
 from moe_runtime.kernels.exchange.interface import RecvBuffers
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.launch_order import IN_ORDER, LaunchOrder
+from moe_runtime.support.arguments import check_integer, check_is_tensor, check_kind
 
 STAGES = ("dispatch_recv", "combine_send", "combine_recv")
 """What follows `dispatch_send` with its handle, in this order."""

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from moe_runtime.comm.arguments import check_flag, check_integer, check_is_tensor, check_kind
 from moe_runtime.config import MAX_EXPERTS, ModeName, MoELayerConfig
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.context.peers import collective_step
@@ -33,6 +32,7 @@ from moe_runtime.kernels.exchange.interface import ExchangeBackend
 from moe_runtime.kernels.exchange.padded_rows import PaddedRows
 from moe_runtime.kernels.formats.number_formats import MAX_ENCODE_SCALE, TokenFormat
 from moe_runtime.kernels.launch_order import IN_ORDER, LaunchOrder
+from moe_runtime.support.arguments import check_flag, check_integer, check_is_tensor, check_kind
 from moe_runtime.support.compiling import not_compiled
 
 NO_TOKEN = 16

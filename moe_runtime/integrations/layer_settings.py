@@ -14,10 +14,10 @@ from pydantic import ValidationError
 from torch.distributed.device_mesh import DeviceMesh
 
 from moe_runtime.build import context_from_config
-from moe_runtime.comm.arguments import check_kind, check_path
 from moe_runtime.comm.heaps.private_heap import PrivateHeap
 from moe_runtime.config import MAX_EXPERTS, MoELayerConfig, ParallelConfig, check_stated, complaints, read_yaml
 from moe_runtime.context.expert_parallel import ExpertParallelContext
+from moe_runtime.support.arguments import check_kind, check_path
 
 DEFAULT_MAX_TOKENS = 2048
 

@@ -23,21 +23,21 @@ from moe_runtime.build import check_context, context_from_config
 from moe_runtime.checkpoints.checkpoint import Checkpoint
 from moe_runtime.checkpoints.families import layer_config
 from moe_runtime.checkpoints.loading import ExpertTensors
-from moe_runtime.comm.arguments import check_kind
 from moe_runtime.comm.messages import integer, many, optional, row
 from moe_runtime.comm.number_exchange import NumberExchange
 from moe_runtime.config import Auto, CombineFormatName, FormatName, MoELayerConfig, ParallelConfig, WeightFormatName
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.context.peers import abort_peers, abort_peers_on_error, agree_on
-from moe_runtime.counters import LayerCounts
 from moe_runtime.integrations import transformers_registry
 from moe_runtime.integrations.expert_modules import DescribedExperts, routes_of
 from moe_runtime.integrations.shared_tokens import run_in_steps, steps_for
 from moe_runtime.integrations.transformers_models import MoEBlock, check_read, model_config_of, moe_blocks
 from moe_runtime.integrations.transformers_registry import layer_fields
 from moe_runtime.layer import MoELayer
+from moe_runtime.observation.counters import LayerCounts
 from moe_runtime.placement.placement import Placement
 from moe_runtime.placement.rebalance import check_replacement
+from moe_runtime.support.arguments import check_kind
 from moe_runtime.support.compiling import not_compiled
 
 transformers_registry.register()

@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch import nn
 
 from moe_runtime.checkpoints.loading import FRESH, QuantBuffers
-from moe_runtime.comm.arguments import check_integer, check_kind
 from moe_runtime.config import Auto, CombineFormatName, FormatName, MoELayerConfig, ParallelConfig, WeightFormatName
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.context.peers import abort_peers, abort_peers_on_error
@@ -46,6 +45,7 @@ from moe_runtime.integrations.layer_settings import (
 from moe_runtime.integrations.shared_tokens import gather_parts, part_of, run_in_steps, steps_for
 from moe_runtime.kernels.formats.number_formats import ceil_div
 from moe_runtime.layer import MoELayer
+from moe_runtime.support.arguments import check_integer, check_kind
 from moe_runtime.support.compiling import not_compiled
 
 NAME = "moe_runtime"

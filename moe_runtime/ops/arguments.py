@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from moe_runtime.comm.arguments import check_choice, check_is_tensor, check_no_grad, describe
 from moe_runtime.kernels.formats import scale_blocks
 from moe_runtime.kernels.formats.reference_quantize import raw_bits
 from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
+from moe_runtime.support.arguments import check_choice, check_is_tensor, check_no_grad, describe
 
 OUT_DTYPES_HALF = (torch.bfloat16, torch.float16)
 

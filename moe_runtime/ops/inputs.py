@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import torch
 
-from moe_runtime.comm.arguments import check_choice, check_is_tensor, check_no_grad, describe
 from moe_runtime.kernels.formats import reference_quantize as rq
 from moe_runtime.kernels.formats.number_formats import FP8_BLOCK, MXFP8, NVFP4, FormatCode, QuantizedRows, ceil_div
 from moe_runtime.kernels.formats.quantize import dequantize_rows, quantize_rows
 from moe_runtime.kernels.runtime import resolve_engine
 from moe_runtime.ops.arguments import check_device
+from moe_runtime.support.arguments import check_choice, check_is_tensor, check_no_grad, describe
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 

@@ -32,7 +32,6 @@ from collections.abc import Mapping
 
 import torch
 
-from moe_runtime.comm.arguments import check_apart, check_choice, check_is_tensor
 from moe_runtime.kernels.formats import scale_blocks
 from moe_runtime.kernels.formats.number_formats import FP8_BLOCK, MXFP8, NVFP4, ScaleLayout, align, ceil_div
 from moe_runtime.kernels.formats.quantize import dequantize_rows, quantize_rows
@@ -89,6 +88,7 @@ from moe_runtime.ops.scales import (
 )
 from moe_runtime.ops.token_format import NVFP4TokenFormat
 from moe_runtime.ops.weights import prepack_mxfp8, prepack_nvfp4, readable
+from moe_runtime.support.arguments import check_apart, check_choice, check_is_tensor
 
 __all__ = [
     "NVFP4TokenFormat",

@@ -12,12 +12,12 @@ from numbers import Integral
 
 import torch
 
-from moe_runtime.comm.arguments import check_choice, check_integer, describe
 from moe_runtime.kernels.formats import scale_blocks
 from moe_runtime.kernels.formats.number_formats import align, ceil_div
 from moe_runtime.kernels.formats.reference_quantize import copy_as, raw_bits
 from moe_runtime.kernels.formats.swizzle import swizzle_scales, unswizzle_scales
 from moe_runtime.ops.arguments import check_device
+from moe_runtime.support.arguments import check_choice, check_integer, describe
 
 Offsets = Sequence[int] | torch.Tensor
 MAX_BLOCKS = (2**31 - 1) // 128

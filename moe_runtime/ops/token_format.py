@@ -10,7 +10,6 @@ from types import EllipsisType
 
 import torch
 
-from moe_runtime.comm.arguments import check_elements_apart, check_integer, check_is_tensor, check_no_grad
 from moe_runtime.kernels.exchange.record import DEFAULT_ALIGNMENT, NO_EXPERT, check_alignment, check_top_k
 from moe_runtime.kernels.formats import scale_blocks
 from moe_runtime.kernels.formats.number_formats import (
@@ -25,6 +24,7 @@ from moe_runtime.kernels.formats.number_formats import (
 from moe_runtime.kernels.formats.quantize import check_gsf, quantize_rows
 from moe_runtime.kernels.formats.reference_quantize import copy_as, raw_bits
 from moe_runtime.ops.arguments import check_device
+from moe_runtime.support.arguments import check_elements_apart, check_integer, check_is_tensor, check_no_grad
 
 INTEGERS = (torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32, torch.int64)
 """Dtypes of indices that int64 holds."""

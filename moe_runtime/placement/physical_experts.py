@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import torch
 
-from moe_runtime.comm.arguments import check_is_tensor
 from moe_runtime.comm.errors import REFUSED_ID
 from moe_runtime.placement.placement import Placement
+from moe_runtime.support.arguments import check_is_tensor
 
 BUCKET_BITS = 10
 BUCKETS = 1 << BUCKET_BITS

@@ -17,10 +17,10 @@ from pathlib import Path
 
 import torch
 
-from moe_runtime.comm.arguments import check_integer, check_is_tensor, check_kind, describe, is_real
 from moe_runtime.comm.messages import unique_keys
 from moe_runtime.config import MAX_EXPERTS, PlacementConfig
 from moe_runtime.kernels.formats.number_formats import ceil_div
+from moe_runtime.support.arguments import check_integer, check_is_tensor, check_kind, describe, is_real
 from moe_runtime.support.regular_files import read_regular
 
 MAX_TEXT_LENGTH = 1 << 21

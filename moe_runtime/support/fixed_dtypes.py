@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from moe_runtime.comm.arguments import check_is_tensor
+from moe_runtime.support.arguments import check_is_tensor
 
 
 class FixedDtypes(nn.Module):

@@ -32,7 +32,7 @@ from moe_runtime.launch.benchmarks import (
 from moe_runtime.launch.benchmarks.show import show
 from moe_runtime.launch.benchmarks.torch_layer import Route, TorchLayer
 from moe_runtime.layer import MoELayer
-from moe_runtime.metrics import PhaseTimes, phase
+from moe_runtime.observation.phases import PhaseTimes, phase
 from moe_runtime.reference import moe_reference, relative_error
 from tests.support.exchange_data import RankInput, rank_input
 

@@ -23,7 +23,7 @@ from moe_runtime.comm.messages import text
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.layer import MoELayer
 from moe_runtime.placement.placement import Placement, plan_placement
-from moe_runtime.placement.refill import missing_experts, plan_copies, refill
+from moe_runtime.resilience.refill import missing_experts, plan_copies, refill
 from moe_runtime.virtual import VirtualRanks
 from tests.exchange.test_survivors import memberships, together
 from tests.support.comparison import assert_same_bits

@@ -14,18 +14,17 @@ import pytest
 import torch
 
 import moe_runtime
-from moe_runtime import kept_experts
-from moe_runtime.checkpoints import kept_files
+from moe_runtime.checkpoints import kept_experts, kept_files
 from moe_runtime.checkpoints.checkpoint import Checkpoint, write_qwen3_moe_checkpoint
 from moe_runtime.checkpoints.conversion import convert_checkpoint
+from moe_runtime.checkpoints.expert_loader import ExpertLoader
 from moe_runtime.checkpoints.files import SafetensorsFile
+from moe_runtime.checkpoints.kept_experts import load_kept
 from moe_runtime.checkpoints.kept_files import VARIABLE, Room, free_kept, kept_layers
 from moe_runtime.comm.errors import MoERuntimeError
 from moe_runtime.context.expert_parallel import ExpertParallelContext
-from moe_runtime.expert_loader import ExpertLoader
 from moe_runtime.expert_slots import tensors_of
 from moe_runtime.experts import Experts
-from moe_runtime.kept_experts import load_kept
 from moe_runtime.kernels.formats.number_formats import WEIGHT_FORMATS
 from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
 from moe_runtime.layer import MoELayer

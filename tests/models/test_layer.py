@@ -27,7 +27,7 @@ from moe_runtime.kernels.formats.number_formats import FORMATS
 from moe_runtime.kernels.formats.scale_blocks import expert_starts
 from moe_runtime.kernels.gemm.weights import ExpertWeights, GateUpOrder, SwiGLU
 from moe_runtime.layer import MoELayer
-from moe_runtime.metrics import PhaseTimes
+from moe_runtime.observation.phases import PhaseTimes
 from moe_runtime.reference import error_bound, moe_reference, relative_error
 from moe_runtime.virtual import VirtualRanks
 from tests.support.comparison import assert_same_bits

@@ -17,7 +17,7 @@ from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.dispatcher.handle import DispatchedTokens
 from moe_runtime.kernels.formats.scale_blocks import expert_starts
 from moe_runtime.layer import MoELayer
-from moe_runtime.metrics import PhaseTimes
+from moe_runtime.observation.phases import PhaseTimes
 from moe_runtime.virtual import VirtualRanks
 from tests.support.comparison import assert_same_bits
 from tests.support.exchange_data import EXPERTS, HIDDEN, TOKENS, TOP_K, config, rank_input

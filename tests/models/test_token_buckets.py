@@ -15,7 +15,7 @@ from moe_runtime.config import MoELayerConfig
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.kernels import nvrtc
 from moe_runtime.layer import MoELayer
-from moe_runtime.metrics import PhaseTimes
+from moe_runtime.observation.phases import PhaseTimes
 from moe_runtime.virtual import VirtualRanks, virtual_contexts
 from tests.support.comparison import assert_same_bits
 from tests.support.exchange_data import EXPERTS, HIDDEN, TOP_K, RankInput, config, placements, rank_input

@@ -29,7 +29,6 @@ from moe_runtime.config import (
     SharedExpertConfig,
 )
 from moe_runtime.context.expert_parallel import ExpertParallelContext
-from moe_runtime.counters import LayerCounters, LayerCounts
 from moe_runtime.dispatcher import CombineSink, DifferentiableDispatcher, TokenDispatcher
 from moe_runtime.experts import Experts
 from moe_runtime.integrations import ExpertParallel, apply_expert_parallel
@@ -39,6 +38,7 @@ from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
 from moe_runtime.kernels.gemm.weights import ExpertWeights, SwiGLU
 from moe_runtime.layer import MoELayer
+from moe_runtime.observation.counters import LayerCounters, LayerCounts
 from moe_runtime.placement import Placement
 from moe_runtime.router import Router
 from moe_runtime.virtual import VirtualRanks

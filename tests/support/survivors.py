@@ -190,7 +190,7 @@ def inputs(step: int, rank: int) -> Any:
 @functools.lru_cache(maxsize=256)
 def expected(world: int, replicas: int, members: tuple[int, ...], steps: int = STEPS) -> dict[tuple[int, int], bytes]:
     """The bytes of `y` by step and rank, of virtual ranks that are `members` from the start."""
-    from moe_runtime.placement.refill import refill
+    from moe_runtime.resilience.refill import refill
     from moe_runtime.virtual import VirtualRanks
 
     found = {}
@@ -381,12 +381,12 @@ def work(rank: int, job: Job, tell: Callable[[str], None], pipe: Connection, aga
 
 def announce_places(tell: Callable[[str], None]) -> None:
     """Have this process tell where it is in steps, in recoveries, and while experts move."""
-    from moe_runtime import layer_members
     from moe_runtime.comm.heaps.shared_heap import SharedHeap
-    from moe_runtime.comm.membership import Membership
     from moe_runtime.context.expert_parallel import ExpertParallelContext
     from moe_runtime.kernels.exchange import reference
     from moe_runtime.placement import migration
+    from moe_runtime.resilience import layer_members
+    from moe_runtime.resilience.membership import Membership
 
     signals_of, combine_send = reference._signals_of, reference.combine_send
     flagging = [False]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from moe_runtime.comm.arguments import (
+from moe_runtime.support.arguments import (
     check_device,
     check_flag,
     check_integer,

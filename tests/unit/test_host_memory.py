@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from moe_runtime.comm import host_memory
-from moe_runtime.comm.host_memory import memory_bytes
+from moe_runtime.support import host_memory
+from moe_runtime.support.host_memory import memory_bytes
 
 pytestmark = pytest.mark.cpu_only
 

@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 
-from moe_runtime.context.old_graphs import OldGraphs
+from moe_runtime.resilience.old_graphs import OldGraphs
 
 pytestmark = pytest.mark.cpu_only
 

@@ -10,7 +10,7 @@ import torch
 from moe_runtime.config import MoELayerConfig, SharedExpertConfig
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.layer import MoELayer
-from moe_runtime.metrics import PhaseTimes
+from moe_runtime.observation.phases import PhaseTimes
 from moe_runtime.shared_expert import SharedExpert
 from moe_runtime.virtual import VirtualRanks
 from tests.support.comparison import assert_same_bits

@@ -11,12 +11,12 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from moe_runtime.comm.arguments import check_device, check_integer, check_is_tensor, check_kind
 from moe_runtime.comm.hosts import Hosts
 from moe_runtime.config import MAX_EXPERTS
 from moe_runtime.kernels.exchange.geometry import ExchangeGeometry
 from moe_runtime.kernels.runtime import resolve_engine
 from moe_runtime.kernels.step_counts import HEAD, ROWS, SENT, STEPS, TOKENS, count_step
+from moe_runtime.support.arguments import check_device, check_integer, check_is_tensor, check_kind
 
 
 @dataclass(frozen=True)

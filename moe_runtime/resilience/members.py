@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from moe_runtime.comm.arguments import check_kind, describe
 from moe_runtime.comm.errors import PeerTimeoutError
-from moe_runtime.context.recovery import Recovery, is_recoverable
+from moe_runtime.resilience.recovery import Recovery, is_recoverable
+from moe_runtime.support.arguments import check_kind, describe
 
 
 class ContextMembers:

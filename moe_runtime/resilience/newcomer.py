@@ -7,10 +7,10 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from moe_runtime.comm.arguments import check_integer, check_kind
 from moe_runtime.comm.bootstrap import store_of_environment
-from moe_runtime.comm.membership import published
 from moe_runtime.comm.rank_group import RankGroup, unwrapped
+from moe_runtime.resilience.membership import published
+from moe_runtime.support.arguments import check_integer, check_kind
 
 
 def newcomers_group(rank: int | None, store: dist.Store | None, limit_s: float) -> tuple[RankGroup, dict[str, object]]:

@@ -14,9 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, TypeVar
 
 from moe_runtime.comm.errors import MoERuntimeError, PeerTimeoutError, Phase, RankRemovedError
-from moe_runtime.comm.membership import Membership
 from moe_runtime.comm.messages import Reader, integer, many_of, optional, row, text
 from moe_runtime.comm.rank_group import RankGroup
+from moe_runtime.resilience.membership import Membership
 
 _LOG = logging.getLogger(__name__)
 

@@ -17,12 +17,12 @@ from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.expert_slots import empty_slots, put, with_slots
 from moe_runtime.experts import Experts
 from moe_runtime.kernels.formats.scale_blocks import expert_starts
-from moe_runtime.lost_experts import LostExperts
 from moe_runtime.placement.migration import ExpertMover, move_experts
 from moe_runtime.placement.migration_plan import MigrationPlan, Round
 from moe_runtime.placement.physical_experts import SlotTable
 from moe_runtime.placement.placement import Placement
-from moe_runtime.placement.refill import missing_experts, plan_copies, refill
+from moe_runtime.resilience.lost_experts import LostExperts
+from moe_runtime.resilience.refill import missing_experts, plan_copies, refill
 
 _LOG = logging.getLogger(__name__)
 

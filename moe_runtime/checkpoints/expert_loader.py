@@ -9,11 +9,11 @@ import torch
 
 from moe_runtime.build import random_expert
 from moe_runtime.checkpoints.checkpoint import Checkpoint
+from moe_runtime.checkpoints.kept_experts import load_kept
 from moe_runtime.checkpoints.loading import FRESH, ExpertTensors, QuantBuffers, quantize_experts
 from moe_runtime.config import MoELayerConfig
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.experts import Experts, activation_of
-from moe_runtime.kept_experts import load_kept
 from moe_runtime.kernels.formats.number_formats import format_named
 from moe_runtime.kernels.gemm.prepacked import MAX_PREPACKED_EXPERTS
 from moe_runtime.post_expert_norm import PostExpertNorm
