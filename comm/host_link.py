@@ -23,7 +23,7 @@ from moe_runtime.comm.host_watch import HostWatch
 from moe_runtime.comm.hosts import Hosts
 from moe_runtime.comm.messages import hexadecimal
 from moe_runtime.comm.rank_group import ROLL_CALL_S, RankGroup
-from moe_runtime.resilience.suspects import Suspects
+from moe_runtime.comm.suspects import Suspects
 
 _KEY_BYTES = 8
 """Of the random key under which the ranks of a rail connect."""

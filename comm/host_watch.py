@@ -17,7 +17,7 @@ from collections.abc import Callable
 from moe_runtime.comm.errors import MoERuntimeError, PeerTimeoutError, Phase
 from moe_runtime.comm.hosts import Hosts
 from moe_runtime.comm.rank_group import RankGroup
-from moe_runtime.resilience.suspects import Suspects
+from moe_runtime.comm.suspects import Suspects
 
 _LOG = logging.getLogger(__name__)
 

@@ -1,7 +1,8 @@
 """Folder of compiled kernels, which are loaded into the GPU without a further look: nobody else may put one there.
 
 A file is used if its folder is trusted (`moe_runtime/support/trusted_folders.py`), it is a regular file that belongs to
-this user or to root, nobody else can write it, and its first 32 bytes are the SHA-256 of its name and of the bytes after them.
+this user or to root, nobody else can write it, and its first 32 bytes are the SHA-256 of its name and of the bytes
+after them.
 
 Anything else counts as missing and is not written either. The first case of each folder is logged as a warning.
 """

@@ -11,23 +11,25 @@ Layers, from the top. A module imports from its own layer or from those below it
     launch.common
     virtual, integrations
     layer, ops, checkpoints.conversion
-    layer_members, expert_loader
-    build, kept_experts, lost_experts, placement.rebalance, checkpoints.converted_experts, checkpoints.calibration
+    resilience.layer_members, checkpoints.expert_loader
+    build, resilience.lost_experts, placement.rebalance
+    checkpoints.kept_experts, checkpoints.converted_experts, checkpoints.calibration
     placement.migration
     expert_slots
     experts, placement.rail
     step, warming
     deep_ep
     dispatcher
-    context, checkpoints, router, shared_expert, post_expert_norm, counters, reference
+    context, resilience, checkpoints, router, shared_expert, post_expert_norm, observation, reference
     placement
-    config, metrics, support
+    config, observation.phases
     kernels.aot
     kernels.gemm, kernels.exchange, kernels.route, kernels.step_counts, kernels.clock
     kernels.formats, kernels.launch_order
     kernels
     comm.heaps, comm.transport
     comm
+    support
 """
 
 from __future__ import annotations
@@ -134,8 +136,8 @@ _MODULE_OF = {
     "FORMATS": "kernels.formats.number_formats",
     "GateUpOrder": "kernels.gemm.weights",
     "GroupedRows": "kernels.gemm.grouped_rows",
-    "LayerCounters": "counters",
-    "LayerCounts": "counters",
+    "LayerCounters": "observation.counters",
+    "LayerCounts": "observation.counters",
     "MoELayer": "layer",
     "MoELayerConfig": "config",
     "MoERuntimeError": "comm.errors",
@@ -160,7 +162,7 @@ _MODULE_OF = {
     "TokenFormat": "kernels.formats.number_formats",
     "apply_expert_parallel": "integrations.transformers",
     "dequantize_rows": "kernels.formats.quantize",
-    "imbalance": "counters",
+    "imbalance": "observation.counters",
     "init_from_env": "comm.bootstrap",
     "load_config": "config",
     "plan_placement": "placement.placement",

@@ -15,7 +15,7 @@ from moe_runtime.comm.errors import MoERuntimeError
 from moe_runtime.comm.host_watch import EXIT_CODE, HostWatch
 from moe_runtime.comm.hosts import Hosts
 from moe_runtime.comm.rank_group import RankGroup
-from moe_runtime.resilience.suspects import Suspects
+from moe_runtime.comm.suspects import Suspects
 from tests.support.pool import PATIENCE_S, Outcome, run_once
 
 pytestmark = pytest.mark.cpu_only

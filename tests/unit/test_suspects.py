@@ -6,7 +6,7 @@ import threading
 import time
 from types import SimpleNamespace
 
-from moe_runtime.resilience.suspects import Suspects
+from moe_runtime.comm.suspects import Suspects
 
 
 class Board:
