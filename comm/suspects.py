@@ -1,4 +1,4 @@
-"""Whom a rank waits for in vain may itself wait for another: who it is that has stopped.
+"""Follows timeouts to the rank that stopped: whom a rank waits for in vain may itself wait for another.
 
 Over several hosts a rank waits for ranks of its host and of its rail alone. All that wait for others give up at about
 the same time, and say in the store whom they missed. A rank that missed nobody is the one that does not answer.

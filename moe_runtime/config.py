@@ -104,7 +104,7 @@ def resolve_mode(
     return "gathered" if few or token_format != "fp8_block" else "contiguous"
 
 
-def _says_nothing(key: object, value: object) -> bool:
+def _is_unset(key: object, value: object) -> bool:
     """Whether a format is as if it were not given: `auto`, or no `weight_format`."""
     auto = isinstance(value, str) and value == "auto" and key in ("token_format", "weight_format")
     return auto or (key == "weight_format" and value is None)
@@ -300,7 +300,7 @@ class MoELayerConfig(_Model):
         """A `weight_format` of null is an absent one, and so is a format `auto`."""
         if not isinstance(data, Mapping):
             return data
-        return {key: value for key, value in data.items() if not _says_nothing(key, value)}
+        return {key: value for key, value in data.items() if not _is_unset(key, value)}
 
     @model_validator(mode="after")
     def _check(self) -> MoELayerConfig:

@@ -645,7 +645,7 @@ class MoELayer(nn.Module):
             raise ValueError(f"experts: no weights of layer {self.layer_id} are loaded; load them as the others did")
 
     def _present(self) -> list[list[int]] | None:
-        """As `Recovery` calls it: the experts of each rank of now; None while experts that died are loaded again."""
+        """As `Recovery` calls it: the experts of each current rank; None while experts that died are loaded again."""
         return self._members.present(self.placement) if self._members.lost is None else None
 
     def _take_as_present(self, members: tuple[int, ...], present: list[list[int]]) -> None:
@@ -653,7 +653,7 @@ class MoELayer(nn.Module):
         self._members.take_as_present(members, present)
 
     def _expect(self, members: tuple[int, ...]) -> dict[int, list[int]]:
-        """As `Recovery` calls it: count on these ranks, and tell what each rank of before holds."""
+        """As `Recovery` calls it: plan for these ranks, and tell what each previous rank holds."""
         return self._members.expect(members, self.placement)
 
     def _settle(self) -> None:

@@ -190,7 +190,7 @@ def one_host_results(machine: Machine) -> list[Result]:
                 continue
             formats = {key: result[key] for key in ("token_format", "weight_format", "combine_format")}
             config = MoELayerConfig.model_validate(sizes | formats | {"max_tokens_per_rank": tokens})
-            # Runs are older than the rule for `auto` of now.
+            # Runs are older than today's rule for `auto`.
             mode = OLD_MODES.get(result["mode"], result["mode"])
             parts = host_model.one_host_step(Deployment(config, 1, runs.ranks_of(report), mode), machine)
             of = {"dispatch": host_model.ONE_HOST_DISPATCH, "combine": host_model.ONE_HOST_COMBINE}

@@ -88,7 +88,7 @@ class ExpertParallelContext:
     Attributes:
         rank, world_size, device: as they are; after a death, of the ranks that are left, numbered anew.
         generation: how often the ranks have changed.
-        members: the numbers that the ranks of now had at the start.
+        members: original ids of the current ranks.
         recovery: what goes on after a death; None with `abort`, and on a single rank.
         heap: the memory of all ranks, with `link` that of the ranks of this host.
         link: the way between hosts; None where the heap has all ranks.
@@ -546,7 +546,7 @@ class ExpertParallelContext:
         self._failure, self.failed = None, False
 
     def _keep_for_old_graphs(self, *read: object) -> None:
-        """Keep what graphs of before a death still read: a replay of one must not reach freed memory."""
+        """Keep what graphs captured before a death still read: a replay of one must not reach freed memory."""
         self._old_graphs.keep(*read)
 
     def _end(self, error: Exception) -> None:

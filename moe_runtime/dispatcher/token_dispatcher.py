@@ -35,7 +35,7 @@ from moe_runtime.kernels.launch_order import IN_ORDER, LaunchOrder
 from moe_runtime.support.arguments import check_flag, check_integer, check_is_tensor, check_kind
 from moe_runtime.support.compiling import not_compiled
 
-NO_TOKEN = 16
+ROUTING_ONLY_HIDDEN = 16
 """Numbers of a token that carries its routing alone."""
 
 
@@ -619,14 +619,16 @@ class RoutingDispatcher(TokenDispatcher):
     def __init__(self, context: ExpertParallelContext, *, max_tokens_per_rank: int, **sizes: Any) -> None:
         super().__init__(
             context,
-            hidden_size=NO_TOKEN,
+            hidden_size=ROUTING_ONLY_HIDDEN,
             max_tokens_per_rank=max_tokens_per_rank,
             mode="gathered",
             kernel_prefix="combine_",
             agreed=True,
             **sizes,
         )
-        self._no_tokens = torch.zeros(max_tokens_per_rank, NO_TOKEN, dtype=torch.bfloat16, device=context.device)
+        self._no_tokens = torch.zeros(
+            max_tokens_per_rank, ROUTING_ONLY_HIDDEN, dtype=torch.bfloat16, device=context.device
+        )
 
     def send_routing(
         self,

@@ -2,7 +2,7 @@
 
 vLLM lets classes from outside replace its `PluggableLayer`s. `install` replaces `RoutedExperts`, which holds the
 routed experts of a MoE layer, by a subclass that differs in one method: the quantization method that vLLM chooses gets
-the members of `RunsExperts`. vLLM then creates and loads weights as ever. They are taken over in place of being
+the members of `RunsExperts`. vLLM then creates and loads weights by itself. They are taken over in place of being
 reordered for a kernel of vLLM. In each step the method gets vLLM's top-k, and returns results. Where ranks
 hold the same tokens, each computes its own experts for all of them, and vLLM sums the results.
 

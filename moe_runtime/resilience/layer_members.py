@@ -96,13 +96,13 @@ class LayerMembers:
             )
 
     def present(self, now: Placement | None) -> list[list[int]]:
-        """The experts that each rank of now holds for sure, slot by slot, with the placement `now`."""
+        """The experts that each current rank holds for sure, slot by slot, with the placement `now`."""
         if self._unsettled is not None:
             return self._unsettled
         return _held(now, self._num_experts, len(self._members)) if self.lost is None else self.lost.held
 
     def expect(self, members: tuple[int, ...], now: Placement | None) -> dict[int, list[int]]:
-        """Count on `members`, of whom some come back. Returns the experts of each rank of before, slot by slot.
+        """Plan for `members`, some of them rejoining. Returns the experts of each previous rank, slot by slot.
 
         Some ranks may have gone over to `members`, and others not, when another rank dies. Until `settle` all of them
         therefore count on what `held_by` says now, and not on more that they have got since.
@@ -186,7 +186,7 @@ class LayerMembers:
             experts: of this rank, before; none of them in a process that comes back.
             held: experts of each rank, those included that ranks which come back are to hold.
             placement: what all ranks hold then; None for `held`.
-            before: experts of each rank of before, by its number at the start.
+            before: experts of each previous rank, by its original id.
         """
         context, members = self._context, self._members
         wanted = _held(placement, self._num_experts, len(members))

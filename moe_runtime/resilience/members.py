@@ -27,7 +27,7 @@ class ContextMembers:
 
     @property
     def present(self) -> tuple[int, ...]:
-        """Those of now."""
+        """Ranks still in the group."""
         return self._all if self._recovery is None else self._recovery.membership.members
 
     @property

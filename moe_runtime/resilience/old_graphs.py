@@ -6,7 +6,7 @@ import torch
 
 
 class OldGraphs:
-    """What graphs of before a death still read and write; it is kept as long as this object.
+    """What graphs captured before a death still read and write; it is kept as long as this object.
 
     Args:
         device: of the context. On a CPU there are no graphs, and nothing is kept.
@@ -21,8 +21,8 @@ class OldGraphs:
         """Have replays of all graphs so far end at once.
 
         Args:
-            epoch: the context's of until now, int32 `[1]`, which a replay raises.
-            latch: the context's of until now: kernels that find it set end.
+            epoch: the context's previous one, int32 `[1]`, which a replay raises.
+            latch: the context's previous one: kernels that find it set end.
         """
         latch.fill_(1)
         if self._on_gpu:

@@ -63,13 +63,13 @@ class Follower(Protocol):
         """Raise `ValueError` if it is not ready to take part in steps."""
 
     def _present(self) -> Held | None:
-        """What each member of now holds; None while experts that died are loaded again."""
+        """What each current member holds; None while experts that died are loaded again."""
 
     def _take_as_present(self, members: tuple[int, ...], present: Held) -> None:
         """In a process that comes back: these are the members to whom it comes, and what they hold."""
 
     def _expect(self, members: tuple[int, ...]) -> Before:
-        """Count on these members, some of which come back. What each member of before holds, by its number."""
+        """Plan for these members, some of them rejoining. What each previous member holds, by its id."""
 
     def _follow_members(self, members: tuple[int, ...], before: Before | None) -> None:
         """Go over to them, when there is memory for them; `before` as of `_expect`, where some come back."""
@@ -343,7 +343,7 @@ class Recovery:
                 error = another  # Also of this rank, if it was stopped and the others go on already.
 
     def _go_over(self, members_before: tuple[int, ...]) -> None:
-        """Go over to memory of the members, from those of before."""
+        """Move to memory of the members, from that of the previous ones."""
         membership, followers = self.membership, self._followers
         before: list[Before] | None = None
         if not set(membership.members) <= set(members_before):

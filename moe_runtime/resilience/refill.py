@@ -1,6 +1,6 @@
 """Where experts go whose last slot is gone: survivors of a death get new slots for them.
 
-And how a rank that comes back gets its experts from those of before.
+And how a rank that rejoins gets its experts from the others.
 """
 
 from __future__ import annotations

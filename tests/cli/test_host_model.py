@@ -165,7 +165,7 @@ def test_fewer_slots_are_fewer_bytes_and_another_copy() -> None:
 
 
 def test_one_host_is_near_what_was_measured_there() -> None:
-    """Where bytes count, half to one and a half of it; dispatch of the older run has kernels of before."""
+    """Where bytes count, half to one and a half of it; dispatch of the older run has older kernels."""
     found = host_tables.one_host_results(MACHINE)
     assert {r["run"] for r in found} == set(host_tables.ONE_HOST)
     for result in found:

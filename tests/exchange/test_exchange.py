@@ -238,7 +238,7 @@ def test_ranks_may_run_different_engines(
 def test_scales_may_be_left_where_they_were_sent(
     token: str, max_tokens: int, device: torch.device, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The rows and scales that the references group, found by index; results come home as ever."""
+    """The rows and scales that the references group, found by index; results come home as always."""
     settings = {
         "hidden_size": 512,
         "num_experts": 7,

@@ -1,4 +1,4 @@
-"""Graphs of before a death: their kernels find the latch set, a replay is noticed, and what they read stays."""
+"""Graphs captured before a death: their kernels find the latch set, a replay is noticed, and what they read stays."""
 
 from __future__ import annotations
 
