@@ -9,7 +9,7 @@
 #   VENV             the environment, so that one of other versions can lie beside it
 #   GPU_TEST         options of pytest for gpu-test, such as GPU_TEST="-n 8 --dist worksteal"
 #
-# `make engine-test` has an environment of its own, .venv-engine, since vLLM pins other versions.
+# `make engine-test` has an environment of its own, .venv-engine, since vLLM and SGLang pin other versions.
 # `make gpu-test` and `make sanitize` install nothing; `make clean` removes both environments too.
 
 PYTHON ?= python3
@@ -82,8 +82,8 @@ test-engines: $(STAMP) ## transformers models, adapters of vLLM and SGLang
 test-tools: $(STAMP) ## programs, docs, packaging, import graph
 	$(PYTEST) tests/cli $(call unit,examples import_graph packaging readme subjects)
 
-# Its own conftest alone: that of the other tests sets up what vLLM must not have.
-engine-test: $(ENGINE_STAMP) ## the adapter inside vLLM on CPUs, installed into .venv-engine
+# Its own conftest alone: that of the other tests sets up what engines must not have.
+engine-test: $(ENGINE_STAMP) ## the adapters inside vLLM and SGLang on CPUs, installed into .venv-engine
 	$(ENGINE_VENV)/bin/python -m pytest tests/engine --confcutdir=tests/engine --timeout 900
 
 setup: $(STAMP) ## install into .venv

@@ -1,4 +1,4 @@
-"""SGLang's names for what `engine_layers` needs; written for the signatures of SGLang 0.5.23.
+"""SGLang's names for what `engine_layers` needs; run in SGLang 0.5.23 on CPUs.
 
 SGLang lets a plugin hook its functions. `install` hooks `create_moe_dispatcher`, which each MoE layer calls once, after
 it has created its weights and before they are loaded. The layer's quantization method gets the members of
@@ -7,7 +7,8 @@ it has created its weights and before they are loaded. The layer's quantization 
 Who sums results depends on `--moe-a2a-backend`:
 
 - `none`: all ranks of the expert-parallel group hold the same tokens, and SGLang sums their partial results later, in
-  one of several places. Each rank computes a part of the tokens here, and leaves the rows of the others 0.
+  one of several places. Each rank computes its own experts for all tokens here. Where a rank has fewer experts than a
+  token, each sends a part of the tokens, and leaves the rows of the others 0.
 - `flashinfer`: each rank has its own tokens, and SGLang expects complete results. Nothing of FlashInfer's exchange is
   used.
 """

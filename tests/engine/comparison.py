@@ -14,6 +14,9 @@ ON_TWO = ("qwen3", "deepseek_v3")
 CONTROL, FP8_CONTROL = 0.98, 0.7
 """Factors of results of the experts that comparisons must notice."""
 
+FP8_LIMIT = 0.1
+"""The most by which a model may differ whose tokens are rounded to FP8: 0.066 were seen."""
+
 
 def cases(models: Path, names: Sequence[str], *, factor: float = 1, **arguments: Any) -> list[Any]:
     """For `run_llms`, with these arguments of `LLM`. With another `factor` it is part of a case's name."""

@@ -1,4 +1,4 @@
-"""Processes of vLLM for tests: an environment of their own, a limit on their time, and none that is left."""
+"""Processes of engines for tests: an environment of their own, a limit on their time, and none that is left."""
 
 from __future__ import annotations
 
@@ -93,9 +93,30 @@ def run_llms(
     folder: Path, tag: str, cases: list[Any], adapter: str = "0", *, limit_s: float = 400
 ) -> tuple[dict[str, Any], str]:
     """What `run_llms.py` finds for `cases`, and its log."""
+    return run_job("run_llms.py", folder, tag, cases, environment(folder, adapter), limit_s)
+
+
+def run_sglang(folder: Path, tag: str, cases: list[Any], adapter: str = "0") -> tuple[dict[str, Any], str]:
+    """What `run_sglang.py` finds for `cases` with `MOE_RUNTIME_SGLANG` as `adapter`, and its log."""
+    own = {
+        "MOE_RUNTIME_SGLANG": adapter,
+        "PYTHONPATH": os.pathsep.join([str(HERE / "sglang_site"), str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "SGLANG_USE_CPU_ENGINE": "1",
+        # By default, ranks are as many as NUMA nodes at most.
+        "SGLANG_CPU_OMP_THREADS_BIND": "0|0",
+        # SGLang compiles GLM's top-k, which takes longer than all else.
+        "TORCHDYNAMO_DISABLE": "1",
+        "PYTHONWARNINGS": "ignore",
+    }
+    return run_job("run_sglang.py", folder, tag, cases, environment(folder, "0", own), 400)
+
+
+def run_job(
+    program: str, folder: Path, tag: str, cases: list[Any], env: Mapping[str, str], limit_s: float
+) -> tuple[dict[str, Any], str]:
+    """What a program of this folder finds for `cases`, and its log."""
     folder.mkdir(exist_ok=True)
     file, results = folder / f"{tag}.job.json", folder / f"{tag}.json"
     file.write_text(json.dumps({"cases": cases, "results": str(results)}))
-    env = environment(folder, adapter)
-    text = run_program([str(HERE / "run_llms.py"), str(file)], folder / f"{tag}.log", env, limit_s)
+    text = run_program([str(HERE / program), str(file)], folder / f"{tag}.log", env, limit_s)
     return json.loads(results.read_text()), text

@@ -12,13 +12,11 @@ from typing import Any
 
 import pytest
 
-from tests.engine.comparison import FP8_CONTROL, NAMES, ON_TWO, cases, difference
+from tests.engine.comparison import FP8_CONTROL, FP8_LIMIT, NAMES, ON_TWO, cases, difference
 from tests.engine.processes import run_llms
 
 EAGER: dict[str, Any] = {"enforce_eager": True}
 TWO = EAGER | {"tensor_parallel_size": 2}
-FP8_LIMIT = 0.1
-"""FP8 tokens are rounded: 0.065 were seen."""
 
 
 @pytest.mark.parametrize("name", NAMES)

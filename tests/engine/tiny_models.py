@@ -1,6 +1,7 @@
 """A program that writes tiny random checkpoints as transformers does: `python tiny_models.py FOLDER`.
 
 `qwen3_fp8` has the experts of `qwen3` in FP8 blocks, and `qwen3_rounded` what these say, in bf16. `dense` has none.
+A token of `qwen3_top6` has more experts than one rank of two.
 """
 
 from __future__ import annotations
@@ -34,6 +35,10 @@ LATENT = {"kv_lora_rank": 512, "q_lora_rank": 64, "qk_nope_head_dim": 32, "qk_ro
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3MoeConfig", {**HEADS, **EXPERTS, "num_experts": 8, "norm_topk_prob": True}),
+    "qwen3_top6": (
+        "Qwen3MoeConfig",
+        {**HEADS, **EXPERTS, "num_experts_per_tok": 6, "num_experts": 8, "norm_topk_prob": True},
+    ),
     "glm4": ("Glm4MoeConfig", {**HEADS, **EXPERTS, **SHARED, "n_group": 1, "topk_group": 1}),
     "gpt_oss": (
         "GptOssConfig",
