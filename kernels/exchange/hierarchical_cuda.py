@@ -347,7 +347,8 @@ def _aot_cases(fmt: str, archs: tuple[int, ...]) -> Iterator[CudaCase]:
                 continue
             copies, shared_bytes = {}, 0
             if kernel == "forward_send":
-                copies, shared_bytes = BULK_STORE, _shared_bytes(geometry)
+                copies = {arch: instruction for arch, instruction in BULK_STORE.items() if arch in archs}
+                shared_bytes = _shared_bytes(geometry)
             yield CudaCase(kernel, fmt, FILE, kernel, host_macros(geometry), archs, copies, shared_bytes)
 
 

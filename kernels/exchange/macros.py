@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -220,8 +220,16 @@ class _Cases:
     def sample(self, **sizes: Any) -> ExchangeGeometry:
         return sample_geometry(self.fmt, **sizes, **self.sm)
 
-    def case(self, file: str, kernel: str, defines: Defines, shared_bytes: int = 0, **more: Any) -> CudaCase:
-        return CudaCase(kernel, self.fmt, f"{file}.cu", kernel, defines, self.archs, shared_bytes=shared_bytes, **more)
+    def case(
+        self,
+        file: str,
+        kernel: str,
+        defines: Defines,
+        shared_bytes: int = 0,
+        instruction: Mapping[int, str] | None = None,
+    ) -> CudaCase:
+        wanted = {arch: found for arch, found in (instruction or {}).items() if arch in self.archs}
+        return CudaCase(kernel, self.fmt, f"{file}.cu", kernel, defines, self.archs, wanted, shared_bytes)
 
     def send(self, geometry: ExchangeGeometry, static_gsf: bool = False) -> CudaCase:
         defines = dispatch_macros(geometry, ids_64=True, static_gsf=static_gsf, await_ready=True)

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from moe_runtime.comm.heaps import nvshmem_world
 from moe_runtime.config import MoELayerConfig
 from moe_runtime.context.expert_parallel import ExpertParallelContext
-from moe_runtime.dispatcher.handle import DispatchedTokens, DispatchHandle
+from moe_runtime.dispatcher.handle import DispatchedTokens
 from moe_runtime.dispatcher.token_dispatcher import TokenDispatcher
 from moe_runtime.launch import soak
 from moe_runtime.launch.benchmarks.soak_steps import KINDS, StepPlan, expected_offsets, multiplying_experts
@@ -98,16 +98,11 @@ class Faulty(TokenDispatcher):
         super().__init__(*args, **kwargs)
         self.calls, self.done = -1, []
 
-    def dispatch_send(
-        self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, *, scales_in_record: bool = False
-    ) -> DispatchHandle:
+    def dispatch(self, x: torch.Tensor, *args: Any, **named: Any) -> DispatchedTokens:
         self.calls += 1
         if self.fault == "tokens change places" and self.calls in self.at:
             x = x.roll(1, 0)
-        return super().dispatch_send(x, topk_idx, topk_weights, scales_in_record=scales_in_record)
-
-    def dispatch_recv(self, handle: DispatchHandle) -> DispatchedTokens:
-        arrived = super().dispatch_recv(handle)
+        arrived = super().dispatch(x, *args, **named)
         if self.calls in self.at:
             total = int(arrived.group_offsets[-1])
             assert total > 0

@@ -205,11 +205,11 @@ def sizes_of_rank(rank: int, world: int, path: Path, ids: list[Any]) -> Any:
     for layer in parallel.layers:
         for size, dispatcher in layer.dispatchers.items():
 
-            def send(*args: Any, size: int = size, own: Any = dispatcher.dispatch_send, **named: Any) -> Any:
+            def send(*args: Any, size: int = size, own: Any = dispatcher._dispatch_send, **named: Any) -> Any:
                 taken.append(size)
                 return own(*args, **named)
 
-            dispatcher.dispatch_send = send
+            dispatcher._dispatch_send = send
     with parallel, parallel.join():
         answers = [model(x).logits for x in ids[rank]]
     return answers, expected, taken, len(parallel.layers)
