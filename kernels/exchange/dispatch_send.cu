@@ -190,6 +190,8 @@ extern "C" __global__ void __launch_bounds__(TEAM* TEAMS, MAX_THREADS / (TEAM * 
     for (int first = blockIdx.x * TEAMS; PER_TOKEN_FLAGS && !lost && first < num_tokens; first += gridDim.x * TEAMS)
       for (int token = first; token < min(first + TEAMS, num_tokens); ++token)
         if (lane < WORLD) store_relaxed(token_flag + token, epoch);
+    // One lane arrives for all: where the last block has raised the flags, a slot without its token flag counts as unused.
+    __syncwarp();
     bool last = false;
     if (lane == 0) last = last_to_arrive(counter);
     last = __any_sync(ALL, last);
