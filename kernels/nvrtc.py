@@ -269,11 +269,6 @@ def _early() -> Any:
     return attribute
 
 
-def raw_stream(index: int) -> int:
-    """The driver's handle of a GPU's current stream, without the object of `torch.cuda.current_stream`."""
-    return int(torch._C._cuda_getCurrentRawStream(index))
-
-
 @cache
 def _sms(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

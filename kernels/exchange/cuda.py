@@ -191,21 +191,7 @@ def dispatch_recv(
     buffers: RecvBuffers,
 ) -> None:
     """See `interface.ExchangeBackend`."""
-    _group(context, geometry, count_tag, handle_epoch, timeout_ns, buffers, early=_flags_come_last(context))
-
-
-def _group(
-    context: ExchangeMemory,
-    geometry: ExchangeGeometry,
-    count_tag: int,
-    handle_epoch: torch.Tensor,
-    timeout_ns: int,
-    buffers: RecvBuffers,
-    *,
-    early: bool,
-) -> None:
-    """`dispatch_recv`; `early` as for `_receive`."""
-    _receive(context, geometry, count_tag, handle_epoch, timeout_ns, buffers, early=early)
+    _receive(context, geometry, count_tag, handle_epoch, timeout_ns, buffers, early=_flags_come_last(context))
 
 
 def of_one_rank(geometry: ExchangeGeometry) -> OneRankKernels | None:
@@ -239,7 +225,7 @@ def dispatch_recv_padded(
     own_rows = out.rows.shape[2] == fmt.quant_bytes(geometry.hidden) and out.kind == wanted and not fmt.swizzled
     early = _flags_come_last(context) and not _flags_are_unordered(geometry)
     if plan.num_chunks > 1 or not own_rows:
-        _group(context, geometry, count_tag, handle_epoch, timeout_ns, buffers, early=early)
+        _receive(context, geometry, count_tag, handle_epoch, timeout_ns, buffers, early=early)
         found = buffers.row_index, buffers.positions, buffers.group_offsets, handle_epoch
         place_padded_rows(LandedTokens.of(context, geometry, *found), scales_at, out, statistics)
         return

@@ -347,8 +347,7 @@ def _aot_cases(fmt: str, archs: tuple[int, ...]) -> Iterator[CudaCase]:
                 continue
             copies, shared_bytes = {}, 0
             if kernel == "forward_send":
-                copies = {arch: instruction for arch, instruction in BULK_STORE.items() if arch in archs}
-                shared_bytes = _shared_bytes(geometry)
+                copies, shared_bytes = dict.fromkeys(archs, BULK_STORE), _shared_bytes(geometry)
             yield CudaCase(kernel, fmt, FILE, kernel, host_macros(geometry), archs, copies, shared_bytes)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -20,7 +20,7 @@ from moe_runtime.kernels.exchange.geometry import ExchangeGeometry, one_rank_geo
 from moe_runtime.kernels.exchange.plan import ONE_RANK_SUM_THREADS, required_plan
 from moe_runtime.kernels.formats.number_formats import COMBINE_FORMATS, FORMATS
 from moe_runtime.kernels.nvrtc import Defines
-from moe_runtime.kernels.runtime import ALL_ARCHS, SM_SHARED_BYTES_OF, CudaCase
+from moe_runtime.kernels.runtime import SM_SHARED_BYTES_OF, CudaCase
 
 MOST_LOOKED_AT = 16
 """Experts of a token up to which `combine_send` has registers for its routing in both halves."""
@@ -202,8 +202,9 @@ def one_rank_combine_macros(geometry: ExchangeGeometry, *, output_bf16: bool, ha
     )
 
 
-BULK_STORE = dict.fromkeys(ALL_ARCHS, r"cp\.async\.bulk\.global\.shared::cta\.bulk_group")
-BULK_LOAD = dict.fromkeys(ALL_ARCHS, r"cp\.async\.bulk\.shared::cluster\.global\.mbarrier::complete_tx::bytes")
+BULK_STORE = r"cp\.async\.bulk\.global\.shared::cta\.bulk_group"
+BULK_LOAD = r"cp\.async\.bulk\.shared::cluster\.global\.mbarrier::complete_tx::bytes"
+"""Instructions that a compiled kernel must have, as patterns."""
 
 
 @dataclass(frozen=True)
@@ -226,9 +227,9 @@ class _Cases:
         kernel: str,
         defines: Defines,
         shared_bytes: int = 0,
-        instruction: Mapping[int, str] | None = None,
+        instruction: str | None = None,
     ) -> CudaCase:
-        wanted = {arch: found for arch, found in (instruction or {}).items() if arch in self.archs}
+        wanted = {} if instruction is None else dict.fromkeys(self.archs, instruction)
         return CudaCase(kernel, self.fmt, f"{file}.cu", kernel, defines, self.archs, wanted, shared_bytes)
 
     def send(self, geometry: ExchangeGeometry, static_gsf: bool = False) -> CudaCase:
