@@ -18,6 +18,8 @@ from typing import Any
 
 PROMPTS = (1, 5, 17, 33, 64, 120, 240)
 """Lengths of the prompts, all of which are in one batch."""
+GPU_MEMORY_UTILIZATION = 0.2
+"""The share that vLLM asks to be free, since other tests may run there too."""
 
 
 def prompts() -> list[list[int]]:
@@ -42,9 +44,10 @@ def scaled(factor: float) -> Iterator[None]:
 
 
 def run(model: str, arguments: dict[str, Any]) -> list[float]:
+    import torch
     from vllm import LLM, SamplingParams
 
-    usual = {
+    usual: dict[str, Any] = {
         "dtype": "bfloat16",
         "max_model_len": 512,
         "max_num_batched_tokens": 512,
@@ -54,6 +57,8 @@ def run(model: str, arguments: dict[str, Any]) -> list[float]:
         "skip_tokenizer_init": True,
         "seed": 0,
     }
+    if torch.cuda.is_available():
+        usual["gpu_memory_utilization"] = GPU_MEMORY_UTILIZATION
     llm: Any = LLM(model=model, **usual | arguments)
     asked = SamplingParams(temperature=0.0, max_tokens=4, prompt_logprobs=1, ignore_eos=True, detokenize=False)
     answers = llm.generate([{"prompt_token_ids": ids} for ids in prompts()], asked, use_tqdm=False)

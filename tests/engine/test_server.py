@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.engine.processes import environment, session, started
-from tests.engine.run_llms import prompts
+from tests.engine.run_llms import GPU_MEMORY_UTILIZATION, prompts
 
 START_S, ANSWER_S, END_S = 300.0, 120.0, 120.0
 
@@ -60,7 +61,7 @@ def server(folder: Path, models: Path) -> Iterator[Server]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     model, log = str(models / "qwen3"), folder / "server.log"
-    options = {
+    options: dict[str, Any] = {
         "model": model,
         "host": "127.0.0.1",
         "port": port,
@@ -71,6 +72,8 @@ def server(folder: Path, models: Path) -> Iterator[Server]:
         "max-num-seqs": 16,
         "kv-cache-memory-bytes": 64 << 20,
     }
+    if torch.cuda.is_available():
+        options["gpu-memory-utilization"] = GPU_MEMORY_UTILIZATION
     command = ["-m", "vllm.entrypoints.openai.api_server", "--enable-expert-parallel", "--enforce-eager"]
     command += ["--no-enable-prefix-caching", *(f"--{key}={value}" for key, value in options.items())]
     env = environment(folder, "1", {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
