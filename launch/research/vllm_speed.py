@@ -22,10 +22,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from moe_runtime.launch.common import environment
 from moe_runtime.launch.research.vllm_models import SIZES, ModelSizes, write_model
@@ -147,8 +148,9 @@ def run_case(job: dict[str, Any]) -> dict[str, Any]:
     found["times"] = times
     for batch in batches:
         some, steps = prompts([PROMPT_TOKENS] * batch), job["steps"]
-        ask(llm, some, max_tokens=FIRST_STEPS)
         counts = FIRST_STEPS, FIRST_STEPS + steps
+        # The whole length: some kernels of vLLM are tuned when they first see one.
+        ask(llm, some, max_tokens=counts[1])
         short, long = zip(
             *([ask(llm, some, max_tokens=count)[0] for count in counts] for _ in range(job["repeats"])), strict=True
         )
@@ -194,15 +196,42 @@ def difference(first: list[float], other: list[float]) -> dict[str, float]:
     return {"mean": round(statistics.mean(apart), 5), "max": round(max(apart), 5)}
 
 
-def start_case(case: str, job: dict[str, Any], folder: Path, adapter: str, limit_s: float) -> dict[str, Any]:
+class Place(NamedTuple):
+    """Where a case runs that has others beside it."""
+
+    gpus: list[str]
+    cores: list[int]
+
+
+def places(counts: list[int]) -> list[Place]:
+    """GPUs for cases that take so many each, and as equal shares of the cores."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    gpus = given.split(",") if given else [str(each) for each in range(import_module("torch").cuda.device_count())]
+    if sum(counts) > len(gpus):
+        raise ValueError(f"--beside: expected cases with at most {len(gpus)} GPUs together, got {counts}")
+    cores = sorted(os.sched_getaffinity(0))
+    share, first, found = len(cores) // len(counts), 0, []
+    for place, count in enumerate(counts):
+        found.append(Place(gpus[first : first + count], cores[place * share : (place + 1) * share]))
+        first += count
+    return found
+
+
+def start_case(
+    case: str, job: dict[str, Any], folder: Path, adapter: str, limit_s: float, place: Place | None
+) -> dict[str, Any]:
     """What `run_case` finds in a process of its own, or why it found nothing."""
     env = QUIET | dict(os.environ) | {"MOE_RUNTIME_VLLM": adapter, "VLLM_CACHE_ROOT": str(folder / "cache")}
+    if place is not None:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(place.gpus)
     file, log = folder / f"{case}.json", folder / f"{case}.log"
     file.unlink(missing_ok=True)
     command = [sys.executable, "-m", "moe_runtime.launch.research.vllm_speed", "--run", json.dumps(job), str(file)]
     begun = time.perf_counter()
     with log.open("w") as output:
         process = subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        if place is not None:
+            os.sched_setaffinity(process.pid, place.cores)
         try:
             state = f"exit status {process.wait(limit_s)}"
         except subprocess.TimeoutExpired:
@@ -220,6 +249,8 @@ def start_case(case: str, job: dict[str, Any], folder: Path, adapter: str, limit
         if re.search(r"moe_runtime: \d|[Uu]sing .*(MoE|Moe|attention) |Model loading took|KV cache (size|memory)", line)
     ]
     result: dict[str, Any] = {"case": case, "seconds": round(time.perf_counter() - begun, 1), "log": said[:12]}
+    if place is not None:
+        result["beside_others"] = {"gpus": place.gpus, "cores": len(place.cores)}
     if file.exists():
         return result | json.loads(file.read_text())
     errors = [line for line in lines if re.search(r"Error\b|Exception", line)]
@@ -266,35 +297,42 @@ def run(options: argparse.Namespace) -> int:
             [sys.executable, "-m", "moe_runtime.launch.research.vllm_speed", "--write", *arguments], check=True
         )
         print(f"{model.name} written in {time.perf_counter() - begun:.1f} s", flush=True)
-    results: list[dict[str, Any]] = []
-    ends = time.monotonic() + options.limit
-    for case in cases:
-        left = ends - time.monotonic()
-        if left < 30:
-            print(f"== {case}: left out, {left:.0f} s are left", flush=True)
-            continue
-        job = {
+    jobs = [
+        {
             "model": str(model),
             "gpus": int(case.lstrip("aledoptrn")),
             "vocabulary": sizes.vocabulary,
             "mode": options.mode,
             "batches": options.batches,
             "profiled": options.profile,
-            "profile": str(folder / "profile"),
+            "profile": str(folder / f"profile_{case}"),
             "steps": options.steps,
             "repeats": options.repeats,
             "engine": options.engine,
         }
-        result = start_case(case, job, folder, options.settings if case.startswith("adapter") else "0", left)
-        probabilities = result.pop("logprobs", None)
-        first = next((each for each in results if "error" not in each), None)
-        if probabilities is not None:
-            if first is None:
-                compared = probabilities
-            else:
+        for case in cases
+    ]
+    where = places([job["gpus"] for job in jobs]) if options.beside else [None] * len(cases)
+    ends = time.monotonic() + options.limit
+
+    def start(case: str, job: dict[str, Any], place: Place | None) -> dict[str, Any]:
+        left = ends - time.monotonic()
+        if left < 30:
+            return {"case": case, "seconds": 0, "log": [], "error": f"left out, {left:.0f} s are left", "lines": []}
+        return start_case(case, job, folder, options.settings if case.startswith("adapter") else "0", left, place)
+
+    results: list[dict[str, Any]] = []
+    first: dict[str, Any] | None = None
+    compared: list[float] = []
+    with ThreadPoolExecutor(len(cases) if options.beside else 1) as pool:
+        for result in pool.map(start, cases, jobs, where):
+            probabilities = result.pop("logprobs", None)
+            if probabilities is not None and first is not None:
                 result["difference"] = difference(compared, probabilities)
-        show(result, first)
-        results.append(result)
+            show(result, first)
+            results.append(result)
+            if probabilities is not None and first is None:
+                first, compared = result, probabilities
     if options.json is not None:
         described = {"model": options.model, "format": options.format, "mode": options.mode, "sizes": asdict(sizes)}
         machine = environment.machine_record()
@@ -322,6 +360,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, help="instead of those of the model")
     parser.add_argument(
         "--cases", default="alone1,adapter1", metavar="NAMES", help="alone or adapter and GPUs, in order"
+    )
+    parser.add_argument(
+        "--beside", action="store_true", help="the cases at the same time, each with GPUs and cores of its own"
     )
     parser.add_argument("--mode", default="graphs", choices=list(MODES), help="how vLLM runs its steps")
     parser.add_argument(
