@@ -7,12 +7,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 NAMES = ("qwen3", "glm4", "gpt_oss", "deepseek_v3")
 ON_TWO = ("qwen3", "deepseek_v3")
 """Those that run on two ranks too: without and with a shared expert."""
 
-CONTROL, FP8_CONTROL = 0.98, 0.7
-"""Factors of results of the experts that comparisons must notice."""
+CONTROL, FP8_CONTROL = 0.96 if torch.cuda.is_available() else 0.98, 0.7
+"""Factors of results of the experts that comparisons must notice.
+
+On GPUs vLLM itself differs more than on CPUs: on H200s by 0.037 between eager and compiled mode, and by 0.020 between
+one GPU and two, where the adapter differed from it by 0.012.
+"""
 
 FP8_LIMIT = 0.1
 """The most by which a model may differ whose tokens are rounded to FP8: 0.066 were seen."""

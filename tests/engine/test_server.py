@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import statistics
@@ -29,12 +30,12 @@ class Server:
     def __init__(self, process: subprocess.Popen[Any], port: int, model: str, log: Path) -> None:
         self.process, self.url, self.model, self.log = process, f"http://127.0.0.1:{port}", model, log
 
-    def get(self, path: str, data: Any = None) -> tuple[int, str]:
+    def get(self, path: str, data: Any = None, limit_s: float = ANSWER_S) -> tuple[int, str]:
         """Status and text of an answer."""
         body = None if data is None else json.dumps(data).encode()
         request = urllib.request.Request(self.url + path, body, {"Content-Type": "application/json"})
         try:
-            with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
+            with urllib.request.urlopen(request, timeout=limit_s) as answer:
                 return answer.status, answer.read().decode()
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()
@@ -48,7 +49,7 @@ class Server:
         while time.monotonic() < ends:
             assert self.process.poll() is None, self.log.read_text()[-6000:]
             try:
-                if self.get("/health")[0] == 200:
+                if self.get("/health", limit_s=10)[0] == 200:
                     return
             except OSError:
                 time.sleep(0.5)
@@ -121,7 +122,7 @@ def test_a_prompt_that_is_too_long_ends_nothing(server: Server) -> None:
 
 def test_a_killed_rank_ends_the_server(server: Server) -> None:
     """A request that is under way is answered with an error, and no process is left."""
-    workers = [pid for pid in session(server.process.pid) if "EngineCore" in name_of(pid)]
+    workers = sorted({int(pid) for pid in re.findall(r"\(EngineCore_DP\d pid=(\d+)\)", server.log.read_text())})
     assert len(workers) == 2
     with ThreadPoolExecutor(1) as pool:
         under_way = pool.submit(server.ask, [5, 6, 7], max_tokens=500)

@@ -31,7 +31,8 @@ COMMON: dict[str, Any] = {
 HEADS = {"num_key_value_heads": 2, "head_dim": 64}
 EXPERTS = {"moe_intermediate_size": 128, "intermediate_size": 512, "num_experts_per_tok": 2}
 SHARED = {"n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 0}
-LATENT = {"kv_lora_rank": 512, "q_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 32}
+# The only sizes of latent attention that vLLM has kernels for on GPUs.
+LATENT = {"kv_lora_rank": 512, "q_lora_rank": 64, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3MoeConfig", {**HEADS, **EXPERTS, "num_experts": 8, "norm_topk_prob": True}),
