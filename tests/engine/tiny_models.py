@@ -51,7 +51,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             **EXPERTS,
             **SHARED,
             **LATENT,
-            "num_key_value_heads": 4,
+            # Few, since they are wide: the experts have to count beside them.
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
             "n_group": 2,
             "topk_group": 1,
             "topk_method": "noaux_tc",
@@ -65,7 +67,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 def write(name: str, folder: Path) -> None:
     torch.manual_seed(0)
     kind, fields = MODELS[name]
-    config = getattr(transformers, kind)(**COMMON, **fields)
+    config = getattr(transformers, kind)(**(COMMON | fields))
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     with torch.no_grad():
         # Larger than usual, so that every layer counts and log-probabilities differ.
