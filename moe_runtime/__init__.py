@@ -7,6 +7,7 @@ Layers, from the top. A module imports from its own layer or from those below it
     launch
     launch.research
     launch.report
+    launch.kernel_bench
     launch.benchmarks
     launch.common
     virtual, integrations

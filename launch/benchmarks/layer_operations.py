@@ -16,7 +16,7 @@ from moe_runtime.kernels.gemm.grouped_gemm import gemm_bytes, gemm_flops, groupe
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
 from moe_runtime.kernels.gemm.weights import ExpertWeights
-from moe_runtime.launch.benchmarks import bounds, checks, deep_ep_operations, gemm_peers, network, torch_layer
+from moe_runtime.launch.benchmarks import bounds, checks, deep_ep_operations, network, torch_layer
 from moe_runtime.launch.benchmarks.layer_bench import Bench, Measured, Work
 from moe_runtime.launch.benchmarks.timing import TOTAL, Lap, Step, copies_to_rotate
 from moe_runtime.launch.benchmarks.trace import record
@@ -172,7 +172,7 @@ def gemm(bench: Bench) -> None:
 def _add_grouped_mm(bench: Bench, name: str, counts: Sequence[int], n: int, k: int, work: Work) -> None:
     """Time torch's grouped GEMM of the same shapes in bf16, without activation or quantization."""
     device = bench.context.device
-    call = gemm_peers.bf16(counts, n, k, device, copies_to_rotate(device, 2 * len(counts) * n * k))
+    call = torch_layer.grouped_mm(counts, n, k, device, copies_to_rotate(device, 2 * len(counts) * n * k))
     measured = bench.time(lambda number, lap: call(number) if sum(counts) else None, [], capturable=True)
     bench.add(name, measured, TOTAL, replace(work, moved_bytes=None), None, "torch grouped_mm bf16")
 

@@ -13,13 +13,13 @@ import argparse
 import sys
 from pathlib import Path
 
-from moe_runtime.launch.benchmarks import runs
-from moe_runtime.launch.benchmarks.runs import Report, figures
-from moe_runtime.launch.benchmarks.show import show
+from moe_runtime.launch.benchmarks.show import Report
 from moe_runtime.launch.common import environment
-from moe_runtime.launch.report import pages
+from moe_runtime.launch.report import pages, runs
 from moe_runtime.launch.report.compare import compare, differences
 from moe_runtime.launch.report.plot import check_can_draw, draw, draw_roofline
+from moe_runtime.launch.report.runs import figures
+from moe_runtime.launch.report.show import show
 
 PAGE = Path(__file__).resolve().parents[1] / "results" / "README.md"
 

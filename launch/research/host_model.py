@@ -19,9 +19,10 @@ from moe_runtime.context.memory import layer_geometry
 from moe_runtime.kernels.exchange.hierarchical import HostGeometry
 from moe_runtime.kernels.formats.number_formats import BF16, FORMATS, weight_format_named
 from moe_runtime.kernels.gemm.grouped_gemm import gemm_bytes, gemm_flops
-from moe_runtime.launch.benchmarks import gemm_cases, link_rate
+from moe_runtime.launch.benchmarks import link_rate
 from moe_runtime.launch.benchmarks.checks import format_bytes
-from moe_runtime.launch.benchmarks.models_bench import Ceilings
+from moe_runtime.launch.kernel_bench import gemm_cases
+from moe_runtime.launch.kernel_bench.models_bench import Ceilings
 
 DISPATCH = ("pack", "network dispatch", "forward", "dispatch_recv")
 COMBINE = ("combine_send", "relay", "network combine", "total")

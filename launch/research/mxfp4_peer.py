@@ -26,10 +26,10 @@ from moe_runtime.kernels.gemm.grouped_gemm import gemm_flops, grouped_gemm
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
 from moe_runtime.kernels.gemm.weights import ExpertWeights
-from moe_runtime.launch.benchmarks.models_bench import TOKENS
 from moe_runtime.launch.benchmarks.timing import TOTAL, Lap, copies_to_rotate, measure, times_record
 from moe_runtime.launch.common import environment
 from moe_runtime.launch.common.cases import routing
+from moe_runtime.launch.kernel_bench.models_bench import TOKENS
 
 KIND = "mxfp4_peer"
 """`kind` of the JSON."""

@@ -40,8 +40,8 @@ done
     --steps "$STEPS" --json "$folder/few_sms.json"
 run trace "trace.json phases.json" "$most" bench layer "${over[@]}" --tokens $TOKENS --trace "$folder/trace.json" \
     --json "$folder/phases.json"
-run gemm gemm.json 1 bench gemm --steps "$STEPS" --json "$folder/gemm.json"
-run ops ops.json 1 bench ops --steps "$STEPS" --json "$folder/ops.json"
+run gemm gemm.json 1 kernel_bench gemm --steps "$STEPS" --json "$folder/gemm.json"
+run ops ops.json 1 kernel_bench ops --steps "$STEPS" --json "$folder/ops.json"
 plotted=(); for file in "$folder"/layer_*.json "$folder/phases.json" "$folder/gemm.json"; do
   [ -f "$file" ] && plotted+=("$file"); done
 run plot "" 1 report plot "${plotted[@]}" --folder "$folder"

@@ -209,5 +209,3 @@ def test_ranks_are_taken_for_those_of_hosts() -> None:
 def test_one_rank_is_no_two_hosts(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.main(["--hosts", "2"]) == 2
     assert "--hosts: expected a divisor of 1 ranks, got 2" in capsys.readouterr().err
-    assert bench.main(["gemm", "--hosts", "2"]) == 2
-    assert "--hosts: gemm takes it together with --config only" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The cases of `bench gemm`: sizes, formats, how rows fall on groups, and what each case should reach.
+"""The cases of `kernel_bench gemm`: sizes, formats, how rows fall on groups, and what each case should reach.
 
 A case is one product of the reference model (H = 7168, I = 2048), or both with SwiGLU and requantization between, of
 the experts of one rank. The ceilings were measured on one H200 (torch 2.11, CUDA 13.0): dense products of torch with

@@ -1,4 +1,4 @@
-"""The kernels under compute-sanitizer: `python -m moe_runtime.launch.sanitize` (`make sanitize`) on a GPU.
+"""The kernels under compute-sanitizer: `python -m moe_runtime.launch.research.sanitize` (`make sanitize`) on a GPU.
 
 Small cases of every kernel of the grouped GEMM that the GPU runs, in both regimes, of what quantizes and swizzles their
 operands, and of the exchange between two virtual ranks: steps of a layer, with an expert id out of range at the end,
@@ -44,10 +44,10 @@ from moe_runtime.kernels.gemm import plan
 from moe_runtime.kernels.gemm.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
 from moe_runtime.kernels.gemm.plan import DequantOverlap
 from moe_runtime.kernels.gemm.weights import SILU
-from moe_runtime.launch.benchmarks.gemm_cases import GemmCase
-from moe_runtime.launch.benchmarks.gemm_data import make_rows, make_weights
 from moe_runtime.launch.common import cases as random_cases
 from moe_runtime.launch.common import environment
+from moe_runtime.launch.kernel_bench.gemm_cases import GemmCase
+from moe_runtime.launch.kernel_bench.gemm_data import make_rows, make_weights
 from moe_runtime.layer import MoELayer
 from moe_runtime.virtual import VirtualRanks, virtual_contexts
 
@@ -312,7 +312,7 @@ def check(tool: str, engine: str, chosen: Sequence[str], seconds: float) -> dict
     if tool == "memcheck":
         # cuda-bindings asks for functions that an older driver does not have.
         command += ["--report-api-errors", "no"]
-    command += [sys.executable, "-m", "moe_runtime.launch.sanitize", "--run", engine, "--only", *chosen]
+    command += [sys.executable, "-m", "moe_runtime.launch.research.sanitize", "--run", engine, "--only", *chosen]
     start = time.perf_counter()
     # A session of its own: where only the tool is ended, the program that it ran goes on.
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True) as run:
@@ -393,7 +393,9 @@ def work(options: argparse.Namespace) -> int:
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line; the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m moe_runtime.launch.sanitize", description="compute-sanitizer.")
+    parser = argparse.ArgumentParser(
+        prog="python -m moe_runtime.launch.research.sanitize", description="compute-sanitizer."
+    )
     environment.add_json_option(parser)
     parser.add_argument("--cases", metavar="REGEX", help="only cases with such a name")
     parser.add_argument("--seconds", type=float, default=600, help="bound of one tool's run")

@@ -1,4 +1,4 @@
-"""`bench gemm` without `--config`: checks, then times the cases of `gemm_cases.py` on one GPU.
+"""`kernel_bench gemm`: checks, then times the cases of `gemm_cases.py` on one GPU.
 
 Each case is checked on the buffers that are then timed (`gemm_check.py`); a case that fails is not timed. Timed are
 `grouped_gemm_swiglu` and `grouped_gemm` with everything that they launch, in CUDA graphs whose steps use copies of
@@ -23,12 +23,19 @@ from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
 from moe_runtime.kernels.gemm.weights import SILU
 from moe_runtime.kernels.runtime import has_nvrtc
 from moe_runtime.launch.benchmarks.checks import Check
-from moe_runtime.launch.benchmarks.gemm_cases import CASES, CEILINGS, GemmCase, Goal, Product
-from moe_runtime.launch.benchmarks.gemm_check import Sample, check_gated, check_plain, poisoned_memory
-from moe_runtime.launch.benchmarks.gemm_data import Weights, clone_rows, make_rows, make_weights, num_copies, row_bytes
-from moe_runtime.launch.benchmarks.gemm_peers import Peers
 from moe_runtime.launch.benchmarks.timing import TOTAL, Lap, Timing, measure, times_record
 from moe_runtime.launch.common import environment
+from moe_runtime.launch.kernel_bench.gemm_cases import CASES, CEILINGS, GemmCase, Goal, Product
+from moe_runtime.launch.kernel_bench.gemm_check import Sample, check_gated, check_plain, poisoned_memory
+from moe_runtime.launch.kernel_bench.gemm_data import (
+    Weights,
+    clone_rows,
+    make_rows,
+    make_weights,
+    num_copies,
+    row_bytes,
+)
+from moe_runtime.launch.kernel_bench.gemm_peers import Peers
 
 KIND = "gemm"
 """`kind` of the JSON."""

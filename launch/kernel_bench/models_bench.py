@@ -1,4 +1,4 @@
-"""`bench models`: a layer of the sizes of published models in every pair of formats, beside torch, on one GPU.
+"""`kernel_bench models`: a layer of the sizes of published models in every pair of formats, beside torch, on one GPU.
 
 It looks for sizes, formats and numbers of tokens at which a layer is slower than plain torch, or far from the least
 time that its bytes and operations take. All experts of a layer are on one rank. Every row is checked as `bench layer`
@@ -259,7 +259,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         record, results = environment.environment_record(context), list[dict[str, Any]]()
         engine, ceilings = context.engine, measured_ceilings(context, options.steps)
     gc.freeze()  # whoever captures a graph collects garbage, and need not look at what is there by now
-    for model, pairs in with_progress(chosen.items(), "bench models", len(chosen)):
+    for model, pairs in with_progress(chosen.items(), "kernel_bench models", len(chosen)):
         for result in run_model(model, pairs, tokens, engine, options.steps, ceilings):
             results.append(result)
             checks = [result.get(key) for result in results for key in ("check", "torch_check")]

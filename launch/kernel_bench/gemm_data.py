@@ -19,8 +19,8 @@ from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
 from moe_runtime.kernels.gemm.weights import ExpertWeights
 from moe_runtime.kernels.runtime import resolve_engine
-from moe_runtime.launch.benchmarks.gemm_cases import RANKS, TOP_K, GemmCase, Product
 from moe_runtime.launch.benchmarks.timing import copies_to_rotate
+from moe_runtime.launch.kernel_bench.gemm_cases import RANKS, TOP_K, GemmCase, Product
 from moe_runtime.ops import pack_dense_128
 
 Weights = ExpertWeights | PrepackedWeights

@@ -24,8 +24,8 @@ from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
 from moe_runtime.kernels.gemm.weights import SILU
 from moe_runtime.launch.benchmarks.checks import FP32_GAIN, Check, ungrouped
-from moe_runtime.launch.benchmarks.fp8_bound import fp8_mma_slack
-from moe_runtime.launch.benchmarks.gemm_data import Weights
+from moe_runtime.launch.kernel_bench.fp8_bound import fp8_mma_slack
+from moe_runtime.launch.kernel_bench.gemm_data import Weights
 
 SAMPLE = 32
 """Rows of a group that are compared: first, last, and others at random."""
