@@ -587,8 +587,7 @@ class MoELayer(nn.Module):
                 self.context.check_peers()
                 return
             for arguments in self._warm_up_steps():
-                step = partial(self._unobserved_step, arguments)
-                recovery.run(step, partial(_itself, step), counted=False)
+                recovery.run(partial(self._unobserved_step, arguments), counted=False)
             self.context.check()
 
     def _unobserved_step(self, arguments: WarmUpStep) -> None:
@@ -704,7 +703,3 @@ class MoELayer(nn.Module):
             f"weight_format={config.weight_format}, combine_format={config.combine_format}, "
             f"rank={self.context.rank} of {self.context.world_size}"
         )
-
-
-def _itself(step: Callable[[], None]) -> Callable[[], None]:
-    return step

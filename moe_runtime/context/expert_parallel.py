@@ -41,7 +41,6 @@ from moe_runtime.context.transport import Transport, check_heap, check_survivabl
 from moe_runtime.kernels.exchange.interface import ExchangeMemory
 from moe_runtime.kernels.exchange.plan import exchange_engine
 from moe_runtime.kernels.runtime import resolve_engine
-from moe_runtime.resilience.members import ContextMembers
 from moe_runtime.resilience.membership import Membership
 from moe_runtime.resilience.newcomer import newcomers_group
 from moe_runtime.resilience.old_graphs import OldGraphs
@@ -210,16 +209,18 @@ class ExpertParallelContext:
             self.recovery = Recovery(Membership(self.group), self._renew, self._end, self.timeout_s)
             agree = {"on_failure": on_failure, "lost_experts": lost_experts, "transport": self.transport}
             self.register(agree=agree, about="context")
-        self._ranks = ContextMembers(self.world_size, self.recovery)
+        self._everyone = tuple(range(self.world_size))
+        self._others_agreed: dict[str, object] | None = None
 
     @property
     def members(self) -> tuple[int, ...]:
-        return self._ranks.present
+        return self._everyone if self.recovery is None else self.recovery.membership.members
 
     @property
     def rank_states(self) -> dict[int, str]:
         """`in` or `out`, for each rank by its number at the start."""
-        return self._ranks.states
+        everyone = self._everyone if self.recovery is None else self.recovery.membership.everyone
+        return {rank: "in" if rank in self.members else "out" for rank in everyone}
 
     @property
     def steps_done(self) -> int:
@@ -242,7 +243,7 @@ class ExpertParallelContext:
     @property
     def joins(self) -> bool:
         """Whether this process is still to take the place of a rank (`rejoin`). Its experts come from the others."""
-        return self._ranks.others_agreed is not None
+        return self._others_agreed is not None
 
     @property
     def memory(self) -> ExchangeMemory:
@@ -338,7 +339,7 @@ class ExpertParallelContext:
             on_failure="continue",
             lost_experts=lost_experts,
         )
-        context._ranks.others_agreed = agreed
+        context._others_agreed = agreed
         return context
 
     def allocate(self) -> None:
@@ -350,7 +351,7 @@ class ExpertParallelContext:
         self._check_usable()
         if self.allocated and self._agreement.complete:
             return
-        if self._ranks.others_agreed is not None:
+        if self.joins:
             self._join()
             return
         self.compare()
@@ -369,8 +370,8 @@ class ExpertParallelContext:
         waits for nobody.
         """
         self._raise_failure()
-        if self._ranks.others_agreed is not None:
-            self._ranks.check_agrees(self._agreed, so_far=True)
+        if self._others_agreed is not None:
+            self._agreement.check_joins(self._agreed, self._others_agreed, so_far=True)
             return
         with self._fails_for_good():
             self._agreement.compare(self.group, self._regions.sizes)
@@ -382,11 +383,13 @@ class ExpertParallelContext:
 
     def _join(self) -> None:
         """`allocate()` of a process that takes the place of a rank that is out."""
-        self._ranks.check_agrees(self._agreed)
+        assert self.recovery is not None and self._others_agreed is not None
+        self._agreement.check_joins(self._agreed, self._others_agreed)
         try:
             with torch.inference_mode(False):
                 self._regions.reserve(self.heap)
-                self._ranks.join(self.startup_timeout_s)
+                self.recovery.join(self.startup_timeout_s)
+            self._others_agreed = None
         except BaseException as error:
             # The others go on without this rank. They would all end if it told them that it gives up.
             known = error if isinstance(error, Exception) else None
@@ -409,7 +412,7 @@ class ExpertParallelContext:
         Raises as a step.
         """
         self.check()
-        return self._ranks.admit(self.timeout_s, self.check_peers)
+        return () if self.recovery is None else self.recovery.admit(self.timeout_s, self.check_peers)
 
     def release(self, ranks: Sequence[int]) -> None:
         """Between two steps: go on without `ranks`, which may end then. Collective, also for those.
@@ -425,9 +428,15 @@ class ExpertParallelContext:
             ExpertsLostError: experts that only these ranks hold cannot be loaded; nothing has changed.
             MoERuntimeError: as a step.
         """
-        self._ranks.check_release(ranks, self.transport if self.heap.kept_by_survivors else None)
+        if self.recovery is None:
+            raise ValueError("on_failure: expected a context of several ranks with on_failure='continue' for release")
+        if self.heap.kept_by_survivors:
+            raise ValueError(
+                f"ranks: none can leave in order with transport={self.transport!r}, whose memory stays shared"
+            )
+        self.recovery.check_release(ranks)
         self.check()
-        self._ranks.release(ranks, self.timeout_s, self.check_peers)
+        self.recovery.release(ranks, self.timeout_s, self.check_peers)
 
     def recover(self, replays: int = 0) -> int:
         """After `PeerTimeoutError` of a graph's replay: go on with the ranks that are left. Collective for all of them.
@@ -446,7 +455,11 @@ class ExpertParallelContext:
             MoERuntimeError: as a step.
         """
         check_integer("replays", replays, 0, 2**62)
-        return self._ranks.recover(self._failure, replays, self.timeout_s, self._raise_failure)
+        recovery, failure = self.recovery, self._failure
+        if recovery is None or not isinstance(failure, PeerTimeoutError) or not is_recoverable(failure):
+            raise ValueError("recover: expected a context with on_failure='continue' that misses a rank in a step")
+        recovery.recover(failure)
+        return -recovery.most("recover", -replays, self.timeout_s, self._raise_failure)
 
     @contextmanager
     def _fails_for_good(self) -> Iterator[None]:

@@ -397,7 +397,7 @@ class TokenDispatcher:
             if self._routing_only is not None:
                 handle.topk_idx, handle.topk_weights = topk_idx.clone(), topk_weights.clone()
         tokens = x, topk_idx.contiguous(), topk_weights.contiguous(), self._gsf if gsf is None else gsf
-        exchange.dispatch_send(handle, *tokens)
+        exchange.dispatch_send(handle, tokens)
         return handle
 
     @by_one_thread

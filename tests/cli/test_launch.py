@@ -17,13 +17,14 @@ import torch
 import yaml
 
 from moe_runtime.checkpoints.calibration import Calibration
-from moe_runtime.checkpoints.checkpoint import Checkpoint, write_qwen3_moe_checkpoint
+from moe_runtime.checkpoints.checkpoint import Checkpoint
 from moe_runtime.checkpoints.conversion import convert_checkpoint
 from moe_runtime.config import MoELayerConfig, load_config
 from moe_runtime.kernels.formats.number_formats import FORMATS, ceil_div
 from moe_runtime.launch import bench, run
 from moe_runtime.launch.benchmarks import checks, layer_bench, layer_report, torch_layer
 from moe_runtime.launch.common import cases, environment
+from moe_runtime.launch.common.qwen3_checkpoint import write_qwen3_moe_checkpoint
 from moe_runtime.placement.placement import Placement
 from tests.support.programs import ROOT, without_interpreter
 from tests.support.spawner import interpreter
