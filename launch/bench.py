@@ -16,12 +16,12 @@ from rich.console import Console
 
 from moe_runtime.build import context_from_config
 from moe_runtime.config import CombineFormatName, FormatName, MoELayerConfig, RunConfig
-from moe_runtime.launch.benchmarks import layer_operations, link_rate, network
+from moe_runtime.launch.benchmarks import deep_ep_operations, layer_operations, link_rate, network
 from moe_runtime.launch.benchmarks.layer_bench import Baselines, Bench, Settings
 from moe_runtime.launch.benchmarks.layer_report import make_report
 from moe_runtime.launch.benchmarks.show import show
 from moe_runtime.launch.benchmarks.trace import TraceFile
-from moe_runtime.launch.common import cases, environment
+from moe_runtime.launch.common import cases, draws, environment
 from moe_runtime.layer import MoELayer
 from moe_runtime.support.progress import with_progress
 
@@ -98,10 +98,26 @@ def _bench_format(
         layers = [first, *(_sharing(first, MoELayer(config.replace(**each), context)) for each in changes[1:])]
         turns = [(layer, routing) for layer in layers for routing in options.routing]
         for layer, routing in with_progress(turns, f"bench {config.token_format}", len(turns), shown=context.rank == 0):
-            results += layer_operations.run(Bench(layer, run, routing, settings, baselines))
+            results += _results(Bench(layer, run, routing, settings, baselines))
         record = environment.environment_record(context) if context.rank == 0 else {}
         environment.barrier(context, "end")
     return results, record, config
+
+
+def _results(bench: Bench) -> list[dict[str, Any]]:
+    """Those of the operations that are asked for. Collective."""
+    wanted = set(bench.settings.operations)
+    if wanted & {"dispatch", "combine"}:
+        layer_operations.exchange(bench)
+    if "low_latency" in wanted:
+        deep_ep_operations.low_latency(bench)
+    if "normal" in wanted:
+        deep_ep_operations.normal(bench)
+    if "gemm" in wanted:
+        layer_operations.gemm(bench)
+    if "layer" in wanted:
+        layer_operations.whole_layer(bench)
+    return bench.results
 
 
 def _sharing(first: MoELayer, layer: MoELayer) -> MoELayer:
@@ -124,7 +140,7 @@ def main(arguments: list[str] | None = None) -> int:
     formats = "each in turn, instead of the config's"
     parser.add_argument("--combine-format", nargs="+", choices=get_args(CombineFormatName), help=formats)
     routing = "who chooses the experts, each in turn (default: uniform)"
-    parser.add_argument("--routing", nargs="+", choices=cases.ROUTINGS, help=routing)
+    parser.add_argument("--routing", nargs="+", choices=draws.ROUTINGS, help=routing)
     parser.add_argument("--num-sms", type=int, metavar="N", help="of the exchange, instead of the config's")
     parser.add_argument("--steps", type=int, default=20, metavar="N", help="timed iterations (default: 20)")
     checked = "tokens of each rank that the check of the layer compares"

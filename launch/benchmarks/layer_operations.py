@@ -6,7 +6,6 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,28 +15,12 @@ from moe_runtime.kernels.gemm.grouped_gemm import gemm_bytes, gemm_flops, groupe
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
 from moe_runtime.kernels.gemm.weights import ExpertWeights
-from moe_runtime.launch.benchmarks import bounds, checks, deep_ep_operations, network, torch_layer
+from moe_runtime.launch.benchmarks import bounds, checks, network, torch_layer
 from moe_runtime.launch.benchmarks.layer_bench import Bench, Measured, Work
 from moe_runtime.launch.benchmarks.timing import TOTAL, Lap, Step, copies_to_rotate
 from moe_runtime.launch.benchmarks.trace import record
 from moe_runtime.launch.common import cases, environment
 from moe_runtime.reference import relative_error
-
-
-def run(bench: Bench) -> list[dict[str, Any]]:
-    """Do what the settings ask for; the results. Collective."""
-    wanted = bench.settings.operations
-    if {"dispatch", "combine"} & set(wanted):
-        exchange(bench)
-    if "low_latency" in wanted:
-        deep_ep_operations.low_latency(bench)
-    if "normal" in wanted:
-        deep_ep_operations.normal(bench)
-    if "gemm" in wanted:
-        gemm(bench)
-    if "layer" in wanted:
-        whole_layer(bench)
-    return bench.results
 
 
 def exchange(bench: Bench) -> None:

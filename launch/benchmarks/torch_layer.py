@@ -20,11 +20,11 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
+from moe_runtime.checkpoints.loading import ExpertTensors
 from moe_runtime.checkpoints.readers import dense
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.kernels.gemm.activation import activate
 from moe_runtime.kernels.gemm.weights import SILU, Activation
-from moe_runtime.launch.common.cases import ExpertSource
 from moe_runtime.reference import FUNCTION_GAINS, rounding_error
 
 NAME = "torch all_to_all_single + grouped_mm bf16"
@@ -95,7 +95,7 @@ class TorchLayer:
 
     def __init__(
         self,
-        experts: ExpertSource,
+        experts: Callable[[int], ExpertTensors],
         local: Sequence[int],
         hidden: int,
         intermediate: int,

@@ -25,7 +25,8 @@ from moe_runtime.kernels.runtime import has_nvrtc
 from moe_runtime.launch.benchmarks.checks import Check
 from moe_runtime.launch.benchmarks.timing import TOTAL, Lap, Timing, measure, times_record
 from moe_runtime.launch.common import environment
-from moe_runtime.launch.kernel_bench.gemm_cases import CASES, CEILINGS, GemmCase, Goal, Product
+from moe_runtime.launch.kernel_bench.ceilings import CEILINGS
+from moe_runtime.launch.kernel_bench.gemm_cases import CASES, GemmCase, Goal, Product
 from moe_runtime.launch.kernel_bench.gemm_check import Sample, check_gated, check_plain, poisoned_memory
 from moe_runtime.launch.kernel_bench.gemm_data import (
     Weights,

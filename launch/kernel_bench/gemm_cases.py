@@ -1,8 +1,7 @@
 """The cases of `kernel_bench gemm`: sizes, formats, how rows fall on groups, and what each case should reach.
 
 A case is one product of the reference model (H = 7168, I = 2048), or both with SwiGLU and requantization between, of
-the experts of one rank. The ceilings were measured on one H200 (torch 2.11, CUDA 13.0): dense products of torch with
-8192 x 8192 x 8192, and a copy that reads and writes memory.
+the experts of one rank.
 """
 
 from __future__ import annotations
@@ -15,20 +14,8 @@ import torch
 from moe_runtime.kernels.formats.number_formats import FORMATS, TokenFormat, weight_format_named
 from moe_runtime.kernels.gemm.grouped_gemm import gemm_bytes, gemm_flops
 from moe_runtime.launch.benchmarks.checks import format_bytes
-from moe_runtime.launch.common.cases import routing
-
-MEMORY_TB_PER_S = 4.30
-BF16_TFLOP_PER_S = 773.0
-FP8_TFLOP_PER_S = 1437.0
-MEASURED_GPU = "NVIDIA H200"
-
-CEILINGS = {
-    "memory_tb_per_s": MEMORY_TB_PER_S,
-    "bf16_tflop_per_s": BF16_TFLOP_PER_S,
-    "fp8_tflop_per_s": FP8_TFLOP_PER_S,
-    "gpu": MEASURED_GPU,
-}
-"""What floors count with, for JSON; `gpu` is the one that it was measured on."""
+from moe_runtime.launch.common.draws import routing
+from moe_runtime.launch.kernel_bench.ceilings import BF16_TFLOP_PER_S, FP8_TFLOP_PER_S, MEMORY_TB_PER_S
 
 RANKS, TOP_K = 8, 8
 """Of the layer that `uniform` and `layer` routing belong to."""

@@ -29,6 +29,7 @@ from moe_runtime.launch.benchmarks.layer_bench import Baselines, Bench, Settings
 from moe_runtime.launch.benchmarks.layer_report import OURS
 from moe_runtime.launch.benchmarks.timing import TOTAL, Lap, measure
 from moe_runtime.launch.common import environment
+from moe_runtime.launch.kernel_bench.ceilings import Ceilings
 from moe_runtime.layer import MoELayer
 from moe_runtime.support.progress import with_progress
 
@@ -42,9 +43,6 @@ ROUTING = "uniform"
 
 PAIRS = tuple((weights, tokens) for weights in WEIGHT_FORMATS for tokens in token_formats_for(weights))
 """`(weight_format, token_format)` that a layer accepts."""
-
-FP8_PAIRS = (("fp8_block", "fp8_block"),)
-"""Pairs that are multiplied at the rate of FP8; the others are dequantized to bf16."""
 
 
 @dataclass(frozen=True)
@@ -101,28 +99,6 @@ def cases() -> Iterator[tuple[Model, str, str]]:
 def name_of(model: Model, weights: str, tokens: str) -> str:
     """What `--cases` selects by: `DeepSeek-V3 nvfp4 x bf16`, weights first."""
     return f"{model.name} {weights} x {tokens}"
-
-
-@dataclass(frozen=True)
-class Ceilings:
-    """What floors count with; None on a CPU.
-
-    Attributes:
-        memory_tb_per_s: what the clock and the width of the GPU's memory allow.
-        bf16_tflop_per_s, fp8_tflop_per_s: of torch's dense products of 8192 x 8192 x 8192, timed in the same run.
-    """
-
-    memory_tb_per_s: float | None = None
-    bf16_tflop_per_s: float | None = None
-    fp8_tflop_per_s: float | None = None
-
-    def floor_us(self, pair: tuple[str, str], moved_bytes: float, flops: float) -> tuple[float | None, str | None]:
-        """The least time of a layer, and which of `memory` and `compute` bounds it."""
-        rate = self.fp8_tflop_per_s if pair in FP8_PAIRS else self.bf16_tflop_per_s
-        if rate is None or self.memory_tb_per_s is None:
-            return None, None
-        memory, compute = moved_bytes / self.memory_tb_per_s * 1e-6, flops / rate * 1e-6
-        return (memory, "memory") if memory >= compute else (compute, "compute")
 
 
 def measured_ceilings(context: ExpertParallelContext, iterations: int) -> Ceilings:
@@ -198,7 +174,8 @@ def run_model(
                 layer.experts = experts
                 settings = Settings(["layer"], iterations, with_torch=count not in torch_layers, sustained=False)
                 bench = Bench(layer, run, ROUTING, settings, baselines)
-                results = {result["implementation"]: result for result in layer_operations.run(bench)}
+                layer_operations.whole_layer(bench)
+                results = {result["implementation"]: result for result in bench.results}
                 ours = results.pop(OURS)
                 for baseline in results.values():
                     torch_layers[count] = baseline

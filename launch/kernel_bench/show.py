@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 
 from moe_runtime.launch.benchmarks.show import Report, Result, print_table, say, shown_us, times_of, where
-from moe_runtime.launch.kernel_bench.gemm_cases import MEASURED_GPU
+from moe_runtime.launch.kernel_bench.ceilings import MEASURED_GPU
 
 GEMM_COLUMNS = (
     *("case", "rows", "us (sustained)", "floor us", "of floor", "TFLOP/s", "TB/s", "goal"),

@@ -12,12 +12,12 @@ from moe_runtime.launch.benchmarks import link_rate
 from moe_runtime.launch.benchmarks.layer_report import KEY, LOW_LATENCY_KIND, NORMAL_KIND, OURS, PHASES_KIND
 from moe_runtime.launch.benchmarks.show import Report, Result, gpu_of
 from moe_runtime.launch.common import environment
-from moe_runtime.launch.kernel_bench import gemm_bench, models_bench, ops_bench, ops_check
 
 LAYER = "layer"
 """The kind of a run of `bench` over a config; its JSON has no `kind`."""
-PHASES, GEMM, OPERATIONS, CHECKED, LINKS = PHASES_KIND, gemm_bench.KIND, ops_bench.KIND, ops_check.KIND, link_rate.KIND
-MODELS = models_bench.KIND
+PHASES, LINKS = PHASES_KIND, link_rate.KIND
+GEMM, OPERATIONS, CHECKED, MODELS = "gemm", "operations", "operations_checked", "models"
+"""Those of `kernel_bench`."""
 LOW_LATENCY, NORMAL = LOW_LATENCY_KIND, NORMAL_KIND
 LOADING = "loading"
 

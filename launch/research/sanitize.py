@@ -44,8 +44,8 @@ from moe_runtime.kernels.gemm import plan
 from moe_runtime.kernels.gemm.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
 from moe_runtime.kernels.gemm.plan import DequantOverlap
 from moe_runtime.kernels.gemm.weights import SILU
-from moe_runtime.launch.common import cases as random_cases
-from moe_runtime.launch.common import environment
+from moe_runtime.launch.common import draws, environment
+from moe_runtime.launch.common.cases import step_inputs
 from moe_runtime.launch.kernel_bench.gemm_cases import GemmCase
 from moe_runtime.launch.kernel_bench.gemm_data import make_rows, make_weights
 from moe_runtime.layer import MoELayer
@@ -184,7 +184,7 @@ def run_exchange(name: str, engine: str, device: str = "cuda") -> None:
     with VirtualRanks(config, EXCHANGES[name].get("ranks", RANKS), load, device=device, engine=engine) as ranks:
         for step in range(3):
             steps = [
-                random_cases.step_inputs(layer, "zipf", SEED, rank, step, config.max_tokens_per_rank - rank)
+                step_inputs(layer, "zipf", SEED, rank, step, config.max_tokens_per_rank - rank)
                 for rank, layer in enumerate(ranks.layers)
             ]
             xs, routing = [x for x, _, _ in steps], [(idx, weights) for _, idx, weights in steps]
@@ -223,8 +223,8 @@ def run_again(name: str, engine: str, device: str = "cuda") -> None:
         place, geometry = contexts[0].device, dispatchers[0].geometry
         steps = [
             (
-                random_cases.tokens(SEED, rank, 0, tokens - rank, geometry.hidden, place),
-                *random_cases.routing("zipf", SEED, rank, 0, tokens - rank, experts, top_k, place),
+                draws.tokens(SEED, rank, 0, tokens - rank, geometry.hidden, place),
+                *draws.routing("zipf", SEED, rank, 0, tokens - rank, experts, top_k, place),
             )
             for rank in range(RANKS)
         ]

@@ -10,7 +10,8 @@ import pytest
 
 from moe_runtime.launch.kernel_bench import __main__ as bench
 from moe_runtime.launch.kernel_bench import models_bench
-from moe_runtime.launch.kernel_bench.models_bench import Ceilings, Model
+from moe_runtime.launch.kernel_bench.ceilings import Ceilings
+from moe_runtime.launch.kernel_bench.models_bench import Model
 
 
 def test_every_pair_has_a_row_per_number_of_tokens(tmp_path: Path) -> None:
