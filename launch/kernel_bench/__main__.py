@@ -23,7 +23,7 @@ from moe_runtime.kernels.runtime import ENGINES
 from moe_runtime.launch.common import environment
 from moe_runtime.launch.kernel_bench import gemm_bench, models_bench, ops_bench, ops_check
 from moe_runtime.launch.kernel_bench.ops_table import print_operations
-from moe_runtime.launch.kernel_bench.show import show_gemm, show_models, show_operations
+from moe_runtime.launch.kernel_bench.show import show_gemm, show_models, show_operations, wide_console
 
 OPERATIONS_RUN = Path(__file__).resolve().parents[1] / "results" / "ops_h200.json"
 """The committed run of `kernel_bench ops`."""
@@ -56,7 +56,7 @@ def bench(part: str, options: argparse.Namespace) -> int:
     run, show = PARTS[part]
     environment.check_folder("--json", options.json)
     report = run(options)
-    show(report, environment.wide_console())
+    show(report, wide_console())
     return int(not report["passed"])
 
 

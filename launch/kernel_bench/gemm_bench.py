@@ -37,6 +37,7 @@ from moe_runtime.launch.kernel_bench.gemm_data import (
     row_bytes,
 )
 from moe_runtime.launch.kernel_bench.gemm_peers import Peers
+from moe_runtime.launch.kernel_bench.options import chosen_cases
 
 KIND = "gemm"
 """`kind` of the JSON."""
@@ -227,7 +228,7 @@ def _met(result: dict[str, Any], goal: Goal, by_name: dict[str, dict[str, Any]])
 
 def select(pattern: str | None) -> tuple[GemmCase, ...]:
     """The cases in whose names the regular expression is found. Raises `ValueError` where there is none."""
-    chosen = environment.chosen_cases([case.name for case in CASES], pattern)
+    chosen = chosen_cases([case.name for case in CASES], pattern)
     return tuple(case for case in CASES if case.name in chosen)
 
 

@@ -30,6 +30,7 @@ from moe_runtime.launch.benchmarks.layer_report import OURS
 from moe_runtime.launch.benchmarks.timing import TOTAL, Lap, measure
 from moe_runtime.launch.common import environment
 from moe_runtime.launch.kernel_bench.ceilings import Ceilings
+from moe_runtime.launch.kernel_bench.options import chosen_cases
 from moe_runtime.layer import MoELayer
 from moe_runtime.support.progress import with_progress
 
@@ -210,7 +211,7 @@ def _record(
 
 def select(pattern: str | None) -> dict[Model, list[tuple[str, str]]]:
     """Pairs of the models in whose names the regular expression is found. Raises `ValueError` where there is none."""
-    chosen = environment.chosen_cases([name_of(*case) for case in cases()], pattern)
+    chosen = chosen_cases([name_of(*case) for case in cases()], pattern)
     found: dict[Model, list[tuple[str, str]]] = {}
     for model, weights, tokens in cases():
         if name_of(model, weights, tokens) in chosen:

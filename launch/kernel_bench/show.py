@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from rich.console import Console
 
 from moe_runtime.launch.benchmarks.show import Report, Result, print_table, say, shown_us, times_of, where
@@ -108,3 +110,8 @@ def _optional(value: float | None, shape: str) -> str:
 def verdict(met: bool | None) -> str:
     """How a goal or a rule came out, in a word."""
     return {True: "met", False: "missed", None: "unknown"}[met]
+
+
+def wide_console(columns: int = 200) -> Console:
+    """For a wide table: as wide as the terminal, or so many columns where there is none."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() else columns)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from moe_runtime.launch.benchmarks.show import Report
 from moe_runtime.launch.common import environment
+from moe_runtime.launch.kernel_bench.show import wide_console
 from moe_runtime.launch.report import pages, runs
 from moe_runtime.launch.report.compare import compare, differences
 from moe_runtime.launch.report.plot import check_can_draw, draw, draw_roofline
@@ -28,13 +29,13 @@ def show_run(options: argparse.Namespace) -> int:
     """Print the tables of a run."""
     report = runs.read(options.run)
     with environment.reading(options.run, "a run"):
-        show(report, environment.wide_console())
+        show(report, wide_console())
     return 0
 
 
 def compare_runs(options: argparse.Namespace) -> int:
     """1 if a time of the second run is outside the spread of the first."""
-    return int(not compare(_with_times(options.a), _with_times(options.b), environment.wide_console()))
+    return int(not compare(_with_times(options.a), _with_times(options.b), wide_console()))
 
 
 def _with_times(file: Path) -> Report:

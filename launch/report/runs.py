@@ -8,14 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from moe_runtime.launch.benchmarks import link_rate
 from moe_runtime.launch.benchmarks.layer_report import KEY, LOW_LATENCY_KIND, NORMAL_KIND, OURS, PHASES_KIND
 from moe_runtime.launch.benchmarks.show import Report, Result, gpu_of
 from moe_runtime.launch.common import environment
 
 LAYER = "layer"
 """The kind of a run of `bench` over a config; its JSON has no `kind`."""
-PHASES, LINKS = PHASES_KIND, link_rate.KIND
+PHASES, LINKS = PHASES_KIND, "links"
 GEMM, OPERATIONS, CHECKED, MODELS = "gemm", "operations", "operations_checked", "models"
 """Those of `kernel_bench`."""
 LOW_LATENCY, NORMAL = LOW_LATENCY_KIND, NORMAL_KIND

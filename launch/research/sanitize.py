@@ -48,6 +48,7 @@ from moe_runtime.launch.common import draws, environment
 from moe_runtime.launch.common.cases import step_inputs
 from moe_runtime.launch.kernel_bench.gemm_cases import GemmCase
 from moe_runtime.launch.kernel_bench.gemm_data import make_rows, make_weights
+from moe_runtime.launch.kernel_bench.options import chosen_cases
 from moe_runtime.layer import MoELayer
 from moe_runtime.virtual import VirtualRanks, virtual_contexts
 
@@ -357,7 +358,7 @@ def together(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def work(options: argparse.Namespace) -> int:
     """Run, print and write; 1 if something is reported."""
-    chosen = environment.chosen_cases(options.only or names(), options.cases)
+    chosen = chosen_cases(options.only or names(), options.cases)
     if options.run is not None:
         run_cases(options.run, chosen)
         return 0

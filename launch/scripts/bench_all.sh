@@ -28,7 +28,9 @@ run() {  # name of the part, files that it writes (removed before), ranks, progr
 }
 
 ((most == 1)) || run links links.json "$most" research.link_bench --json "$folder/links.json"
-links=(); [ -f "$folder/links.json" ] && links=(--links "$folder/links.json")
+best='import json, sys; print(max(result["gb_per_s"] for result in json.load(open(sys.argv[1]))["results"]))'
+links=(); [ -f "$folder/links.json" ] &&
+  links=(--link-gb-per-s "$("${PYTHON:-python3}" -c "$best" "$folder/links.json")")
 over=(--config "$CONFIG" --formats $FORMATS "${links[@]}")
 for n in $(tr ' ' '\n' <<< "$RANKS" | tac); do
   operations=(dispatch combine layer); ((n == 1)) && operations=(layer)

@@ -50,6 +50,13 @@ class QuantBuffer:
         self._count = count
         self._given = 0
 
+    @classmethod
+    def over(cls, quants: torch.Tensor) -> QuantBuffer:
+        """One that is `quants` `[E, N, K]`: what a reader leaves there needs no copy."""
+        buffer = cls(quants.shape[0])
+        buffer.tensor = quants.detach()
+        return buffer
+
     def __call__(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         if self.tensor is None:
             self.tensor = populated(_fresh(self._count, *shape, dtype=dtype))

@@ -498,19 +498,18 @@ class ExpertParallelContext:
                 self.heap,
                 self.half_bytes,
                 self.signals_layout,
-                self.signal_pointers,
-                self.token_flags_pointers,
-                self.landing_pointers,
-                self.combine_pointers,
-                self.epoch,
-                self.error,
-                self.latch,
-                self.counters,
+                *self._step_memory,
             )
         self.allocated = True
         if self.rank == 0:
             sizes = self.world_size, self.transport, self.engine, self.reserved_bytes
             _LOG.info("%d rank(s): transport %s, engine %s, %d bytes reserved on each", *sizes)
+
+    @property
+    def _step_memory(self) -> tuple[torch.Tensor, ...]:
+        """What kernels read and write besides the regions, in the order of `ExchangeMemory`."""
+        pointers = self.signal_pointers, self.token_flags_pointers, self.landing_pointers, self.combine_pointers
+        return *pointers, self.epoch, self.error, self.latch, self.counters
 
     def _point_at_peers(self) -> None:
         """Views of and pointers to the memory of the heap, which is allocated."""
@@ -539,15 +538,7 @@ class ExpertParallelContext:
         heap = self.heap._of_survivors(members, group, generation)
         if self.allocated:
             self._old_graphs.end(self.epoch, self.latch)
-            self._keep_for_old_graphs(
-                self.error,
-                self.counters,
-                self.signals,
-                self.signal_pointers,
-                self.token_flags_pointers,
-                self.landing_pointers,
-                self.combine_pointers,
-            )
+            self._keep_for_old_graphs(self.signals, *self._step_memory)
         group.timeout_s = self.startup_timeout_s
         self.heap, self.group, self.rank, self.world_size = heap, group, heap.rank, heap.world_size
         self.signals_layout = SignalLayout(heap.world_size)
