@@ -74,7 +74,7 @@ def moe_reference(
 ) -> torch.Tensor:
     """`y[t] = sum over k of topk_weights[t, k] * down[e] @ act(gate_up[e] @ x[t])`, `e = topk_idx[t, k]`.
 
-    Both products add their bias, if given. A `norm` follows the second one. Operands are converted to float64, one
+    Both GEMMs add their bias, if given. A `norm` follows the second one. Operands are converted to float64, one
     expert at a time.
 
     Args:

@@ -1,6 +1,6 @@
 """Rates that no kernel exceeds, with which floors count.
 
-The constants were measured on one H200 (torch 2.11, CUDA 13.0): dense products of torch with 8192 x 8192 x 8192, and a
+The constants were measured on one H200 (torch 2.11, CUDA 13.0): dense GEMMs of torch with 8192 x 8192 x 8192, and a
 copy that reads and writes memory.
 """
 
@@ -31,7 +31,7 @@ class Ceilings:
 
     Attributes:
         memory_tb_per_s: what the clock and the width of the GPU's memory allow.
-        bf16_tflop_per_s, fp8_tflop_per_s: of torch's dense products of 8192 x 8192 x 8192, timed in the same run.
+        bf16_tflop_per_s, fp8_tflop_per_s: of torch's dense GEMMs of 8192 x 8192 x 8192, timed in the same run.
     """
 
     memory_tb_per_s: float | None = None

@@ -114,7 +114,7 @@ class Runner:
         return record
 
     def _rotated_weights(self, case: GemmCase, rng: torch.Generator) -> dict[Product, list[Weights]]:
-        """Copies of the weights of each product, at least enough to keep all of them out of the cache."""
+        """Copies of the weights of each GEMM, at least enough to keep all of them out of the cache."""
         key = (case.format, case.groups, case.product, case.hidden, case.intermediate)
         if any(other[0] != case.format for other in self._weights):
             self._weights.clear()
@@ -135,9 +135,9 @@ class Runner:
         copies: dict[Product, list[Weights]],
         out: torch.Tensor,
     ) -> tuple[list[Check], GroupedRows | None]:
-        """Checks of the first copies, and that the others give the same bits; what lies between the products.
+        """Checks of the first copies, and that the others give the same bits; what lies between the GEMMs.
 
-        The first product is checked as it is stored, the second with what a layer gives it.
+        The first GEMM is checked as it is stored, the second with what a layer gives it.
         """
         rows, engine = inputs[0], self.engine
         sample = Sample.draw(rows, self.seed)

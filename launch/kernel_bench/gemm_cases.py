@@ -1,6 +1,6 @@
 """The cases of `kernel_bench gemm`: sizes, formats, how rows fall on groups, and what each case should reach.
 
-A case is one product of the reference model (H = 7168, I = 2048), or both with SwiGLU and requantization between, of
+A case is one GEMM of the reference model (H = 7168, I = 2048), or both with SwiGLU and requantization between, of
 the experts of one rank.
 """
 
@@ -58,7 +58,7 @@ class Goal:
 
 @dataclass(frozen=True)
 class Product:
-    """One grouped product of a case: `[rows, k]` times `[groups, n, k]`, results of `out_bytes` bytes per row."""
+    """One grouped GEMM of a case: `[rows, k]` times `[groups, n, k]`, results of `out_bytes` bytes per row."""
 
     name: str
     n: int
@@ -72,10 +72,10 @@ class GemmCase:
 
     Attributes:
         name: unique; what `--cases` selects by.
-        format: of rows and what lies between the products, and of weights but for `weights`.
+        format: of rows and what lies between the GEMMs, and of weights but for `weights`.
         groups: experts, one group each.
         rows: rows of a group, on average.
-        product: `gate_up` (a plain product with the `[2I, H]` weight), `down` (`[H, I]`) or `both` with SwiGLU between.
+        product: `gate_up` (a plain GEMM with the `[2I, H]` weight), `down` (`[H, I]`) or `both` with SwiGLU between.
         routing: one of `ROUTINGS`.
         goals: what it should reach; none for a case that others are compared with.
         hidden, intermediate: `H` and `I`.
@@ -134,7 +134,7 @@ class GemmCase:
         return torch.cat(parts)
 
     def floors_us(self, sizes: Sequence[int]) -> list[tuple[float, str]]:
-        """`(microseconds, "memory" or "compute")` of each product: least time by bytes or by operations."""
+        """`(microseconds, "memory" or "compute")` of each GEMM: least time by bytes or by operations."""
         ceiling = BF16_TFLOP_PER_S if self.format != "fp8_block" else FP8_TFLOP_PER_S
         floors = []
         for product in self.products:
@@ -144,7 +144,7 @@ class GemmCase:
         return floors
 
     def moved_bytes(self, product: Product, sizes: Sequence[int]) -> int:
-        """Least bytes of a product: rows, weights of groups that have rows, results, each once."""
+        """Least bytes of a GEMM: rows, weights of groups that have rows, results, each once."""
         return gemm_bytes(
             sum(sizes),
             product.n,
@@ -156,7 +156,7 @@ class GemmCase:
         )
 
     def flops(self, sizes: Sequence[int]) -> int:
-        """Operations of all products."""
+        """Operations of all GEMMs."""
         return sum(gemm_flops(sum(sizes), product.n, product.k) for product in self.products)
 
     def small(self) -> GemmCase:
@@ -181,7 +181,7 @@ FP8_PEER = "torch scaled_grouped_mm fp8 rowwise"
 
 
 def _each(name: str, fmt: str, groups: int, rows: int, goals: tuple[Goal, Goal]) -> list[GemmCase]:
-    """The two products, each by itself."""
+    """The two GEMMs, each by itself."""
     return [
         GemmCase(f"{name} {product}", fmt, groups, rows, product, goals=(goal,))
         for product, goal in zip(("gate_up", "down"), goals, strict=True)

@@ -1,6 +1,6 @@
-"""Checks of grouped products: a sample of their rows is compared with float64 products of the same operands.
+"""Checks of grouped GEMMs: a sample of their rows is compared with float64 GEMMs of the same operands.
 
-A plain product: `|error| <= 2^-8 |c| + g`, where `g` is `ceil(K/16) 2^-23 sum |a| |b|`, more for FP8 MMA on Hopper
+A plain GEMM: `|error| <= 2^-8 |c| + g`, where `g` is `ceil(K/16) 2^-23 sum |a| |b|`, more for FP8 MMA on Hopper
 (`fp8_bound.py`). `silu(gate) * up`, requantized: half a step of its format, and what the errors `g` of gate and up may
 change, `1.1 |up| g_gate + |silu(gate)| g_up` since `|silu'| <= 1.1`. All other rows must be written, and rows that no
 group owns must not.

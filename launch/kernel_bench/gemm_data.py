@@ -27,7 +27,7 @@ Weights = ExpertWeights | PrepackedWeights
 
 
 def make_rows(case: GemmCase, seed: int, rng: torch.Generator, engine: str) -> GroupedRows:
-    """Rows of the case's first product, normal with variance 1, on the device of `rng`.
+    """Rows of the case's first GEMM, normal with variance 1, on the device of `rng`.
 
     With `layer` routing they lie as dispatch leaves them: one row for each token that has an expert here, found through
     `row_index`, and a capacity for every token on every expert that it may choose here; block scales stay with

@@ -103,7 +103,7 @@ def name_of(model: Model, weights: str, tokens: str) -> str:
 
 
 def measured_ceilings(context: ExpertParallelContext, iterations: int) -> Ceilings:
-    """Those of this GPU; products are timed as everything else is, on random data."""
+    """Those of this GPU; GEMMs are timed as everything else is, on random data."""
     device, size = context.device, 8192
     if device.type != "cuda":
         return Ceilings()

@@ -7,7 +7,7 @@ the cases (`--parts`), and each tells when it has ended. Writes JSON with the en
 where a tool reports something, or a run fails or takes longer than `--seconds`.
 
 At an arrival at a barrier racecheck counts what its own thread did before. It does not know that a `__syncwarp`, or a
-wait for products of a warpgroup, orders other lanes before it. The kernels in CUDA C++ are therefore compiled with
+wait for MMAs of a warpgroup, orders other lanes before it. The kernels in CUDA C++ are therefore compiled with
 EACH_LANE_ARRIVES (`mbarrier.cuh`): every lane arrives for itself, where otherwise one lane does for its warp.
 
 On one H200 both tools found nothing in these cases (launch/results/sanitizer_h200.json).
@@ -68,7 +68,7 @@ SIZES = (
 )
 """Regime, groups, rows of each on average, routing; `layer` gathers rows. Blocks of `few` dequantize their own
 tokens. 130 rows are between the regimes for dequantized weights; `overlapped` has their tokens dequantized while the
-product multiplies, for which many more are wanted elsewhere."""
+GEMM runs, for which many more are wanted elsewhere."""
 
 _RACE = re.compile(r"Race reported between \w+ access at (\w+)")
 _SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard)")
@@ -85,11 +85,11 @@ MXFP4_SIZES = (
 
 
 MANY_TILES = GemmCase("nvfp4 few 16x1, many tiles", "nvfp4", 16, 1, "both", "layer", hidden=2304, intermediate=1152)
-"""More tiles of either product than a GPU of 132 SMs has blocks of one team: blocks have three teams."""
+"""More tiles of either GEMM than a GPU of 132 SMs has blocks of one team: blocks have three teams."""
 
 
 def cases() -> list[GemmCase]:
-    """Both products with SwiGLU between: every format with itself, and MXFP4 weights with the tokens they have."""
+    """Both GEMMs with SwiGLU between: every format with itself, and MXFP4 weights with the tokens they have."""
     with_themselves = [
         GemmCase(f"{fmt} {name} {groups}x{rows}", fmt, groups, rows, "both", routing, hidden=256, intermediate=256)
         for fmt in FORMATS
@@ -116,7 +116,7 @@ def cases() -> list[GemmCase]:
 MANY = {"max_tokens_per_rank": 1000, "num_experts": 500}
 """Tokens whose slots are counted in several chunks."""
 FEW = {"max_tokens_per_rank": 8}
-"""Tokens of which the first product counts the ids."""
+"""Tokens of which the first GEMM counts the ids."""
 NORMED = {"activation": {"function": "relu2", "gated": False}, "post_expert_norm": {"eps": 1e-6}}
 """Experts without a gate, with a norm after each."""
 EXCHANGES: dict[str, dict[str, Any]] = {
