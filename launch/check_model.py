@@ -1,7 +1,7 @@
 """Loads a whole checkpoint with its experts spread over the ranks, checks layers against float64, and generates.
 
 `[torchrun --nproc-per-node=N] -m moe_runtime.launch.check_model FOLDER` loads a Hugging Face folder: transformers all
-but the experts, moe_runtime those of each rank, straight from the files. It
+but the experts, and moe_runtime the experts of each rank, straight from the files. It
 
 - compares one layer of each kind of stored weights with float64, on the hidden states of random token ids,
 - generates greedily from `--tokens`, and times the first token and the others,

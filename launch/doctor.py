@@ -75,7 +75,7 @@ def examine(
 
     `world_size` is the number of ranks whose reserved bytes are asked for; `group` the ranks that are really there.
     A rank holds `copies` times its `reserved_bytes`: the collective transport stages one copy for each peer.
-    `expert_bytes` are those of the weights of one layer's experts on a rank, in the format of its config, and
+    `expert_bytes` is the size of one layer's experts on a rank, in the format of its config, and
     `reserved_bytes` is by `max_tokens_per_rank` (those of `tokens`, or the layer's own), format and region; `placed`
     layers have a placement, and where peers are mapped a region to move experts through. So have layers of `parallel`
     with `on_failure: continue` where ranks can come back. `exchange_plans` and
@@ -323,7 +323,7 @@ def _engine(parallel: ParallelConfig, device: torch.device) -> dict[str, Any]:
 
 
 def _grouped_gemm(engine: str, device: torch.device) -> str:
-    """Which kernels multiply the experts, and why not those of Hopper."""
+    """Which kernels run the experts' GEMMs, and why not Hopper's."""
     resolved = resolve_engine(engine, device)
     if resolved == "torch":
         return "torch"

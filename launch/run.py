@@ -133,7 +133,7 @@ def report(
         )
     console.print(table)
     console.print(
-        "error: Frobenius norm relative to that of the reference, over all checked tokens of the rank; "
+        "error: Frobenius norm relative to the reference's, over all checked tokens of the rank; "
         "largest error: relative to the reference's largest value"
     )
     console.print(phase_table(results))

@@ -18,7 +18,7 @@ from moe_runtime.kernels.gemm.weights import ExpertWeights
 
 
 class HasSlots(Protocol):
-    """A frozen dataclass with the weights of some experts. The first dimension of their tensors is that of slots."""
+    """A frozen dataclass with the weights of some experts. Slots are the first dimension of each tensor."""
 
     @property
     def gate_up(self) -> ExpertWeights | PrepackedWeights: ...
@@ -31,7 +31,7 @@ T = TypeVar("T", bound=HasSlots)
 
 
 def tensors_of(experts: HasSlots) -> dict[str, torch.Tensor]:
-    """The tensors of the weights by name, such as `gate_up.quants`; the first dimension of each is that of slots."""
+    """The tensors of the weights by name, such as `gate_up.quants`; slots are the first dimension of each."""
     found = {}
     for part in ("gate_up", "down"):
         weights: ExpertWeights | PrepackedWeights = getattr(experts, part)
@@ -58,7 +58,7 @@ def with_slots(experts: T, kept: int, added: int) -> T:
 
 
 def empty_slots(like: T, count: int) -> T:
-    """`count` slots for experts like those of `like`, uninitialised, in new memory."""
+    """`count` slots for experts like `like`, uninitialised, in new memory."""
     made = {name: populated(t.new_empty((count, *t.shape[1:]))) for name, t in tensors_of(like).items()}
     return _of_tensors(like, made)
 

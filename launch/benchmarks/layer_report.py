@@ -8,7 +8,7 @@ from moe_runtime.config import RunConfig
 from moe_runtime.launch.benchmarks.link_rate import LinkRate
 
 OURS = "moe_runtime"
-"""The `implementation` of our results; those of the baselines begin with "torch"."""
+"""The `implementation` of our results; baselines begin with "torch"."""
 
 PHASES_KIND = "phases"
 """`kind` of a run with `--trace`, which times phases only. A run without it has no `kind`."""

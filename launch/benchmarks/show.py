@@ -19,7 +19,7 @@ LAYER_COLUMNS = (
     *("operation", "by", "routing", "format", "tokens", "us", "spread", "of torch", "floor us"),
     *("GB/s", "TFLOP/s", "peak GB", "hosts", "link", "network MB", "network GB/s", "network us", "check"),
 )
-"""`spread` is from the smallest time to the largest. `hosts` is their number and that of the ranks of each, `network
+"""`spread` is from the smallest time to the largest. `hosts` is their number and the ranks of each, `network
 MB` what a rank sends to other hosts in a step, and `network us` the least time for it at `network GB/s`."""
 
 TEXTS = (

@@ -76,7 +76,7 @@ def layer_reference(
 ) -> torch.Tensor:
     """float64 `[T, H]` of `moe_reference` with unquantized weights; one expert is held at a time.
 
-    The output of a shared expert is that of the layer's own, which is not quantized and not exchanged.
+    The output of a shared expert comes from the layer's own, which is not quantized and not exchanged.
     """
     assert layer.experts is not None
     y_TH = torch.zeros(x_TH.shape, dtype=torch.float64, device=x_TH.device)

@@ -1,4 +1,4 @@
-"""Random tokens and routing: any rank can draw those of any other from a seed alone.
+"""Random tokens and routing: any rank can draw any other's from a seed alone.
 
 Shape letters: `T` tokens of a rank, `H` hidden size, `E` experts of the layer, `K` experts per token.
 """

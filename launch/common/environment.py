@@ -153,7 +153,7 @@ def gather(context: ExpertParallelContext, what: str, value: T, kind: type[T]) -
 
 
 def _check_keys(mine: object, answer: object) -> None:
-    """Raise `ValueError` where a dict of `answer` has other keys than that of `mine` in its place."""
+    """Raise `ValueError` where a dict of `answer` has other keys than the dict of `mine` in its place."""
     if isinstance(mine, dict) and isinstance(answer, dict):
         if mine.keys() != answer.keys():
             raise ValueError(f"expected a dict with the keys {', '.join(map(str, mine))}, got other keys")

@@ -28,7 +28,7 @@ through an index and capacity for the worst case."""
 
 @dataclass(frozen=True)
 class Goal:
-    """What a case should reach, one number.
+    """What a case should reach: one value.
 
     Attributes:
         kind: `us` (at most), `tflop_per_s` (at least), `floor_share` (at least), `of_case` (at most this many times
@@ -79,7 +79,7 @@ class GemmCase:
         routing: one of `ROUTINGS`.
         goals: what it should reach; none for a case that others are compared with.
         hidden, intermediate: `H` and `I`.
-        weights: format of the weights; None for that of the rows.
+        weights: format of the weights; None for the rows' format.
     """
 
     name: str

@@ -65,7 +65,7 @@ def foreign_note(report: Report) -> str:
 
 
 def own_kernels(result: Result) -> list[str]:
-    """Kernels of the case, each once, without those of torch, whose names are mangled."""
+    """Kernels of the case, each once, without torch's, whose names are mangled."""
     return list(dict.fromkeys(name for name in result["kernels"] if not name.startswith("_Z")))
 
 

@@ -57,10 +57,10 @@ _STACK_OF_GRANITE = ".block_sparse_moe.input_linear.weight"
 _NORM = "post_expert_norm.weight"
 """A norm over the output of each expert, in their module."""
 _OTHER_STACKS = ("mtp", "draft", "talker")
-"""Modules that may have decoder layers of their own, which are not those of the model."""
+"""Modules that may have decoder layers of their own, which are not the model's."""
 
 MAX_NAME = 500
-"""Most characters of the name of a module with experts; those of published checkpoints have some thirty."""
+"""Most characters of the name of a module with experts; in published checkpoints they have some thirty."""
 
 _HUB_ID = r"\w[\w.-]{0,95}/\w[\w.-]{0,95}"
 """Owner and name of a model of the Hugging Face Hub."""
@@ -558,7 +558,7 @@ class Checkpoint:
     def _refuse_unread(self, layer: int, used: Collection[str]) -> None:
         """Raise `ValueError` naming file and tensor for one in the block of a layer that may count and nothing reads.
 
-        `used` are those of the router. Experts, and a shared expert that the config has, look at their own.
+        `used` are the router's. Experts, and a shared expert that the config has, look at their own.
         """
         sizes, names = self._stated(layer), self.names(layer)
         left = names_beside_experts(self.files, self._block(layer), (names.block, *self._shared_modules(layer)))

@@ -93,7 +93,7 @@ def _make_pages(first: int, end: int, kept: torch.Tensor) -> None:
 
 
 QuantBuffers = tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]
-"""Allocators, called as `torch.empty`, of the quants of gate-and-up and of those of down."""
+"""Allocators, called as `torch.empty`, of the quants of gate-and-up and of down."""
 
 
 def _fresh(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -199,7 +199,7 @@ def _order(config: MoELayerConfig) -> GateUpOrder | None:
 
 
 def _shapes(config: MoELayerConfig) -> dict[str, tuple[int, ...]]:
-    """The shapes of one expert's tensors, with those of biases only if there are any."""
+    """The shapes of one expert's tensors, biases among them only if there are any."""
     hidden, inner = config.hidden_size, config.intermediate_size
     rows = config.activation.num_parts * inner
     shapes: dict[str, tuple[int, ...]] = {"gate_up": (rows, hidden), "down": (hidden, inner)}

@@ -89,7 +89,7 @@ class ExpertParallelContext:
         generation: how often the ranks have changed.
         members: original ids of the current ranks.
         recovery: what goes on after a death; None with `abort`, and on a single rank.
-        heap: the memory of all ranks, with `link` that of the ranks of this host.
+        heap: the memory of all ranks; with `link`, of the ranks of this host.
         link: the way between hosts; None where the heap has all ranks.
         hosts: the ranks of each host; None without a link.
         link_buffers: memory of what travels between hosts; None without a link.
@@ -106,7 +106,7 @@ class ExpertParallelContext:
         signals: int32 view of the own signal region (after `allocate()`, like all below).
         signal_pointers, token_flags_pointers, landing_pointers, combine_pointers: int64 `[W]` for kernels.
         epoch: int32 `[1]`, number of the last dispatch.
-        dispatches: calls of `dispatch_send` so far; not those of replayed graphs, which `epoch` counts.
+        dispatches: calls of `dispatch_send` so far, without replays of graphs, which `epoch` counts too.
         landing_views: by number of the exchange, what has landed as rows and block scales (`Exchange.landed`).
         error: int32 `[8]` in host-visible memory, `comm.signals.ERROR_WORDS`.
         latch: int32 `[2]` on the device: the first error, which alone is recorded, and whether all peers know of it.
@@ -224,7 +224,7 @@ class ExpertParallelContext:
 
     @property
     def steps_done(self) -> int:
-        """Steps of layers that this rank has done with `on_failure="continue"`, without those of a warm-up."""
+        """Steps of layers that this rank has done with `on_failure="continue"`, without warm-up steps."""
         return 0 if self.recovery is None else self.recovery.layer_steps
 
     @property
@@ -779,7 +779,7 @@ class ExpertParallelContext:
             self.fail(failure)
 
     def _traced(self, error: PeerTimeoutError) -> PeerTimeoutError:
-        """`error`, or one that names the rank which that of `error` waits for. For a rank that has given up waiting."""
+        """`error`, or one that names the rank which the rank of `error` waits for. For a rank that gave up waiting."""
         if self.link is None or self.link.suspects is None or error.rank < 0:
             return error
         found = self.link.suspects.culprit(error.rank, self.timeout_s / 2)

@@ -80,7 +80,7 @@ class Exchange(ABC):
     def combine_at_once(
         self, handle: DispatchHandle, output: torch.Tensor, shared: torch.Tensor | None, order: LaunchOrder
     ) -> None:
-        """`combine_send` where `combine_recv` comes next, with this `shared`; `order` is that of `CombineSink`."""
+        """`combine_send` where `combine_recv` comes next, with this `shared`; `order` as in `CombineSink`."""
         self.combine_send(handle, output)
 
     def expect_dispatch(self, timeout_ns: int) -> None:

@@ -113,7 +113,7 @@ class DispatchedRows:
         return self._dispatcher.combine(rows, self._handle, topk_weights=self._ones if weights is None else weights)
 
     def entries_of(self, values: torch.Tensor) -> torch.Tensor:
-        """See `RowExchange`; collective. A value travels as three bf16 numbers whose sum it is: no sum mixes two."""
+        """See `RowExchange`; collective. A value travels as three bf16 values whose sum it is: no sum mixes two."""
         assert self._handle is not None
         positions, top_k = self._handle.positions, self._topk_idx.shape[1]
         entry_of = self._by_row(torch.arange(top_k, device=values.device).expand_as(positions), values.numel())

@@ -1,4 +1,4 @@
-"""Dispatch and combine of a layer whose ranks are on several hosts: what happens before and after those of one host."""
+"""Dispatch and combine over several hosts: what happens before and after the exchange within a host."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ def _run(
     settings: LayerSettings | None = None,
     most_tokens: int | None = None,
 ) -> torch.Tensor:
-    """The experts of `module`, or those of all ranks of `mesh`, on this rank's tokens.
+    """The experts of `module`, or of all ranks of `mesh`, on this rank's tokens.
 
     `most_tokens` is the number of tokens of the rank that has most; None where it is not known.
     """

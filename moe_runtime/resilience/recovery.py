@@ -90,8 +90,8 @@ class Recovery:
 
     Attributes:
         membership: as given.
-        layer_steps: steps of layers that this rank has done, without those of a warm-up.
-        steps_done: those, those of a warm-up, and steps that ranks agree in.
+        layer_steps: steps of layers that this rank has done, without warm-up steps.
+        steps_done: these, warm-up steps, and steps that ranks agree in.
         steps_repeated: steps that this rank has run again, for itself or for others.
         background: runs work of a recovery one after another, on a thread of its own.
     """
@@ -356,7 +356,7 @@ class Recovery:
                 error = another  # Also of this rank, if it was stopped and the others go on already.
 
     def _go_over(self, members_before: tuple[int, ...]) -> None:
-        """Move to memory of the members, from that of the previous ones."""
+        """Move from the previous members' memory to memory of the present ones."""
         membership, followers = self.membership, self._followers
         before: list[Before] | None = None
         if not set(membership.members) <= set(members_before):
