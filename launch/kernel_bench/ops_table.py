@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from moe_runtime.launch.benchmarks.show import Report, Result, commit_of, where
+from moe_runtime.launch.benchmarks.show import Report, Result
+from moe_runtime.launch.kernel_bench.show import commit_of, where
 
 COLUMNS = ("operation", "format", "torch", "interpreted", "run on sm_90", "compiled sm_100", "compiled sm_120")
 ARCHS = (90, 100, 120)

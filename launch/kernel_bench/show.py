@@ -1,4 +1,4 @@
-"""Tables of the kernels' benchmarks on the console."""
+"""Tables of the kernels' benchmarks on the console, and how any run is named in tables."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 
 from rich.console import Console
 
-from moe_runtime.launch.benchmarks.show import Report, Result, print_table, say, shown_us, times_of, where
+from moe_runtime.launch.benchmarks.show import Report, Result, print_table, say
 from moe_runtime.launch.kernel_bench.ceilings import MEASURED_GPU
 
 GEMM_COLUMNS = (
@@ -115,3 +115,40 @@ def verdict(met: bool | None) -> str:
 def wide_console(columns: int = 200) -> Console:
     """For a wide table: as wide as the terminal, or so many columns where there is none."""
     return Console(highlight=False, width=None if sys.stdout.isatty() else columns)
+
+
+def gpu_of(report: Report) -> str:
+    """Name of the first GPU, or of the processor."""
+    record = report["environment"]
+    return str(record["gpus"][0]["name"] if record["gpus"] else record["processor"])
+
+
+def where(report: Report) -> str:
+    """GPU, driver and versions."""
+    record = report["environment"]
+    packages = ", ".join(f"{name} {record['packages'][name]}" for name in ("torch", "triton"))
+    driver = f", driver {record['driver']}" if record["driver"] else ""
+    return f"{gpu_of(report)}{driver}, {packages}"
+
+
+def commit_of(report: Report) -> str:
+    """The commit that the files of a run are of, and how many were modified."""
+    record = report["environment"]
+    if record.get("source_tree"):
+        # "the files of <commit>, ..."
+        return str(record["source_tree"]).removeprefix("the files of ")[:7]
+    modified = record["git_modified_files"]
+    return str(record["git_commit"])[:7] + (f" with {modified} modified files" if modified else "")
+
+
+def shown_us(microseconds: float | None) -> str:
+    """Three digits or more; "n/a" where there is no time."""
+    if microseconds is None:
+        return "n/a"
+    return f"{microseconds:.1f}" if microseconds < 100 else f"{microseconds:.0f}"
+
+
+def times_of(timed: Result) -> str:
+    """The median, and in parentheses the sustained time, which old runs do not have."""
+    sustained = timed.get("sustained_us")
+    return shown_us(timed["median_us"]) + ("" if sustained is None else f" ({shown_us(sustained)})")

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from moe_runtime.launch.benchmarks.bounds import EVEN
 from moe_runtime.launch.benchmarks.layer_report import LOW_LATENCY, NORMAL, baselines_of, gpus_of, key_of
-from moe_runtime.launch.benchmarks.show import Report, Result, commit_of, gpu_of, shown_us, times_of, where
+from moe_runtime.launch.benchmarks.show import Report, Result
 from moe_runtime.launch.kernel_bench.ops_table import operations_markdown
-from moe_runtime.launch.kernel_bench.show import RELATIVE, foreign_note
+from moe_runtime.launch.kernel_bench.show import RELATIVE, commit_of, foreign_note, gpu_of, shown_us, times_of, where
 from moe_runtime.launch.report import runs
 from moe_runtime.launch.report.goals import judge_goals
 from moe_runtime.launch.report.runs import kind_of, ours, ranks_of

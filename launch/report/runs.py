@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moe_runtime.launch.benchmarks.layer_report import KEY, LOW_LATENCY_KIND, NORMAL_KIND, OURS, PHASES_KIND
-from moe_runtime.launch.benchmarks.show import Report, Result, gpu_of
+from moe_runtime.launch.benchmarks.show import Report, Result
 from moe_runtime.launch.common import environment
+from moe_runtime.launch.kernel_bench.show import gpu_of
 
 LAYER = "layer"
 """The kind of a run of `bench` over a config; its JSON has no `kind`."""

@@ -8,9 +8,9 @@ from rich.console import Console
 
 from moe_runtime.launch.benchmarks import show as layers
 from moe_runtime.launch.benchmarks.bounds import EVEN
-from moe_runtime.launch.benchmarks.show import Report, case_of, gpu_of, number, print_table, say, where
+from moe_runtime.launch.benchmarks.show import Report, case_of, number, print_table, say
 from moe_runtime.launch.kernel_bench.ops_table import print_operations
-from moe_runtime.launch.kernel_bench.show import show_gemm, show_models, show_operations, verdict
+from moe_runtime.launch.kernel_bench.show import gpu_of, show_gemm, show_models, show_operations, verdict, where
 from moe_runtime.launch.report import runs
 from moe_runtime.launch.report.goals import judge_skew, needs_even_case
 from moe_runtime.launch.report.runs import kind_of, ours, ranks_of

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from moe_runtime.launch.benchmarks import torch_layer
-from moe_runtime.launch.benchmarks.show import commit_of, gpu_of
-from moe_runtime.launch.benchmarks.show import where as where_ran
 from moe_runtime.launch.common.environment import write_json
 from moe_runtime.launch.kernel_bench import __main__ as kernel_bench
+from moe_runtime.launch.kernel_bench.show import commit_of, gpu_of
+from moe_runtime.launch.kernel_bench.show import where as where_ran
 from moe_runtime.launch.report import __main__ as report
 from moe_runtime.launch.report import pages, plot, runs
 from tests.support.programs import ROOT
