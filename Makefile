@@ -103,7 +103,7 @@ gpu-test: ## run the GPU tests in the current environment
 
 # The kernels under compute-sanitizer, in the current environment too.
 sanitize: ## run the kernels under compute-sanitizer in the current environment
-	$(PYTHON) -m moe_runtime.launch.sanitize
+	$(PYTHON) -m moe_runtime.launch.research.sanitize
 
 clean: ## remove .venv, caches and build output
 	rm -rf $(VENV) $(ENGINE_VENV) build dist *.egg-info .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -28,7 +28,7 @@ _INCLUDE = re.compile(rb'^\s*#\s*include\s+"(.*)"', re.MULTILINE)
 CACHE_VARIABLE = "MOE_RUNTIME_CACHE_DIR"
 
 EVERY_PROGRAM: dict[str, int | str] = {}
-"""Extra macros of every program that is loaded later; `launch.sanitize` sets EACH_LANE_ARRIVES."""
+"""Extra macros of every program that is loaded later; `research.sanitize` sets EACH_LANE_ARRIVES."""
 
 
 class Defines(Mapping[str, int | str]):

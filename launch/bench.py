@@ -2,9 +2,7 @@
 
 `[torchrun --nproc-per-node=N] -m moe_runtime.launch.bench [dispatch|combine|gemm|layer|low_latency|normal ...]
 --config NAME` prints a table and writes JSON. A result that fails its check is not timed and makes the exit code 1.
-With `--trace` the layer is checked and recorded, and nothing is timed. `bench gemm` without `--config` runs the cases
-of the grouped GEMM, `bench ops` the operations of `moe_runtime.ops`, and `bench models` layers of published sizes in
-all formats, each on one GPU.
+With `--trace` the layer is checked and recorded, and nothing is timed.
 """
 
 from __future__ import annotations
@@ -18,38 +16,23 @@ from rich.console import Console
 
 from moe_runtime.build import context_from_config
 from moe_runtime.config import CombineFormatName, FormatName, MoELayerConfig, RunConfig
-from moe_runtime.launch.benchmarks import gemm_bench, layer_operations, link_rate, models_bench, network, ops_bench
+from moe_runtime.launch.benchmarks import deep_ep_operations, layer_operations, link_rate, network
 from moe_runtime.launch.benchmarks.layer_bench import Baselines, Bench, Settings
 from moe_runtime.launch.benchmarks.layer_report import make_report
 from moe_runtime.launch.benchmarks.show import show
 from moe_runtime.launch.benchmarks.trace import TraceFile
-from moe_runtime.launch.common import cases, environment
+from moe_runtime.launch.common import cases, draws, environment
 from moe_runtime.layer import MoELayer
 from moe_runtime.support.progress import with_progress
 
 OPERATIONS = ("dispatch", "combine", "gemm", "layer")
 IF_NAMED = ("low_latency", "normal")
-"""Operations over a config that run only where they are named."""
-WITH_CONFIG = (
-    *("tokens", "formats", "combine_format", "routing", "check_tokens", "link_gb_per_s", "links", "trace"),
-    *("transport", "num_sms", "hosts", "network_gb_per_s"),
-)
-"""Options of operations over a config."""
-ALONE = ("cases", "small")
-"""Options of `gemm`, `ops` and `models` without a config."""
-LONE = ("ops", "models")
-"""Operations that never take a config."""
-RUN_ALONE = {"gemm": gemm_bench.run, "ops": ops_bench.run, "models": models_bench.run}
-REFUSED = {"gemm": WITH_CONFIG, "ops": (*WITH_CONFIG, "cases"), "models": WITH_CONFIG[1:]}
-"""Options that an operation without a config does not take."""
+"""Operations that run only where they are named."""
 
 
 def bench_layers(options: argparse.Namespace) -> int:
     """Check, time, print and write; 1 if a check failed."""
-    for name in ALONE:
-        if getattr(options, name):
-            raise ValueError(f"--{name}: only for gemm or ops alone, without --config")
-    options.config, options.routing = options.config or "tiny_cpu", options.routing or ["uniform"]
+    options.routing = options.routing or ["uniform"]
     run = environment.read_config(options)
     if run.placement is not None:
         raise ValueError("placement: benchmarks are of contiguous experts, expected a config without one")
@@ -115,10 +98,26 @@ def _bench_format(
         layers = [first, *(_sharing(first, MoELayer(config.replace(**each), context)) for each in changes[1:])]
         turns = [(layer, routing) for layer in layers for routing in options.routing]
         for layer, routing in with_progress(turns, f"bench {config.token_format}", len(turns), shown=context.rank == 0):
-            results += layer_operations.run(Bench(layer, run, routing, settings, baselines))
+            results += _results(Bench(layer, run, routing, settings, baselines))
         record = environment.environment_record(context) if context.rank == 0 else {}
         environment.barrier(context, "end")
     return results, record, config
+
+
+def _results(bench: Bench) -> list[dict[str, Any]]:
+    """Those of the operations that are asked for. Collective."""
+    wanted = set(bench.settings.operations)
+    if wanted & {"dispatch", "combine"}:
+        layer_operations.exchange(bench)
+    if "low_latency" in wanted:
+        deep_ep_operations.low_latency(bench)
+    if "normal" in wanted:
+        deep_ep_operations.normal(bench)
+    if "gemm" in wanted:
+        layer_operations.gemm(bench)
+    if "layer" in wanted:
+        layer_operations.whole_layer(bench)
+    return bench.results
 
 
 def _sharing(first: MoELayer, layer: MoELayer) -> MoELayer:
@@ -127,29 +126,13 @@ def _sharing(first: MoELayer, layer: MoELayer) -> MoELayer:
     return layer
 
 
-def bench_alone(options: argparse.Namespace) -> int:
-    """An operation of `RUN_ALONE` without a config: check, time, print and write; 1 if a check failed."""
-    (operation,) = options.operations
-    for name in REFUSED[operation]:
-        if getattr(options, name) is not None:
-            why = "takes it together with --config only" if name in WITH_CONFIG else "does not take it"
-            raise ValueError(f"--{name.replace('_', '-')}: {operation} {why}")
-    environment.check_folder("--json", options.json)
-    report = RUN_ALONE[operation](options)
-    show(report, environment.wide_console())
-    return int(not report["passed"])
-
-
 def main(arguments: list[str] | None = None) -> int:
     """The command line; the exit code."""
     parser = argparse.ArgumentParser(prog="python -m moe_runtime.launch.bench", description="Check and time a layer.")
-    names, lone = ", ".join((*OPERATIONS, *IF_NAMED)), " or ".join(LONE)
-    help_text = f"any of {names} (default: {', '.join(OPERATIONS)}), or {lone}"
+    names = ", ".join((*OPERATIONS, *IF_NAMED))
+    help_text = f"any of {names} (default: {', '.join(OPERATIONS)})"
     parser.add_argument("operations", nargs="*", metavar="OPERATION", help=help_text)
     environment.add_common_options(parser)
-    parser.set_defaults(config=None)
-    parser.add_argument("--cases", metavar="REGEX", help="gemm without --config, models: only cases with such a name")
-    parser.add_argument("--small", action="store_true", help="without --config: small sizes, as on CPUs")
     tokens = "max_tokens_per_rank, each in turn (default: tokens_per_rank)"
     parser.add_argument("--tokens", type=int, nargs="+", metavar="N", help=tokens)
     formats = "of tokens and weights, each in turn"
@@ -157,7 +140,7 @@ def main(arguments: list[str] | None = None) -> int:
     formats = "each in turn, instead of the config's"
     parser.add_argument("--combine-format", nargs="+", choices=get_args(CombineFormatName), help=formats)
     routing = "who chooses the experts, each in turn (default: uniform)"
-    parser.add_argument("--routing", nargs="+", choices=cases.ROUTINGS, help=routing)
+    parser.add_argument("--routing", nargs="+", choices=draws.ROUTINGS, help=routing)
     parser.add_argument("--num-sms", type=int, metavar="N", help="of the exchange, instead of the config's")
     parser.add_argument("--steps", type=int, default=20, metavar="N", help="timed iterations (default: 20)")
     checked = "tokens of each rank that the check of the layer compares"
@@ -167,14 +150,10 @@ def main(arguments: list[str] | None = None) -> int:
     environment.add_json_option(parser)
     parser.add_argument("--trace", type=Path, metavar="FILE", help="record the layer there, time nothing")
     options = parser.parse_args(arguments)
-    by_itself = len(options.operations) == 1 and options.operations[0] in LONE
-    if by_itself and options.config is not None:
-        parser.error(f"--config: {options.operations[0]} takes none")
-    if not by_itself and (unknown := set(options.operations) - {*OPERATIONS, *IF_NAMED}):
-        parser.error(f"OPERATION: expected any of {names}, or {lone} alone; got {', '.join(sorted(unknown))}")
+    if unknown := set(options.operations) - {*OPERATIONS, *IF_NAMED}:
+        parser.error(f"OPERATION: expected any of {names}; got {', '.join(sorted(unknown))}")
     options.operations = options.operations or list(OPERATIONS)
-    work = bench_alone if by_itself or (options.config is None and options.operations == ["gemm"]) else bench_layers
-    return environment.run_program("bench", lambda: work(options), debug=options.debug)
+    return environment.run_program("bench", lambda: bench_layers(options), debug=options.debug)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
 """Loads a whole checkpoint with its experts spread over the ranks, checks layers against float64, and generates.
 
 `[torchrun --nproc-per-node=N] -m moe_runtime.launch.check_model FOLDER` loads a Hugging Face folder: transformers all
-but the experts, moe_runtime those of each rank, straight from the files. It
+but the experts, and moe_runtime the experts of each rank, straight from the files. It
 
 - compares one layer of each kind of stored weights with float64, on the hidden states of random token ids,
 - generates greedily from `--tokens`, and times the first token and the others,
 - prints the memory of each rank.
 
 `--layer N` loads the router and the experts of decoder layer N alone, without transformers, and compares them on random
-tokens. `--make NAME` first writes a layer of a published size to FOLDER, in its makers' layout.
+tokens.
 
 The exit code is 0 only if every error is inside the bound that follows from the formats and all ranks generate the same
 tokens; 2 for a wrong argument or checkpoint. The reference multiplies what the files hold; weights that a layer holds
@@ -47,7 +47,6 @@ from moe_runtime.integrations.transformers_models import without_experts
 from moe_runtime.kernels.formats.number_formats import weight_format_named
 from moe_runtime.kernels.runtime import ENGINES
 from moe_runtime.launch.common import cases, environment
-from moe_runtime.launch.common.published_layers import PUBLISHED
 from moe_runtime.layer import MoELayer
 from moe_runtime.reference import relative_error
 
@@ -293,17 +292,6 @@ def run_layer(options: argparse.Namespace, context: ExpertParallelContext) -> in
     return finish(RankResult(checks, None, memory), options, context)
 
 
-def make(options: argparse.Namespace, context: ExpertParallelContext) -> None:
-    """Rank 0 writes the layer that `--make` names. Collective."""
-    if context.rank == 0:
-        if options.folder.exists() and any(options.folder.iterdir()):
-            raise ValueError(f"--make: expected an empty folder or none, {options.folder} has files")
-        options.folder.mkdir(parents=True, exist_ok=True)
-        writer, sizes = PUBLISHED[options.make]
-        writer(options.folder, sizes, options.seed)
-    environment.barrier(context, "make")
-
-
 def report(results: list[RankResult], context: ExpertParallelContext, console: Console) -> None:
     """Print the results of all ranks."""
     console.print(
@@ -353,7 +341,7 @@ def finish(mine: RankResult, options: argparse.Namespace, context: ExpertParalle
         found = {
             "kind": KIND,
             "environment": environment.environment_record(context),
-            "model": options.make or options.folder.resolve().name,
+            "model": options.folder.resolve().name,
             "passed": passed,
             "results": [asdict(result) for result in results],
         }
@@ -366,15 +354,11 @@ def work(options: argparse.Namespace) -> int:
     environment.check_at_least(1, new=options.new, check_tokens=options.check_tokens)
     environment.check_at_least(0, layer=options.layer, seed=options.seed)
     environment.check_folder("--json", options.json)
-    if options.make is not None and options.layer != 0:
-        raise ValueError("--make: expected --layer 0 with it, it writes no other layer")
     parallel = ParallelConfig(transport=options.transport, engine=options.engine, startup_timeout_s=LOADING_S)
     device = init_from_env(timeout_s=parallel.startup_timeout_s)
     if options.layer is None:
         return run_model(options, device, parallel)
     with context_from_config(parallel) as context:
-        if options.make is not None:
-            make(options, context)
         return run_layer(options, context)
 
 
@@ -396,7 +380,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--new", type=int, default=16, metavar="N", help="most tokens to generate (default: 16)")
     parser.add_argument("--check-tokens", type=int, default=64, metavar="N", help="tokens of a check (default: 64)")
     parser.add_argument("--layer", type=int, metavar="N", help="load and check this decoder layer alone")
-    parser.add_argument("--make", choices=PUBLISHED, help="write a random layer of this size to FOLDER first")
     for name, kind in zip(FORMATS, (FormatName, WeightFormatName, CombineFormatName), strict=True):
         default = "bf16" if name == "combine_format" else None
         option = f"--{name.replace('_', '-')}"

@@ -29,12 +29,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 from torch.multiprocessing import start_processes
 
-from moe_runtime.checkpoints.checkpoint import Checkpoint, write_qwen3_moe_checkpoint
+from moe_runtime.checkpoints.checkpoint import Checkpoint
 from moe_runtime.checkpoints.loading import ExpertTensors
 from moe_runtime.config import CheckpointConfig, MoELayerConfig, RunConfig, load_config
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.kernels.formats.number_formats import FORMATS
 from moe_runtime.launch.common import cases, environment
+from moe_runtime.launch.common.qwen3_checkpoint import write_qwen3_moe_checkpoint
 from moe_runtime.layer import MoELayer
 from moe_runtime.observation.phases import PhaseTimes
 from moe_runtime.reference import relative_error

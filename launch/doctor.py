@@ -4,9 +4,6 @@
 devices, the engine and the transport that would be used and why not the others, limits on shared memory, the bytes
 that each rank would reserve in every token format, and the kernels of the exchange and of the experts (`--hopper`: on
 an H100 or H200, wherever this runs). Under torchrun all ranks agree on the transport and rank 0 prints.
-
-`--kernels` checks the operations of `moe_runtime.ops` instead: it runs them in torch and interpreted, compiles their
-kernels for each architecture, and prints the result with the committed run on a GPU.
 """
 
 from __future__ import annotations
@@ -19,7 +16,6 @@ import resource
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -55,17 +51,12 @@ from moe_runtime.kernels.runtime import (
     missing_for_cuda,
     resolve_engine,
 )
-from moe_runtime.launch.benchmarks import ops_check, runs
-from moe_runtime.launch.benchmarks.ops_table import print_operations
 from moe_runtime.launch.common.environment import gpu_records, package_versions
 from moe_runtime.support.host_memory import memory_bytes
 
 PLANNED_TOKENS = (1, 8, 128, 1024, 4096)
 """Tokens of a rank for which exchange and GEMMs are planned."""
 HOPPER_SMS = 132
-
-OPERATIONS_RUN = Path(__file__).resolve().parent / "results" / "ops_h200.json"
-"""The committed run of `bench ops`; absent where the package is installed."""
 
 
 def examine(
@@ -84,7 +75,7 @@ def examine(
 
     `world_size` is the number of ranks whose reserved bytes are asked for; `group` the ranks that are really there.
     A rank holds `copies` times its `reserved_bytes`: the collective transport stages one copy for each peer.
-    `expert_bytes` are those of the weights of one layer's experts on a rank, in the format of its config, and
+    `expert_bytes` is the size of one layer's experts on a rank, in the format of its config, and
     `reserved_bytes` is by `max_tokens_per_rank` (those of `tokens`, or the layer's own), format and region; `placed`
     layers have a placement, and where peers are mapped a region to move experts through. So have layers of `parallel`
     with `on_failure: continue` where ranks can come back. `exchange_plans` and
@@ -332,7 +323,7 @@ def _engine(parallel: ParallelConfig, device: torch.device) -> dict[str, Any]:
 
 
 def _grouped_gemm(engine: str, device: torch.device) -> str:
-    """Which kernels multiply the experts, and why not those of Hopper."""
+    """Which kernels run the experts' GEMMs, and why not Hopper's."""
     resolved = resolve_engine(engine, device)
     if resolved == "torch":
         return "torch"
@@ -490,20 +481,8 @@ def _print_reserved(
         console.print("`per rank` counts the copy of all regions that the collective transport stages for each peer.")
 
 
-def show_kernels(as_json: bool) -> int:
-    """The table of operations; 1 if a check or a compilation failed."""
-    found = ops_check.check_here(len(os.sched_getaffinity(0)))
-    if as_json:
-        print(json.dumps(found, indent=1))
-    else:
-        width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 180
-        run = runs.read(OPERATIONS_RUN, runs.OPERATIONS) if OPERATIONS_RUN.is_file() else None
-        print_operations(found, run, Console(width=width))
-    return int(ops_check.has_failed(found))
-
-
 def main(arguments: list[str] | None = None) -> int:
-    """The command line; 0, or with `--kernels` 1 if something failed.
+    """The command line; 0.
 
     Exits with 2 and a message if an argument or the config is wrong.
     """
@@ -516,10 +495,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.add_argument("--hopper", action="store_true", help="plan the experts' GEMMs for an H100 or H200")
-    parser.add_argument("--kernels", action="store_true", help="check and compile the kernels of the operations")
     options = parser.parse_args(arguments)
-    if options.kernels:
-        return show_kernels(options.json)
     if options.world_size is not None and options.world_size < 1:
         parser.error(f"--world-size: expected at least 1, got {options.world_size}")
     if options.hosts is not None and (options.world_size is None or options.world_size % max(options.hosts, 1)):

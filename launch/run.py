@@ -22,7 +22,7 @@ from moe_runtime.config import FormatName, RunConfig
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.kernels.formats.number_formats import ceil_div
 from moe_runtime.kernels.formats.scale_blocks import expert_starts
-from moe_runtime.launch.common import cases, environment
+from moe_runtime.launch.common import cases, draws, environment
 from moe_runtime.layer import MoELayer
 from moe_runtime.observation.counters import most_over_mean
 from moe_runtime.observation.phases import PhaseTimes
@@ -133,7 +133,7 @@ def report(
         )
     console.print(table)
     console.print(
-        "error: Frobenius norm relative to that of the reference, over all checked tokens of the rank; "
+        "error: Frobenius norm relative to the reference's, over all checked tokens of the rank; "
         "largest error: relative to the reference's largest value"
     )
     console.print(phase_table(results))
@@ -229,7 +229,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--steps", type=int, default=10, metavar="N", help="timed steps (default: 10)")
     parser.add_argument("--format", choices=get_args(FormatName), help="of tokens and weights, instead of the config's")
-    parser.add_argument("--routing", choices=cases.ROUTINGS, default="router", help="who chooses the experts")
+    parser.add_argument("--routing", choices=draws.ROUTINGS, default="router", help="who chooses the experts")
     parser.add_argument(
         "--check-tokens",
         type=int,

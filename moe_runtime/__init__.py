@@ -7,6 +7,7 @@ Layers, from the top. A module imports from its own layer or from those below it
     launch
     launch.research
     launch.report
+    launch.kernel_bench
     launch.benchmarks
     launch.common
     virtual, integrations
@@ -15,11 +16,11 @@ Layers, from the top. A module imports from its own layer or from those below it
     build, resilience.lost_experts, placement.rebalance
     checkpoints.kept_experts, checkpoints.converted_experts, checkpoints.calibration
     placement.migration
-    expert_slots
     experts, placement.rail
     step, warming
     deep_ep
     dispatcher
+    expert_slots
     context, resilience, checkpoints, router, shared_expert, post_expert_norm, observation, reference
     placement
     config, observation.phases

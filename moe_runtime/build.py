@@ -90,7 +90,7 @@ def fill_dense(
     shared_expert: SharedExpert | None,
     norm: PostExpertNorm | None,
 ) -> None:
-    """Fill these at random from `seed`, with numbers that keep activations near unit variance."""
+    """Fill these at random from `seed`, with values that keep activations near unit variance."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(rows: int, columns: int) -> torch.Tensor:

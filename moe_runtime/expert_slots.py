@@ -1,21 +1,37 @@
-"""The weights of a rank's experts slot by slot: more or fewer slots, and an expert put into one."""
+"""The weights of a rank's experts slot by slot: more or fewer slots, and an expert put into one.
+
+`HasSlots` are the `moe_runtime.experts.Experts`, of which only the weights count here.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 
 from moe_runtime.checkpoints.loading import populated
-from moe_runtime.experts import Experts
 from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
 from moe_runtime.kernels.gemm.weights import ExpertWeights
 
 
-def tensors_of(experts: Experts) -> dict[str, torch.Tensor]:
-    """The tensors of the weights by name, such as `gate_up.quants`; the first dimension of each is that of slots."""
+class HasSlots(Protocol):
+    """A frozen dataclass with the weights of some experts. Slots are the first dimension of each tensor."""
+
+    @property
+    def gate_up(self) -> ExpertWeights | PrepackedWeights: ...
+
+    @property
+    def down(self) -> ExpertWeights | PrepackedWeights: ...
+
+
+T = TypeVar("T", bound=HasSlots)
+
+
+def tensors_of(experts: HasSlots) -> dict[str, torch.Tensor]:
+    """The tensors of the weights by name, such as `gate_up.quants`; slots are the first dimension of each."""
     found = {}
     for part in ("gate_up", "down"):
         weights: ExpertWeights | PrepackedWeights = getattr(experts, part)
@@ -30,7 +46,7 @@ def rows_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(tensor.shape[0], math.prod(tensor.shape[1:])).view(torch.uint8)
 
 
-def with_slots(experts: Experts, kept: int, added: int) -> Experts:
+def with_slots(experts: T, kept: int, added: int) -> T:
     """The first `kept` of `experts`, and room for `added` more behind them, zeros, in new memory."""
 
     def longer(tensor: torch.Tensor) -> torch.Tensor:
@@ -41,13 +57,13 @@ def with_slots(experts: Experts, kept: int, added: int) -> Experts:
     return _of_tensors(experts, {name: longer(tensor) for name, tensor in tensors_of(experts).items()})
 
 
-def empty_slots(like: Experts, count: int) -> Experts:
-    """`count` slots for experts like those of `like`, uninitialised, in new memory."""
+def empty_slots(like: T, count: int) -> T:
+    """`count` slots for experts like `like`, uninitialised, in new memory."""
     made = {name: populated(t.new_empty((count, *t.shape[1:]))) for name, t in tensors_of(like).items()}
     return _of_tensors(like, made)
 
 
-def put(target: Experts, slots: Sequence[int], source: Experts) -> None:
+def put(target: HasSlots, slots: Sequence[int], source: HasSlots) -> None:
     """Copy the experts of `source` into these slots of `target`, one for each."""
     tensors = tensors_of(target)
     for name, tensor in tensors_of(source).items():
@@ -56,11 +72,11 @@ def put(target: Experts, slots: Sequence[int], source: Experts) -> None:
             into[slot].copy_(row)
 
 
-def _of_tensors(like: Experts, tensors: dict[str, torch.Tensor]) -> Experts:
+def _of_tensors(like: T, tensors: dict[str, torch.Tensor]) -> T:
     """Experts like `like` with these tensors, named as by `tensors_of`."""
 
     def part(name: str) -> dict[str, torch.Tensor]:
         return {key.removeprefix(f"{name}."): tensor for key, tensor in tensors.items() if key.startswith(f"{name}.")}
 
-    gate_up = replace(like.gate_up, **part("gate_up"))  # type: ignore[arg-type]
-    return replace(like, gate_up=gate_up, down=replace(like.down, **part("down")))  # type: ignore[arg-type]
+    parts: dict[str, Any] = {name: replace(getattr(like, name), **part(name)) for name in ("gate_up", "down")}
+    return cast(T, replace(cast(Any, like), **parts))

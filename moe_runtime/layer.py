@@ -371,7 +371,7 @@ class MoELayer(nn.Module):
     def from_run_config(cls, run: RunConfig, context: ExpertParallelContext | None = None) -> MoELayer:
         """The layer of a validated `RunConfig`, with its placement and weights.
 
-        Formats that the file does not set are those of its checkpoint, if it has one. Without a `context` one is made
+        Formats that the file does not set come from its checkpoint, if it has one. Without a `context` one is made
         from the section `parallel`.
 
         Raises:
@@ -490,7 +490,7 @@ class MoELayer(nn.Module):
     def load_random(self, seed: int) -> None:
         """Random weights from `seed`, of sizes that keep activations near unit variance; equal on any `ep_size`.
 
-        Experts are drawn on the layer's device: the numbers differ by kind of device.
+        Experts are drawn on the layer's device: the weights differ by kind of device.
 
         Args:
             seed: from 0 to 2^63 - 1.
@@ -517,7 +517,7 @@ class MoELayer(nn.Module):
         self.context.check()
         with abort_peers_on_error(self.context):
             if not isinstance(experts, Iterable) or isinstance(experts, torch.Tensor | np.ndarray):
-                raise ValueError(f"experts: expected those of this rank, in order, got {describe(experts)}")
+                raise ValueError(f"experts: expected this rank's, in order, got {describe(experts)}")
             check_buffers(buffers)
             count = len(self.local_experts)
             self.experts = (
@@ -587,8 +587,7 @@ class MoELayer(nn.Module):
                 self.context.check_peers()
                 return
             for arguments in self._warm_up_steps():
-                step = partial(self._unobserved_step, arguments)
-                recovery.run(step, partial(_itself, step), counted=False)
+                recovery.run(partial(self._unobserved_step, arguments), counted=False)
             self.context.check()
 
     def _unobserved_step(self, arguments: WarmUpStep) -> None:
@@ -704,7 +703,3 @@ class MoELayer(nn.Module):
             f"weight_format={config.weight_format}, combine_format={config.combine_format}, "
             f"rank={self.context.rank} of {self.context.world_size}"
         )
-
-
-def _itself(step: Callable[[], None]) -> Callable[[], None]:
-    return step

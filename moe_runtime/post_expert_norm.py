@@ -19,7 +19,7 @@ class PostExpertNorm(FixedDtypes):
 
     Attributes:
         scale: fp32 `[H]`, `1 + weight`; ones until weights are loaded.
-        eps: that of the config.
+        eps: as in the config.
     """
 
     def __init__(self, hidden_size: int, config: PostExpertNormConfig, device: torch.device | None = None) -> None:

@@ -74,7 +74,7 @@ def moe_reference(
 ) -> torch.Tensor:
     """`y[t] = sum over k of topk_weights[t, k] * down[e] @ act(gate_up[e] @ x[t])`, `e = topk_idx[t, k]`.
 
-    Both products add their bias, if given. A `norm` follows the second one. Operands are converted to float64, one
+    Both GEMMs add their bias, if given. A `norm` follows the second one. Operands are converted to float64, one
     expert at a time.
 
     Args:
@@ -154,24 +154,24 @@ def relative_error(y: torch.Tensor, reference: torch.Tensor) -> tuple[float, flo
 def rounding_error(fmt: str | TokenFormat) -> float:
     """The largest root-mean-square relative error (Frobenius) of a block stored in `fmt`, over what it may hold.
 
-    A number between the neighbouring elements `a < b` is rounded to the nearer one. Wherever it is equally likely to
+    A value between the neighbouring elements `a < b` is rounded to the nearer one. Wherever it is equally likely to
     lie between them, its error has mean square `(b-a)^2 / 12` while it has mean square `(a^2 + a*b + b^2) / 3` itself.
     The ratio is largest at the start of a binade, `a = 1`, `b = 1 + d` with `d = format.epsilon`:
 
         rounding_error^2 = d^2 / (4 * (3 + 3*d + d^2))      bf16 0.00225, e4m3 0.0339, e2m1 0.1147
 
-    Below the smallest normal element the ratio of one number is larger, but the block scale puts the largest number
+    Below the smallest normal element the ratio of one value is larger, but the block scale puts the largest value
     of a block near the top of the range (6 of e2m1, 448 of e4m3; above 224 where the scale is a power of two), and
     the others' errors are then small against that one: `15 * 0.5^2/12 / 36 = 0.0087` in e2m1, against 0.0132.
 
     The block scale itself: in `fp8_block` it has 24 bits, in `mxfp8` it is a power of two and rounded up, so neither
-    adds anything. In `nvfp4` it is rounded to e4m3, and the numbers are divided by the rounded scale: that moves the
-    grid, which costs nothing, and lets the largest number reach `6 * 17/16`, where it saturates with an error of at
+    adds anything. In `nvfp4` it is rounded to e4m3, and the values are divided by the rounded scale: that moves the
+    grid, which costs nothing, and lets the largest value reach `6 * 17/16`, where it saturates with an error of at
     most 1/17, less than the 0.1147 already counted. This needs block maxima between `6 * 2^-6` and `6 * 448` over the
     encode scale: a row's own encode scale gives that, down to `2^-14.8` of the row's maximum; a static one must have
     been chosen so.
 
-    In `mxfp4` the largest of 32 numbers is only known to reach 3 of the 6, and the 31 others may all lie between 0 and
+    In `mxfp4` the largest of 32 values is only known to reach 3 of the 6, and the 31 others may all lie between 0 and
     0.5, where a number has mean square `0.5^2 / 3` and its error `0.5^2 / 12`. With `e^2` from above for the largest:
 
         rounding_error^2 = (31 * 0.5^2 / 12 + 9 * e^2) / (31 * 0.5^2 / 3 + 9)      mxfp4 0.2571
@@ -204,7 +204,7 @@ def error_bound(
     and lie anywhere between two neighbours alike (`rounding_error`); gates are distributed symmetrically about 0 and
     independently of ups; experts of a token do not cancel. Errors of independent steps then add in quadrature, and a
     step that multiplies makes `1 + e^2` a product. The result bounds the mean square: the error over a batch of tokens
-    keeps to it, that of one token strays by tens of per cent. Derivation, `e_F` for `rounding_error(F)`:
+    keeps to it, the error of one token strays by tens of per cent. Derivation, `e_F` for `rounding_error(F)`:
 
     1. Gate and up are dot products of quantized tokens and weights: `1 + e_g^2 = (1 + e_token^2) (1 + e_weight^2)`,
        relative to the root mean square of all gates (of all ups).
@@ -225,7 +225,7 @@ def error_bound(
        bf16: times `(1 + e_bf16^2)^2 (1 + e_combine^2)`. Sums over experts and ranks keep relative errors or make
        them smaller, since independent parts add in quadrature. A norm after each expert (`post_expert_norm`) rounds
        its row to bf16 twice more: times `(1 + e_bf16^2)^2`. To divide a row by its norm takes away the part of its
-       error that lies along it. It weights rows alike: those of one layer, sums of many terms, have nearly equal norms.
+       error that lies along it. It weights rows alike: rows of one layer, sums of many terms, have nearly equal norms.
        With `several_hosts` partial sums of ranks are bf16, and each host's sum of them is rounded to the combine
        format: times `1 + e_bf16^2`.
 

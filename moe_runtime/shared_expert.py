@@ -32,7 +32,7 @@ class SharedExpert(FixedDtypes):
     It has the function of the layer's `activation` instead of silu, with alpha 1. Where that has no gate, it is
     `down(function(up(x)))`. With a limit, as in Step 3.5 and Ling 3.0, silu is at most that, and up is clamped to plus
     and minus that (`SharedExpertConfig`). A `gated` one, as in Qwen2-MoE, is multiplied by
-    `sigmoid(x @ token_gate)`; DeepSeek-V3 has none. Operations and roundings are those of these models in bf16. They
+    `sigmoid(x @ token_gate)`; DeepSeek-V3 has none. Operations and roundings are as in these models in bf16. They
     are torch's, so on GPUs the last bits of a token may depend on the number of tokens.
 
     Attributes:

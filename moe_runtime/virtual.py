@@ -104,7 +104,7 @@ class VirtualRanks:
     ) -> list[torch.Tensor]:
         """Run a step: `xs[r]` are the tokens of rank `r`, `routing[r]` its `(topk_idx, topk_weights)` if given.
 
-        `max_tokens` is that of `MoELayer.forward`. Raises `ValueError` unless `xs` and `routing` are lists or tuples
+        `max_tokens` is as in `MoELayer.forward`. Raises `ValueError` unless `xs` and `routing` are lists or tuples
         of one for each rank.
         """
         for name, given in {"xs": xs, "routing": xs if routing is None else routing}.items():

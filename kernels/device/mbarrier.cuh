@@ -17,7 +17,7 @@ __device__ __forceinline__ void barrier_arrive(u32 barrier, u32 count = 1) {
 }
 
 // One lane arrives for the whole warp, ordered after the other lanes by `__syncwarp`. racecheck does not see that order and
-// knows only what the arriving thread did before. With EACH_LANE_ARRIVES, set by `launch.sanitize`, all lanes arrive.
+// knows only what the arriving thread did before. With EACH_LANE_ARRIVES, set by `research.sanitize`, all lanes arrive.
 #ifdef EACH_LANE_ARRIVES
 constexpr u32 ARRIVALS_OF_WARP = 32;
 #else

@@ -22,11 +22,18 @@ from moe_runtime.kernels.formats.reference_quantize import raw_bits
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
 from moe_runtime.kernels.gemm.weights import Activation, ExpertWeights
-from moe_runtime.launch.benchmarks.fp8_bound import FP8_MMA_GAIN
 from moe_runtime.reference import activation_reference, relative_error, rounding_error
 
 FP32_GAIN = 2.0**-23
 """Per 16 of K: error of an fp32 sum, or of a bf16 MMA, over the sum of the products' magnitudes."""
+
+
+FP8_MMA_BITS = 13
+"""Bits behind the leading one of the largest term that FP8 MMA on Hopper keeps of every term of a sum; measured."""
+
+FP8_MMA_GAIN = 4 * 34 * 2.0**-FP8_MMA_BITS
+"""Loss of the sum of 128 products, over the largest term or partial sum: 4 MMAs of 32 products, the sum so far, and the
+roundings of the result."""
 
 
 @dataclass(frozen=True)

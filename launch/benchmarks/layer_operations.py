@@ -6,7 +6,6 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,28 +15,12 @@ from moe_runtime.kernels.gemm.grouped_gemm import gemm_bytes, gemm_flops, groupe
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
 from moe_runtime.kernels.gemm.weights import ExpertWeights
-from moe_runtime.launch.benchmarks import bounds, checks, deep_ep_operations, gemm_peers, network, torch_layer
+from moe_runtime.launch.benchmarks import bounds, checks, network, torch_layer
 from moe_runtime.launch.benchmarks.layer_bench import Bench, Measured, Work
 from moe_runtime.launch.benchmarks.timing import TOTAL, Lap, Step, copies_to_rotate
 from moe_runtime.launch.benchmarks.trace import record
 from moe_runtime.launch.common import cases, environment
 from moe_runtime.reference import relative_error
-
-
-def run(bench: Bench) -> list[dict[str, Any]]:
-    """Do what the settings ask for; the results. Collective."""
-    wanted = bench.settings.operations
-    if {"dispatch", "combine"} & set(wanted):
-        exchange(bench)
-    if "low_latency" in wanted:
-        deep_ep_operations.low_latency(bench)
-    if "normal" in wanted:
-        deep_ep_operations.normal(bench)
-    if "gemm" in wanted:
-        gemm(bench)
-    if "layer" in wanted:
-        whole_layer(bench)
-    return bench.results
 
 
 def exchange(bench: Bench) -> None:
@@ -172,7 +155,7 @@ def gemm(bench: Bench) -> None:
 def _add_grouped_mm(bench: Bench, name: str, counts: Sequence[int], n: int, k: int, work: Work) -> None:
     """Time torch's grouped GEMM of the same shapes in bf16, without activation or quantization."""
     device = bench.context.device
-    call = gemm_peers.bf16(counts, n, k, device, copies_to_rotate(device, 2 * len(counts) * n * k))
+    call = torch_layer.grouped_mm(counts, n, k, device, copies_to_rotate(device, 2 * len(counts) * n * k))
     measured = bench.time(lambda number, lap: call(number) if sum(counts) else None, [], capturable=True)
     bench.add(name, measured, TOTAL, replace(work, moved_bytes=None), None, "torch grouped_mm bf16")
 

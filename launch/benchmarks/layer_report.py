@@ -1,15 +1,14 @@
-"""The JSON of a run of `bench` over a config: its results with their ratios to torch, goals and rules."""
+"""The JSON of a run of `bench` over a config: its results with their ratios to torch."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from moe_runtime.config import RunConfig
-from moe_runtime.launch.benchmarks.bounds import judge_goals, judge_skew
 from moe_runtime.launch.benchmarks.link_rate import LinkRate
 
 OURS = "moe_runtime"
-"""The `implementation` of our results; those of the baselines begin with "torch"."""
+"""The `implementation` of our results; baselines begin with "torch"."""
 
 PHASES_KIND = "phases"
 """`kind` of a run with `--trace`, which times phases only. A run without it has no `kind`."""
@@ -32,16 +31,15 @@ def baselines_of(results: list[dict[str, Any]]) -> dict[tuple[object, ...], dict
 
 
 def add_comparisons(results: list[dict[str, Any]]) -> None:
-    """Fill in `ratio_to_torch` and `skew`; None where there is nothing to compare with."""
+    """Fill in `ratio_to_torch`; None where there is nothing to compare with."""
     baselines = baselines_of(results)
     ours = [result for result in results if result["implementation"] == OURS]
     for result in results:
-        result |= {"ratio_to_torch": None, "skew": None, "goal": None}
+        result["ratio_to_torch"] = None
     for result in ours:
         baseline = baselines.get(key_of(result))
         if baseline is not None and baseline["median_us"] and result["median_us"]:
             result["ratio_to_torch"] = result["median_us"] / baseline["median_us"]
-    judge_skew(ours)
 
 
 def make_report(
@@ -63,8 +61,6 @@ def make_report(
     """
     add_comparisons(results)
     gpus = gpus_of(record) if record else []
-    if not traced:
-        judge_goals([result for result in results if result["implementation"] == OURS], run.layer.model_dump(), gpus)
     passed = all(result["check"] is None or result["check"]["passed"] for result in results)
     kind = {"kind": PHASES_KIND} if traced else {}
     for name, begin in ((NORMAL_KIND, NORMAL), (LOW_LATENCY_KIND, LOW_LATENCY)):

@@ -56,7 +56,7 @@ class Network:
     def baseline_record(self, sent_bytes: float | None) -> dict[str, Any]:
         """For JSON, of a baseline that sends other bytes, None where they are not counted.
 
-        The rate of the link alone is that of our bytes, and no floor of others.
+        The rate of the link alone was measured with our bytes, and is no floor for others.
         """
         if sent_bytes is None or not self.given:
             return self._record(sent_bytes, None)
@@ -101,7 +101,7 @@ def take_for_hosts(num_hosts: int | None, variables: MutableMapping[str, str] = 
 
     Args:
         num_hosts: None where ranks are on the hosts that they are on.
-        variables: of the environment: those of torchrun are read, those that name a host are set.
+        variables: of the environment. What torchrun sets is read, and what names a host is set.
 
     Raises:
         ValueError: ranks are on several machines or have names of hosts, or `num_hosts` does not divide their number.

@@ -21,10 +21,10 @@ from moe_runtime.kernels.exchange.geometry import ExchangeGeometry
 from moe_runtime.kernels.exchange.reference import owners_of
 from moe_runtime.kernels.formats.quantize import dequantize_rows, quantize_rows
 from moe_runtime.launch.benchmarks.checks import expert_factor, first_rows
-from moe_runtime.launch.common import cases
+from moe_runtime.launch.common import draws
 
-KINDS = (*cases.ROUTINGS[1:], "none")
-"""How a step is routed: those of `cases.routing`, and no token at all."""
+KINDS = (*draws.ROUTINGS[1:], "none")
+"""How a step is routed: those of `draws.routing`, and no token at all."""
 UNROUTED_ABOVE = 1.28
 """Entries whose normal draw lies above are -1 where experts are drawn: one in ten."""
 
@@ -55,17 +55,17 @@ class StepPlan:
         """Ids int32 and weights fp32 `[T, K]` of any rank."""
         count, experts, top_k = self.counts[rank], geometry.num_experts, geometry.top_k
         kind = "one" if self.kind == "none" else self.kind
-        idx_TK, weights_TK = cases.routing(kind, seed, rank, self.number, count, experts, top_k, device)
+        idx_TK, weights_TK = draws.routing(kind, seed, rank, self.number, count, experts, top_k, device)
         if self.kind == "none":
             idx_TK.fill_(-1)
         elif self.kind != "one":
-            drawn = cases.tokens(seed, rank, -1 - self.number, count, top_k, device)
+            drawn = draws.tokens(seed, rank, -1 - self.number, count, top_k, device)
             idx_TK.masked_fill_(drawn > UNROUTED_ABOVE, -1)
         return idx_TK, weights_TK
 
     def tokens(self, seed: int, rank: int, geometry: ExchangeGeometry, device: torch.device) -> torch.Tensor:
         """bf16 `[T, H]` of any rank."""
-        return cases.tokens(seed, rank, self.number, self.counts[rank], geometry.hidden, device)
+        return draws.tokens(seed, rank, self.number, self.counts[rank], geometry.hidden, device)
 
 
 def expected_offsets(idx: Sequence[torch.Tensor], geometry: ExchangeGeometry) -> torch.Tensor:

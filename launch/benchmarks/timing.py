@@ -122,7 +122,7 @@ def measure(
         sustained: whether long steps are timed without pauses too.
 
     Returns:
-        Timings by part; under `total` that of the whole step where `laps` is false.
+        Timings by part; under `total` the whole step where `laps` is false.
     """
     on_gpu = context.device.type == "cuda"
     clock = _CudaClock(context, step, capturable, laps, steps) if on_gpu else _WallClock(context, step, laps)

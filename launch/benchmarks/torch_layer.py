@@ -14,17 +14,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 import torch.distributed as dist
 from torch.nn import functional
 
+from moe_runtime.checkpoints.loading import ExpertTensors
 from moe_runtime.checkpoints.readers import dense
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.kernels.gemm.activation import activate
 from moe_runtime.kernels.gemm.weights import SILU, Activation
-from moe_runtime.launch.common.cases import ExpertSource
 from moe_runtime.reference import FUNCTION_GAINS, rounding_error
 
 NAME = "torch all_to_all_single + grouped_mm bf16"
@@ -95,7 +95,7 @@ class TorchLayer:
 
     def __init__(
         self,
-        experts: ExpertSource,
+        experts: Callable[[int], ExpertTensors],
         local: Sequence[int],
         hidden: int,
         intermediate: int,
@@ -185,3 +185,19 @@ def error_bound() -> float:
     projected = growth**2
     activated = (1 + FUNCTION_GAINS[SILU.function] * (projected - 1)) * projected
     return math.sqrt(activated * growth**6 - 1)
+
+
+def group_ends(sizes: Sequence[int], device: torch.device) -> torch.Tensor:
+    """int32: where each group of rows ends, as torch's grouped GEMMs take it."""
+    return torch.tensor(list(accumulate(sizes)), dtype=torch.int32, device=device)
+
+
+def grouped_mm(
+    sizes: Sequence[int], n: int, k: int, device: torch.device, copies: int
+) -> Callable[[int], torch.Tensor]:
+    """Calls of torch's grouped GEMM in bf16 with random operands, which use `copies` of the weights in turn."""
+    function: Callable[..., torch.Tensor] = torch._grouped_mm
+    ends = group_ends(sizes, device)
+    a_RK = torch.randn(sum(sizes), k, device=device).to(torch.bfloat16)
+    w_GNK = [torch.randn(len(sizes), n, k, dtype=torch.bfloat16, device=device) for _ in range(copies)]
+    return lambda number: function(a_RK, w_GNK[number % copies].transpose(1, 2), offs=ends)

@@ -1,11 +1,10 @@
-"""Inputs and references of runs and benchmarks: any rank can make any rank's data from a seed alone.
+"""Inputs and references of layers in runs and benchmarks: any rank can make any rank's data from a seed alone.
 
 Shape letters: `T` tokens of a rank, `H` hidden size, `E` experts of the layer, `K` experts per token.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 
 import torch
@@ -16,13 +15,9 @@ from moe_runtime.checkpoints.loading import ExpertTensors
 from moe_runtime.checkpoints.readers import dense
 from moe_runtime.config import MoELayerConfig, RunConfig
 from moe_runtime.experts import activation_of
+from moe_runtime.launch.common import draws
 from moe_runtime.layer import MoELayer
 from moe_runtime.reference import error_bound, moe_reference
-
-ROUTINGS = ("router", "uniform", "zipf", "half", "one")
-"""`router`: the layer's own. `uniform`: every set of K experts alike. `zipf`: expert `e` with weight `1 / (e + 1)`.
-`one`: every token goes to expert 0 alone, its other entries are -1. `half`: every second token as in `one`, the others
-as in `uniform`."""
 
 CHECK_WEIGHTS = 2**28
 """Weights in all experts up to which every token is checked by default: the reference makes each expert anew."""
@@ -31,46 +26,6 @@ FEW_TOKENS = 4
 """Tokens per rank that are checked by default in larger layers."""
 
 ExpertSource = Callable[[int], ExpertTensors]
-
-
-CPU = torch.device("cpu")
-
-
-def tokens(seed: int, rank: int, step: int, num_tokens: int, hidden: int, device: torch.device = CPU) -> torch.Tensor:
-    """bf16 `[T, H]`, normal with variance 1: what `rank` brings to `step`. Values differ by kind of device."""
-    generator = _generator("tokens", seed, rank, step, device=device)
-    return torch.randn(num_tokens, hidden, generator=generator, dtype=torch.float32, device=device).to(torch.bfloat16)
-
-
-def routing(
-    kind: str,
-    seed: int,
-    rank: int,
-    step: int,
-    num_tokens: int,
-    num_experts: int,
-    top_k: int,
-    device: torch.device = CPU,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids int32 `[T, K]` and weights fp32 `[T, K]` for each of `ROUTINGS` but `router`; as `tokens` by device.
-
-    Weights of a token are positive and sum to 1. Raises `ValueError` for an unknown `kind`.
-    """
-    if kind not in ROUTINGS[1:]:
-        raise ValueError(f"routing: expected one of {', '.join(ROUTINGS[1:])}, got {kind!r}")
-    generator = _generator(kind, seed, rank, step, device=device)
-    # The K largest of log(weight) + Gumbel noise are a draw without replacement.
-    noise_TE = torch.empty(num_tokens, num_experts, dtype=torch.float32, device=device)
-    noise_TE = -noise_TE.exponential_(generator=generator).log()
-    if kind == "zipf":
-        noise_TE -= torch.arange(1, num_experts + 1, dtype=torch.float32, device=device).log()
-    idx_TK = noise_TE.topk(top_k, dim=1).indices.to(torch.int32)
-    weights_TK = torch.randn(num_tokens, top_k, generator=generator, dtype=torch.float32, device=device).softmax(dim=1)
-    if kind in ("half", "one"):
-        nth = 2 if kind == "half" else 1
-        idx_TK[::nth], weights_TK[::nth] = -1, 0.0
-        idx_TK[::nth, 0], weights_TK[::nth, 0] = 0, 1.0
-    return idx_TK, weights_TK
 
 
 def counts_of(tokens_per_rank: Sequence[int], world_size: int, max_tokens: int) -> list[int]:
@@ -91,11 +46,11 @@ def step_inputs(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`(x, topk_idx, topk_weights)` of any rank, on the layer's device."""
     config, device = layer.config, layer.context.device
-    x_TH = tokens(seed, rank, step, num_tokens, config.hidden_size, device)
+    x_TH = draws.tokens(seed, rank, step, num_tokens, config.hidden_size, device)
     if kind == "router":
         assert layer.router is not None
         return x_TH, *layer.router(x_TH)
-    return x_TH, *routing(kind, seed, rank, step, num_tokens, config.num_experts, config.top_k, device)
+    return x_TH, *draws.routing(kind, seed, rank, step, num_tokens, config.num_experts, config.top_k, device)
 
 
 def expert_source(run: RunConfig, device: torch.device) -> ExpertSource:
@@ -121,7 +76,7 @@ def layer_reference(
 ) -> torch.Tensor:
     """float64 `[T, H]` of `moe_reference` with unquantized weights; one expert is held at a time.
 
-    The output of a shared expert is that of the layer's own, which is not quantized and not exchanged.
+    The output of a shared expert comes from the layer's own, which is not quantized and not exchanged.
     """
     assert layer.experts is not None
     y_TH = torch.zeros(x_TH.shape, dtype=torch.float64, device=x_TH.device)
@@ -170,8 +125,3 @@ def with_token_format(config: MoELayerConfig, name: str) -> MoELayerConfig:
     gsf = config.intermediate_gsf if name == "nvfp4" else None
     changed: MoELayerConfig = config.replace(token_format=name, weight_format=None, intermediate_gsf=gsf)
     return changed
-
-
-def _generator(*parts: object, device: torch.device = CPU) -> torch.Generator:
-    digest = hashlib.sha256(repr(parts).encode()).digest()
-    return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)

@@ -10,12 +10,11 @@ import argparse
 import json
 import os
 import platform
-import re
 import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from functools import partial
@@ -98,17 +97,6 @@ def check_at_least(least: int, **values: int | None) -> None:
             raise ValueError(f"--{name.replace('_', '-')}: expected at least {least}, got {value}")
 
 
-def chosen_cases(names: Sequence[str], pattern: str | None) -> list[str]:
-    """Names in which the regular expression of `--cases` is found, or all. Raises `ValueError` if there is none."""
-    try:
-        found = [name for name in names if pattern is None or re.search(pattern, name)]
-    except re.error as error:
-        raise ValueError(f"--cases: {error}") from None
-    if not found:
-        raise ValueError(f"--cases: no case like {pattern!r}; there are {', '.join(names)}")
-    return found
-
-
 def run_program(name: str, work: Callable[[], int], *, debug: bool = False) -> int:
     """The exit code of `work()`. Its errors, and lack of memory, become one line on stderr.
 
@@ -165,7 +153,7 @@ def gather(context: ExpertParallelContext, what: str, value: T, kind: type[T]) -
 
 
 def _check_keys(mine: object, answer: object) -> None:
-    """Raise `ValueError` where a dict of `answer` has other keys than that of `mine` in its place."""
+    """Raise `ValueError` where a dict of `answer` has other keys than the dict of `mine` in its place."""
     if isinstance(mine, dict) and isinstance(answer, dict):
         if mine.keys() != answer.keys():
             raise ValueError(f"expected a dict with the keys {', '.join(map(str, mine))}, got other keys")
@@ -194,11 +182,6 @@ def reading(file: Path, what: str) -> Iterator[None]:
 def console_of(context: ExpertParallelContext) -> Console:
     """A console that prints on rank 0 only."""
     return Console(quiet=context.rank != 0, highlight=False)
-
-
-def wide_console(columns: int = 200) -> Console:
-    """For a wide table: as wide as the terminal, or so many columns where there is none."""
-    return Console(highlight=False, width=None if sys.stdout.isatty() else columns)
 
 
 def write_json(file: Path, data: Mapping[str, Any]) -> None:

@@ -13,13 +13,14 @@ import argparse
 import sys
 from pathlib import Path
 
-from moe_runtime.launch.benchmarks import runs
-from moe_runtime.launch.benchmarks.runs import Report, figures
-from moe_runtime.launch.benchmarks.show import show
+from moe_runtime.launch.benchmarks.show import Report
 from moe_runtime.launch.common import environment
-from moe_runtime.launch.report import pages
+from moe_runtime.launch.kernel_bench.show import wide_console
+from moe_runtime.launch.report import pages, runs
 from moe_runtime.launch.report.compare import compare, differences
 from moe_runtime.launch.report.plot import check_can_draw, draw, draw_roofline
+from moe_runtime.launch.report.runs import figures
+from moe_runtime.launch.report.show import show
 
 PAGE = Path(__file__).resolve().parents[1] / "results" / "README.md"
 
@@ -28,13 +29,13 @@ def show_run(options: argparse.Namespace) -> int:
     """Print the tables of a run."""
     report = runs.read(options.run)
     with environment.reading(options.run, "a run"):
-        show(report, environment.wide_console())
+        show(report, wide_console())
     return 0
 
 
 def compare_runs(options: argparse.Namespace) -> int:
     """1 if a time of the second run is outside the spread of the first."""
-    return int(not compare(_with_times(options.a), _with_times(options.b), environment.wide_console()))
+    return int(not compare(_with_times(options.a), _with_times(options.b), wide_console()))
 
 
 def _with_times(file: Path) -> Report:

@@ -7,7 +7,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from moe_runtime.launch.benchmarks.runs import LAYER, LOADING, Figure, Report, figures, kind_of, model_of
+from moe_runtime.launch.benchmarks.show import Report
+from moe_runtime.launch.report.runs import LAYER, LOADING, Figure, figures, kind_of, model_of
 
 ENVIRONMENT = ("processor", "cores", "driver", "cuda", "packages", "git_commit", "transport", "engine", "command")
 """Fields of the environment that are printed where they differ."""

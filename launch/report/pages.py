@@ -6,22 +6,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from moe_runtime.launch.benchmarks import runs
 from moe_runtime.launch.benchmarks.bounds import EVEN
-from moe_runtime.launch.benchmarks.layer_report import LOW_LATENCY, NORMAL, baselines_of, key_of
-from moe_runtime.launch.benchmarks.ops_table import operations_markdown
-from moe_runtime.launch.benchmarks.runs import (
-    Report,
-    Result,
-    commit_of,
-    gpu_of,
-    kind_of,
-    ours,
-    ranks_of,
-    shown_us,
-    where,
-)
-from moe_runtime.launch.benchmarks.show import RELATIVE, foreign_note, times_of
+from moe_runtime.launch.benchmarks.layer_report import LOW_LATENCY, NORMAL, baselines_of, gpus_of, key_of
+from moe_runtime.launch.benchmarks.show import Report, Result
+from moe_runtime.launch.kernel_bench.ops_table import operations_markdown
+from moe_runtime.launch.kernel_bench.show import RELATIVE, commit_of, foreign_note, gpu_of, shown_us, times_of, where
+from moe_runtime.launch.report import runs
+from moe_runtime.launch.report.goals import judge_goals
+from moe_runtime.launch.report.runs import kind_of, ours, ranks_of
 
 FEW_TOKENS = 32
 """Most tokens of a run of few tokens."""
@@ -127,10 +119,12 @@ def goal_table(found: Found) -> str:
     """Of the run with most ranks that has goals: a line per operation and format with a goal, a column per number of
     tokens, in it the time and the goal."""
     rows: dict[tuple[str, str], dict[int, str]] = {}
-    reports = [run for run in _most_ranks_first(found) if any(result.get("goal") for result in ours(run[1]))][:1]
+    for _, report in found.get(runs.LAYER, []):
+        judge_goals(ours(report), report["config"]["layer"], gpus_of(report["environment"]))
+    reports = [run for run in _most_ranks_first(found) if any(result["goal"] for result in ours(run[1]))][:1]
     for _, report in reports:
         for result in ours(report):
-            if goal := result.get("goal"):
+            if goal := result["goal"]:
                 combine = result["operation"] == "combine"
                 fmt = result["combine_format" if combine else "token_format"]
                 sign = {True: "<=", False: "**>**", None: "?"}[goal["met"]]
@@ -176,22 +170,22 @@ def operation_table(found: Found) -> str:
 
 
 def models_table(found: Found) -> str:
-    """Of the run of `bench models` that has most rows."""
+    """Of the run of `kernel_bench models` that has most rows."""
     return _models_table(_models(found, lambda results: True))
 
 
 def few_tokens_table(found: Found) -> str:
-    """Of a run of `bench models` with few tokens."""
+    """Of a run of `kernel_bench models` with few tokens."""
     return _models_table(_models(found, lambda results: all(r["tokens"] <= FEW_TOKENS for r in results)))
 
 
 def one_model_table(found: Found) -> str:
-    """Of a run of `bench models` of one model."""
+    """Of a run of `kernel_bench models` of one model."""
     return _models_table(_models(found, lambda results: len({r["model"] for r in results}) == 1))
 
 
 def _models(found: Found, wanted: Callable[[list[Result]], bool]) -> Run:
-    """The run of `bench models` with most rows whose results, but for refused pairs, are `wanted`."""
+    """The run of `kernel_bench models` with most rows whose results, but for refused pairs, are `wanted`."""
     reports = [
         run for run in found.get(runs.MODELS, []) if wanted([r for r in run[1]["results"] if "refused" not in r])
     ]

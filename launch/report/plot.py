@@ -7,20 +7,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from moe_runtime.launch.benchmarks.bounds import EVEN, OLD_MODES, memory_bytes
-from moe_runtime.launch.benchmarks.gemm_cases import BF16_TFLOP_PER_S, FP8_TFLOP_PER_S, MEMORY_TB_PER_S
+from moe_runtime.launch.benchmarks.bounds import EVEN
 from moe_runtime.launch.benchmarks.layer_report import OURS, baselines_of, key_of
-from moe_runtime.launch.benchmarks.runs import (
-    Report,
-    Result,
-    check_alike,
-    formats_of,
-    gpu_of,
-    model_of,
-    ranks_of,
-    where,
-)
-from moe_runtime.launch.benchmarks.show import foreign_note
+from moe_runtime.launch.benchmarks.show import Report, Result, formats_of
+from moe_runtime.launch.kernel_bench.ceilings import BF16_TFLOP_PER_S, FP8_TFLOP_PER_S, MEMORY_TB_PER_S
+from moe_runtime.launch.kernel_bench.show import foreign_note, gpu_of, where
+from moe_runtime.launch.report.goals import OLD_MODES, memory_bytes
+from moe_runtime.launch.report.runs import check_alike, model_of, ranks_of
 
 COLOURS = {"nvfp4": "tab:green", "fp8_block": "tab:blue", "mxfp8": "tab:orange", "bf16": "tab:red"}
 """By token format."""

@@ -19,9 +19,10 @@ from moe_runtime.context.memory import layer_geometry
 from moe_runtime.kernels.exchange.hierarchical import HostGeometry
 from moe_runtime.kernels.formats.number_formats import BF16, FORMATS, weight_format_named
 from moe_runtime.kernels.gemm.grouped_gemm import gemm_bytes, gemm_flops
-from moe_runtime.launch.benchmarks import gemm_cases, link_rate
+from moe_runtime.launch.benchmarks import link_rate
 from moe_runtime.launch.benchmarks.checks import format_bytes
-from moe_runtime.launch.benchmarks.models_bench import Ceilings
+from moe_runtime.launch.kernel_bench import ceilings as measured
+from moe_runtime.launch.kernel_bench.ceilings import Ceilings
 
 DISPATCH = ("pack", "network dispatch", "forward", "dispatch_recv")
 COMBINE = ("combine_send", "relay", "network combine", "total")
@@ -45,7 +46,7 @@ class Machine:
         network_latency_us: of an exchange between hosts without its bytes. What NCCL's all-to-all takes for one token
             between two H200s of one host (`h200x2.json`): over a network it is more.
         link_gb_per_s: out of a rank to ranks of its host (`links_h200x4.json`).
-        memory_tb_per_s, bf16_tflop_per_s, fp8_tflop_per_s: those of `gemm_cases`, measured on an H200.
+        memory_tb_per_s, bf16_tflop_per_s, fp8_tflop_per_s: those of `kernel_bench.ceilings`, measured on an H200.
         kernel_us: of a kernel of the exchange without its bytes: a quarter of dispatch and combine of one token in
             `h200x2.json`, which are two kernels each.
         experts_over_floor: times its floor that a layer takes: the median of DeepSeek-V3 in `models_h100.json`, in
@@ -58,9 +59,9 @@ class Machine:
     network_gb_per_s: float = 45.0
     network_latency_us: float = 10.5
     link_gb_per_s: float = link_rate.MEASURED.gb_per_s
-    memory_tb_per_s: float = gemm_cases.MEMORY_TB_PER_S
-    bf16_tflop_per_s: float = gemm_cases.BF16_TFLOP_PER_S
-    fp8_tflop_per_s: float = gemm_cases.FP8_TFLOP_PER_S
+    memory_tb_per_s: float = measured.MEMORY_TB_PER_S
+    bf16_tflop_per_s: float = measured.BF16_TFLOP_PER_S
+    fp8_tflop_per_s: float = measured.FP8_TFLOP_PER_S
     kernel_us: float = 3.9
     experts_over_floor: float = 1.14
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from moe_runtime.launch.common import cases
+from moe_runtime.launch.common import draws
 from moe_runtime.router import sigmoid_topk
 
 ROUTINGS = ("uniform", "zipf", "groups", "random groups")
@@ -72,7 +72,7 @@ def draw(routing: str, num_tokens: int, num_experts: int, top_k: int, seed: int,
     if routing == "random groups" and (num_experts % GROUPS or top_k > TOP_GROUPS * num_experts // GROUPS):
         raise ValueError(f"num_experts: expected {GROUPS} groups, {TOP_GROUPS} of them with {top_k}, got {num_experts}")
     if routing in ("uniform", "zipf"):
-        return cases.routing(routing, seed, 0, block, num_tokens, num_experts, top_k)[0]
+        return draws.routing(routing, seed, 0, block, num_tokens, num_experts, top_k)[0]
     generator = torch.Generator().manual_seed(seed * 1_000_003 + block)
     logits_TE = torch.randn(num_tokens, num_experts, generator=generator)
     if routing == "random groups":

@@ -16,11 +16,11 @@ from typing import Any
 from rich.console import Console
 
 from moe_runtime.config import MoELayerConfig
-from moe_runtime.launch.benchmarks import runs
-from moe_runtime.launch.benchmarks.bounds import OLD_MODES
-from moe_runtime.launch.benchmarks.runs import Report, Result
 from moe_runtime.launch.common import environment
+from moe_runtime.launch.report import runs
+from moe_runtime.launch.report.goals import OLD_MODES
 from moe_runtime.launch.report.pages import between_marks, markdown_table
+from moe_runtime.launch.report.runs import Report, Result
 from moe_runtime.launch.research import host_model, host_routing
 from moe_runtime.launch.research.host_model import Deployment, Machine, Reach
 

@@ -16,10 +16,10 @@ import torch
 
 from moe_runtime.comm.bootstrap import init_from_env
 from moe_runtime.context.expert_parallel import ExpertParallelContext
-from moe_runtime.launch.benchmarks.link_rate import KIND
 from moe_runtime.launch.benchmarks.show import show
 from moe_runtime.launch.benchmarks.timing import TOTAL, Lap, measure, times_record
 from moe_runtime.launch.common import environment
+from moe_runtime.launch.report.runs import LINKS
 from moe_runtime.launch.research.copy_ways import PIECE, THREADS, WAYS, copy
 
 MEGABYTES = (0.05, 0.25, 1.0, 4.0, 16.0, 40.0)
@@ -91,7 +91,7 @@ def work(options: argparse.Namespace) -> int:
                         }
                     )
         record = environment.environment_record(context)
-        report = {"kind": KIND, "environment": record, "piece_bytes": PIECE, "threads": THREADS, "results": results}
+        report = {"kind": LINKS, "environment": record, "piece_bytes": PIECE, "threads": THREADS, "results": results}
         show(report, environment.console_of(context))
         if options.json is not None and context.rank == 0:
             environment.write_json(options.json, report)

@@ -32,11 +32,12 @@ from moe_runtime.comm.host_link import Chunks, HostLink
 from moe_runtime.config import CombineFormatName, FormatName, MoELayerConfig
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.kernels.exchange.hierarchical import PART_TOKENS
-from moe_runtime.launch.benchmarks import network, runs
-from moe_runtime.launch.benchmarks.runs import Report, Result
+from moe_runtime.launch.benchmarks import network
 from moe_runtime.launch.benchmarks.timing import TOTAL, Lap, Timing, measure
 from moe_runtime.launch.common import cases, environment
+from moe_runtime.launch.report import runs
 from moe_runtime.launch.report.pages import between_marks, markdown_table
+from moe_runtime.launch.report.runs import Report, Result
 from moe_runtime.launch.research import namespaces
 from moe_runtime.launch.research.host_model import Machine
 from moe_runtime.layer import MoELayer

@@ -20,8 +20,9 @@ import torch
 
 from moe_runtime import ops
 from moe_runtime.context.expert_parallel import ExpertParallelContext
-from moe_runtime.launch.benchmarks.fp8_bound import CHUNK, FP8_MMA_BITS, FP8_MMA_GAIN, fp8_mma_slack
+from moe_runtime.launch.benchmarks.checks import FP8_MMA_BITS, FP8_MMA_GAIN
 from moe_runtime.launch.common import environment
+from moe_runtime.launch.kernel_bench.fp8_bound import CHUNK, fp8_mma_slack
 
 E4M3 = torch.float8_e4m3fn
 MOST_BITS = 15

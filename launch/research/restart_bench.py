@@ -21,13 +21,13 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from moe_runtime.checkpoints.checkpoint import write_qwen3_moe_checkpoint
 from moe_runtime.checkpoints.kept_files import SHARED_MEMORY, VARIABLE, free_kept, kept_layers
 from moe_runtime.config import MoELayerConfig
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.expert_slots import tensors_of
 from moe_runtime.kernels.formats.number_formats import WEIGHT_FORMATS, token_formats_for
 from moe_runtime.launch.common import environment
+from moe_runtime.launch.common.qwen3_checkpoint import write_qwen3_moe_checkpoint
 from moe_runtime.launch.research.load_bench import drop_from_cache, in_process
 from moe_runtime.layer import MoELayer
 

@@ -28,7 +28,9 @@ run() {  # name of the part, files that it writes (removed before), ranks, progr
 }
 
 ((most == 1)) || run links links.json "$most" research.link_bench --json "$folder/links.json"
-links=(); [ -f "$folder/links.json" ] && links=(--links "$folder/links.json")
+best='import json, sys; print(max(result["gb_per_s"] for result in json.load(open(sys.argv[1]))["results"]))'
+links=(); [ -f "$folder/links.json" ] &&
+  links=(--link-gb-per-s "$("${PYTHON:-python3}" -c "$best" "$folder/links.json")")
 over=(--config "$CONFIG" --formats $FORMATS "${links[@]}")
 for n in $(tr ' ' '\n' <<< "$RANKS" | tac); do
   operations=(dispatch combine layer); ((n == 1)) && operations=(layer)
@@ -40,8 +42,8 @@ done
     --steps "$STEPS" --json "$folder/few_sms.json"
 run trace "trace.json phases.json" "$most" bench layer "${over[@]}" --tokens $TOKENS --trace "$folder/trace.json" \
     --json "$folder/phases.json"
-run gemm gemm.json 1 bench gemm --steps "$STEPS" --json "$folder/gemm.json"
-run ops ops.json 1 bench ops --steps "$STEPS" --json "$folder/ops.json"
+run gemm gemm.json 1 kernel_bench gemm --steps "$STEPS" --json "$folder/gemm.json"
+run ops ops.json 1 kernel_bench ops --steps "$STEPS" --json "$folder/ops.json"
 plotted=(); for file in "$folder"/layer_*.json "$folder/phases.json" "$folder/gemm.json"; do
   [ -f "$file" ] && plotted+=("$file"); done
 run plot "" 1 report plot "${plotted[@]}" --folder "$folder"

@@ -19,11 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from moe_runtime.checkpoints.families import family_of, guessed, is_moe_layer, layer_config, num_layers
 from moe_runtime.checkpoints.family_table import DEFAULT, GPT_OSS, MAX_LAYERS, MTP_KEYS, Family, text_config
-from moe_runtime.checkpoints.files import INDEX_FILE, SINGLE_FILE, TensorFiles, read_json, write_json
+from moe_runtime.checkpoints.files import INDEX_FILE, TensorFiles, read_json
 from moe_runtime.checkpoints.layouts import (
     FLOAT_DTYPES,
     PLAIN,
@@ -42,7 +41,7 @@ from moe_runtime.checkpoints.readers import ExpertNames, ExpertReader, dense, la
 from moe_runtime.checkpoints.stored_experts import StoredExperts
 from moe_runtime.checkpoints.unread_keys import check_ignored
 from moe_runtime.checkpoints.unread_tensors import names_beside_experts, refuse_bias, refuse_unread
-from moe_runtime.config import MAX_EXPERTS, ActivationConfig, MoELayerConfig, RouterConfig, SharedExpertConfig
+from moe_runtime.config import MAX_EXPERTS, MoELayerConfig, SharedExpertConfig
 from moe_runtime.kernels.formats.number_formats import (
     format_named,
     token_formats_for,
@@ -58,10 +57,10 @@ _STACK_OF_GRANITE = ".block_sparse_moe.input_linear.weight"
 _NORM = "post_expert_norm.weight"
 """A norm over the output of each expert, in their module."""
 _OTHER_STACKS = ("mtp", "draft", "talker")
-"""Modules that may have decoder layers of their own, which are not those of the model."""
+"""Modules that may have decoder layers of their own, which are not the model's."""
 
 MAX_NAME = 500
-"""Most characters of the name of a module with experts; those of published checkpoints have some thirty."""
+"""Most characters of the name of a module with experts; in published checkpoints they have some thirty."""
 
 _HUB_ID = r"\w[\w.-]{0,95}/\w[\w.-]{0,95}"
 """Owner and name of a model of the Hugging Face Hub."""
@@ -559,7 +558,7 @@ class Checkpoint:
     def _refuse_unread(self, layer: int, used: Collection[str]) -> None:
         """Raise `ValueError` naming file and tensor for one in the block of a layer that may count and nothing reads.
 
-        `used` are those of the router. Experts, and a shared expert that the config has, look at their own.
+        `used` are the router's. Experts, and a shared expert that the config has, look at their own.
         """
         sizes, names = self._stated(layer), self.names(layer)
         left = names_beside_experts(self.files, self._block(layer), (names.block, *self._shared_modules(layer)))
@@ -701,65 +700,3 @@ def opened(checkpoint: Checkpoint | str | Path) -> AbstractContextManager[Checkp
     if not isinstance(checkpoint, (str, Path)):
         raise ValueError(f"checkpoint: expected a Checkpoint or a path, got {type(checkpoint).__name__}")
     return Checkpoint(check_path("checkpoint", checkpoint))
-
-
-def write_qwen3_moe_checkpoint(
-    path: str | Path, config: MoELayerConfig, seed: int, num_layers: int = 1, num_shards: int = 1
-) -> None:
-    """Write a synthetic checkpoint of `num_layers` MoE layers, without attention and embeddings.
-
-    Weights are normal with variance 1 / fan-in, close to trained ones, so that unit tokens give logits, gates and
-    outputs of order 1. One shard makes `model.safetensors`; several make an index too.
-    """
-    plain = config.router == RouterConfig(renormalize=config.router.renormalize)
-    if not plain or config.activation != ActivationConfig() or config.expert_bias or config.shared_expert is not None:
-        raise ValueError(
-            "config: a Qwen3-MoE checkpoint has a plain softmax router, plain SwiGLU with gate above up, no biases and "
-            "no shared expert"
-        )
-    folder = Path(path)
-    folder.mkdir(parents=True, exist_ok=True)
-    generator = torch.Generator().manual_seed(seed)
-
-    def weight(rows: int, columns: int) -> torch.Tensor:
-        w_NK = torch.randn(rows, columns, generator=generator, dtype=torch.float32, device="cpu")
-        return (w_NK * columns**-0.5).to(torch.bfloat16)
-
-    hidden, intermediate = config.hidden_size, config.intermediate_size
-    tensors: dict[str, torch.Tensor] = {}
-    for layer in range(num_layers):
-        prefix = f"model.layers.{layer}.mlp"
-        tensors[f"{prefix}.gate.weight"] = weight(config.num_experts, hidden)
-        for expert in range(config.num_experts):
-            tensors[f"{prefix}.experts.{expert}.gate_proj.weight"] = weight(intermediate, hidden)
-            tensors[f"{prefix}.experts.{expert}.up_proj.weight"] = weight(intermediate, hidden)
-            tensors[f"{prefix}.experts.{expert}.down_proj.weight"] = weight(hidden, intermediate)
-    write_json(
-        folder / "config.json",
-        {
-            "architectures": ["Qwen3MoeForCausalLM"],
-            "model_type": "qwen3_moe",
-            "dtype": "bfloat16",
-            "hidden_act": "silu",
-            "hidden_size": hidden,
-            "moe_intermediate_size": intermediate,
-            "num_experts": config.num_experts,
-            "num_experts_per_tok": config.top_k,
-            "norm_topk_prob": config.router.renormalize,
-            "num_hidden_layers": num_layers,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-        },
-    )
-    if num_shards == 1:
-        save_file(tensors, folder / SINGLE_FILE, metadata={"format": "pt"})
-        return
-    names = list(tensors)
-    weight_map: dict[str, str] = {}
-    for shard in range(num_shards):
-        part = names[shard * len(names) // num_shards : (shard + 1) * len(names) // num_shards]
-        file = f"model-{shard + 1:05d}-of-{num_shards:05d}.safetensors"
-        save_file({name: tensors[name] for name in part}, folder / file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(part, file)
-    total_bytes = sum(tensor.nbytes for tensor in tensors.values())
-    write_json(folder / INDEX_FILE, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})

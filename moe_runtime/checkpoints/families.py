@@ -128,7 +128,7 @@ def _shared_expert(keys: ConfigKeys, layer: int | None) -> SharedExpertConfig | 
     if not size:
         count, gated = keys.count(*SHARED_COUNT_KEYS), False
         if count > 1 and keys.has("moe_shared_expert_intermediate_size"):
-            # Some readers take the size as that of each, others as that of all.
+            # Some readers take it as the size of each, others as the size of all.
             key = keys.first(SHARED_COUNT_KEYS) or SHARED_COUNT_KEYS[0]
             keys.refuse(key, "at most 1 beside moe_shared_expert_intermediate_size")
         sizes = "moe_shared_expert_intermediate_size", *EXPERT_SIZE_KEYS

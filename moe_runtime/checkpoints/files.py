@@ -1,7 +1,7 @@
 """Reads the safetensors files of a folder: headers are checked against the file, tensors are read into own memory.
 
-The format is that of github.com/huggingface/safetensors: eight bytes of length, a JSON header with the dtype, shape and
-byte range of each tensor, then these bytes. Files are read, not mapped: mapped pages would count as memory of the
+The format is safetensors (github.com/huggingface/safetensors): eight bytes of length, a JSON header with dtype, shape
+and byte range of each tensor, then these bytes. Files are read, not mapped: mapped pages would count as memory of the
 process on top of the tensors made from them, and arrive a few kilobytes at a time from a disk.
 """
 
@@ -158,7 +158,7 @@ class TensorFiles:
         self.folder = folder
         self._open: dict[str, SafetensorsFile] = {}
         # The page cache cannot hold files this large until the next read. Its new pages only evict others, which slows
-        # down every allocation, here that of the weights.
+        # down every allocation, here of the weights.
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         self._drop = sum(path.stat().st_size for path in folder.glob("*.safetensors") if path.is_file()) > memory // 2
         self._shard_of: dict[str, Any] | None = None

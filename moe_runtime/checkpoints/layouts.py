@@ -29,7 +29,7 @@ WEIGHT_NAMES = ("weight", "weight_packed", "qweight")
 FLOAT_DTYPES = ("BF16", "F32", "F16")
 """Dtypes of what is not quantized."""
 _SCALE_DTYPES = ("F32", "BF16", "F16")
-"""Dtypes of scales that may be any numbers. The first is written."""
+"""Dtypes of scales that may have any value. The first is written."""
 SCALE_NAMES = (".weight_scale", ".weight_scale_inv", ".scales")
 """Ends of names of scales. In every layout but that of stacked experts, some tensor of a quantized linear has one."""
 SHORT_SCALE_NAME = ".scale"
@@ -93,7 +93,7 @@ class WeightLayout:
         own_order: columns are in groups that another tensor names.
         column_scale: last part of the name of a factor of each column `[K]`, which a linear may lack.
         scale_dtypes: possible dtypes of the block scales, as safetensors names them.
-        weight_scale: second-level scale of the weight, fp32, one number.
+        weight_scale: second-level scale of the weight, one fp32 value.
         input_scale: second-level scale of the linear's input, if calibrated.
         unused: last parts of the names of other tensors that a linear may have.
         stacked: the experts of a layer share two tensors, one of gate and up and one of down, as in gpt-oss.
@@ -137,7 +137,7 @@ class WeightLayout:
 
     @property
     def is_fp8(self) -> bool:
-        """Whether quants are FP8 and scales any numbers."""
+        """Whether quants are FP8 and scales have any value."""
         return self.quant_format is FP8_BLOCK
 
     @property

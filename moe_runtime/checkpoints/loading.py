@@ -50,6 +50,13 @@ class QuantBuffer:
         self._count = count
         self._given = 0
 
+    @classmethod
+    def over(cls, quants: torch.Tensor) -> QuantBuffer:
+        """One that is `quants` `[E, N, K]`: what a reader leaves there needs no copy."""
+        buffer = cls(quants.shape[0])
+        buffer.tensor = quants.detach()
+        return buffer
+
     def __call__(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         if self.tensor is None:
             self.tensor = populated(_fresh(self._count, *shape, dtype=dtype))
@@ -86,7 +93,7 @@ def _make_pages(first: int, end: int, kept: torch.Tensor) -> None:
 
 
 QuantBuffers = tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]
-"""Allocators, called as `torch.empty`, of the quants of gate-and-up and of those of down."""
+"""Allocators, called as `torch.empty`, of the quants of gate-and-up and of down."""
 
 
 def _fresh(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -192,7 +199,7 @@ def _order(config: MoELayerConfig) -> GateUpOrder | None:
 
 
 def _shapes(config: MoELayerConfig) -> dict[str, tuple[int, ...]]:
-    """The shapes of one expert's tensors, with those of biases only if there are any."""
+    """The shapes of one expert's tensors, biases among them only if there are any."""
     hidden, inner = config.hidden_size, config.intermediate_size
     rows = config.activation.num_parts * inner
     shapes: dict[str, tuple[int, ...]] = {"gate_up": (rows, hidden), "down": (hidden, inner)}

@@ -56,7 +56,7 @@ class ExpertNames:
         stacks: prefixes of gate-and-up, or of up, and of down if experts are stacked.
         order: order of the rows of gate and up in the model, and in stacked tensors.
         biases: whether each projection has a bias.
-        others: tensors with names like those of experts that belong to something else.
+        others: tensors that are named like experts' tensors and belong to something else.
         no_biases: what says that there are no biases, in messages about one that is not 0.
     """
 
@@ -190,7 +190,7 @@ class ExpertReader:
         all-zero inputs; a 1 counts only if all others are 1.
 
         Raises `ValueError` if calibration reached none of those that have one, and naming file and tensor for a scale
-        that no kernel takes. Warns (`UserWarning`) where those of two experts are more than 2^14 apart.
+        that no kernel takes. Warns (`UserWarning`) where the scales of two experts are more than 2^14 apart.
         """
         scale = self.layout.input_scale
         if scale is None:
@@ -239,7 +239,7 @@ class ExpertReader:
 
         Whoever reads an expert looks at its own biases alone: no rank opens files that it does not need, or reads more
         than a fraction of the weights. What is found depends on the file, not on the rank. All experts are read by
-        some rank, whose error ends the step of all, as that of a NaN among the scales does.
+        some rank, whose error ends the step of all, as a NaN among the scales does.
         """
         for name, shape in self._unused_biases(expert).items():
             if name in self.files:
@@ -370,7 +370,7 @@ def begin_linears(
 
     `empty` allocates the quants. Calling the result gives `[len(prefixes) * rows, columns]`, gate and up in `order`:
     bf16 or fp32, or weights of one expert. Weights in 128x128 blocks that `ExpertWeights` does not hold
-    (`keeps_scales`) come back dequantized to fp32, and so do those of layouts that no format has.
+    (`keeps_scales`) come back dequantized to fp32, and so do weights in layouts that no format has.
     """
     if layout.packing in (Packing.GPTQ, Packing.AWQ):
         linears = [_read_transposed_integers(files, layout, prefix, rows, columns) for prefix in prefixes]

@@ -1,4 +1,4 @@
-"""Second-level scales of linears: one fp32 number each, of its weight or of its inputs."""
+"""Second-level scales of linears: one fp32 value each, of its weight or of its inputs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def read_second_level(
 def read_weight_scale(files: TensorFiles, prefix: str, scale: ScaleName) -> torch.Tensor:
     """What the weight of a linear is multiplied by at last, fp32 `[]`: 0 for one that is all 0.
 
-    Denormal numbers are as they are. Raises `ValueError` naming file and tensor if weights could be infinite.
+    Denormals are as they are. Raises `ValueError` naming file and tensor if weights could be infinite.
     """
     stored = read_second_level(files, prefix, scale)
     value = reciprocal(stored) if scale.divides else stored

@@ -18,9 +18,9 @@ from typing import Any
 from moe_runtime.support.arguments import describe
 
 _BOUND = re.compile(r"limit|clamp|clip|cap(?!acity)|bound|max|min")
-"""Keys whose number bounds values: a 1 acts."""
+"""Keys whose value is a bound: a 1 acts."""
 _FACTOR = re.compile(r"alpha|scal|factor|multiplier")
-"""Keys whose number multiplies: a 1 does not act."""
+"""Keys whose value is a factor: a 1 does not act."""
 
 _SYMMETRIC = re.compile(r"(?<!a)sym(?!b)")
 """Keys that are true unless something is out of the ordinary: a false acts."""

@@ -130,7 +130,7 @@ def write_whole(path: Path, data: bytes) -> None:
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Put `path` into an `OSError` raised inside, since that of an open file has no name."""
+    """Put `path` into an `OSError` raised inside, since an open file's error has no name."""
     try:
         yield
     except OSError as error:

@@ -54,6 +54,21 @@ class Agreement:
         """Note that all values are known to be equal on all ranks."""
         self._compared, self.complete = len(self._values), True
 
+    @staticmethod
+    def check_joins(mine: Mapping[str, object], others: Mapping[str, object], *, so_far: bool = False) -> None:
+        """Raise `ValueError` naming the keys in which a process and the ranks that it joins differ.
+
+        With `so_far` it need not have all keys of the others yet.
+        """
+        expected = {key: value for key, value in others.items() if key in mine} if so_far else others
+        problems = [
+            f"{key}: here {mine.get(key, 'not given')!r}, the others {expected.get(key, 'not given')!r}"
+            for key in dict.fromkeys([*expected, *mine])
+            if mine.get(key) != expected.get(key)
+        ]
+        if problems:
+            raise ValueError(f"agree: this rank and the others disagree on {'; '.join(problems)}")
+
     def compare(self, group: RankGroup | None, sizes: Mapping[str, int]) -> None:
         """Compare what was added since the last call, and `sizes` (bytes by region). Collective.
 

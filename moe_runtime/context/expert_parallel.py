@@ -41,7 +41,6 @@ from moe_runtime.context.transport import Transport, check_heap, check_survivabl
 from moe_runtime.kernels.exchange.interface import ExchangeMemory
 from moe_runtime.kernels.exchange.plan import exchange_engine
 from moe_runtime.kernels.runtime import resolve_engine
-from moe_runtime.resilience.members import ContextMembers
 from moe_runtime.resilience.membership import Membership
 from moe_runtime.resilience.newcomer import newcomers_group
 from moe_runtime.resilience.old_graphs import OldGraphs
@@ -90,7 +89,7 @@ class ExpertParallelContext:
         generation: how often the ranks have changed.
         members: original ids of the current ranks.
         recovery: what goes on after a death; None with `abort`, and on a single rank.
-        heap: the memory of all ranks, with `link` that of the ranks of this host.
+        heap: the memory of all ranks; with `link`, of the ranks of this host.
         link: the way between hosts; None where the heap has all ranks.
         hosts: the ranks of each host; None without a link.
         link_buffers: memory of what travels between hosts; None without a link.
@@ -107,7 +106,7 @@ class ExpertParallelContext:
         signals: int32 view of the own signal region (after `allocate()`, like all below).
         signal_pointers, token_flags_pointers, landing_pointers, combine_pointers: int64 `[W]` for kernels.
         epoch: int32 `[1]`, number of the last dispatch.
-        dispatches: calls of `dispatch_send` so far; not those of replayed graphs, which `epoch` counts.
+        dispatches: calls of `dispatch_send` so far, without replays of graphs, which `epoch` counts too.
         landing_views: by number of the exchange, what has landed as rows and block scales (`Exchange.landed`).
         error: int32 `[8]` in host-visible memory, `comm.signals.ERROR_WORDS`.
         latch: int32 `[2]` on the device: the first error, which alone is recorded, and whether all peers know of it.
@@ -210,20 +209,22 @@ class ExpertParallelContext:
             self.recovery = Recovery(Membership(self.group), self._renew, self._end, self.timeout_s)
             agree = {"on_failure": on_failure, "lost_experts": lost_experts, "transport": self.transport}
             self.register(agree=agree, about="context")
-        self._ranks = ContextMembers(self.world_size, self.recovery)
+        self._everyone = tuple(range(self.world_size))
+        self._others_agreed: dict[str, object] | None = None
 
     @property
     def members(self) -> tuple[int, ...]:
-        return self._ranks.present
+        return self._everyone if self.recovery is None else self.recovery.membership.members
 
     @property
     def rank_states(self) -> dict[int, str]:
         """`in` or `out`, for each rank by its number at the start."""
-        return self._ranks.states
+        everyone = self._everyone if self.recovery is None else self.recovery.membership.everyone
+        return {rank: "in" if rank in self.members else "out" for rank in everyone}
 
     @property
     def steps_done(self) -> int:
-        """Steps of layers that this rank has done with `on_failure="continue"`, without those of a warm-up."""
+        """Steps of layers that this rank has done with `on_failure="continue"`, without warm-up steps."""
         return 0 if self.recovery is None else self.recovery.layer_steps
 
     @property
@@ -242,7 +243,7 @@ class ExpertParallelContext:
     @property
     def joins(self) -> bool:
         """Whether this process is still to take the place of a rank (`rejoin`). Its experts come from the others."""
-        return self._ranks.others_agreed is not None
+        return self._others_agreed is not None
 
     @property
     def memory(self) -> ExchangeMemory:
@@ -338,7 +339,7 @@ class ExpertParallelContext:
             on_failure="continue",
             lost_experts=lost_experts,
         )
-        context._ranks.others_agreed = agreed
+        context._others_agreed = agreed
         return context
 
     def allocate(self) -> None:
@@ -350,7 +351,7 @@ class ExpertParallelContext:
         self._check_usable()
         if self.allocated and self._agreement.complete:
             return
-        if self._ranks.others_agreed is not None:
+        if self.joins:
             self._join()
             return
         self.compare()
@@ -369,8 +370,8 @@ class ExpertParallelContext:
         waits for nobody.
         """
         self._raise_failure()
-        if self._ranks.others_agreed is not None:
-            self._ranks.check_agrees(self._agreed, so_far=True)
+        if self._others_agreed is not None:
+            self._agreement.check_joins(self._agreed, self._others_agreed, so_far=True)
             return
         with self._fails_for_good():
             self._agreement.compare(self.group, self._regions.sizes)
@@ -382,11 +383,13 @@ class ExpertParallelContext:
 
     def _join(self) -> None:
         """`allocate()` of a process that takes the place of a rank that is out."""
-        self._ranks.check_agrees(self._agreed)
+        assert self.recovery is not None and self._others_agreed is not None
+        self._agreement.check_joins(self._agreed, self._others_agreed)
         try:
             with torch.inference_mode(False):
                 self._regions.reserve(self.heap)
-                self._ranks.join(self.startup_timeout_s)
+                self.recovery.join(self.startup_timeout_s)
+            self._others_agreed = None
         except BaseException as error:
             # The others go on without this rank. They would all end if it told them that it gives up.
             known = error if isinstance(error, Exception) else None
@@ -409,7 +412,7 @@ class ExpertParallelContext:
         Raises as a step.
         """
         self.check()
-        return self._ranks.admit(self.timeout_s, self.check_peers)
+        return () if self.recovery is None else self.recovery.admit(self.timeout_s, self.check_peers)
 
     def release(self, ranks: Sequence[int]) -> None:
         """Between two steps: go on without `ranks`, which may end then. Collective, also for those.
@@ -425,9 +428,15 @@ class ExpertParallelContext:
             ExpertsLostError: experts that only these ranks hold cannot be loaded; nothing has changed.
             MoERuntimeError: as a step.
         """
-        self._ranks.check_release(ranks, self.transport if self.heap.kept_by_survivors else None)
+        if self.recovery is None:
+            raise ValueError("on_failure: expected a context of several ranks with on_failure='continue' for release")
+        if self.heap.kept_by_survivors:
+            raise ValueError(
+                f"ranks: none can leave in order with transport={self.transport!r}, whose memory stays shared"
+            )
+        self.recovery.check_release(ranks)
         self.check()
-        self._ranks.release(ranks, self.timeout_s, self.check_peers)
+        self.recovery.release(ranks, self.timeout_s, self.check_peers)
 
     def recover(self, replays: int = 0) -> int:
         """After `PeerTimeoutError` of a graph's replay: go on with the ranks that are left. Collective for all of them.
@@ -446,7 +455,11 @@ class ExpertParallelContext:
             MoERuntimeError: as a step.
         """
         check_integer("replays", replays, 0, 2**62)
-        return self._ranks.recover(self._failure, replays, self.timeout_s, self._raise_failure)
+        recovery, failure = self.recovery, self._failure
+        if recovery is None or not isinstance(failure, PeerTimeoutError) or not is_recoverable(failure):
+            raise ValueError("recover: expected a context with on_failure='continue' that misses a rank in a step")
+        recovery.recover(failure)
+        return -recovery.most("recover", -replays, self.timeout_s, self._raise_failure)
 
     @contextmanager
     def _fails_for_good(self) -> Iterator[None]:
@@ -485,19 +498,18 @@ class ExpertParallelContext:
                 self.heap,
                 self.half_bytes,
                 self.signals_layout,
-                self.signal_pointers,
-                self.token_flags_pointers,
-                self.landing_pointers,
-                self.combine_pointers,
-                self.epoch,
-                self.error,
-                self.latch,
-                self.counters,
+                *self._step_memory,
             )
         self.allocated = True
         if self.rank == 0:
             sizes = self.world_size, self.transport, self.engine, self.reserved_bytes
             _LOG.info("%d rank(s): transport %s, engine %s, %d bytes reserved on each", *sizes)
+
+    @property
+    def _step_memory(self) -> tuple[torch.Tensor, ...]:
+        """What kernels read and write besides the regions, in the order of `ExchangeMemory`."""
+        pointers = self.signal_pointers, self.token_flags_pointers, self.landing_pointers, self.combine_pointers
+        return *pointers, self.epoch, self.error, self.latch, self.counters
 
     def _point_at_peers(self) -> None:
         """Views of and pointers to the memory of the heap, which is allocated."""
@@ -526,15 +538,7 @@ class ExpertParallelContext:
         heap = self.heap._of_survivors(members, group, generation)
         if self.allocated:
             self._old_graphs.end(self.epoch, self.latch)
-            self._keep_for_old_graphs(
-                self.error,
-                self.counters,
-                self.signals,
-                self.signal_pointers,
-                self.token_flags_pointers,
-                self.landing_pointers,
-                self.combine_pointers,
-            )
+            self._keep_for_old_graphs(self.signals, *self._step_memory)
         group.timeout_s = self.startup_timeout_s
         self.heap, self.group, self.rank, self.world_size = heap, group, heap.rank, heap.world_size
         self.signals_layout = SignalLayout(heap.world_size)
@@ -775,7 +779,7 @@ class ExpertParallelContext:
             self.fail(failure)
 
     def _traced(self, error: PeerTimeoutError) -> PeerTimeoutError:
-        """`error`, or one that names the rank which that of `error` waits for. For a rank that has given up waiting."""
+        """`error`, or one that names the rank which the rank of `error` waits for. For a rank that gave up waiting."""
         if self.link is None or self.link.suspects is None or error.rank < 0:
             return error
         found = self.link.suspects.culprit(error.rank, self.timeout_s / 2)

@@ -82,14 +82,14 @@ def check_heap(
         ours, theirs = (heap.rank, heap.world_size), (link.hosts.local_rank, link.hosts.ranks_per_host)
         if ours != theirs:
             raise ValueError(
-                f"link: expected that of rank {ours[0]} of {ours[1]} on its host, as heap, got rank {theirs[0]} of "
+                f"link: expected the link of rank {ours[0]} of {ours[1]} on its host, as heap, got rank {theirs[0]} of "
                 f"{theirs[1]}"
             )
     if group is not None:
         raise ValueError("group: expected None together with heap, which brings its own ranks")
     check_choice("transport", transport, ("auto", heap.name))
     if device is not None and _named_device(device) != heap.device:
-        raise ValueError(f"device: expected that of heap, {heap.device}, got {device}")
+        raise ValueError(f"device: expected the heap's, {heap.device}, got {device}")
     if heap.allocated or heap.closed:
         raise ValueError("heap: expected one that is not allocated yet, nor closed")
 

@@ -369,7 +369,7 @@ class Buffer:
             num_experts: `E`, a multiple of the number of ranks.
             cumulative_local_expert_recv_stats: int32 `[E_local]`, to which the counts are added.
             dispatch_wait_recv_cost_stats: must be None: waits are not measured.
-            use_fp8: whether rows are e4m3 with a scale for each 128 numbers, or bf16.
+            use_fp8: whether rows are e4m3 with a scale for each 128 elements, or bf16.
             round_scale: whether scales are rounded up to powers of two.
             use_ue8m0: whether scales come as UE8M0 bytes, four in an int32; only with `round_scale`.
             async_finish: whether the current stream goes on; the caller waits for the event.

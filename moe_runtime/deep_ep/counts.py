@@ -48,7 +48,7 @@ class CountsExchange:
 
     @by_one_thread
     def exchange(self, num_tokens: int, by_receiver: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Send the counts of this rank, and wait for those of all. Collective; waits for the host.
+        """Send this rank's counts, and wait for the counts of all ranks. Collective; waits for the host.
 
         Args:
             num_tokens: the first count.

@@ -84,7 +84,7 @@ class Received:
     Attributes:
         x: `[R, H]` in bf16 or e4m3.
         scales: fp32 `[R, V]`; None for bf16.
-        topk_idx: int64 `[R, K]`, local expert ids, -1 for those of other ranks; None without top-k.
+        topk_idx: int64 `[R, K]`, local expert ids, -1 for experts of other ranks; None without top-k.
         topk_weights: fp32 `[R, K]`, 0 where the id is -1; None without top-k.
         handle: for combine.
     """
@@ -97,7 +97,7 @@ class Received:
 
 
 class NormalExchange:
-    """Dispatch and combine of normal mode for tokens of `hidden` numbers. All calls are collective.
+    """Dispatch and combine of normal mode for tokens of `hidden` elements. All calls are collective.
 
     Args:
         context: its own; nothing else is registered there.
@@ -135,7 +135,7 @@ class NormalExchange:
         return self._dispatchers[key]
 
     def _combiner(self, output: int, room: int) -> RoutingDispatcher:
-        """The exchange of routing alone, for combines of rows of `output` numbers."""
+        """The exchange of routing alone, for combines of rows of `output` elements."""
         key = output, room, self.num_sms
         if key not in self._combiners:
             self._combiners[key] = RoutingDispatcher(self.context, **self._sizes(output, room))
@@ -167,7 +167,7 @@ class NormalExchange:
         topk_weights: torch.Tensor | None,
         num_worst_tokens: int,
     ) -> Received:
-        """Send tokens and receive those of all ranks, by source rank and then by token.
+        """Send tokens, and receive those that all ranks send, by source rank and then by token.
 
         Waits for the host unless `num_worst_tokens` says how many rows to make room for.
         """
@@ -279,7 +279,7 @@ class NormalExchange:
         return self._ones[:num_tokens]
 
     def _place(self, table: torch.Tensor, sources: torch.Tensor, filled: torch.Tensor) -> torch.Tensor:
-        """int64 `[R]`: rows of all steps for those of this one, which are sorted by source; adds them to `filled`."""
+        """int64 `[R]`: for each row of this step, sorted by source, its row among all steps; adds them to `filled`."""
         totals = table[:, 1 + self.context.rank].to(sources.device)
         counts = torch.bincount(sources, minlength=len(table))
         first = totals.cumsum(0) - totals + filled - (counts.cumsum(0) - counts)
@@ -348,7 +348,7 @@ class NormalExchange:
         topk_weights: torch.Tensor | None,
         bias: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """bf16 `[T, H]`, the unweighted sum of each token's rows, `bias` first; fp32 `[T, K]`, that of its weights."""
+        """bf16 `[T, H]`, the unweighted sum of each token's rows, `bias` first; fp32 `[T, K]`, of its weights."""
         sums, weights = [], []
         for step in handle.steps:
             combiner = self._combiner(self.hidden, step.room)
@@ -363,7 +363,7 @@ class NormalExchange:
     def _combine_weights(self, topk_weights: torch.Tensor, step: _Step) -> torch.Tensor:
         """fp32 `[T, K]`: the weights of a token's rows on all ranks, summed in fp32, ranks ascending.
 
-        A weight travels as three bf16 numbers whose sum it is. The partial results are read where they landed.
+        A weight travels as three bf16 values whose sum it is. The partial results are read where they landed.
         """
         top_k = topk_weights.shape[1]
         width = align(3 * top_k, 16)

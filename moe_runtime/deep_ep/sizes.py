@@ -26,7 +26,7 @@ MOST_TOP_K = 32
 HINTED_TOKENS = 4096
 """Tokens of a rank in one step that a hinted buffer of normal mode has room for; more travel in several steps."""
 FP8_BLOCK_SIZE = FP8_BLOCK.block
-"""Numbers of a row that share a scale."""
+"""Elements of a row that share a scale."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Config:
     num_max_rdma_chunked_recv_tokens: int = 256
 
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        """Bytes with which 4096 tokens of a rank travel in one step; `hidden_bytes` are those of a bf16 token."""
+        """Bytes with which 4096 tokens of a rank travel in one step; `hidden_bytes` is the size of a bf16 token."""
         check_integer("hidden_bytes", hidden_bytes, WORD)
         check_integer("num_ranks", num_ranks)
         return normal_bytes(align(hidden_bytes // WORD, 16), num_ranks, HINTED_TOKENS)
@@ -59,7 +59,7 @@ class Config:
 
 
 def normal_words(hidden: int) -> int:
-    """bf16 words of the widest token of normal mode: `H` numbers, fp32 scales, 32 int32 ids and 32 fp32 weights."""
+    """bf16 words of the widest token of normal mode: `H` elements, fp32 scales, 32 int32 ids and 32 fp32 weights."""
     return PayloadLayout(WORD * hidden, ceil_div(hidden, FP8_BLOCK_SIZE), MOST_TOP_K).words
 
 

@@ -1,15 +1,19 @@
-"""Which exchange a dispatcher has."""
+"""Which exchange a dispatcher has, and which kernels run it."""
 
 from __future__ import annotations
 
+import logging
+
 from moe_runtime.context.expert_parallel import ExpertParallelContext
-from moe_runtime.dispatcher.backend import choose_backend
 from moe_runtime.dispatcher.exchange import Exchange, LocalExchange, OneRankExchange, StagedExchange
 from moe_runtime.dispatcher.hierarchical import HierarchicalExchange
 from moe_runtime.kernels.exchange import hierarchical
 from moe_runtime.kernels.exchange.geometry import ExchangeGeometry
 from moe_runtime.kernels.exchange.hierarchical import HostGeometry
 from moe_runtime.kernels.exchange.interface import ExchangeBackend
+from moe_runtime.kernels.exchange.plan import exchange_engine
+
+_LOG = logging.getLogger(__name__)
 
 
 def choose_exchange(
@@ -43,3 +47,20 @@ def choose_exchange(
         if kernels is not None:
             return OneRankExchange(context, geometry, exchange_id, backend, kernels)
     return LocalExchange(context, geometry, exchange_id, backend)
+
+
+def choose_backend(context: ExpertParallelContext, geometry: ExchangeGeometry) -> ExchangeBackend:
+    """The implementation that `exchange_engine` names, imported only when it is needed.
+
+    Warns where a GPU runs torch's without having been asked to: it waits for the host, so no CUDA graph can capture it.
+    """
+    engine, why_not = exchange_engine(context.engine, context.device, geometry)
+    if engine == "cuda":
+        from moe_runtime.kernels.exchange import cuda
+
+        return cuda
+    from moe_runtime.kernels.exchange import reference
+
+    if context.device.type == "cuda" and context.engine != "torch":
+        _LOG.warning("dispatch and combine run in torch, slowly and not in CUDA graphs: %s", why_not)
+    return reference

@@ -23,6 +23,9 @@ from moe_runtime.kernels.exchange.reference import part_index
 from moe_runtime.kernels.formats.number_formats import ceil_div
 from moe_runtime.kernels.launch_order import LaunchOrder
 
+SentTokens = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
+"""Tokens, ids and weights of a step, and the encode scale, as `ExchangeBackend.dispatch_send` takes them."""
+
 
 class Exchange(ABC):
     """Dispatch and combine of one layer on one rank.
@@ -53,18 +56,8 @@ class Exchange(ABC):
         self.can_keep_scales_in_record = backend.can_keep_scales_in_record(geometry)
 
     @abstractmethod
-    def dispatch_send(
-        self,
-        handle: DispatchHandle,
-        x: torch.Tensor,
-        topk_idx: torch.Tensor,
-        topk_weights: torch.Tensor,
-        gsf: torch.Tensor | None,
-    ) -> None:
-        """Quantize this rank's tokens and send them: all that does not wait for the peers' tokens.
-
-        `ExchangeBackend.dispatch_send` has the arguments.
-        """
+    def dispatch_send(self, handle: DispatchHandle, tokens: SentTokens) -> None:
+        """Quantize this rank's tokens and send them: all that does not wait for the peers' tokens."""
 
     @abstractmethod
     def dispatch_recv(self, handle: DispatchHandle) -> None:
@@ -87,7 +80,7 @@ class Exchange(ABC):
     def combine_at_once(
         self, handle: DispatchHandle, output: torch.Tensor, shared: torch.Tensor | None, order: LaunchOrder
     ) -> None:
-        """`combine_send` where `combine_recv` comes next, with this `shared`; `order` is that of `CombineSink`."""
+        """`combine_send` where `combine_recv` comes next, with this `shared`; `order` as in `CombineSink`."""
         self.combine_send(handle, output)
 
     def expect_dispatch(self, timeout_ns: int) -> None:
@@ -157,14 +150,7 @@ class RecvMemory:
 class LocalExchange(Exchange):
     """Ranks that store to each other's memory."""
 
-    def dispatch_send(
-        self,
-        handle: DispatchHandle,
-        x: torch.Tensor,
-        topk_idx: torch.Tensor,
-        topk_weights: torch.Tensor,
-        gsf: torch.Tensor | None,
-    ) -> None:
+    def dispatch_send(self, handle: DispatchHandle, tokens: SentTokens) -> None:
         """See `Exchange`."""
         self.context.dispatches += 1
         self.backend.dispatch_send(
@@ -172,10 +158,7 @@ class LocalExchange(Exchange):
             self.geometry,
             self.count_tag,
             self.starts,
-            x,
-            topk_idx,
-            topk_weights,
-            gsf,
+            *tokens,
             handle.epoch,
             handle.num_parts,
             handle.timeout_ns,
@@ -263,23 +246,15 @@ class OneRankExchange(LocalExchange):
         self._kernels = kernels
         self._receives_at_once = cache(partial(kernels.dispatches, geometry))
 
-    def dispatch_send(
-        self,
-        handle: DispatchHandle,
-        x: torch.Tensor,
-        topk_idx: torch.Tensor,
-        topk_weights: torch.Tensor,
-        gsf: torch.Tensor | None,
-    ) -> None:
+    def dispatch_send(self, handle: DispatchHandle, tokens: SentTokens) -> None:
         """See `Exchange`."""
         if not self._receives_at_once(handle.num_tokens):
-            super().dispatch_send(handle, x, topk_idx, topk_weights, gsf)
+            super().dispatch_send(handle, tokens)
             return
         context, buffers = self.context, handle._buffers
         assert buffers is not None
         context.dispatches += 1
         written = handle.epoch, handle.num_parts, buffers
-        tokens = x, topk_idx, topk_weights, gsf
         self._kernels.dispatch(self.memory, self.geometry, self.count_tag, *tokens, *written)
         handle._received_in = context.dispatches
 
@@ -311,16 +286,9 @@ class OneRankExchange(LocalExchange):
 class StagedExchange(LocalExchange):
     """Ranks whose kernels store to staging, which `CollectiveTransport` carries to the peers."""
 
-    def dispatch_send(
-        self,
-        handle: DispatchHandle,
-        x: torch.Tensor,
-        topk_idx: torch.Tensor,
-        topk_weights: torch.Tensor,
-        gsf: torch.Tensor | None,
-    ) -> None:
+    def dispatch_send(self, handle: DispatchHandle, tokens: SentTokens) -> None:
         """See `Exchange`."""
-        super().dispatch_send(handle, x, topk_idx, topk_weights, gsf)
+        super().dispatch_send(handle, tokens)
         context, geometry = self.context, self.geometry
         assert context.host_transport is not None
         context.host_transport.carry_dispatch(

@@ -113,7 +113,7 @@ class DispatchedRows:
         return self._dispatcher.combine(rows, self._handle, topk_weights=self._ones if weights is None else weights)
 
     def entries_of(self, values: torch.Tensor) -> torch.Tensor:
-        """See `RowExchange`; collective. A value travels as three bf16 numbers whose sum it is: no sum mixes two."""
+        """See `RowExchange`; collective. A value travels as three bf16 values whose sum it is: no sum mixes two."""
         assert self._handle is not None
         positions, top_k = self._handle.positions, self._topk_idx.shape[1]
         entry_of = self._by_row(torch.arange(top_k, device=values.device).expand_as(positions), values.numel())
@@ -165,26 +165,17 @@ class DifferentiableDispatcher:
         expert_row_capacity: int | None = None,
         num_sms: int | None = None,
     ) -> None:
+        sizes: dict[str, Any] = {
+            "num_experts": num_experts,
+            "top_k": top_k,
+            "max_tokens_per_rank": max_tokens_per_rank,
+            "expert_row_capacity": expert_row_capacity,
+            "num_sms": num_sms,
+        }
         self._dispatcher = TokenDispatcher(
-            context,
-            hidden_size=hidden_size,
-            num_experts=num_experts,
-            top_k=top_k,
-            max_tokens_per_rank=max_tokens_per_rank,
-            mode="contiguous",
-            expert_row_capacity=expert_row_capacity,
-            num_sms=num_sms,
-            reusable_handles=True,
+            context, hidden_size=hidden_size, mode="contiguous", reusable_handles=True, **sizes
         )
-        self._entries = RoutingDispatcher(
-            context,
-            num_experts=num_experts,
-            top_k=top_k,
-            max_tokens_per_rank=max_tokens_per_rank,
-            expert_row_capacity=expert_row_capacity,
-            num_sms=num_sms,
-            output_size=align(3 * top_k, 16),
-        )
+        self._entries = RoutingDispatcher(context, output_size=align(3 * top_k, 16), **sizes)
 
     def dispatch(self, x: torch.Tensor, topk_idx: torch.Tensor) -> DispatchedRows:
         """The rows that arrive here, with a gradient for `x`. Collective.

@@ -1,4 +1,4 @@
-"""Dispatch and combine of a layer whose ranks are on several hosts: what happens before and after those of one host."""
+"""Dispatch and combine over several hosts: what happens before and after the exchange within a host."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moe_runtime.comm.errors import MoERuntimeError, Phase
 from moe_runtime.comm.host_link import Exchange as LinkExchange
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.context.peers import exchange_failed
-from moe_runtime.dispatcher.exchange import LocalExchange
+from moe_runtime.dispatcher.exchange import LocalExchange, SentTokens
 from moe_runtime.dispatcher.handle import DispatchHandle
 from moe_runtime.kernels.exchange import hierarchical, hierarchical_cuda
 from moe_runtime.kernels.exchange.hierarchical import HostGeometry, LinkMemory
@@ -88,20 +88,13 @@ class HierarchicalExchange(LocalExchange):
         """See `Exchange`."""
         self._expect("dispatch", timeout_ns)
 
-    def dispatch_send(
-        self,
-        handle: DispatchHandle,
-        x: torch.Tensor,
-        topk_idx: torch.Tensor,
-        topk_weights: torch.Tensor,
-        gsf: torch.Tensor | None,
-    ) -> None:
+    def dispatch_send(self, handle: DispatchHandle, tokens: SentTokens) -> None:
         """Build records, start to send them, and send this rank's own tokens to the ranks of this host."""
         self._take("dispatch", "dispatch_forward or dispatch_recv")
         self.memory = self.context.memory
-        tokens = x, topk_idx, topk_weights, gsf, handle.num_parts
-        slots = self._parts.pack(self.memory, self.host_geometry, self._link_memory, *tokens)
-        handle._kept = step = HostStep(torch.empty(self.geometry.max_tokens, dtype=torch.int32, device=x.device), slots)
+        slots = self._parts.pack(self.memory, self.host_geometry, self._link_memory, *tokens, handle.num_parts)
+        num_parts = torch.empty(self.geometry.max_tokens, dtype=torch.int32, device=self.context.device)
+        handle._kept = step = HostStep(num_parts, slots)
         for part in range(len(self.host_geometry.parts)):
             step.exchanges.append(self._start("dispatch", part, handle.timeout_ns))
         self._expect("combine", handle.timeout_ns)

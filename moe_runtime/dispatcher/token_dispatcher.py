@@ -61,7 +61,7 @@ class TokenDispatcher:
             None is all. Changes no bit; without a meaning for the torch engine.
         input_scale: static NVFP4 decode scale of the tokens (`gsf = 1 / input_scale`); None is one scale per token.
         kernel_prefix: put before the names of CUDA C++ kernels, by which profiles tell dispatchers apart.
-        output_size: numbers of an expert's output row; None is `H`.
+        output_size: elements of an expert's output row; None is `H`.
         reusable_handles: whether handles may be dispatched with again, combined several times, and combined with
             weights that come later. Each handle then keeps a copy of its routing.
         accepts_repeats: whether a token may name an expert several times, for a row each, and whether every negative id
@@ -69,7 +69,7 @@ class TokenDispatcher:
         agreed: whether the arguments are known to be equal on all ranks; else they are compared at start-up.
 
     Attributes:
-        geometry: sizes and offsets; those of another dispatcher may be equal.
+        geometry: sizes and offsets; another dispatcher may have equal ones.
         exchange_id: number of this exchange in its context, equal on all ranks.
 
     Raises:
@@ -227,7 +227,7 @@ class TokenDispatcher:
 
     @property
     def can_keep_scales_in_record(self) -> bool:
-        """Whether block scales may stay in their records: those of `nvfp4` and `mxfp8`, rows gathered, on Hopper."""
+        """Whether block scales may stay in their records: for `nvfp4` and `mxfp8`, rows gathered, on Hopper."""
         return self._exchange.can_keep_scales_in_record
 
     @not_compiled
@@ -290,7 +290,7 @@ class TokenDispatcher:
                 `CombineSink` of the same handle; each row is rounded to bf16 first.
             handle: of the dispatch that the rows came from.
             shared: bf16 `[T, H]` output of a shared expert, added first.
-            topk_weights: fp32 `[T, K]` in place of those of the dispatch. Only with `reusable_handles`, as is a handle
+            topk_weights: fp32 `[T, K]`, in place of the dispatch's. Only with `reusable_handles`, as is a handle
                 that was combined before: the routing is then sent once more (`renew`).
 
         Raises: as `dispatch`.
@@ -316,7 +316,7 @@ class TokenDispatcher:
 
         Args:
             handle: of this dispatcher, made with `reusable_handles`.
-            topk_weights: fp32 `[T, K]`; None for those of the dispatch.
+            topk_weights: fp32 `[T, K]`; None for the dispatch's weights.
 
         Raises: as `dispatch`.
         """
@@ -397,7 +397,7 @@ class TokenDispatcher:
             if self._routing_only is not None:
                 handle.topk_idx, handle.topk_weights = topk_idx.clone(), topk_weights.clone()
         tokens = x, topk_idx.contiguous(), topk_weights.contiguous(), self._gsf if gsf is None else gsf
-        exchange.dispatch_send(handle, *tokens)
+        exchange.dispatch_send(handle, tokens)
         return handle
 
     @by_one_thread
@@ -468,7 +468,7 @@ class TokenDispatcher:
             handle: of `dispatch_send`. No combine may follow with it: rows go home by a dispatch of routing alone
                 (`DispatchHandle.for_rows`).
             out: written, as long as no failure is recorded.
-            scales_at: bytes from the start of a record to the scales of `out`; None for those of the format.
+            scales_at: bytes from the start of a record to the scales of `out`; None for where the format has them.
             statistics: int32 `[E]`, to which the rows of each expert are added.
 
         Raises: as `dispatch`.
@@ -510,7 +510,7 @@ class TokenDispatcher:
         """The rows of `expert_output`, checked, and `CombineSink.order`."""
         if isinstance(expert_output, CombineSink):
             if expert_output.handle is not handle:
-                raise ValueError("expert_output: expected a CombineSink of the same handle, got that of another")
+                raise ValueError("expert_output: expected a CombineSink of the same handle, got one of another")
             rows, order = expert_output.rows, expert_output.order
             check_kind("expert_output.order", order, LaunchOrder)
         else:
@@ -613,7 +613,7 @@ class TokenDispatcher:
 class RoutingDispatcher(TokenDispatcher):
     """The exchange of routing alone, for combines of rows that an earlier dispatch brought.
 
-    Args: as of `TokenDispatcher`, `max_tokens_per_rank` and `sizes`, of which `output_size` is that of the rows.
+    Args: as of `TokenDispatcher`, `max_tokens_per_rank` and `sizes`, of which `output_size` is the width of the rows.
     """
 
     def __init__(self, context: ExpertParallelContext, *, max_tokens_per_rank: int, **sizes: Any) -> None:

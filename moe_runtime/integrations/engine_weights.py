@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 
-from moe_runtime.checkpoints.loading import ExpertTensors, QuantBuffers
+from moe_runtime.checkpoints.loading import ExpertTensors, QuantBuffer, QuantBuffers
 from moe_runtime.config import ActivationConfig
-from moe_runtime.integrations.in_place import buffers_over
 from moe_runtime.kernels.formats.number_formats import (
     BF16,
     FP8_BLOCK,
@@ -97,7 +96,7 @@ class EngineWeights:
 
     def buffers(self) -> QuantBuffers:
         """Buffers that are the parameters, so that quants which a layer reads as they are stay where they lie."""
-        return buffers_over(self._quants("w13"), self._quants("w2"))
+        return QuantBuffer.over(self._quants("w13")), QuantBuffer.over(self._quants("w2"))
 
     def release(self) -> None:
         """Take the memory of weights and scales from the layer, a module: its parameters are empty afterwards."""

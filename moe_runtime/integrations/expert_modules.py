@@ -90,7 +90,7 @@ class DescribedExperts:
         }
 
     def of_ranks(self, ranks: int) -> DescribedExperts:
-        """The experts of all `ranks`, where the module holds those of one."""
+        """The experts of all `ranks`, where the module holds the experts of one."""
         return replace(self, num_experts=self.num_experts * ranks)
 
     def check_weights(self) -> None:

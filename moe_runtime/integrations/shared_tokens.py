@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from moe_runtime.kernels.formats.number_formats import ceil_div
-from moe_runtime.layer import MoELayer
 
 
 def part_of(num_tokens: int, ranks: int, rank: int) -> slice:
@@ -47,14 +46,14 @@ def steps_for(most_tokens: int, limit: int) -> tuple[int, int]:
 
 
 def run_in_steps(
-    layer: MoELayer,
+    layer: Callable[..., torch.Tensor],
     x_TH: torch.Tensor,
     topk_idx: torch.Tensor,
     topk_weights: torch.Tensor,
     steps: int = 1,
     max_tokens: int | None = None,
 ) -> torch.Tensor:
-    """The layer's results for tokens `[T, H]` in `steps` steps, equal on all ranks, of `max_tokens` each at most."""
+    """The results of a `MoELayer` for tokens `[T, H]` in `steps` steps of `max_tokens` at most, equal on all ranks."""
     topk_weights = topk_weights.float()
     if steps == 1:
         return layer(x_TH, topk_idx=topk_idx, topk_weights=topk_weights, max_tokens=max_tokens)

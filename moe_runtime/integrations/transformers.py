@@ -90,10 +90,10 @@ def apply_expert_parallel(
         placement: which rank holds which experts, of every layer or by decoder layer, with replicas; equal on all
             ranks. None, and layers without one: contiguous ids, each expert once.
         parallel: transport, engine and time limits; the defaults of `ParallelConfig` if None.
-        device: device of the experts; that of the model if None.
+        device: device of the experts; the model's if None.
         context: one to use instead of `mesh`, `parallel` and `device`, such as `ExpertParallelContext.rejoin()` of a
-            process that takes the place of a rank; it is closed with what is returned, and after an error. Its layers
-            are those of this model alone.
+            process that takes the place of a rank; it is closed with what is returned, and after an error. It has
+            layers of this model alone.
         overrides: further fields of `MoELayerConfig`, such as `token_buckets` or `intermediate_gsf`, and `top_k` where
             no block of the model says it. Inside `join` each call takes the smallest bucket that holds the tokens of
             every rank.

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from moe_runtime.checkpoints.loading import FRESH, QuantBuffers
+from moe_runtime.checkpoints.loading import FRESH, QuantBuffer, QuantBuffers
 from moe_runtime.config import Auto, CombineFormatName, FormatName, MoELayerConfig, ParallelConfig, WeightFormatName
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.context.peers import abort_peers, abort_peers_on_error
@@ -34,7 +34,6 @@ from moe_runtime.integrations.expert_modules import (
     describe_experts,
     routes_of,
 )
-from moe_runtime.integrations.in_place import buffers_over
 from moe_runtime.integrations.layer_settings import (
     DEFAULT_MAX_TOKENS,
     LayerSettings,
@@ -158,7 +157,7 @@ def _run(
     settings: LayerSettings | None = None,
     most_tokens: int | None = None,
 ) -> torch.Tensor:
-    """The experts of `module`, or those of all ranks of `mesh`, on this rank's tokens.
+    """The experts of `module`, or of all ranks of `mesh`, on this rank's tokens.
 
     `most_tokens` is the number of tokens of the rank that has most; None where it is not known.
     """
@@ -243,7 +242,7 @@ def _in_place(described: DescribedExperts, config: MoELayerConfig) -> QuantBuffe
     if config.weight_format != "bf16" or described.transposed:
         return FRESH
     gate_up, down = (getattr(described.module, key) for key in described.weights)
-    return buffers_over(gate_up, down)
+    return QuantBuffer.over(gate_up), QuantBuffer.over(down)
 
 
 @not_compiled

@@ -78,7 +78,7 @@ def taken_over(method: Any, layers: EngineLayers, config: Any = None) -> Any:
     """
     if any(kind.__name__ == ONLINE for kind in type(method).__mro__):
         name = type(method).__name__
-        raise ValueError(f"quantization: expected that of the checkpoint, got {name}, which quantizes weights")
+        raise ValueError(f"quantization: expected the checkpoint's, got {name}, which quantizes weights")
     replace_members(method, RunsExperts, layers)
     if config is not None:
         method.moe_runtime_engine = config.instance_id

@@ -107,7 +107,7 @@ def check_operands(
     *,
     per_byte: int = 1,
 ) -> Operands:
-    """Sizes of `a` and `b`, of one of `dtypes` both, N and K multiples of their units, `per_byte` numbers a byte.
+    """Sizes of `a` and `b`, of one of `dtypes` both, N and K multiples of their units, `per_byte` elements a byte.
 
     Prepacked weights are taken where `dtypes` is the one of their quants.
     """

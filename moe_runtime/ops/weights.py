@@ -74,10 +74,10 @@ def readable(problem: OpProblem, out: torch.Tensor, engine: str) -> OpProblem:
 
 
 def _in_blocks_of_32(a: ScaledOperand, block: int, num_columns: int) -> ScaledOperand:
-    """Rows whose packed scales are for `block` numbers each, with one for each 32; the layout is the same."""
+    """Rows whose packed scales are for `block` elements each, with one for each 32; the layout is the same."""
     if block == 32 or not a.scales.numel():
         return a
     assert a.ld is not None
-    # A byte for 128 numbers becomes the four of a word, one word of all rows after the other.
+    # A byte for 128 elements becomes the four of a word, one word of all rows after the other.
     linear = a.scales.view(-1, a.ld, 4).transpose(1, 2).reshape(-1, a.ld)[: ceil_div(num_columns, block)]
     return replace(a, scales=linear.repeat_interleave(block // 32, 1).view(-1))

@@ -306,7 +306,7 @@ def move_experts(movers: Sequence[ExpertMover], plan: MigrationPlan) -> None:
     """Make the moves of `plan` on the ranks of this process: one, or all virtual ones. Collective.
 
     All ranks have experts of one layout. When it returns, each rank has the experts of its new placement. A rank makes
-    its moves in the order of the plan and skips those of others, so the first unfinished move can always go on.
+    its moves in the order of the plan and skips other ranks' moves, so the first unfinished move can always go on.
     """
     contexts = [mover.context for mover in movers]
     # Peers that are in an exchange of experts could not read what a failing rank says in one of tokens.
@@ -328,7 +328,7 @@ def move_experts(movers: Sequence[ExpertMover], plan: MigrationPlan) -> None:
 
 
 def _make(movers: Sequence[ExpertMover], plan: MigrationPlan) -> None:
-    """All moves of `plan`, and the wait for those of others."""
+    """All moves of `plan`, and the wait for other ranks' moves."""
     for one in plan.rounds:
         for start in range(0, movers[0].num_bytes, movers[0].chunk_bytes) if one.crossings else ():
             _cross(movers, plan, one.crossings, start)
@@ -338,7 +338,7 @@ def _make(movers: Sequence[ExpertMover], plan: MigrationPlan) -> None:
         mover.announce_done()
     for mover in movers:
         mover.wait_done()
-    # All ranks of this host are done, and so are those of others that come to this exchange.
+    # All ranks of this host are done, and so are other hosts' ranks that come to this exchange.
     _exchange([mover for mover in movers if mover.rail is not None], (), 0)
 
 

@@ -2,7 +2,7 @@
 
 A slot is the place of one physical expert: a replica on one rank.
 
-The first numbers of a token are hashed to one of `BUCKETS` buckets. A table gives the slot for each expert and bucket.
+The first elements of a token are hashed to one of `BUCKETS` buckets. A table gives the slot for each expert and bucket.
 So replicas share tokens evenly, except that equal tokens take the same slot. The slot depends neither on the token's
 place in the batch, nor on its neighbours, nor on the rank that brings it.
 """
@@ -20,7 +20,7 @@ BUCKETS = 1 << BUCKET_BITS
 """Each of `n` replicas gets `floor(BUCKETS / n)` buckets or one more. The table has 4 KiB for each expert."""
 
 HASHED = 8
-"""How many numbers of a token are hashed: 16 bytes. Every hidden size is a multiple of it."""
+"""How many elements of a token are hashed: 16 bytes. Every hidden size is a multiple of it."""
 
 _MULTIPLIERS = (0x9E3779B97F4A7C15 - (1 << 64), 0xC2B2AE3D27D4EB4F - (1 << 64))
 """Odd numbers whose bits have no pattern: the golden ratio, as in Fibonacci hashing, and a prime of xxHash."""

@@ -29,7 +29,7 @@ class Rail:
     Attributes:
         outgoing, incoming: uint8 `[chunk_bytes]`, the chunk to send and the one that came; `[0]` where the plan has
             none for this rank.
-        limit_s: seconds that an exchange may take: twice those of a wait inside a host. A rank that waits in vain for
+        limit_s: seconds that an exchange may take: twice as long as a wait inside a host. A rank that waits in vain for
             one of its host then says so before ranks of other hosts miss it.
     """
 

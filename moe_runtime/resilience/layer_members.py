@@ -49,7 +49,7 @@ class LayerMembers:
         context: of the layer.
         layer_id: of the layer.
         num_experts: `E`.
-        placement: that of the start, of all ranks.
+        placement: with which the layer began, of all ranks.
 
     Attributes:
         began_placed: whether the layer was made with a placement.

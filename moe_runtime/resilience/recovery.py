@@ -17,6 +17,7 @@ from moe_runtime.comm.errors import MoERuntimeError, PeerTimeoutError, Phase, Ra
 from moe_runtime.comm.messages import Reader, integer, many_of, optional, row, text
 from moe_runtime.comm.rank_group import RankGroup
 from moe_runtime.resilience.membership import Membership
+from moe_runtime.support.arguments import check_kind, describe
 
 _LOG = logging.getLogger(__name__)
 
@@ -89,8 +90,8 @@ class Recovery:
 
     Attributes:
         membership: as given.
-        layer_steps: steps of layers that this rank has done, without those of a warm-up.
-        steps_done: those, those of a warm-up, and steps that ranks agree in.
+        layer_steps: steps of layers that this rank has done, without warm-up steps.
+        steps_done: these, warm-up steps, and steps that ranks agree in.
         steps_repeated: steps that this rank has run again, for itself or for others.
         background: runs work of a recovery one after another, on a thread of its own.
     """
@@ -169,11 +170,13 @@ class Recovery:
 
         return self._run(lambda: gather(mine()), lambda: lambda: gather(known(found[0])))
 
-    def run(self, step: Callable[[], T], again: Callable[[], Callable[[], object]], *, counted: bool = True) -> T:
+    def run(
+        self, step: Callable[[], T], again: Callable[[], Callable[[], object]] | None = None, *, counted: bool = True
+    ) -> T:
         """`step()` of a layer, again and again until no rank dies in it.
 
         Args:
-            again: called after it; makes what repeats it later without the caller's tensors.
+            again: called after it; makes what repeats it later without the caller's tensors. None for `step` itself.
             counted: whether it is one of `layer_steps`.
 
         Raises as `recover`.
@@ -182,7 +185,7 @@ class Recovery:
         self.layer_steps += counted
         return result
 
-    def _run(self, step: Callable[[], T], again: Callable[[], Callable[[], object]]) -> T:
+    def _run(self, step: Callable[[], T], again: Callable[[], Callable[[], object]] | None) -> T:
         before = self.membership.generation
 
         def once_more() -> T:
@@ -191,7 +194,7 @@ class Recovery:
 
         result = self._until_none_dies(once_more)
         self.steps_done += 1
-        self._last = again()
+        self._last = step if again is None else again()
         self._settle(self.steps_done)
         return result
 
@@ -233,8 +236,18 @@ class Recovery:
         self._change(record)
         return tuple(rank for rank in came if rank in self.membership.members)
 
+    def check_release(self, ranks: Sequence[int]) -> None:
+        """Raise `ValueError` where `ranks`, by their numbers at the start, cannot leave."""
+        check_kind("ranks", ranks, (list, tuple))
+        present = self.membership.members
+        for rank in ranks:
+            if rank not in present or isinstance(rank, bool):
+                raise ValueError(f"ranks: expected some of {present}, got {describe(rank)}")
+        if not ranks or len(set(ranks)) == len(present):
+            raise ValueError(f"ranks: expected one or more, but not all of {present}, got {describe(ranks)}")
+
     def release(self, ranks: Sequence[int], limit_s: float, check: Callable[[], None]) -> None:
-        """Between two steps: go on without `ranks`, which end in order. Collective, also for those.
+        """Between two steps, after `check_release`: go on without `ranks`. Collective, also for those.
 
         Raises `RankRemovedError` on these; `ValueError` where members disagree, and `ExpertsLostError` where the others
         cannot go on, and then nothing changes; else as `most`.
@@ -343,7 +356,7 @@ class Recovery:
                 error = another  # Also of this rank, if it was stopped and the others go on already.
 
     def _go_over(self, members_before: tuple[int, ...]) -> None:
-        """Move to memory of the members, from that of the previous ones."""
+        """Move from the previous members' memory to memory of the present ones."""
         membership, followers = self.membership, self._followers
         before: list[Before] | None = None
         if not set(membership.members) <= set(members_before):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from moe_runtime.launch import bench
+from moe_runtime.launch.kernel_bench import __main__ as kernel_bench
 from tests.support.programs import ROOT
 
 pytestmark = pytest.mark.cpu_only
@@ -39,7 +40,7 @@ def test_every_part_is_one_that_the_programs_take(tmp_path: Path, monkeypatch: p
         raise Reached
 
     monkeypatch.setattr(bench, "bench_layers", reached)
-    monkeypatch.setattr(bench, "bench_alone", reached)
+    monkeypatch.setattr(kernel_bench, "bench", lambda part, options: reached(options))
     (tmp_path / "links.json").write_text("old")
     (tmp_path / "layer_2.json").write_text("old")
     found, done = commands(tmp_path, RANKS="1 2")
@@ -49,12 +50,14 @@ def test_every_part_is_one_that_the_programs_take(tmp_path: Path, monkeypatch: p
         two = command[:2] == ["-m", "torch.distributed.run"]
         module, *arguments = command[5 if two else 1 :]
         programs.append((module.removeprefix("moe_runtime.launch."), *arguments[:2], 2 if two else 1))
-        if module.endswith("bench"):
+        program = {"bench": bench, "kernel_bench": kernel_bench}.get(module.removeprefix("moe_runtime.launch."))
+        if program is not None:
             with pytest.raises(Reached):
-                bench.main(arguments)
+                program.main(arguments)
     assert [(name, ranks) for name, *_, ranks in programs] == [
         ("research.link_bench", 2),
-        *[("bench", ranks) for ranks in (2, 1, 2, 2, 1, 1)],
+        *[("bench", ranks) for ranks in (2, 1, 2, 2)],
+        *[("kernel_bench", 1)] * 2,
         ("report", 1),
     ]
     assert not list(tmp_path.glob("*.json"))

@@ -15,8 +15,8 @@ pytest.importorskip("transformers")
 import transformers
 
 from moe_runtime.launch import check_model
-from moe_runtime.launch.common import published_layers
-from moe_runtime.launch.common.published_layers import LayerSizes, write_deepseek_nvfp4, write_gpt_oss_mxfp4
+from moe_runtime.launch.research import published_layers
+from moe_runtime.launch.research.published_layers import LayerSizes, write_deepseek_nvfp4, write_gpt_oss_mxfp4
 from moe_runtime.reference import error_bound
 from tests.cli.test_launch import TWO_RANKS, program
 from tests.support import checkpoint_writers, parallel_models, tiny_models
@@ -114,18 +114,19 @@ def test_what_is_generated_is_what_the_model_generates(tmp_path: Path, seed: int
 def test_a_layer_is_made_and_checked(
     name: str, formats: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, seed: int
 ) -> None:
-    monkeypatch.setattr(check_model, "PUBLISHED", SMALL)
+    monkeypatch.setattr(published_layers, "PUBLISHED", SMALL)
     folder, file = tmp_path / "made", tmp_path / "found.json"
     arguments = (folder, "--layer", 0, "--check-tokens", 32, "--seed", seed, *formats)
-    assert run(*arguments, "--make", name, "--json", file) == 0
+    make = [name, str(folder), "--seed", str(seed)]
+    assert published_layers.main(make) == 0
+    assert run(*arguments, "--json", file) == 0
     found = json.loads(file.read_text())
     (check,) = found["results"][0]["checks"]
-    assert found["model"] == name and found["results"][0]["generation"] is None
+    assert found["model"] == "made" and found["results"][0]["generation"] is None
     assert check["tokens"] == 32 and 0 < check["error"] <= check["bound"] == error_bound("bf16")
-    assert run(*arguments) == 0, "the folder is read without --make too"
     capsys.readouterr()
-    assert run(*arguments, "--make", name) == 2
-    assert f"--make: expected an empty folder or none, {folder} has files" in capsys.readouterr().err
+    assert published_layers.main(make) == 2
+    assert f"FOLDER: expected an empty folder or none, {folder} has files" in capsys.readouterr().err
     # A wrong layer is not inside: the reference reads the files again, which are others now.
     monkeypatch.setattr(check_model.MoELayer, "from_checkpoint", _of_another_seed(name, tmp_path, seed))
     assert run(*arguments) == 1
@@ -157,7 +158,6 @@ def test_the_sizes_are_those_of_packaged_configs() -> None:
         (("--new", "0"), "--new: expected at least 1, got 0"),
         (("--check-tokens", "0"), "--check-tokens: expected at least 1, got 0"),
         (("--layer", "3"), "asked for layer 3"),
-        (("--make", "gpt_oss_20b"), "--make: expected --layer 0 with it, it writes no other layer"),
         (("--token-format", "nvfp4", "--weight-format", "mxfp8"), "expected nvfp4, got mxfp8 with nvfp4 tokens"),
     ],
 )

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from moe_runtime.launch.benchmarks.fp8_bound import FP8_MMA_BITS, FP8_MMA_GAIN, fp8_mma_slack
+from moe_runtime.launch.benchmarks.checks import FP8_MMA_BITS, FP8_MMA_GAIN
+from moe_runtime.launch.kernel_bench.fp8_bound import fp8_mma_slack
 from moe_runtime.launch.research import probe
 from tests.support.programs import ROOT
 

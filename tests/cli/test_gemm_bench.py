@@ -18,14 +18,23 @@ from moe_runtime.kernels.formats.reference_quantize import raw_bits
 from moe_runtime.kernels.gemm.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.gemm.weights import SILU
-from moe_runtime.launch import bench
-from moe_runtime.launch.benchmarks import gemm_bench, gemm_peers
 from moe_runtime.launch.benchmarks.checks import ungrouped
-from moe_runtime.launch.benchmarks.gemm_cases import BF16_PEER, CASES, FP8_PEER, RANKS, ROUTINGS, GemmCase, Goal, shares
-from moe_runtime.launch.benchmarks.gemm_check import SAMPLE, Sample, check_gated, check_plain, poisoned_memory
-from moe_runtime.launch.benchmarks.gemm_data import Weights, clone_rows, make_rows, make_weights, num_copies
-from moe_runtime.launch.benchmarks.show import own_kernels
 from moe_runtime.launch.benchmarks.timing import STEPS_PER_GRAPH, copies_to_rotate
+from moe_runtime.launch.kernel_bench import __main__ as bench
+from moe_runtime.launch.kernel_bench import gemm_bench, gemm_peers
+from moe_runtime.launch.kernel_bench.gemm_cases import (
+    BF16_PEER,
+    CASES,
+    FP8_PEER,
+    RANKS,
+    ROUTINGS,
+    GemmCase,
+    Goal,
+    shares,
+)
+from moe_runtime.launch.kernel_bench.gemm_check import SAMPLE, Sample, check_gated, check_plain, poisoned_memory
+from moe_runtime.launch.kernel_bench.gemm_data import Weights, clone_rows, make_rows, make_weights, num_copies
+from moe_runtime.launch.kernel_bench.show import own_kernels
 from moe_runtime.launch.report import __main__ as report
 from tests.support.comparison import assert_same_bits
 
@@ -299,16 +308,12 @@ def test_a_roofline_is_drawn(tmp_path: Path) -> None:
         (("gemm", "--cases", "("), "--cases: "),
         (("gemm", "--json", "no/such/folder/x.json"), "--json: no folder no/such/folder"),
         (("gemm", "--steps", "0"), "--steps: expected at least 1, got 0"),
-        (("gemm", "--tokens", "4"), "--tokens: gemm takes it together with --config only"),
-        (("gemm", "--routing", "zipf"), "--routing: gemm takes it together with --config only"),
-        (("gemm", "--config", "tiny_cpu", "--cases", "nvfp4"), "--cases: only for gemm or ops alone, without --config"),
-        (("gemm", "layer", "--small"), "--small: only for gemm or ops alone, without --config"),
     ],
 )
 def test_mistakes_are_one_line(arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.main(list(arguments)) == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"bench: {message}") and error.count("\n") == 1
+    assert error.startswith(f"kernel_bench: {message}") and error.count("\n") == 1
 
 
 @pytest.mark.gpu

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from moe_runtime.checkpoints.checkpoint import write_qwen3_moe_checkpoint
 from moe_runtime.checkpoints.kept_files import VARIABLE, kept_layers
 from moe_runtime.config import MoELayerConfig
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.launch import doctor, kept_weights
+from moe_runtime.launch.common.qwen3_checkpoint import write_qwen3_moe_checkpoint
 from moe_runtime.launch.research import restart_bench
 from moe_runtime.layer import MoELayer
 

@@ -17,13 +17,14 @@ import torch
 import yaml
 
 from moe_runtime.checkpoints.calibration import Calibration
-from moe_runtime.checkpoints.checkpoint import Checkpoint, write_qwen3_moe_checkpoint
+from moe_runtime.checkpoints.checkpoint import Checkpoint
 from moe_runtime.checkpoints.conversion import convert_checkpoint
 from moe_runtime.config import MoELayerConfig, load_config
 from moe_runtime.kernels.formats.number_formats import FORMATS, ceil_div
 from moe_runtime.launch import bench, run
-from moe_runtime.launch.benchmarks import checks, layer_bench, layer_report, torch_layer
+from moe_runtime.launch.benchmarks import checks, layer_bench, layer_report, link_rate, torch_layer
 from moe_runtime.launch.common import cases, environment
+from moe_runtime.launch.common.qwen3_checkpoint import write_qwen3_moe_checkpoint
 from moe_runtime.placement.placement import Placement
 from tests.support.programs import ROOT, without_interpreter
 from tests.support.spawner import interpreter
@@ -105,9 +106,6 @@ def test_bench_under_torchrun_writes_json(tiny: Path, tmp_path: Path) -> None:
             peer = dict(peers).get(name) if by == layer_report.OURS else None
             ratio = None if peer is None else times[name, by] / times[name, peer]
             assert result["ratio_to_torch"] == pytest.approx(ratio)
-            assert (result["skew"] is not None) == (
-                case[2] == "half" and by == layer_report.OURS and name in ("dispatch", "combine")
-            )
             if name in ("dispatch", "combine"):
                 assert result["floor_us"] == pytest.approx(result["moved_bytes"] / 50e3)
             assert (
@@ -123,7 +121,7 @@ def test_bench_under_torchrun_writes_json(tiny: Path, tmp_path: Path) -> None:
             assert result["check"]["passed"] and result["check"]["error"] <= result["check"]["bound"]
         if result["work_flop"] is not None:
             assert result["rate_tflop_per_s"] == pytest.approx(result["work_flop"] / result["median_us"] * 1e-6)
-    assert "gemm gate+up" in done.stdout and "by the rule for uneven routing" in done.stdout
+    assert "gemm gate+up" in done.stdout
 
 
 @pytest.mark.cpu_only
@@ -179,14 +177,13 @@ def test_normal_calls_that_are_wrong_are_not_timed(tmp_path: Path) -> None:
 
 
 def test_floors_by_the_links_of_another_gpu_are_told_of(
-    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file, links = tmp_path / "bench.json", ROOT / "launch" / "results" / "links_h200x4.json"
-    arguments = ["dispatch", "--config", str(tiny), "--steps", "1", "--links", str(links), "--json", str(file)]
-    assert bench.main(arguments) == 0
+    monkeypatch.setattr(link_rate, "default", lambda device: link_rate.MEASURED)
+    file = tmp_path / "bench.json"
+    assert bench.main(["dispatch", "--config", str(tiny), "--steps", "1", "--json", str(file)]) == 0
     link = json.loads(file.read_text())["link"]
-    assert link["gb_per_s"] == pytest.approx(351, abs=0.5) and link["source"] == links.name
-    assert (link["gpu"], link["ranks"]) == ("NVIDIA H200", 4)
+    assert link["gb_per_s"] == 351 and (link["gpu"], link["ranks"]) == ("NVIDIA H200", 4)
     said = "measured on 4 x NVIDIA H200 (links_h200x4.json)"
     if not torch.cuda.is_available():
         assert link["same_gpu"] is False
@@ -335,12 +332,7 @@ def test_nan_is_outside() -> None:
             "--trace: records the layer and times nothing, expected the operation layer alone",
         ),
         ("bench", ("--num-sms", "0"), "--num-sms: expected at least 1, got 0"),
-        ("bench", ("gemm", "--num-sms", "4"), "--num-sms: gemm takes it together with --config only"),
         ("bench", ("--link-gb-per-s", "0"), "--link-gb-per-s: expected a positive number, got 0"),
-        ("bench", ("--links", "no_such.json"), "no_such.json: No such file or directory"),
-        ("bench", ("--links", "README.md"), "README.md: expected the JSON of research.link_bench, "),
-        ("bench", ("gemm", "--links", "links.json"), "--links: gemm takes it together with --config only"),
-        ("bench", ("gemm", "--trace", "trace.json"), "--trace: gemm takes it together with --config only"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_code_2(
@@ -393,19 +385,11 @@ def test_bench_refuses_a_placement(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "placement: benchmarks are of contiguous experts" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["dispatch", "sort"], "got sort"),
-        (["layer", "ops"], "got ops"),
-        (["ops", "--config", "tiny_cpu"], "--config: ops takes none"),
-    ],
-)
-def test_bench_refuses_operations(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_refuses_other_operations(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
-        bench.main(arguments)
+        bench.main(["dispatch", "sort"])
     assert stop.value.code == 2
-    assert message in capsys.readouterr().err
+    assert "got sort" in capsys.readouterr().err
 
 
 def test_messages_become_one_line() -> None:

@@ -15,16 +15,16 @@ from moe_runtime.kernels.formats.number_formats import FORMATS
 from moe_runtime.kernels.formats.quantize import quantize_rows
 from moe_runtime.launch.benchmarks import checks, layer_operations, timing
 from moe_runtime.launch.benchmarks.timing import TOTAL, measure, steps_of_iteration
-from moe_runtime.launch.common import cases
+from moe_runtime.launch.common import cases, draws
 from moe_runtime.layer import MoELayer
 from moe_runtime.reference import moe_reference
 from moe_runtime.virtual import virtual_contexts
 
 
-@pytest.mark.parametrize("kind", cases.ROUTINGS[1:])
+@pytest.mark.parametrize("kind", draws.ROUTINGS[1:])
 def test_routing_is_valid_and_repeats(kind: str, seed: int) -> None:
-    idx_TK, weights_TK = cases.routing(kind, seed, 1, 2, 50, 12, 3)
-    again = cases.routing(kind, seed, 1, 2, 50, 12, 3)
+    idx_TK, weights_TK = draws.routing(kind, seed, 1, 2, 50, 12, 3)
+    again = draws.routing(kind, seed, 1, 2, 50, 12, 3)
     assert torch.equal(idx_TK, again[0]) and torch.equal(weights_TK, again[1])
     assert idx_TK.dtype == torch.int32 and weights_TK.dtype == torch.float32
     assert int(idx_TK.min()) >= -1 and int(idx_TK.max()) < 12
@@ -35,12 +35,12 @@ def test_routing_is_valid_and_repeats(kind: str, seed: int) -> None:
     if kind == "one":
         assert idx_TK.tolist() == [[0, -1, -1]] * 50
     else:
-        other = cases.routing(kind, seed, 2, 2, 50, 12, 3)
+        other = draws.routing(kind, seed, 2, 2, 50, 12, 3)
         assert not torch.equal(idx_TK, other[0])
 
 
 def test_zipf_favours_the_first_experts(seed: int) -> None:
-    idx_TK, _ = cases.routing("zipf", seed, 0, 0, 4000, 8, 1)
+    idx_TK, _ = draws.routing("zipf", seed, 0, 0, 4000, 8, 1)
     counts = torch.bincount(idx_TK.flatten(), minlength=8).double()
     share = 1 / torch.arange(1, 9).double()
     share /= share.sum()
@@ -49,11 +49,11 @@ def test_zipf_favours_the_first_experts(seed: int) -> None:
 
 
 def test_tokens_differ_by_rank_and_step(seed: int) -> None:
-    first = cases.tokens(seed, 0, 0, 5, 64)
-    assert torch.equal(first, cases.tokens(seed, 0, 0, 5, 64))
-    assert not torch.equal(first, cases.tokens(seed, 1, 0, 5, 64))
-    assert not torch.equal(first, cases.tokens(seed, 0, 1, 5, 64))
-    assert cases.tokens(seed, 0, 0, 0, 64).shape == (0, 64)
+    first = draws.tokens(seed, 0, 0, 5, 64)
+    assert torch.equal(first, draws.tokens(seed, 0, 0, 5, 64))
+    assert not torch.equal(first, draws.tokens(seed, 1, 0, 5, 64))
+    assert not torch.equal(first, draws.tokens(seed, 0, 1, 5, 64))
+    assert draws.tokens(seed, 0, 0, 0, 64).shape == (0, 64)
 
 
 def test_reference_one_expert_at_a_time_is_the_reference(device: torch.device, seed: int) -> None:

@@ -1,4 +1,4 @@
-"""`bench models`: every pair of formats at the sizes of a model is checked, or refused with the reason."""
+"""`kernel_bench models`: every pair of formats at the sizes of a model is checked, or refused with the reason."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from moe_runtime.launch import bench
-from moe_runtime.launch.benchmarks import models_bench
-from moe_runtime.launch.benchmarks.models_bench import Ceilings, Model
+from moe_runtime.launch.kernel_bench import __main__ as bench
+from moe_runtime.launch.kernel_bench import models_bench
+from moe_runtime.launch.kernel_bench.ceilings import Ceilings
+from moe_runtime.launch.kernel_bench.models_bench import Model
 
 
 def test_every_pair_has_a_row_per_number_of_tokens(tmp_path: Path) -> None:
@@ -68,6 +69,3 @@ def test_names_of_cases(capsys: pytest.CaptureFixture[str]) -> None:
     assert found == {Model("DeepSeek-V3", 7168, 2048, 256, 8): [("nvfp4", "nvfp4"), ("nvfp4", "bf16")]}
     assert bench.main(["models", "--cases", "none"]) == 2
     assert "Mixtral-8x7B bf16 x bf16" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        bench.main(["models", "--config", "tiny_cpu"])
-    assert "--config: models takes none" in capsys.readouterr().err

@@ -21,7 +21,7 @@ from moe_runtime.context.memory import layer_geometry
 from moe_runtime.kernels.exchange.hierarchical import HostGeometry
 from moe_runtime.launch import bench
 from moe_runtime.launch.benchmarks import checks, layer_bench, layer_report, network
-from moe_runtime.launch.common import cases
+from moe_runtime.launch.common import cases, draws
 from moe_runtime.virtual import VirtualRanks
 from tests.cli.test_launch import program
 
@@ -46,7 +46,7 @@ def most_sent_inside(num_bytes: int) -> float:
     for turn in range(layer_bench.TURNS):
         sent = [0] * 4
         for source in range(4):
-            ids_TK, _ = cases.routing("uniform", 3, source, turn, TOKENS, EXPERTS, TOP_K)
+            ids_TK, _ = draws.routing("uniform", 3, source, turn, TOKENS, EXPERTS, TOP_K)
             for owners in (ids_TK // per_rank).tolist():
                 for host in range(2):
                     sent[2 * host + source % 2] += 2 * host + 1 - source % 2 in owners
@@ -209,5 +209,3 @@ def test_ranks_are_taken_for_those_of_hosts() -> None:
 def test_one_rank_is_no_two_hosts(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.main(["--hosts", "2"]) == 2
     assert "--hosts: expected a divisor of 1 ranks, got 2" in capsys.readouterr().err
-    assert bench.main(["gemm", "--hosts", "2"]) == 2
-    assert "--hosts: gemm takes it together with --config only" in capsys.readouterr().err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +13,9 @@ from rich.console import Console
 
 from moe_runtime import ops
 from moe_runtime.kernels import aot
-from moe_runtime.launch import doctor
-from moe_runtime.launch.benchmarks import ops_bench, ops_check, ops_table
-from moe_runtime.launch.benchmarks.fp8_bound import FP8_MMA_BITS
+from moe_runtime.launch.benchmarks.checks import FP8_MMA_BITS
+from moe_runtime.launch.kernel_bench import __main__ as kernel_bench
+from moe_runtime.launch.kernel_bench import ops_bench, ops_check, ops_table
 from tests.support.programs import ROOT
 from tests.support.spawner import interpreter
 
@@ -90,7 +91,7 @@ def test_printed_and_as_markdown() -> None:
     text = file.getvalue()
     assert "tcgen05.mma.kind::f16" in text and "sm_120: no instruction matches" in text and "NVIDIA H200" in text
     ops_table.print_operations(some(), None, Console(file=file, width=250))
-    assert "No run on a GPU is recorded" in file.getvalue()
+    assert "No run on a GPU is shown" in file.getvalue()
     lines = ops_table.operations_markdown(some(), RUN, "x.json").splitlines()
     assert lines[2].startswith("| `grouped_matmul_dynamic_scaled_nvfp4` | nvfp4 | ok | 1 of 2 FAILED |")
     assert len(lines) == 2 + len(ops_check.OPERATIONS) + 2 and "[JSON](x.json)" in lines[-1]
@@ -115,17 +116,14 @@ def test_committed_files_say_that_all_is_well() -> None:
     assert probe["kept_bits"] == FP8_MMA_BITS
 
 
-@pytest.mark.parametrize("as_json", [False, True])
-def test_the_doctor_shows_it(
-    as_json: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_the_program_shows_and_writes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(ops_check, "check_here", lambda jobs: some())
-    assert doctor.main(["--kernels", *(["--json"] if as_json else [])]) == 1
+    file = tmp_path / "checked.json"
+    assert kernel_bench.main(["check", "--json", str(file)]) == 1
     out = capsys.readouterr().out
-    if as_json:
-        assert json.loads(out) == some()
-    else:
-        assert "Operations of moe_runtime.ops" in out
+    assert json.loads(file.read_text()) == some() and "Operations of moe_runtime.ops" in out and "NVIDIA H200" in out
 
 
 def test_programs_of_the_table_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,5 +145,5 @@ def test_programs_of_the_table_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_program_without_results_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.executable", interpreter())
-    with pytest.raises(RuntimeError, match=r"bench: no results \(exit code 2\)[\s\S]*argument --engine"):
-        ops_check._run("moe_runtime.launch.bench", "ops", "--engine", "none", environment=dict(os.environ))
+    with pytest.raises(RuntimeError, match=r"kernel_bench: no results \(exit code 2\)[\s\S]*argument --engine"):
+        ops_check._run("moe_runtime.launch.kernel_bench", "ops", "--engine", "none", environment=dict(os.environ))

@@ -29,8 +29,8 @@ from moe_runtime.kernels.gemm.shapes import (
     TMA_SHAPES,
     Regime,
 )
-from moe_runtime.launch import sanitize
-from moe_runtime.launch.benchmarks.gemm_data import make_rows
+from moe_runtime.launch.kernel_bench.gemm_data import make_rows
+from moe_runtime.launch.research import sanitize
 from moe_runtime.virtual import virtual_contexts
 
 pytestmark = pytest.mark.cpu_only

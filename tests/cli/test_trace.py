@@ -25,7 +25,7 @@ def test_a_trace_under_torchrun_is_of_the_layer_alone(tmp_path: Path) -> None:
     assert report["kind"] == layer_report.PHASES_KIND and report["passed"] is True
     results = report["results"]
     assert [r["implementation"] for r in results] == [layer_report.OURS] * 8
-    assert all(r["check"]["passed"] and r["median_us"] is None and r["goal"] is None for r in results)
+    assert all(r["check"]["passed"] and r["median_us"] is None for r in results)
     check_trace(json.loads(traced.read_text()), 8, results)
     assert "traced, not timed" in " ".join(done.stdout.split()) and "┃ us ┃" not in done.stdout
     assert done.stdout.count("us in eager steps, mean over ranks: dispatch_send ") == 8

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from moe_runtime.build import random_expert
-from moe_runtime.checkpoints.checkpoint import write_qwen3_moe_checkpoint
 from moe_runtime.checkpoints.loading import ExpertTensors
 from moe_runtime.comm.errors import MoERuntimeError, PeerTimeoutError, Phase
 from moe_runtime.config import MoELayerConfig
@@ -24,6 +23,7 @@ from moe_runtime.dispatcher.handle import DispatchedTokens, DispatchHandle
 from moe_runtime.dispatcher.token_dispatcher import TokenDispatcher
 from moe_runtime.kernels.formats.number_formats import FORMATS
 from moe_runtime.kernels.gemm.weights import SwiGLU
+from moe_runtime.launch.common.qwen3_checkpoint import write_qwen3_moe_checkpoint
 from moe_runtime.layer import MoELayer
 from moe_runtime.reference import error_bound, moe_reference, relative_error
 from moe_runtime.virtual import VirtualRanks

@@ -17,10 +17,11 @@ import torch
 import torch.distributed as dist
 
 from moe_runtime.build import random_expert
-from moe_runtime.checkpoints.checkpoint import Checkpoint, write_qwen3_moe_checkpoint
+from moe_runtime.checkpoints.checkpoint import Checkpoint
 from moe_runtime.comm.errors import ExpertsLostError, PeerTimeoutError, RankRemovedError
 from moe_runtime.comm.messages import text
 from moe_runtime.context.expert_parallel import ExpertParallelContext
+from moe_runtime.launch.common.qwen3_checkpoint import write_qwen3_moe_checkpoint
 from moe_runtime.layer import MoELayer
 from moe_runtime.placement.placement import Placement, plan_placement
 from moe_runtime.resilience.refill import missing_experts, plan_copies, refill

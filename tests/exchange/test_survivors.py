@@ -18,13 +18,13 @@ import torch
 import torch.distributed as dist
 
 from moe_runtime.build import random_expert
-from moe_runtime.checkpoints.checkpoint import write_qwen3_moe_checkpoint
 from moe_runtime.comm.errors import ExpertsLostError, MoERuntimeError, RankRemovedError
 from moe_runtime.comm.heaps.private_heap import PrivateHeap
 from moe_runtime.comm.rank_group import RankGroup
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.dispatcher.token_dispatcher import TokenDispatcher
 from moe_runtime.kernels.formats.scale_blocks import expert_starts
+from moe_runtime.launch.common.qwen3_checkpoint import write_qwen3_moe_checkpoint
 from moe_runtime.layer import MoELayer
 from moe_runtime.placement.placement import Placement
 from moe_runtime.resilience.membership import Membership

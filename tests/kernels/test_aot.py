@@ -16,7 +16,7 @@ import pytest
 from moe_runtime.kernels import aot
 from moe_runtime.kernels.formats.number_formats import FORMATS, WEIGHT_FORMATS
 from moe_runtime.kernels.runtime import ALL_ARCHS, AotCase, CudaCase
-from moe_runtime.launch.benchmarks import ops_check
+from moe_runtime.launch.kernel_bench import ops_check
 from tests.support.programs import ROOT, without_interpreter
 from tests.support.spawner import interpreter
 
@@ -108,7 +108,7 @@ def test_every_operation_and_format_has_a_kernel_for_every_architecture(results:
 def test_the_committed_table_of_operations_is_what_compiles_here(results: list[dict[str, Any]]) -> None:
     committed = json.loads((ROOT / "launch" / "results" / "ops_checked.json").read_text())
     found = ops_check.compiled_records(results)
-    assert found == committed["compiled"], "python -m moe_runtime.launch.doctor --kernels --json makes it anew"
+    assert found == committed["compiled"], "python -m moe_runtime.launch.kernel_bench check --json FILE makes it anew"
 
 
 def test_a_part_of_the_operations_compiles_alone(tmp_path: Path) -> None:

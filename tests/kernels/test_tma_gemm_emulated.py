@@ -437,7 +437,7 @@ def test_mistakes_of_few_rows_are_found(mistake: str, emulate: Callable[..., Emu
 
 @gathers
 def test_every_lane_may_arrive(gather: bool, emulator: Emulator, rng: torch.Generator) -> None:
-    """As `launch.sanitize` compiles it; of a cluster the emulator knows only warps that tell both blocks at once."""
+    """As `research.sanitize` compiles it; of a cluster the emulator knows only warps that tell both blocks at once."""
     emulator.defines = {"EACH_LANE_ARRIVES": 1}
     for shape in (TMA_FEW, TMA_DECODE):
         on_gpu.check_tiles_of_stages("fp8_block", 5, gather, shape, MORE_TILES, rng, CPU)

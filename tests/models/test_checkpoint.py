@@ -11,9 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moe_runtime.checkpoints import files
-from moe_runtime.checkpoints.checkpoint import Checkpoint, write_qwen3_moe_checkpoint
+from moe_runtime.checkpoints.checkpoint import Checkpoint
 from moe_runtime.checkpoints.loading import ExpertTensors
 from moe_runtime.config import MoELayerConfig, RouterConfig
+from moe_runtime.launch.common.qwen3_checkpoint import write_qwen3_moe_checkpoint
 from tests.support.checkpoint_writers import layer_config_of
 
 CONFIG = MoELayerConfig(

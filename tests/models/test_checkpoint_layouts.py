@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moe_runtime.checkpoints.checkpoint import Checkpoint, choose_formats, write_qwen3_moe_checkpoint
+from moe_runtime.checkpoints.checkpoint import Checkpoint, choose_formats
 from moe_runtime.checkpoints.files import SINGLE_FILE, TensorFiles
 from moe_runtime.checkpoints.layouts import (
     COMPRESSED_MXFP4,
@@ -33,6 +33,7 @@ from moe_runtime.config import MoELayerConfig
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.kernels.formats.swizzle import unswizzle_scales
 from moe_runtime.kernels.gemm.weights import ExpertWeights, GateUpOrder
+from moe_runtime.launch.common.qwen3_checkpoint import write_qwen3_moe_checkpoint
 from moe_runtime.layer import MoELayer
 from tests.support.checkpoint_writers import (
     NVFP4_RTOL,

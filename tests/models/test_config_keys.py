@@ -16,7 +16,7 @@ import torch
 from moe_runtime.checkpoints import config_defaults as defaults_module
 from moe_runtime.checkpoints import unread_keys
 from moe_runtime.checkpoints.calibration import calibrate
-from moe_runtime.checkpoints.checkpoint import Checkpoint, write_qwen3_moe_checkpoint
+from moe_runtime.checkpoints.checkpoint import Checkpoint
 from moe_runtime.checkpoints.config_defaults import table
 from moe_runtime.checkpoints.config_keys import LOOKS, WITHOUT_INFLUENCE, is_of_other_part
 from moe_runtime.checkpoints.conversion import convert_checkpoint
@@ -24,6 +24,7 @@ from moe_runtime.checkpoints.families import layer_config, moe_layers
 from moe_runtime.checkpoints.family_table import DEFAULT, FAMILIES, MTP_KEYS, NUM_EXPERTS_KEYS, text_config
 from moe_runtime.config import ActivationConfig, MoELayerConfig, load_config
 from moe_runtime.context.expert_parallel import ExpertParallelContext
+from moe_runtime.launch.common.qwen3_checkpoint import write_qwen3_moe_checkpoint
 from moe_runtime.layer import MoELayer
 from tests.support.programs import ROOT, without_interpreter
 from tests.support.published_configs import PUBLISHED, REFUSED

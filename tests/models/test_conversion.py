@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moe_runtime.checkpoints.calibration import Calibration, calibrate
-from moe_runtime.checkpoints.checkpoint import Checkpoint, write_qwen3_moe_checkpoint
+from moe_runtime.checkpoints.checkpoint import Checkpoint
 from moe_runtime.checkpoints.conversion import convert_checkpoint
 from moe_runtime.checkpoints.converted_experts import TARGET_LAYOUTS
 from moe_runtime.checkpoints.files import INDEX_FILE, SINGLE_FILE, TensorFiles
@@ -31,6 +31,7 @@ from moe_runtime.checkpoints.writer import TensorWriter
 from moe_runtime.config import MoELayerConfig
 from moe_runtime.kernels.gemm.weights import ExpertWeights
 from moe_runtime.launch import convert
+from moe_runtime.launch.common.qwen3_checkpoint import write_qwen3_moe_checkpoint
 from tests.support.checkpoint_writers import (
     NVFP4_RTOL,
     compress_layers,

@@ -13,12 +13,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from moe_runtime.checkpoints.checkpoint import Checkpoint, write_qwen3_moe_checkpoint
+from moe_runtime.checkpoints.checkpoint import Checkpoint
 from moe_runtime.checkpoints.files import SINGLE_FILE
 from moe_runtime.checkpoints.layouts import hold_scales
 from moe_runtime.checkpoints.readers import dense
 from moe_runtime.config import MoELayerConfig
 from moe_runtime.kernels.gemm.weights import ExpertWeights
+from moe_runtime.launch.common.qwen3_checkpoint import write_qwen3_moe_checkpoint
 from tests.support.checkpoint_writers import fp8_blocks, load_all, modelopt_nvfp4, quantize_experts, read_e2m1, rewrite
 from tests.support.comparison import assert_same_bits
 

@@ -19,7 +19,7 @@ from safetensors import safe_open
 
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.kernels.gemm.weights import GPT_OSS, SwiGLU
-from moe_runtime.launch.common.published_layers import (
+from moe_runtime.launch.research.published_layers import (
     PREFIX,
     PUBLISHED,
     LayerSizes,

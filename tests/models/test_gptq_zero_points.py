@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from moe_runtime.checkpoints.checkpoint import Checkpoint, write_qwen3_moe_checkpoint
+from moe_runtime.checkpoints.checkpoint import Checkpoint
 from moe_runtime.checkpoints.readers import dense
 from moe_runtime.config import MoELayerConfig
+from moe_runtime.launch.common.qwen3_checkpoint import write_qwen3_moe_checkpoint
 from tests.support.checkpoint_writers import load_all, quantize_experts, rewrite
 
 CONFIG = MoELayerConfig(hidden_size=128, intermediate_size=64, num_experts=2, top_k=1, max_tokens_per_rank=8)

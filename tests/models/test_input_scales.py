@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moe_runtime.checkpoints.checkpoint import Checkpoint, write_qwen3_moe_checkpoint
+from moe_runtime.checkpoints.checkpoint import Checkpoint
 from moe_runtime.checkpoints.files import SINGLE_FILE, TensorFiles
 from moe_runtime.checkpoints.layouts import COMPRESSED_NVFP4, MODELOPT_NVFP4, WeightLayout
 from moe_runtime.checkpoints.readers import ExpertNames, ExpertReader, dense
@@ -19,6 +19,7 @@ from moe_runtime.config import MoELayerConfig
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.kernels.formats.number_formats import NVFP4
 from moe_runtime.kernels.formats.reference_quantize import quantize_rows
+from moe_runtime.launch.common.qwen3_checkpoint import write_qwen3_moe_checkpoint
 from moe_runtime.layer import MoELayer
 from tests.support.checkpoint_writers import (
     LibraryScheme,

@@ -15,7 +15,7 @@ import torch
 
 import moe_runtime
 from moe_runtime.checkpoints import kept_experts, kept_files
-from moe_runtime.checkpoints.checkpoint import Checkpoint, write_qwen3_moe_checkpoint
+from moe_runtime.checkpoints.checkpoint import Checkpoint
 from moe_runtime.checkpoints.conversion import convert_checkpoint
 from moe_runtime.checkpoints.expert_loader import ExpertLoader
 from moe_runtime.checkpoints.files import SafetensorsFile
@@ -27,6 +27,7 @@ from moe_runtime.expert_slots import tensors_of
 from moe_runtime.experts import Experts
 from moe_runtime.kernels.formats.number_formats import WEIGHT_FORMATS
 from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
+from moe_runtime.launch.common.qwen3_checkpoint import write_qwen3_moe_checkpoint
 from moe_runtime.layer import MoELayer
 from tests.support.comparison import assert_same_bits
 from tests.support.exchange_data import EXPERTS, HIDDEN, TOKENS, TOP_K, config, placements, rank_input

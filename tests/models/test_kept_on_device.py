@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_runtime.checkpoints.checkpoint import write_qwen3_moe_checkpoint
 from moe_runtime.checkpoints.kept_files import VARIABLE
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.expert_slots import tensors_of
 from moe_runtime.experts import Experts
 from moe_runtime.kernels.formats.number_formats import WEIGHT_FORMATS
+from moe_runtime.launch.common.qwen3_checkpoint import write_qwen3_moe_checkpoint
 from moe_runtime.layer import MoELayer
 from tests.models.test_kept_experts import assert_same_experts, experts_of, files_in, formats, spoil
 from tests.support.exchange_data import EXPERTS, config

@@ -16,7 +16,7 @@ import torch
 import yaml
 
 from moe_runtime.build import random_expert
-from moe_runtime.checkpoints.checkpoint import Checkpoint, write_qwen3_moe_checkpoint
+from moe_runtime.checkpoints.checkpoint import Checkpoint
 from moe_runtime.checkpoints.conversion import convert_checkpoint
 from moe_runtime.checkpoints.families import layer_config
 from moe_runtime.checkpoints.loading import ExpertTensors
@@ -26,6 +26,7 @@ from moe_runtime.integrations.expert_modules import describe_experts
 from moe_runtime.kernels.formats.number_formats import FORMATS
 from moe_runtime.kernels.formats.scale_blocks import expert_starts
 from moe_runtime.kernels.gemm.weights import ExpertWeights, GateUpOrder, SwiGLU
+from moe_runtime.launch.common.qwen3_checkpoint import write_qwen3_moe_checkpoint
 from moe_runtime.layer import MoELayer
 from moe_runtime.observation.phases import PhaseTimes
 from moe_runtime.reference import error_bound, moe_reference, relative_error

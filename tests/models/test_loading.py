@@ -12,13 +12,14 @@ import pytest
 import torch
 
 from moe_runtime.build import random_expert
-from moe_runtime.checkpoints.checkpoint import Checkpoint, write_qwen3_moe_checkpoint
+from moe_runtime.checkpoints.checkpoint import Checkpoint
 from moe_runtime.checkpoints.files import SafetensorsFile
 from moe_runtime.checkpoints.loading import HUGE_PAGE, PAGES_THREAD, ExpertTensors, QuantBuffer, quantize_experts
 from moe_runtime.config import ActivationConfig, MoELayerConfig
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.kernels.formats.number_formats import FORMATS, WEIGHT_FORMATS, token_formats_for
 from moe_runtime.kernels.gemm.weights import GPT_OSS, ExpertWeights, GateUpOrder
+from moe_runtime.launch.common.qwen3_checkpoint import write_qwen3_moe_checkpoint
 from moe_runtime.layer import MoELayer
 from moe_runtime.reference import error_bound, moe_reference, relative_error
 from moe_runtime.virtual import VirtualRanks

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_runtime.checkpoints.checkpoint import Checkpoint, write_qwen3_moe_checkpoint
+from moe_runtime.checkpoints.checkpoint import Checkpoint
 from moe_runtime.checkpoints.conversion import convert_checkpoint
 from moe_runtime.checkpoints.converted_experts import TARGET_LAYOUTS, quantization_config, quantized_linear
 from moe_runtime.checkpoints.families import layer_config, moe_layers
@@ -20,6 +20,7 @@ from moe_runtime.config import ActivationConfig, MoELayerConfig, RouterConfig, S
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.kernels.gemm.weights import ExpertWeights
 from moe_runtime.launch import run
+from moe_runtime.launch.common.qwen3_checkpoint import write_qwen3_moe_checkpoint
 from moe_runtime.layer import MoELayer
 from moe_runtime.reference import error_bound, relative_error
 from tests.support.checkpoint_writers import layer_config_of, load_all, rewrite

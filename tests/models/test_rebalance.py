@@ -16,7 +16,6 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from moe_runtime.build import random_expert
-from moe_runtime.checkpoints.checkpoint import write_qwen3_moe_checkpoint
 from moe_runtime.comm.errors import MoERuntimeError, PeerTimeoutError, RoutingError
 from moe_runtime.comm.failures import abort_words
 from moe_runtime.config import MoELayerConfig
@@ -26,6 +25,7 @@ from moe_runtime.kernels.exchange import reference
 from moe_runtime.kernels.formats.number_formats import FORMATS
 from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
 from moe_runtime.kernels.gemm.weights import ExpertWeights
+from moe_runtime.launch.common.qwen3_checkpoint import write_qwen3_moe_checkpoint
 from moe_runtime.layer import MoELayer
 from moe_runtime.placement import migration, rebalance
 from moe_runtime.placement.migration_plan import plan_migration

@@ -13,12 +13,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moe_runtime.build import load_dense
-from moe_runtime.checkpoints.checkpoint import Checkpoint, write_qwen3_moe_checkpoint
+from moe_runtime.checkpoints.checkpoint import Checkpoint
 from moe_runtime.checkpoints.conversion import convert_checkpoint
 from moe_runtime.checkpoints.files import INDEX_FILE, SINGLE_FILE
 from moe_runtime.checkpoints.readers import dense
 from moe_runtime.config import MoELayerConfig
 from moe_runtime.context.expert_parallel import ExpertParallelContext
+from moe_runtime.launch.common.qwen3_checkpoint import write_qwen3_moe_checkpoint
 from moe_runtime.layer import MoELayer
 from tests.models.test_published_layouts import FP8, LAYOUTS, fused, per_tensor, values
 from tests.support.checkpoint_writers import (

@@ -13,7 +13,7 @@ from moe_runtime.kernels.formats.number_formats import FORMATS, TokenFormat, for
 from moe_runtime.kernels.formats.quantize import quantize_rows
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.gemm.weights import ExpertWeights, GateUpOrder
-from moe_runtime.launch.benchmarks.fp8_bound import fp8_mma_slack
+from moe_runtime.launch.kernel_bench.fp8_bound import fp8_mma_slack
 
 Array = np.ndarray
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from moe_runtime import ops
-from moe_runtime.launch.benchmarks.fp8_bound import fp8_mma_slack
+from moe_runtime.launch.kernel_bench.fp8_bound import fp8_mma_slack
 from tests.support.comparison import assert_same_bits
 from tests.support.gemm_cases import Exact, check_inside, swizzled
 

@@ -15,7 +15,6 @@ from torch import nn
 
 from moe_runtime import ops
 from moe_runtime.checkpoints import Checkpoint
-from moe_runtime.checkpoints.checkpoint import write_qwen3_moe_checkpoint
 from moe_runtime.comm.heaps.private_heap import PrivateHeap
 from moe_runtime.config import (
     ActivationConfig,
@@ -37,6 +36,7 @@ from moe_runtime.kernels.formats.quantize import quantize_rows
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
 from moe_runtime.kernels.gemm.weights import ExpertWeights, SwiGLU
+from moe_runtime.launch.common.qwen3_checkpoint import write_qwen3_moe_checkpoint
 from moe_runtime.layer import MoELayer
 from moe_runtime.observation.counters import LayerCounters, LayerCounts
 from moe_runtime.placement import Placement

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from moe_runtime.checkpoints.checkpoint import write_qwen3_moe_checkpoint
 from moe_runtime.checkpoints.conversion import convert_checkpoint
 from moe_runtime.config import MoELayerConfig
+from moe_runtime.launch.common.qwen3_checkpoint import write_qwen3_moe_checkpoint
 from moe_runtime.support.folder_lock import LOCK_FILE, locked_folder
 from tests.support.interruptions import Stopped, contents, stopping
 from tests.support.programs import python_path

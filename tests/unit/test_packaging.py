@@ -23,7 +23,7 @@ from tests.unit.test_import_graph import graph_of, module_files
 pytestmark = pytest.mark.cpu_only
 
 LINKED = ("kernels", "comm", "configs", "launch")
-IN_CLONES_ONLY = ("moe_runtime.launch.report", "moe_runtime.launch.research")
+IN_CLONES_ONLY = tuple(f"moe_runtime.launch.{name}" for name in ("kernel_bench", "report", "research"))
 """Folders that the sdist has and the wheel has not: who installs runs none of it."""
 TOPS = {"moe_runtime": ROOT / "moe_runtime"} | {f"moe_runtime.{name}": ROOT / name for name in LINKED}
 FOLDERS = TOPS | {

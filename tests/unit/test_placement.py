@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_runtime.config import PlacementConfig
-from moe_runtime.launch.common import cases
+from moe_runtime.launch.common import draws
 from moe_runtime.placement import placement as placement_module
 from moe_runtime.placement.physical_experts import SlotTable
 from moe_runtime.placement.placement import Placement, placement_from_config, plan_placement
@@ -81,7 +81,7 @@ def test_zipf_load_comes_within_a_tenth_of_the_mean(top_k: int, seed: int) -> No
     """
     ranks, slots = 8, 36
     counted, other = (
-        torch.cat([cases.routing("zipf", seed, r, step, 8192 // top_k, 256, top_k)[0] for r in range(ranks)])
+        torch.cat([draws.routing("zipf", seed, r, step, 8192 // top_k, 256, top_k)[0] for r in range(ranks)])
         for step in (0, 1)
     )
     load = torch.bincount(counted.flatten(), minlength=256).tolist()

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from moe_runtime.checkpoints.calibration import calibrate
-from moe_runtime.checkpoints.checkpoint import write_qwen3_moe_checkpoint
 from moe_runtime.config import MoELayerConfig
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.kernels.formats.number_formats import FORMATS, WEIGHT_FORMATS
 from moe_runtime.kernels.gemm.weights import ExpertWeights
+from moe_runtime.launch.common.qwen3_checkpoint import write_qwen3_moe_checkpoint
 from moe_runtime.layer import MoELayer
 from moe_runtime.ops import inputs
 from moe_runtime.placement.placement import Placement

@@ -1,8 +1,7 @@
-"""The cases of `bench gemm`: sizes, formats, how rows fall on groups, and what each case should reach.
+"""The cases of `kernel_bench gemm`: sizes, formats, how rows fall on groups, and what each case should reach.
 
-A case is one product of the reference model (H = 7168, I = 2048), or both with SwiGLU and requantization between, of
-the experts of one rank. The ceilings were measured on one H200 (torch 2.11, CUDA 13.0): dense products of torch with
-8192 x 8192 x 8192, and a copy that reads and writes memory.
+A case is one GEMM of the reference model (H = 7168, I = 2048), or both with SwiGLU and requantization between, of
+the experts of one rank.
 """
 
 from __future__ import annotations
@@ -15,20 +14,8 @@ import torch
 from moe_runtime.kernels.formats.number_formats import FORMATS, TokenFormat, weight_format_named
 from moe_runtime.kernels.gemm.grouped_gemm import gemm_bytes, gemm_flops
 from moe_runtime.launch.benchmarks.checks import format_bytes
-from moe_runtime.launch.common.cases import routing
-
-MEMORY_TB_PER_S = 4.30
-BF16_TFLOP_PER_S = 773.0
-FP8_TFLOP_PER_S = 1437.0
-MEASURED_GPU = "NVIDIA H200"
-
-CEILINGS = {
-    "memory_tb_per_s": MEMORY_TB_PER_S,
-    "bf16_tflop_per_s": BF16_TFLOP_PER_S,
-    "fp8_tflop_per_s": FP8_TFLOP_PER_S,
-    "gpu": MEASURED_GPU,
-}
-"""What floors count with, for JSON; `gpu` is the one that it was measured on."""
+from moe_runtime.launch.common.draws import routing
+from moe_runtime.launch.kernel_bench.ceilings import BF16_TFLOP_PER_S, FP8_TFLOP_PER_S, MEMORY_TB_PER_S
 
 RANKS, TOP_K = 8, 8
 """Of the layer that `uniform` and `layer` routing belong to."""
@@ -41,7 +28,7 @@ through an index and capacity for the worst case."""
 
 @dataclass(frozen=True)
 class Goal:
-    """What a case should reach, one number.
+    """What a case should reach: one value.
 
     Attributes:
         kind: `us` (at most), `tflop_per_s` (at least), `floor_share` (at least), `of_case` (at most this many times
@@ -71,7 +58,7 @@ class Goal:
 
 @dataclass(frozen=True)
 class Product:
-    """One grouped product of a case: `[rows, k]` times `[groups, n, k]`, results of `out_bytes` bytes per row."""
+    """One grouped GEMM of a case: `[rows, k]` times `[groups, n, k]`, results of `out_bytes` bytes per row."""
 
     name: str
     n: int
@@ -85,14 +72,14 @@ class GemmCase:
 
     Attributes:
         name: unique; what `--cases` selects by.
-        format: of rows and what lies between the products, and of weights but for `weights`.
+        format: of rows and what lies between the GEMMs, and of weights but for `weights`.
         groups: experts, one group each.
         rows: rows of a group, on average.
-        product: `gate_up` (a plain product with the `[2I, H]` weight), `down` (`[H, I]`) or `both` with SwiGLU between.
+        product: `gate_up` (a plain GEMM with the `[2I, H]` weight), `down` (`[H, I]`) or `both` with SwiGLU between.
         routing: one of `ROUTINGS`.
         goals: what it should reach; none for a case that others are compared with.
         hidden, intermediate: `H` and `I`.
-        weights: format of the weights; None for that of the rows.
+        weights: format of the weights; None for the rows' format.
     """
 
     name: str
@@ -147,7 +134,7 @@ class GemmCase:
         return torch.cat(parts)
 
     def floors_us(self, sizes: Sequence[int]) -> list[tuple[float, str]]:
-        """`(microseconds, "memory" or "compute")` of each product: least time by bytes or by operations."""
+        """`(microseconds, "memory" or "compute")` of each GEMM: least time by bytes or by operations."""
         ceiling = BF16_TFLOP_PER_S if self.format != "fp8_block" else FP8_TFLOP_PER_S
         floors = []
         for product in self.products:
@@ -157,7 +144,7 @@ class GemmCase:
         return floors
 
     def moved_bytes(self, product: Product, sizes: Sequence[int]) -> int:
-        """Least bytes of a product: rows, weights of groups that have rows, results, each once."""
+        """Least bytes of a GEMM: rows, weights of groups that have rows, results, each once."""
         return gemm_bytes(
             sum(sizes),
             product.n,
@@ -169,7 +156,7 @@ class GemmCase:
         )
 
     def flops(self, sizes: Sequence[int]) -> int:
-        """Operations of all products."""
+        """Operations of all GEMMs."""
         return sum(gemm_flops(sum(sizes), product.n, product.k) for product in self.products)
 
     def small(self) -> GemmCase:
@@ -194,7 +181,7 @@ FP8_PEER = "torch scaled_grouped_mm fp8 rowwise"
 
 
 def _each(name: str, fmt: str, groups: int, rows: int, goals: tuple[Goal, Goal]) -> list[GemmCase]:
-    """The two products, each by itself."""
+    """The two GEMMs, each by itself."""
     return [
         GemmCase(f"{name} {product}", fmt, groups, rows, product, goals=(goal,))
         for product, goal in zip(("gate_up", "down"), goals, strict=True)

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from moe_runtime.launch.benchmarks.ops_check import FORMATS, OPERATIONS
-from moe_runtime.launch.benchmarks.runs import Report, Result, commit_of, where
+from moe_runtime.launch.benchmarks.show import Report, Result
+from moe_runtime.launch.kernel_bench.show import commit_of, where
 
 COLUMNS = ("operation", "format", "torch", "interpreted", "run on sm_90", "compiled sm_100", "compiled sm_120")
 ARCHS = (90, 100, 120)
@@ -19,11 +19,11 @@ def cells(checked: Report, run: Report | None) -> list[list[str]]:
     """Texts of each line, in the order of `COLUMNS`; instructions in backticks.
 
     Args:
-        checked: the JSON of `doctor --kernels`.
-        run: the JSON of `bench ops` on a GPU; None where there is none.
+        checked: the JSON of `kernel_bench check`.
+        run: the JSON of `kernel_bench ops` on a GPU; None where there is none.
     """
     table = []
-    for operation in OPERATIONS:
+    for operation, fmt in {r["operation"]: r["format"] for r in checked["twin"]}.items():
         compiled = {r["arch"]: r for r in checked["compiled"] if r["operation"] == operation}
         here = [_verdict([r for r in checked[key] if r["operation"] == operation]) for key in ("twin", "interpreted")]
         ran = [] if run is None else [r for r in run["results"] if r["operation"] == operation]
@@ -33,7 +33,7 @@ def cells(checked: Report, run: Report | None) -> list[list[str]]:
         times = [f"{r['median_us']:.0f}" for r in ran if r.get("median_us")]
         on_gpu += f", {' and '.join(times)} us" if times else ""
         found = [_instructions(compiled.get(arch)) for arch in ARCHS]
-        table.append([operation, FORMATS[operation], *here, f"{on_gpu}; {found[0]}", *found[1:]])
+        table.append([operation, fmt, *here, f"{on_gpu}; {found[0]}", *found[1:]])
     return table
 
 
@@ -64,7 +64,7 @@ def print_operations(checked: Report, run: Report | None, console: Console) -> N
         for error in record["errors"]:
             console.print(f"{record['operation']} sm_{record['arch']}: {error}", markup=False)
     if run is None:
-        console.print("No run on a GPU is recorded here: `bench ops --json FILE` makes one.")
+        console.print("No run on a GPU is shown here: `kernel_bench ops --json FILE` makes one.")
     else:
         console.print(f"Run on {where(run)}.", highlight=False)
 

@@ -24,7 +24,7 @@ from moe_runtime.kernels.formats.scale_blocks import dense_128_offsets
 from moe_runtime.kernels.gemm.grouped_gemm import gemm_flops
 from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
 from moe_runtime.launch.benchmarks.checks import FP32_GAIN
-from moe_runtime.launch.benchmarks.fp8_bound import fp8_mma_slack
+from moe_runtime.launch.kernel_bench.fp8_bound import fp8_mma_slack
 
 POISON = 0x7FAB
 """A NaN of bf16 that no kernel makes."""

@@ -15,15 +15,10 @@ import triton.language as tl
 
 from moe_runtime.kernels.formats.number_formats import ceil_div
 from moe_runtime.kernels.runtime import resolve_engine
-
-FP8_MMA_BITS = 13
-"""`p`; `python -m moe_runtime.launch.research.probe` measures it."""
+from moe_runtime.launch.benchmarks.checks import FP8_MMA_GAIN
 
 CHUNK = 128
 """Products of K between two promotions to fp32."""
-
-FP8_MMA_GAIN = 4 * 34 * 2.0**-FP8_MMA_BITS
-"""Loss of the sum of a chunk, over its largest term or partial sum."""
 
 _ROWS_AT_ONCE = 16
 """Of the torch form, which holds `_ROWS_AT_ONCE * N * CHUNK` products."""

@@ -1,4 +1,4 @@
-"""`bench gemm` without `--config`: checks, then times the cases of `gemm_cases.py` on one GPU.
+"""`kernel_bench gemm`: checks, then times the cases of `gemm_cases.py` on one GPU.
 
 Each case is checked on the buffers that are then timed (`gemm_check.py`); a case that fails is not timed. Timed are
 `grouped_gemm_swiglu` and `grouped_gemm` with everything that they launch, in CUDA graphs whose steps use copies of
@@ -23,12 +23,21 @@ from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
 from moe_runtime.kernels.gemm.weights import SILU
 from moe_runtime.kernels.runtime import has_nvrtc
 from moe_runtime.launch.benchmarks.checks import Check
-from moe_runtime.launch.benchmarks.gemm_cases import CASES, CEILINGS, GemmCase, Goal, Product
-from moe_runtime.launch.benchmarks.gemm_check import Sample, check_gated, check_plain, poisoned_memory
-from moe_runtime.launch.benchmarks.gemm_data import Weights, clone_rows, make_rows, make_weights, num_copies, row_bytes
-from moe_runtime.launch.benchmarks.gemm_peers import Peers
 from moe_runtime.launch.benchmarks.timing import TOTAL, Lap, Timing, measure, times_record
 from moe_runtime.launch.common import environment
+from moe_runtime.launch.kernel_bench.ceilings import CEILINGS
+from moe_runtime.launch.kernel_bench.gemm_cases import CASES, GemmCase, Goal, Product
+from moe_runtime.launch.kernel_bench.gemm_check import Sample, check_gated, check_plain, poisoned_memory
+from moe_runtime.launch.kernel_bench.gemm_data import (
+    Weights,
+    clone_rows,
+    make_rows,
+    make_weights,
+    num_copies,
+    row_bytes,
+)
+from moe_runtime.launch.kernel_bench.gemm_peers import Peers
+from moe_runtime.launch.kernel_bench.options import chosen_cases
 
 KIND = "gemm"
 """`kind` of the JSON."""
@@ -105,7 +114,7 @@ class Runner:
         return record
 
     def _rotated_weights(self, case: GemmCase, rng: torch.Generator) -> dict[Product, list[Weights]]:
-        """Copies of the weights of each product, at least enough to keep all of them out of the cache."""
+        """Copies of the weights of each GEMM, at least enough to keep all of them out of the cache."""
         key = (case.format, case.groups, case.product, case.hidden, case.intermediate)
         if any(other[0] != case.format for other in self._weights):
             self._weights.clear()
@@ -126,9 +135,9 @@ class Runner:
         copies: dict[Product, list[Weights]],
         out: torch.Tensor,
     ) -> tuple[list[Check], GroupedRows | None]:
-        """Checks of the first copies, and that the others give the same bits; what lies between the products.
+        """Checks of the first copies, and that the others give the same bits; what lies between the GEMMs.
 
-        The first product is checked as it is stored, the second with what a layer gives it.
+        The first GEMM is checked as it is stored, the second with what a layer gives it.
         """
         rows, engine = inputs[0], self.engine
         sample = Sample.draw(rows, self.seed)
@@ -219,7 +228,7 @@ def _met(result: dict[str, Any], goal: Goal, by_name: dict[str, dict[str, Any]])
 
 def select(pattern: str | None) -> tuple[GemmCase, ...]:
     """The cases in whose names the regular expression is found. Raises `ValueError` where there is none."""
-    chosen = environment.chosen_cases([case.name for case in CASES], pattern)
+    chosen = chosen_cases([case.name for case in CASES], pattern)
     return tuple(case for case in CASES if case.name in chosen)
 
 

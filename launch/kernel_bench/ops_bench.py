@@ -1,4 +1,4 @@
-"""`bench ops`: checks each operation of `moe_runtime.ops` against its bound, and times it on a GPU.
+"""`kernel_bench ops`: checks each operation of `moe_runtime.ops` against its bound, and times it on a GPU.
 
 On a GPU the shapes are those of large models; on a CPU they are small and reach every branch. `--engine torch` runs
 the torch reference; `triton` on a CPU needs `TRITON_INTERPRET=1`. A result outside its bound is not timed.
@@ -16,7 +16,9 @@ from typing import Any
 import torch
 
 from moe_runtime.context.expert_parallel import ExpertParallelContext
-from moe_runtime.launch.benchmarks.op_problems import (
+from moe_runtime.launch.benchmarks.timing import TOTAL, Lap, copies_to_rotate, measure, times_record
+from moe_runtime.launch.common import environment
+from moe_runtime.launch.kernel_bench.op_problems import (
     OpCall,
     Shape,
     check_token_format,
@@ -25,8 +27,6 @@ from moe_runtime.launch.benchmarks.op_problems import (
     mxfp8_groupwise,
     nvfp4_groupwise,
 )
-from moe_runtime.launch.benchmarks.timing import TOTAL, Lap, copies_to_rotate, measure, times_record
-from moe_runtime.launch.common import environment
 
 KIND = "operations"
 """`kind` of the JSON."""

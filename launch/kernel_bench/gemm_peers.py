@@ -6,15 +6,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
 
 from moe_runtime.context.expert_parallel import ExpertParallelContext
-from moe_runtime.launch.benchmarks.gemm_cases import BF16_PEER, FP8_PEER, GemmCase
-from moe_runtime.launch.benchmarks.gemm_data import num_copies
 from moe_runtime.launch.benchmarks.timing import TOTAL, Lap, measure, times_record
+from moe_runtime.launch.benchmarks.torch_layer import group_ends, grouped_mm
+from moe_runtime.launch.kernel_bench.gemm_cases import BF16_PEER, FP8_PEER, GemmCase
+from moe_runtime.launch.kernel_bench.gemm_data import num_copies
 
 Call = Callable[[int], torch.Tensor]
 
@@ -40,7 +40,7 @@ class Peers:
         return self._found[key]
 
     def _time(self, name: str, sizes: tuple[int, ...], shapes: tuple[tuple[int, int], ...]) -> dict[str, Any]:
-        make = {BF16_PEER: bf16, FP8_PEER: _fp8_rowwise}[name]
+        make = {BF16_PEER: _bf16, FP8_PEER: _fp8_rowwise}[name]
         try:
             calls = [make(sizes, n, k, self._context.device) for n, k in shapes]
             for call in calls:
@@ -57,24 +57,14 @@ class Peers:
         return times_record(timing) | {"why": None}
 
 
-def _ends(sizes: Sequence[int], device: torch.device) -> torch.Tensor:
-    return torch.tensor(list(accumulate(sizes)), dtype=torch.int32, device=device)
-
-
-def bf16(sizes: Sequence[int], n: int, k: int, device: torch.device, copies: int = 0) -> Call:
-    """Calls of torch's `grouped_mm` with random operands, which use copies of the weights in turn (0: as our GEMM)."""
-    function: Callable[..., torch.Tensor] = torch._grouped_mm
-    groups, ends = len(sizes), _ends(sizes, device)
-    a_RK = torch.randn(sum(sizes), k, device=device).to(torch.bfloat16)
-    copies = copies or num_copies(device, 2 * groups * n * k)
-    w_GNK = [torch.randn(groups, n, k, dtype=torch.bfloat16, device=device) for _ in range(copies)]
-    return lambda number: function(a_RK, w_GNK[number % copies].transpose(1, 2), offs=ends)
+def _bf16(sizes: Sequence[int], n: int, k: int, device: torch.device) -> Call:
+    return grouped_mm(sizes, n, k, device, num_copies(device, 2 * len(sizes) * n * k))
 
 
 def _fp8_rowwise(sizes: Sequence[int], n: int, k: int, device: torch.device) -> Call:
     """A scale for each row and each column of the weights; sums stay in the tensor cores (`use_fast_accum`)."""
     function: Callable[..., torch.Tensor] = torch._scaled_grouped_mm
-    groups, ends = len(sizes), _ends(sizes, device)
+    groups, ends = len(sizes), group_ends(sizes, device)
     a_RK = torch.randn(sum(sizes), k, device=device).to(torch.float8_e4m3fn)
     a_scales_R = torch.rand(sum(sizes), device=device) + 0.5
     copies = num_copies(device, groups * n * k)

@@ -15,10 +15,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from moe_runtime.launch.benchmarks.ops_bench import CASES, TOKEN_FORMAT
+from moe_runtime.launch.kernel_bench.ops_bench import CASES, TOKEN_FORMAT
 
 KIND = "operations_checked"
-"""`kind` of the JSON of `doctor --kernels --json`; committed as `launch/results/ops_checked.json`."""
+"""`kind` of the JSON of `kernel_bench check`; committed as `launch/results/ops_checked.json`."""
 
 OPERATIONS = (*dict.fromkeys(case.operation for case in CASES), TOKEN_FORMAT)
 FORMATS = {TOKEN_FORMAT: "nvfp4", **{case.operation: case.format for case in CASES}}
@@ -38,7 +38,7 @@ def check_here(jobs: int = 1) -> dict[str, Any]:
     """
     clean = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     clean["CUDA_VISIBLE_DEVICES"] = ""
-    bench = ("moe_runtime.launch.bench", "ops", "--engine")
+    bench = ("moe_runtime.launch.kernel_bench", "ops", "--engine")
     torch = _run(*bench, "torch", environment=clean)
     interpreted = _run(*bench, "triton", environment=clean | {"TRITON_INTERPRET": "1"})
     names = map(kernel_operation, OPERATIONS)
@@ -49,7 +49,7 @@ def check_here(jobs: int = 1) -> dict[str, Any]:
 def summary(
     torch: Iterable[dict[str, Any]], interpreted: Iterable[dict[str, Any]], compiled: Iterable[dict[str, Any]]
 ) -> dict[str, Any]:
-    """The JSON, from the results of `bench ops` with both engines and of `kernels.aot`."""
+    """The JSON, from the results of `kernel_bench ops` with both engines and of `kernels.aot`."""
     fields = ("operation", "format", "variant", "check")
     twin, checked = ([{key: result[key] for key in fields} for result in results] for results in (torch, interpreted))
     return {"kind": KIND, "twin": twin, "interpreted": checked, "compiled": compiled_records(compiled)}

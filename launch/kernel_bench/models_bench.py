@@ -1,4 +1,4 @@
-"""`bench models`: a layer of the sizes of published models in every pair of formats, beside torch, on one GPU.
+"""`kernel_bench models`: a layer of the sizes of published models in every pair of formats, beside torch, on one GPU.
 
 It looks for sizes, formats and numbers of tokens at which a layer is slower than plain torch, or far from the least
 time that its bytes and operations take. All experts of a layer are on one rank. Every row is checked as `bench layer`
@@ -29,6 +29,8 @@ from moe_runtime.launch.benchmarks.layer_bench import Baselines, Bench, Settings
 from moe_runtime.launch.benchmarks.layer_report import OURS
 from moe_runtime.launch.benchmarks.timing import TOTAL, Lap, measure
 from moe_runtime.launch.common import environment
+from moe_runtime.launch.kernel_bench.ceilings import Ceilings
+from moe_runtime.launch.kernel_bench.options import chosen_cases
 from moe_runtime.layer import MoELayer
 from moe_runtime.support.progress import with_progress
 
@@ -42,9 +44,6 @@ ROUTING = "uniform"
 
 PAIRS = tuple((weights, tokens) for weights in WEIGHT_FORMATS for tokens in token_formats_for(weights))
 """`(weight_format, token_format)` that a layer accepts."""
-
-FP8_PAIRS = (("fp8_block", "fp8_block"),)
-"""Pairs that are multiplied at the rate of FP8; the others are dequantized to bf16."""
 
 
 @dataclass(frozen=True)
@@ -103,30 +102,8 @@ def name_of(model: Model, weights: str, tokens: str) -> str:
     return f"{model.name} {weights} x {tokens}"
 
 
-@dataclass(frozen=True)
-class Ceilings:
-    """What floors count with; None on a CPU.
-
-    Attributes:
-        memory_tb_per_s: what the clock and the width of the GPU's memory allow.
-        bf16_tflop_per_s, fp8_tflop_per_s: of torch's dense products of 8192 x 8192 x 8192, timed in the same run.
-    """
-
-    memory_tb_per_s: float | None = None
-    bf16_tflop_per_s: float | None = None
-    fp8_tflop_per_s: float | None = None
-
-    def floor_us(self, pair: tuple[str, str], moved_bytes: float, flops: float) -> tuple[float | None, str | None]:
-        """The least time of a layer, and which of `memory` and `compute` bounds it."""
-        rate = self.fp8_tflop_per_s if pair in FP8_PAIRS else self.bf16_tflop_per_s
-        if rate is None or self.memory_tb_per_s is None:
-            return None, None
-        memory, compute = moved_bytes / self.memory_tb_per_s * 1e-6, flops / rate * 1e-6
-        return (memory, "memory") if memory >= compute else (compute, "compute")
-
-
 def measured_ceilings(context: ExpertParallelContext, iterations: int) -> Ceilings:
-    """Those of this GPU; products are timed as everything else is, on random data."""
+    """Those of this GPU; GEMMs are timed as everything else is, on random data."""
     device, size = context.device, 8192
     if device.type != "cuda":
         return Ceilings()
@@ -198,7 +175,8 @@ def run_model(
                 layer.experts = experts
                 settings = Settings(["layer"], iterations, with_torch=count not in torch_layers, sustained=False)
                 bench = Bench(layer, run, ROUTING, settings, baselines)
-                results = {result["implementation"]: result for result in layer_operations.run(bench)}
+                layer_operations.whole_layer(bench)
+                results = {result["implementation"]: result for result in bench.results}
                 ours = results.pop(OURS)
                 for baseline in results.values():
                     torch_layers[count] = baseline
@@ -233,7 +211,7 @@ def _record(
 
 def select(pattern: str | None) -> dict[Model, list[tuple[str, str]]]:
     """Pairs of the models in whose names the regular expression is found. Raises `ValueError` where there is none."""
-    chosen = environment.chosen_cases([name_of(*case) for case in cases()], pattern)
+    chosen = chosen_cases([name_of(*case) for case in cases()], pattern)
     found: dict[Model, list[tuple[str, str]]] = {}
     for model, weights, tokens in cases():
         if name_of(model, weights, tokens) in chosen:
@@ -259,7 +237,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         record, results = environment.environment_record(context), list[dict[str, Any]]()
         engine, ceilings = context.engine, measured_ceilings(context, options.steps)
     gc.freeze()  # whoever captures a graph collects garbage, and need not look at what is there by now
-    for model, pairs in with_progress(chosen.items(), "bench models", len(chosen)):
+    for model, pairs in with_progress(chosen.items(), "kernel_bench models", len(chosen)):
         for result in run_model(model, pairs, tokens, engine, options.steps, ceilings):
             results.append(result)
             checks = [result.get(key) for result in results for key in ("check", "torch_check")]

@@ -1,18 +1,24 @@
-"""Writes checkpoints of one MoE layer at published sizes and in their makers' layouts, filled with random quants.
+"""Writes a checkpoint of one MoE layer at a published size and in its makers' layout, filled with random quants.
 
+`python -m moe_runtime.launch.research.published_layers NAME FOLDER` does, and `check_model FOLDER --layer 0` checks it.
 Every byte is one that a reader must take, and scales keep gates and outputs near one.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
+
+from moe_runtime.launch.common import environment
 
 EXPERTS_PER_FILE = 32
 PREFIX = "model.layers.0.mlp."
@@ -122,3 +128,30 @@ def _write(folder: Path, parts: Iterator[dict[str, torch.Tensor]], config: dict[
         weight_map |= dict.fromkeys(tensors, file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     (folder / "config.json").write_text(json.dumps({"num_hidden_layers": 1, **config}))
+
+
+def write(name: str, folder: Path, seed: int) -> int:
+    """Write the layer `name` of `PUBLISHED` to a folder that is empty or not there."""
+    if folder.exists() and any(folder.iterdir()):
+        raise ValueError(f"FOLDER: expected an empty folder or none, {folder} has files")
+    folder.mkdir(parents=True, exist_ok=True)
+    writer, sizes = PUBLISHED[name]
+    writer(folder, sizes, seed)
+    return 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line; the exit code."""
+    program = "python -m moe_runtime.launch.research.published_layers"
+    parser = argparse.ArgumentParser(prog=program, description="Write a random layer of a published size.")
+    parser.add_argument("name", choices=PUBLISHED, metavar="NAME", help=", ".join(PUBLISHED))
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="empty, or not there yet")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
+    environment.add_debug_option(parser)
+    options = parser.parse_args(arguments)
+    work = partial(write, options.name, options.folder, options.seed)
+    return environment.run_program("published_layers", work, debug=options.debug)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

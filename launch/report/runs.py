@@ -7,19 +7,17 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from moe_runtime.launch.benchmarks import gemm_bench, link_rate, models_bench, ops_bench, ops_check
 from moe_runtime.launch.benchmarks.layer_report import KEY, LOW_LATENCY_KIND, NORMAL_KIND, OURS, PHASES_KIND
+from moe_runtime.launch.benchmarks.show import Report, Result
 from moe_runtime.launch.common import environment
-
-Report = dict[str, Any]
-Result = dict[str, Any]
+from moe_runtime.launch.kernel_bench.show import gpu_of
 
 LAYER = "layer"
 """The kind of a run of `bench` over a config; its JSON has no `kind`."""
-PHASES, GEMM, OPERATIONS, CHECKED, LINKS = PHASES_KIND, gemm_bench.KIND, ops_bench.KIND, ops_check.KIND, link_rate.KIND
-MODELS = models_bench.KIND
+PHASES, LINKS = PHASES_KIND, "links"
+GEMM, OPERATIONS, CHECKED, MODELS = "gemm", "operations", "operations_checked", "models"
+"""Those of `kernel_bench`."""
 LOW_LATENCY, NORMAL = LOW_LATENCY_KIND, NORMAL_KIND
 LOADING = "loading"
 
@@ -97,51 +95,11 @@ def ranks_of(report: Report) -> int:
     return int(report["environment"]["ranks"])
 
 
-def gpu_of(report: Report) -> str:
-    """Name of the first GPU, or of the processor."""
-    record = report["environment"]
-    return str(record["gpus"][0]["name"] if record["gpus"] else record["processor"])
-
-
-def where(report: Report) -> str:
-    """GPU, driver and versions."""
-    record = report["environment"]
-    packages = ", ".join(f"{name} {record['packages'][name]}" for name in ("torch", "triton"))
-    driver = f", driver {record['driver']}" if record["driver"] else ""
-    return f"{gpu_of(report)}{driver}, {packages}"
-
-
-def commit_of(report: Report) -> str:
-    """The commit that the files of a run are of, and how many were modified."""
-    record = report["environment"]
-    if record.get("source_tree"):
-        # "the files of <commit>, ..."
-        return str(record["source_tree"]).removeprefix("the files of ")[:7]
-    modified = record["git_modified_files"]
-    return str(record["git_commit"])[:7] + (f" with {modified} modified files" if modified else "")
-
-
 def model_of(report: Report) -> str:
     """Sizes of the layer of a run, and `num_sms` where it is limited."""
     layer = report["config"]["layer"]
     limited = [] if layer.get("num_sms") is None else [f"num_sms {layer['num_sms']}"]
     return ", ".join([*(f"{name} {layer[name]}" for name in SIZES), *limited])
-
-
-def formats_of(result: Result) -> str:
-    return f"{result['token_format']} > {result['combine_format']}"
-
-
-def case_of(result: Result) -> str:
-    """Operation, formats, tokens and routing."""
-    return f"{result['operation']} {formats_of(result)}, {result['tokens_per_rank']} tokens, {result['routing']}"
-
-
-def shown_us(microseconds: float | None) -> str:
-    """Three digits or more; "n/a" where there is no time."""
-    if microseconds is None:
-        return "n/a"
-    return f"{microseconds:.1f}" if microseconds < 100 else f"{microseconds:.0f}"
 
 
 def check_alike(reports: Sequence[Report]) -> None:

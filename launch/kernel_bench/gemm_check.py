@@ -1,6 +1,6 @@
-"""Checks of grouped products: a sample of their rows is compared with float64 products of the same operands.
+"""Checks of grouped GEMMs: a sample of their rows is compared with float64 GEMMs of the same operands.
 
-A plain product: `|error| <= 2^-8 |c| + g`, where `g` is `ceil(K/16) 2^-23 sum |a| |b|`, more for FP8 MMA on Hopper
+A plain GEMM: `|error| <= 2^-8 |c| + g`, where `g` is `ceil(K/16) 2^-23 sum |a| |b|`, more for FP8 MMA on Hopper
 (`fp8_bound.py`). `silu(gate) * up`, requantized: half a step of its format, and what the errors `g` of gate and up may
 change, `1.1 |up| g_gate + |silu(gate)| g_up` since `|silu'| <= 1.1`. All other rows must be written, and rows that no
 group owns must not.
@@ -24,8 +24,8 @@ from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
 from moe_runtime.kernels.gemm.weights import SILU
 from moe_runtime.launch.benchmarks.checks import FP32_GAIN, Check, ungrouped
-from moe_runtime.launch.benchmarks.fp8_bound import fp8_mma_slack
-from moe_runtime.launch.benchmarks.gemm_data import Weights
+from moe_runtime.launch.kernel_bench.fp8_bound import fp8_mma_slack
+from moe_runtime.launch.kernel_bench.gemm_data import Weights
 
 SAMPLE = 32
 """Rows of a group that are compared: first, last, and others at random."""

@@ -1,4 +1,4 @@
-"""The kernels under compute-sanitizer: `python -m moe_runtime.launch.sanitize` (`make sanitize`) on a GPU.
+"""The kernels under compute-sanitizer: `python -m moe_runtime.launch.research.sanitize` (`make sanitize`) on a GPU.
 
 Small cases of every kernel of the grouped GEMM that the GPU runs, in both regimes, of what quantizes and swizzles their
 operands, and of the exchange between two virtual ranks: steps of a layer, with an expert id out of range at the end,
@@ -7,7 +7,7 @@ the cases (`--parts`), and each tells when it has ended. Writes JSON with the en
 where a tool reports something, or a run fails or takes longer than `--seconds`.
 
 At an arrival at a barrier racecheck counts what its own thread did before. It does not know that a `__syncwarp`, or a
-wait for products of a warpgroup, orders other lanes before it. The kernels in CUDA C++ are therefore compiled with
+wait for MMAs of a warpgroup, orders other lanes before it. The kernels in CUDA C++ are therefore compiled with
 EACH_LANE_ARRIVES (`mbarrier.cuh`): every lane arrives for itself, where otherwise one lane does for its warp.
 
 On one H200 both tools found nothing in these cases (launch/results/sanitizer_h200.json).
@@ -44,10 +44,11 @@ from moe_runtime.kernels.gemm import plan
 from moe_runtime.kernels.gemm.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
 from moe_runtime.kernels.gemm.plan import DequantOverlap
 from moe_runtime.kernels.gemm.weights import SILU
-from moe_runtime.launch.benchmarks.gemm_cases import GemmCase
-from moe_runtime.launch.benchmarks.gemm_data import make_rows, make_weights
-from moe_runtime.launch.common import cases as random_cases
-from moe_runtime.launch.common import environment
+from moe_runtime.launch.common import draws, environment
+from moe_runtime.launch.common.cases import step_inputs
+from moe_runtime.launch.kernel_bench.gemm_cases import GemmCase
+from moe_runtime.launch.kernel_bench.gemm_data import make_rows, make_weights
+from moe_runtime.launch.kernel_bench.options import chosen_cases
 from moe_runtime.layer import MoELayer
 from moe_runtime.virtual import VirtualRanks, virtual_contexts
 
@@ -67,7 +68,7 @@ SIZES = (
 )
 """Regime, groups, rows of each on average, routing; `layer` gathers rows. Blocks of `few` dequantize their own
 tokens. 130 rows are between the regimes for dequantized weights; `overlapped` has their tokens dequantized while the
-product multiplies, for which many more are wanted elsewhere."""
+GEMM runs, for which many more are wanted elsewhere."""
 
 _RACE = re.compile(r"Race reported between \w+ access at (\w+)")
 _SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard)")
@@ -84,11 +85,11 @@ MXFP4_SIZES = (
 
 
 MANY_TILES = GemmCase("nvfp4 few 16x1, many tiles", "nvfp4", 16, 1, "both", "layer", hidden=2304, intermediate=1152)
-"""More tiles of either product than a GPU of 132 SMs has blocks of one team: blocks have three teams."""
+"""More tiles of either GEMM than a GPU of 132 SMs has blocks of one team: blocks have three teams."""
 
 
 def cases() -> list[GemmCase]:
-    """Both products with SwiGLU between: every format with itself, and MXFP4 weights with the tokens they have."""
+    """Both GEMMs with SwiGLU between: every format with itself, and MXFP4 weights with the tokens they have."""
     with_themselves = [
         GemmCase(f"{fmt} {name} {groups}x{rows}", fmt, groups, rows, "both", routing, hidden=256, intermediate=256)
         for fmt in FORMATS
@@ -115,7 +116,7 @@ def cases() -> list[GemmCase]:
 MANY = {"max_tokens_per_rank": 1000, "num_experts": 500}
 """Tokens whose slots are counted in several chunks."""
 FEW = {"max_tokens_per_rank": 8}
-"""Tokens of which the first product counts the ids."""
+"""Tokens of which the first GEMM counts the ids."""
 NORMED = {"activation": {"function": "relu2", "gated": False}, "post_expert_norm": {"eps": 1e-6}}
 """Experts without a gate, with a norm after each."""
 EXCHANGES: dict[str, dict[str, Any]] = {
@@ -184,7 +185,7 @@ def run_exchange(name: str, engine: str, device: str = "cuda") -> None:
     with VirtualRanks(config, EXCHANGES[name].get("ranks", RANKS), load, device=device, engine=engine) as ranks:
         for step in range(3):
             steps = [
-                random_cases.step_inputs(layer, "zipf", SEED, rank, step, config.max_tokens_per_rank - rank)
+                step_inputs(layer, "zipf", SEED, rank, step, config.max_tokens_per_rank - rank)
                 for rank, layer in enumerate(ranks.layers)
             ]
             xs, routing = [x for x, _, _ in steps], [(idx, weights) for _, idx, weights in steps]
@@ -223,8 +224,8 @@ def run_again(name: str, engine: str, device: str = "cuda") -> None:
         place, geometry = contexts[0].device, dispatchers[0].geometry
         steps = [
             (
-                random_cases.tokens(SEED, rank, 0, tokens - rank, geometry.hidden, place),
-                *random_cases.routing("zipf", SEED, rank, 0, tokens - rank, experts, top_k, place),
+                draws.tokens(SEED, rank, 0, tokens - rank, geometry.hidden, place),
+                *draws.routing("zipf", SEED, rank, 0, tokens - rank, experts, top_k, place),
             )
             for rank in range(RANKS)
         ]
@@ -312,7 +313,7 @@ def check(tool: str, engine: str, chosen: Sequence[str], seconds: float) -> dict
     if tool == "memcheck":
         # cuda-bindings asks for functions that an older driver does not have.
         command += ["--report-api-errors", "no"]
-    command += [sys.executable, "-m", "moe_runtime.launch.sanitize", "--run", engine, "--only", *chosen]
+    command += [sys.executable, "-m", "moe_runtime.launch.research.sanitize", "--run", engine, "--only", *chosen]
     start = time.perf_counter()
     # A session of its own: where only the tool is ended, the program that it ran goes on.
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True) as run:
@@ -357,7 +358,7 @@ def together(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def work(options: argparse.Namespace) -> int:
     """Run, print and write; 1 if something is reported."""
-    chosen = environment.chosen_cases(options.only or names(), options.cases)
+    chosen = chosen_cases(options.only or names(), options.cases)
     if options.run is not None:
         run_cases(options.run, chosen)
         return 0
@@ -393,7 +394,9 @@ def work(options: argparse.Namespace) -> int:
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line; the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m moe_runtime.launch.sanitize", description="compute-sanitizer.")
+    parser = argparse.ArgumentParser(
+        prog="python -m moe_runtime.launch.research.sanitize", description="compute-sanitizer."
+    )
     environment.add_json_option(parser)
     parser.add_argument("--cases", metavar="REGEX", help="only cases with such a name")
     parser.add_argument("--seconds", type=float, default=600, help="bound of one tool's run")

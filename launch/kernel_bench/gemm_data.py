@@ -19,15 +19,15 @@ from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
 from moe_runtime.kernels.gemm.weights import ExpertWeights
 from moe_runtime.kernels.runtime import resolve_engine
-from moe_runtime.launch.benchmarks.gemm_cases import RANKS, TOP_K, GemmCase, Product
 from moe_runtime.launch.benchmarks.timing import copies_to_rotate
+from moe_runtime.launch.kernel_bench.gemm_cases import RANKS, TOP_K, GemmCase, Product
 from moe_runtime.ops import pack_dense_128
 
 Weights = ExpertWeights | PrepackedWeights
 
 
 def make_rows(case: GemmCase, seed: int, rng: torch.Generator, engine: str) -> GroupedRows:
-    """Rows of the case's first product, normal with variance 1, on the device of `rng`.
+    """Rows of the case's first GEMM, normal with variance 1, on the device of `rng`.
 
     With `layer` routing they lie as dispatch leaves them: one row for each token that has an expert here, found through
     `row_index`, and a capacity for every token on every expert that it may choose here; block scales stay with
