@@ -217,8 +217,8 @@ def error_bound(
     keeps to it, that of one token strays by tens of per cent. Derivation, `e_F` for `rounding_error(F)`:
 
     1. Gate and up are dot products of quantized tokens and weights: `1 + e_g^2 = (1 + e_token^2) (1 + e_weight^2)`,
-       relative to the root mean square of all gates (of all ups). For `nvfp4` and `mxfp4` weights `fp8_block` tokens are
-       rounded to bf16: times `1 + e_bf16^2`.
+       relative to the root mean square of all gates (of all ups). For e2m1 weights `fp8_block` tokens are rounded to
+       bf16: times `1 + e_bf16^2`.
     2. `h = silu(gate) * up`. An error in up counts in full. An error `d` in gate becomes `silu'(gate) * d`, and `d` is
        relative to the norm of all gates, not to its own gate, so the slope `|silu'| <= 1.0999` counts for gates where
        silu is small too: what enters is `c = E[gate^2] E[silu'(gate)^2] / E[silu(gate)^2]`. Take gates by pairs

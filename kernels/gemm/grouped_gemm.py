@@ -106,8 +106,8 @@ def _grouped_gemm_kernel(
     `a_stride` counts the words in which a row is loaded. `num_groups` counts the groups that may be active. `A_LAYOUT`
     and `W_LAYOUT` (`ScaleLayout`) give the positions of scales. A scale covers SCALE_BLOCK values of K (128 in
     `fp8_block` rows, whatever the weights), and ROWS_PER_SCALE rows if the scales are `unpadded`. Only the interpreter
-    needs E5M2; compiled kernels know it from the pointers. NATIVE (`NativeForm`) uses Blackwell's block-scaled MMA instead of dequantizing to bf16. BLOCKS_APART
-    is `weights.has_blocks_apart`.
+    needs E5M2; compiled kernels know it from the pointers. NATIVE (`NativeForm`) uses Blackwell's block-scaled MMA
+    instead of dequantizing to bf16. BLOCKS_APART is `weights.has_blocks_apart`.
     """
     ACTIVATED: tl.constexpr = ACTIVATION is not None
     GATED: tl.constexpr = ACTIVATED and ACTIVATION[1]
