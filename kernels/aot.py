@@ -47,6 +47,7 @@ from moe_runtime.kernels.formats.number_formats import (
     NVFP4,
     ScaleLayout,
     TokenFormat,
+    rounds_tokens,
 )
 from moe_runtime.kernels.gemm import dequant_gemm, dequant_tokens, tma_gemm
 from moe_runtime.kernels.gemm.dequant_layout import unit_columns
@@ -108,7 +109,7 @@ _TYPES = """
     num_experts:i32 capacity:i32 columns:i32 K:i32 a_stride:i64 out_stride:i64 a_scale_ld:i64 w_scale_ld:i64
 """
 _QUANTS = {BF16: "*bf16", FP8_BLOCK: "*fp8e4nv", MXFP8: "*fp8e4nv", NVFP4: "*u8", MXFP4: "*u8"}
-_PAIRS = {BF16: "*i32", MXFP8: "*i16", NVFP4: "*u8"}
+_PAIRS = {BF16: "*i32", FP8_BLOCK: "*i16", MXFP8: "*i16", NVFP4: "*u8"}
 """Types of words that hold two values of a row."""
 _RESULTS = {BF16: "*i16", FP8_BLOCK: "*u8", MXFP8: "*u8", NVFP4: "*u8"}
 
@@ -135,7 +136,8 @@ def _triton(
     """
     if operation is None:
         gated = activation is None or activation.gated
-        tile = choose_tile(n, a, out_block=0 if out is None else out.block, gated=gated, native=native)
+        multiplied = BF16 if rounds_tokens(a, w) else a
+        tile = choose_tile(n, multiplied, out_block=0 if out is None else out.block, gated=gated, native=native)
     else:
         tile = choose_op_tile(n, w, max_tile_n, bool(native), activation is not None)
     if activation is not None:
@@ -199,6 +201,10 @@ def _layer_cases() -> Iterator[AotCase]:
     yield _triton(BF16, NVFP4, out=BF16, activation=GPT_OSS, n=NARROW, **_TWO, **_ODD_K)
     yield _triton(BF16, MXFP4, n=NARROW, **_ODD_K)
     yield _triton(BF16, MXFP4, out=BF16, activation=GPT_OSS)
+    for f in (NVFP4, MXFP4):
+        yield _triton(FP8_BLOCK, f, **_ODD_K)
+        yield _triton(FP8_BLOCK, f, out=BF16, activation=GPT_OSS)
+    yield _triton(FP8_BLOCK, MXFP4, out=FP8_BLOCK, activation=SILU, absent=("row_scale_ptr",))
     for arch, native in ((90, NativeForm.NONE), (100, _STORED), (120, _WIDENED)):
         yield _triton(MXFP8, MXFP4, archs=(arch,), native=native, **_ODD_K)
         yield _triton(MXFP8, MXFP4, out=MXFP8, activation=GPT_OSS, archs=(arch,), native=native)
@@ -318,9 +324,10 @@ def _hopper_cases() -> Iterator[CudaCase]:
         yield _dequant(GATED, NVFP4, DEQUANT_DECODE, torch.bfloat16, formula, **more)
         if formula is not STEP_3P5:  # limits are arguments there
             yield _tma(GATED, FP8_BLOCK, TMA_PREFILL, 3, gather=False, copied=True, activation=formula)
-    for fmt in (f for f in FORMATS.values() if f is not FP8_BLOCK):
+    for fmt in FORMATS.values():
         overlapped_shape = overlapped_token_shape(unit_columns(HIDDEN))
-        layouts: list[dict[str, Any]] = [{}, {"packed": True}, {"shape": overlapped_shape}]
+        layouts: list[dict[str, Any]] = [{}, {"shape": overlapped_shape}]
+        layouts += [{"packed": True}] if fmt is not FP8_BLOCK else []
         for layout in layouts + ([{"scales_in_record": True}] if fmt.swizzled else []):
             defines = dequant_tokens.token_macros(fmt, **layout)
             yield CudaCase("dequant_tokens", fmt.name, "dequant_tokens.cu", "dequant_tokens", defines)

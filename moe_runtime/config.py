@@ -18,6 +18,8 @@ from pydantic_core import PydanticCustomError
 from moe_runtime.kernels.formats.number_formats import (
     WEIGHT_FORMATS,
     ceil_div,
+    format_named,
+    intermediate_format_for,
     token_formats_for,
     weight_format_named,
 )
@@ -77,16 +79,22 @@ _Factor = Annotated[_Finite, AfterValidator(_positive)]
 
 
 def resolve_mode(
-    mode: str, max_tokens_per_rank: int, token_format: str, rows_per_expert: int | None = None
+    mode: str,
+    max_tokens_per_rank: int,
+    token_format: str,
+    rows_per_expert: int | None = None,
+    weight_format: str = "fp8_block",
 ) -> ResolvedMode:
     """How rows lie after dispatch. All ranks must pass equal values.
 
     `gathered` keeps one row per token and rank, which `row_index` finds: least traffic and memory, low latency.
-    `contiguous` sorts rows by expert. `auto` is `gathered`, but `contiguous` for `fp8_block` with more than 256 tokens
-    per rank and more than 64 rows per expert: so many a GEMM multiplies faster than it can gather them.
+    `contiguous` sorts rows by expert. `auto` is `gathered`, but `contiguous` for tokens and weights in `fp8_block` with
+    more than 256 tokens per rank and more than 64 rows per expert: so many a GEMM multiplies faster than it can gather
+    them. For other weights rows are gathered as they are dequantized.
 
     Args:
         rows_per_expert: as the function of this name says; None is many.
+        weight_format: of the weights that the rows are for.
 
     Raises `ValueError` for another `mode`.
 
@@ -101,7 +109,7 @@ def resolve_mode(
         raise ValueError(f"mode: expected auto, contiguous or gathered, got {mode!r}")
     few = max_tokens_per_rank <= GATHERED_MAX_TOKENS
     few |= rows_per_expert is not None and rows_per_expert <= GATHERED_MAX_ROWS
-    return "gathered" if few or token_format != "fp8_block" else "contiguous"
+    return "gathered" if few or not token_format == weight_format == "fp8_block" else "contiguous"
 
 
 def _is_unset(key: object, value: object) -> bool:
@@ -349,6 +357,12 @@ class MoELayerConfig(_Model):
         limit = self.max_tokens_per_rank
         return (*sorted({size for size in self.token_buckets if size < limit}), limit)
 
+    @property
+    def intermediate_format(self) -> str:
+        """The format between both GEMMs of an expert: `token_format`, but `bf16` for `fp8_block` tokens with `nvfp4` or
+        `mxfp4` weights."""
+        return intermediate_format_for(format_named(self.token_format), weight_format_named(self.weight_format)).name
+
     def mode_on(self, world_size: int) -> ResolvedMode:
         """How rows lie after dispatch of the largest steps on so many ranks, by `resolve_mode`.
 
@@ -356,7 +370,7 @@ class MoELayerConfig(_Model):
         """
         check_integer("world_size", world_size, high=_MOST)
         rows = rows_per_expert(world_size, self.max_tokens_per_rank, self.top_k, self.num_experts)
-        return resolve_mode("auto", self.max_tokens_per_rank, self.token_format, rows)
+        return resolve_mode("auto", self.max_tokens_per_rank, self.token_format, rows, self.weight_format)
 
     def flat(self) -> dict[str, int | float | str | bool | None]:
         """Every value by dotted key (`router.kind`), to compare configs between ranks."""

@@ -44,7 +44,8 @@ class Experts:
         down: weights `[E, H, I]`.
         activation: formula, and the order of gate and up.
         intermediate_format: format between the products; None means that of `down`, bf16 with `mxfp4` weights.
-            `nvfp4` weights also take bf16, `mxfp4` weights mxfp8.
+            `nvfp4` weights also take bf16 and `fp8_block`, `mxfp4` weights mxfp8 and `fp8_block`; Hopper's kernels make
+            no `fp8_block` result of these weights, so Triton's makes it.
         intermediate_gsf: encode scale of an `nvfp4` intermediate, a number or one fp32 element on the device of the
             weights; None means `kernels.gemm.arguments.DEFAULT_INTERMEDIATE_GSF`. Kept as a tensor.
         norm: a norm over each row of the result, which is then bf16; None for none.
@@ -233,6 +234,7 @@ def plan_experts(
     `engine` is a resolved one, `sms` counts the SMs of the GPU of that `capability`.
     """
     weights, tokens = weight_format_named(config.weight_format), format_named(config.token_format)
+    between = format_named(config.intermediate_format)
     prepacks = engine == "cuda" and weights in DEQUANT_FORMATS and geometry.num_local_experts <= MAX_PREPACKED_EXPERTS
     hidden, inner, experts = config.hidden_size, config.intermediate_size, geometry.num_local_experts
     activation = activation_of(config.activation)
@@ -249,13 +251,19 @@ def plan_experts(
         capacity=geometry.row_capacity,
         groups=experts,
         active_groups=experts,
-        out_format=tokens,
+        out_format=between,
         gated=activation.gated,
-        prepacked=prepacks and tokens.name in RESULT_FORMATS,
+        prepacked=prepacks and between.name in RESULT_FORMATS,
         gathered=not geometry.contiguous,
     )
     dequantized = gate_up.prepacked and unit_columns(inner) * UNIT == inner
     down = gate_up._replace(
-        n=hidden, k=inner, out_format=None, prepacked=prepacks, gathered=False, dequantized=dequantized
+        token_format=between,
+        n=hidden,
+        k=inner,
+        out_format=None,
+        prepacked=prepacks,
+        gathered=False,
+        dequantized=dequantized,
     )
     return plan_gemm(gate_up), plan_gemm(down)

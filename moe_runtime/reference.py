@@ -9,7 +9,15 @@ import math
 
 import torch
 
-from moe_runtime.kernels.formats.number_formats import BF16, MXFP4, TokenFormat, weight_format_named
+from moe_runtime.kernels.formats.number_formats import (
+    BF16,
+    MXFP4,
+    TokenFormat,
+    format_named,
+    intermediate_format_for,
+    rounds_tokens,
+    weight_format_named,
+)
 from moe_runtime.kernels.gemm.expert_norm import ExpertNorm
 from moe_runtime.kernels.gemm.weights import Activation, ActivationFunction
 
@@ -192,13 +200,15 @@ def error_bound(
     intermediate_format: str | TokenFormat | None = None,
     activation: Activation | None = None,
     *,
+    exact_weights: bool = False,
     post_expert_norm: bool = False,
     several_hosts: bool = False,
 ) -> float:
     """Bound of `relative_error(y, moe_reference(...))[0]`, derived from the formats alone.
 
     The reference takes the bf16 tokens and bf16 weights before they are quantized, so a bf16 operand adds nothing.
-    `weight_format` and `intermediate_format` are `token_format` when None, `activation` is `silu(gate) * up`.
+    `weight_format` is `token_format` when None, `intermediate_format` what a layer of these has, `activation`
+    `silu(gate) * up`. With `exact_weights` the reference has the weights as they are stored.
 
     What is assumed: rounding errors have zero mean, do not depend on each other or on what they are multiplied with,
     and lie anywhere between two neighbours alike (`rounding_error`); gates are distributed symmetrically about 0 and
@@ -207,7 +217,8 @@ def error_bound(
     keeps to it, the error of one token strays by tens of per cent. Derivation, `e_F` for `rounding_error(F)`:
 
     1. Gate and up are dot products of quantized tokens and weights: `1 + e_g^2 = (1 + e_token^2) (1 + e_weight^2)`,
-       relative to the root mean square of all gates (of all ups).
+       relative to the root mean square of all gates (of all ups). For e2m1 weights `fp8_block` tokens are rounded to
+       bf16: times `1 + e_bf16^2`.
     2. `h = silu(gate) * up`. An error in up counts in full. An error `d` in gate becomes `silu'(gate) * d`, and `d` is
        relative to the norm of all gates, not to its own gate, so the slope `|silu'| <= 1.0999` counts for gates where
        silu is small too: what enters is `c = E[gate^2] E[silu'(gate)^2] / E[silu(gate)^2]`. Take gates by pairs
@@ -240,9 +251,12 @@ def error_bound(
     def operand(fmt: str | TokenFormat) -> float:
         return 1.0 if weight_format_named(fmt) == BF16 else growth(fmt)
 
-    token = operand(token_format)
-    weight = operand(token_format if weight_format is None else weight_format)
-    intermediate = growth(token_format if intermediate_format is None else intermediate_format)
+    tokens = format_named(token_format, "token_format")
+    weights = tokens if weight_format is None else weight_format_named(weight_format, "weight_format")
+    token = operand(tokens) * (growth(BF16) if rounds_tokens(tokens, weights) else 1.0)
+    weight = 1.0 if exact_weights else operand(weights)
+    between = intermediate_format_for(tokens, weights) if intermediate_format is None else intermediate_format
+    intermediate = growth(between)
     projected = token * weight
     formula = activation or Activation()
     activated = (1 + FUNCTION_GAINS[formula.function] * (projected - 1)) * (projected if formula.gated else 1.0)

@@ -8,7 +8,7 @@ typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
-constexpr int BF16 = 0, MXFP8 = 2, NVFP4 = 3, MXFP4 = 4;  // FormatCode
+constexpr int BF16 = 0, FP8_BLOCK = 1, MXFP8 = 2, NVFP4 = 3, MXFP4 = 4;  // FormatCode
 
 __device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
 

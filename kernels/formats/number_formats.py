@@ -160,9 +160,11 @@ FORMATS: dict[str, TokenFormat] = {f.name: f for f in (BF16, FP8_BLOCK, MXFP8, N
 WEIGHT_FORMATS: dict[str, TokenFormat] = FORMATS | {MXFP4.name: MXFP4}
 """Formats of weights. `mxfp4`, e2m1 with one UE8M0 scale per 32 of K, is for weights only."""
 
-OTHER_TOKEN_FORMATS = {NVFP4.name: (BF16.name,), MXFP4.name: (BF16.name, MXFP8.name)}
-"""By weight format: other token formats that the GEMM multiplies with it after an exact dequantization. The usual one
-comes first."""
+OTHER_TOKEN_FORMATS = {
+    NVFP4.name: (BF16.name, FP8_BLOCK.name),
+    MXFP4.name: (BF16.name, MXFP8.name, FP8_BLOCK.name),
+}
+"""By weight format: other token formats that the GEMM multiplies with it. The usual one comes first."""
 
 COMBINE_FORMATS = tuple(name for name, fmt in FORMATS.items() if not fmt.has_row_scale)
 """Formats in which combine may send partial sums: those that need no second pass over the row."""
@@ -194,10 +196,29 @@ def token_formats_for(weights: str) -> tuple[str, ...]:
     """Names of the token formats that can be multiplied with weights in format `weights`, the usual one first.
 
     >>> token_formats_for("nvfp4"), token_formats_for("mxfp4"), token_formats_for("mxfp8")
-    (('nvfp4', 'bf16'), ('bf16', 'mxfp8'), ('mxfp8',))
+    (('nvfp4', 'bf16', 'fp8_block'), ('bf16', 'mxfp8', 'fp8_block'), ('mxfp8',))
     """
     own = (weights,) if weights in FORMATS else ()
     return own + OTHER_TOKEN_FORMATS.get(weights, ())
+
+
+def rounds_tokens(tokens: TokenFormat, weights: TokenFormat) -> bool:
+    """Whether the GEMM rounds dequantized rows in format `tokens` to bf16 before it multiplies them with `weights`.
+
+    `fp8_block` rows with e2m1 weights: a value is `bf16(fp32(e4m3 * scale))`, both steps rounded to nearest even. The
+    result has the bits of `bf16` rows of these values. All other rows are dequantized without an error, or multiplied
+    as they are stored.
+    """
+    return tokens == FP8_BLOCK and weights.element_bits == 4
+
+
+def intermediate_format_for(tokens: TokenFormat, weights: TokenFormat) -> TokenFormat:
+    """The format between both GEMMs of a layer: that of its tokens, but `bf16` where `rounds_tokens`.
+
+    Weights that multiply in bf16 gain nothing by `fp8_block` there: the result is stored for them in bf16 anyway. A
+    block of 128 columns is more than a tile of few rows has.
+    """
+    return BF16 if rounds_tokens(tokens, weights) else tokens
 
 
 @dataclass(frozen=True)

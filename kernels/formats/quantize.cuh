@@ -3,7 +3,6 @@
 
 #include "numbers.cuh"
 
-constexpr int FP8_BLOCK = 1;  // FormatCode, like those of numbers.cuh
 constexpr u32 MAGNITUDE = 0x7FFFFFFFu, INFINITE = 0x7F800000u, NOT_A_NUMBER = 0x7FC00000u;
 
 // Values of a unit.

@@ -177,7 +177,7 @@ struct OwnTokens {
           const int piece = begin + i * CONSUMERS, v = piece * 16 / SCALE_BLOCK;
           if (piece >= end * 4) break;
           pieces[i].load(rows.numbers + place.numbers + piece * (2 * NUMBER_BITS));
-          if (FMT != BF16) pieces[i].scale = rows.scales[place.scales + static_cast<long long>(v / 4) * place.of_four + v % 4];
+          pieces[i].load_scale(rows.scales + place.scales, place.of_four, v);
         }
 #pragma unroll
         for (int i = 0; i < AHEAD; ++i) {

@@ -119,7 +119,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     u8* block = out + static_cast<long long>(number) * BLOCK_BYTES;
     // A warp handles neighbouring units, so that it reads whole memory transactions of a row. NVFP4 lost by it when all SMs
     // dequantize.
-    constexpr bool NEIGHBOURS = FMT == MXFP8 || OVERLAPPED;
+    constexpr bool NEIGHBOURS = FMT == MXFP8 || FMT == FP8_BLOCK || OVERLAPPED;
     const int warps = gridDim.y * TEAM, step = NEIGHBOURS ? 1 : warps, distance = NEIGHBOURS ? AHEAD : 1;
     int first_unit = (blockIdx.y * TEAM + warp % TEAM) * distance;
     for (; first_unit < units; first_unit += warps * AHEAD) {
@@ -127,7 +127,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       auto load = [&](int i) {
         const u32 unit = first_unit + i * step, v = (unit * 64 + t * 16) / SCALE_BLOCK;
         pieces[i].load(rows + row + unit * (8 * NUMBER_BITS));
-        if (FMT != BF16) pieces[i].scale = scales[row_scales + static_cast<long long>(v / 4) * of_four + v % 4];
+        pieces[i].load_scale(scales + row_scales, of_four, v);
       };
       if (((first_unit + (AHEAD - 1) * step) + 1) * 64 <= columns) {
 #pragma unroll

@@ -24,7 +24,7 @@ import triton.language as tl
 
 from moe_runtime.kernels import nvrtc
 from moe_runtime.kernels.formats.number_formats import TokenFormat, ceil_div, format_named
-from moe_runtime.kernels.formats.quantize import CODE_BF16, CODE_MXFP4, CODE_MXFP8, CODE_NVFP4
+from moe_runtime.kernels.formats.quantize import CODE_BF16, CODE_FP8_BLOCK, CODE_MXFP4, CODE_MXFP8, CODE_NVFP4
 from moe_runtime.kernels.formats.reference_quantize import raw_bits
 from moe_runtime.kernels.gemm import dequant_gemm, dequant_tokens, plan, reference, tma_gemm
 from moe_runtime.kernels.gemm.activation import activated_tile, function_tile
@@ -32,6 +32,7 @@ from moe_runtime.kernels.gemm.arguments import Intermediate, check_activation, c
 from moe_runtime.kernels.gemm.epilogue import half_rows, scaled, store_plain, store_quantized
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.gemm.operands import (
+    FP8_BLOCK_K,
     NVFP4_GAIN,
     NativeForm,
     dense_scale_rows,
@@ -103,14 +104,15 @@ def _grouped_gemm_kernel(
 
     `columns` are those of the output: `N`, or `I` where ACTIVATION (`Activation.constants`) combines gate and up.
     `a_stride` counts the words in which a row is loaded. `num_groups` counts the groups that may be active. `A_LAYOUT`
-    and `W_LAYOUT` (`ScaleLayout`) give the positions of scales. A scale covers SCALE_BLOCK values of K, and
-    ROWS_PER_SCALE rows if the scales are `unpadded`. Only the interpreter needs E5M2; compiled kernels know it from the
-    pointers. NATIVE (`NativeForm`) uses Blackwell's block-scaled MMA instead of dequantizing to bf16. BLOCKS_APART
-    is `weights.has_blocks_apart`.
+    and `W_LAYOUT` (`ScaleLayout`) give the positions of scales. A scale covers SCALE_BLOCK values of K (128 in
+    `fp8_block` rows, whatever the weights), and ROWS_PER_SCALE rows if the scales are `unpadded`. Only the interpreter
+    needs E5M2; compiled kernels know it from the pointers. NATIVE (`NativeForm`) uses Blackwell's block-scaled MMA
+    instead of dequantizing to bf16. BLOCKS_APART is `weights.has_blocks_apart`.
     """
     ACTIVATED: tl.constexpr = ACTIVATION is not None
     GATED: tl.constexpr = ACTIVATED and ACTIVATION[1]
     PAIRS: tl.constexpr = (W_FMT == CODE_NVFP4) or (W_FMT == CODE_MXFP4)
+    A_BLOCK: tl.constexpr = FP8_BLOCK_K if A_FMT == CODE_FP8_BLOCK else SCALE_BLOCK
     OUT_SWIZZLED: tl.constexpr = ACTIVATED and ((OUT_FMT == CODE_MXFP8) or (OUT_FMT == CODE_NVFP4))
     A_GAIN: tl.constexpr = NVFP4_GAIN if A_FMT == CODE_NVFP4 and not NATIVE else 1.0
     W_GAIN: tl.constexpr = NVFP4_GAIN if W_FMT == CODE_NVFP4 and not NATIVE else 1.0
@@ -171,7 +173,7 @@ def _grouped_gemm_kernel(
         else:
             a_even, a_odd, a_s = load_operand(
                 a_ptr, a_scales_ptr, a_offset, a_scale_row, row_ok, k, K, a_scale_ld,
-                A_FMT, A_LAYOUT, SCALE_BLOCK, PAIRS, E5M2, BLOCK_K, EVEN_K, INTERPRET,
+                A_FMT, A_LAYOUT, A_BLOCK, PAIRS, E5M2, BLOCK_K, EVEN_K, INTERPRET,
             )  # fmt: skip
             w_even, w_odd, w_s = load_operand(
                 w_ptr, w_scales_ptr, w_offset, w_scale_row, n_ok, k, K, w_scale_ld,
@@ -267,7 +269,8 @@ def grouped_gemm(
     """Multiply the rows of each group by the weight of its expert: `acc * row_scale * expert_scale + bias`.
 
     Args:
-        a: the rows; formats as in `w`, or bf16 rows with `nvfp4` and `mxfp4` weights, or `mxfp8` rows with `mxfp4`.
+        a: the rows; formats as in `w`, or `bf16` and `fp8_block` rows with `nvfp4` and `mxfp4` weights, or `mxfp8` rows
+            with `mxfp4`.
         w: the weights `[E, N, K]`. Prepacked weights must be plain (without `gate_up`).
         out: bf16, fp16 or fp32 `[>= capacity, N]`, last dimension contiguous; allocated if None.
         out_dtype: dtype of a new output.

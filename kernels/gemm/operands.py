@@ -2,8 +2,8 @@
 
 Every format but `fp8_block` is dequantized to bf16 and multiplied by bf16 MMA with fp32 accumulation. This is exact up
 to the accumulation: `e2m1 * e4m3` has at most 6 significant bits, `e4m3 * 2^k` has 4, `e2m1 * 2^k` has 2. `fp8_block`
-is multiplied as it is; the partial sum of each 128 of K is scaled and added in fp32. Tokens and weights use the same
-code.
+weights and tokens are multiplied as they are; the partial sum of each 128 of K is scaled and added in fp32. With e2m1
+weights `fp8_block` tokens are scaled in fp32 and rounded to bf16. Tokens and weights use the same code.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from moe_runtime.kernels.formats.bits import (
     e2m1_code_to_e4m3_bits,
     e4m3_bits_to_f32,
     e5m2_bits_to_f32,
+    f32_to_bf16_bits,
 )
 from moe_runtime.kernels.formats.number_formats import ScaleLayout
 from moe_runtime.kernels.formats.quantize import CODE_BF16, CODE_FP8_BLOCK, CODE_MXFP4, CODE_MXFP8, CODE_NVFP4
@@ -43,6 +44,9 @@ PACKED = tl.constexpr(int(ScaleLayout.PACKED))
 NVFP4_GAIN = tl.constexpr(2.0**8)
 """Dequantized NVFP4 operands are `2^-8` times their value: e2m1 bits placed in a bf16 are `2^-126` times their value,
 and an e4m3 scale in bf16 can carry a power of two of at most `2^118`."""
+
+FP8_BLOCK_K = tl.constexpr(128)
+"""Values of K that share a scale in `fp8_block`."""
 
 SCALE_GAIN = tl.constexpr(2.0**118)
 E2M1_GAIN = tl.constexpr(2.0**126)
@@ -198,6 +202,13 @@ def e4m3_value(bits, INTERPRET: tl.constexpr):
 
 
 @triton.jit
+def e4m3_scaled(bits, scales, INTERPRET: tl.constexpr):
+    """`bf16(fp32(value * scale))` of e4m3 bits and fp32 scales, in the type of `bf16_value`."""
+    value = e4m3_bits_to_f32(bits) if INTERPRET else bits.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    return bf16_value(f32_to_bf16_bits(value * scales), INTERPRET)
+
+
+@triton.jit
 def dequantize(
     quants,
     scales,
@@ -212,6 +223,7 @@ def dequantize(
     PAIRS keeps the even and odd columns of e2m1 bytes apart: K is summed in that order, and nothing is interleaved.
     `mxfp4` is exact wherever its value is an fp32 value. `mxfp8` scales are exact in bf16 from 2^-124 to 2^119; smaller
     ones lose denormal bits below 2^-133, larger ones overflow where the dequantized value leaves the range of bf16.
+    `fp8_block` values get their scale only with PAIRS, and are rounded (`number_formats.rounds_tokens`).
     """
     if FMT == CODE_NVFP4 or FMT == CODE_MXFP4:
         bits = quants.to(tl.uint16)
@@ -240,6 +252,9 @@ def dequantize(
         else:
             even = e4m3_value(quants, INTERPRET) * spread(scale, BLOCK)
             odd = even
+    elif FMT == CODE_FP8_BLOCK and PAIRS:
+        even = e4m3_scaled((quants & 0xFF).to(tl.uint8), scales[:, None], INTERPRET)
+        odd = e4m3_scaled(((quants >> 8) & 0xFF).to(tl.uint8), scales[:, None], INTERPRET)
     elif FMT == CODE_FP8_BLOCK:
         if INTERPRET:
             even = e5m2_bits_to_f32(quants) if E5M2 else e4m3_bits_to_f32(quants)

@@ -16,7 +16,16 @@ from typing import NamedTuple
 
 import triton
 
-from moe_runtime.kernels.formats.number_formats import BF16, FP8_BLOCK, MXFP4, MXFP8, NVFP4, TokenFormat, ceil_div
+from moe_runtime.kernels.formats.number_formats import (
+    BF16,
+    FP8_BLOCK,
+    MXFP4,
+    MXFP8,
+    NVFP4,
+    TokenFormat,
+    ceil_div,
+    rounds_tokens,
+)
 from moe_runtime.kernels.gemm.dequant_layout import UNIT, unit_bytes, unit_columns, unit_rows
 from moe_runtime.kernels.gemm.operands import NativeForm
 from moe_runtime.kernels.gemm.shapes import (
@@ -66,7 +75,8 @@ def choose_tile(
 ) -> GemmTile:
     """The tile for `n` output columns; `out_block` is the scale block of an activated result, 0 for a plain product.
 
-    An activated result that is `gated` has a product each for gate and up.
+    `a_format` is that of the rows, or bf16 for rows that are rounded to it: then sums have the order of bf16 rows. An
+    activated result that is `gated` has a product each for gate and up.
 
     The tile fixes the order of sums, so it depends on sizes and formats that are constant in a layer, never on the
     number of rows. Shared memory stays under the 99 KiB of sm_120. Block-scaled MMA on sm_100 needs 128 rows.
@@ -483,7 +493,8 @@ def _plan_triton(p: GemmProblem) -> GemmPlan:
     else:
         native = native_form(p.token_format, p.weight_format, p.capability)
         out_block = 0 if p.out_format is None else p.out_format.block
-        tile = choose_tile(p.columns, p.token_format, out_block=out_block, gated=p.gated, native=native)
+        multiplied = BF16 if rounds_tokens(p.token_format, p.weight_format) else p.token_format
+        tile = choose_tile(p.columns, multiplied, out_block=out_block, gated=p.gated, native=native)
     blocks = (ceil_div(p.capacity, tile.block_m) + p.groups) * ceil_div(p.columns, tile.block_n)
     size = tile.block_m, tile.block_n, tile.block_k
     return GemmPlan(GemmKernel.TRITON, Regime.ANY, size, blocks, restores=p.prepacked, triton=tile, native=native)

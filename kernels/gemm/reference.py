@@ -1,5 +1,7 @@
 """Torch references of the grouped GEMM: products of the dequantized operands in float64, rounded to fp32 once.
 
+Rows are first rounded to bf16 where the kernels round them (`number_formats.rounds_tokens`).
+
 Rows are multiplied `ROWS_AT_ONCE` at a time, so that the sums of a row do not depend on the number of rows of its
 group. Everything after the sums is the same fp32 sequence as in the kernel. These references read offsets and expert
 ids on the host.
@@ -12,7 +14,7 @@ from collections.abc import Iterator
 import torch
 
 from moe_runtime.kernels.formats import reference_quantize as rq
-from moe_runtime.kernels.formats.number_formats import TokenFormat, ceil_div
+from moe_runtime.kernels.formats.number_formats import TokenFormat, ceil_div, rounds_tokens
 from moe_runtime.kernels.gemm.activation import activate
 from moe_runtime.kernels.gemm.arguments import (
     check_activation,
@@ -104,7 +106,10 @@ def _products(a: GroupedRows, w: ExpertWeights) -> Iterator[tuple[int, slice, to
         rows = slice(offsets[group], min(offsets[group + 1], a.capacity))
         if not 0 <= expert < w.num_experts or rows.stop <= rows.start:
             continue
-        c = multiply_f64(_rows_f64(a, group, rows), _weight_f64(w, expert))
+        x = _rows_f64(a, group, rows)
+        if rounds_tokens(a.format, w.format):
+            x = x.float().bfloat16().double()
+        c = multiply_f64(x, _weight_f64(w, expert))
         if a.row_scale is not None:
             c = c * a.row_scale[rows, None]
         if factors is not None:

@@ -1,20 +1,20 @@
 // Pieces of the rows of a grouped GEMM, dequantized to bf16, for inclusion.
 //
-// Macros: FMT (FormatCode), SCALE_BLOCK, PACKED (ScaleLayout of the scales, else swizzled), SCALES_IN_RECORD (scales lie with
-// their rows, in neither layout).
+// Macros: FMT (FormatCode), SCALE_BLOCK, PACKED (ScaleLayout of the scales, else swizzled; those of FP8_BLOCK are K_MAJOR),
+// SCALES_IN_RECORD (scales lie with their rows, in neither layout).
 
 #ifndef MOE_RUNTIME_TOKEN_PIECE
 #define MOE_RUNTIME_TOKEN_PIECE
 
 #include "numbers.cuh"
 
-constexpr bool GROUP_SCALES = FMT != BF16 && !SCALES_IN_RECORD;
+constexpr bool GROUP_SCALES = FMT != BF16 && FMT != FP8_BLOCK && !SCALES_IN_RECORD;
 constexpr int NUMBER_BITS = FMT == BF16 ? 16 : FMT == NVFP4 ? 4 : 8;
 
 // 16 columns of a row as they are stored; zeros if nothing was loaded.
 struct Piece {
   u32 words[FMT == BF16 ? 8 : FMT == NVFP4 ? 2 : 4] = {};
-  u32 scale = 0;
+  u32 scale = 0;  // as it is stored: the bits of an fp32 number in FP8_BLOCK, else a byte
 
   __device__ __forceinline__ void load(const u8* at) {
     if (FMT == NVFP4) {
@@ -27,6 +27,12 @@ struct Piece {
         words[4 * i] = part.x, words[4 * i + 1] = part.y, words[4 * i + 2] = part.z, words[4 * i + 3] = part.w;
       }
     }
+  }
+
+  // The scale of column block `v`, given where those of the row lie.
+  __device__ __forceinline__ void load_scale(const u8* at, int of_four, u32 v) {
+    if (FMT == FP8_BLOCK) scale = reinterpret_cast<const u32*>(at)[v];
+    else if (FMT != BF16) scale = at[static_cast<long long>(v / 4) * of_four + v % 4];
   }
 
   __device__ __forceinline__ void dequantize(u32 (&pairs)[8]) const {
@@ -43,13 +49,20 @@ struct Piece {
         // Only with such a move does the compiler use halves of a register as operands of conversions.
         u16 halves[2];
         asm("mov.b32 {%0, %1}, %2;" : "=h"(halves[0]), "=h"(halves[1]) : "r"(words[i / 2]));
-        pairs[i] = e4m3_decoded(halves[i & 1], factor);
+        if (FMT == FP8_BLOCK) {
+          // Rounded twice, to fp32 and to bf16, as the other engines do.
+          e4m3_pair(halves[i & 1], low, high);
+          pairs[i] = pack_bf16(__fmul_rn(low, __uint_as_float(scale)), __fmul_rn(high, __uint_as_float(scale)));
+        } else {
+          pairs[i] = e4m3_decoded(halves[i & 1], factor);
+        }
       }
     }
   }
 };
 
-// Where a row lies, in bytes: its numbers, and its scales, of which that of column block v is v / 4 * of_four + v % 4 behind.
+// Where a row lies, in bytes: its numbers, and its scales (`Piece::load_scale`): those of FP8_BLOCK lie side by side, that of
+// column block v of other formats is v / 4 * of_four + v % 4 behind.
 struct RowPlace {
   long long numbers, scales = 0;
   int of_four = 4;
@@ -68,6 +81,8 @@ __device__ __forceinline__ RowPlace place_of_row(long long source, int start, in
     const long long scale_row = PACKED ? first + local : (start / 128 + first) * 128 + local;
     place.scales = PACKED ? scale_row * 4 : swizzled_offset(scale_row, 0, ceil_div(columns, SCALE_BLOCK));
     place.of_four = PACKED ? scale_ld * 4 : 512;
+  } else if (FMT == FP8_BLOCK) {
+    place.scales = (static_cast<long long>(start) + local) * ceil_div(columns, SCALE_BLOCK) * 4;
   }
   return place;
 }

@@ -109,9 +109,14 @@ def layer_bound(config: MoELayerConfig, *, exact_weights: bool = False, several_
     With `exact_weights` the reference has the weights that the layer holds. `several_hosts` is of its context.
     """
     activation = activation_of(config.activation)
-    formats = config.token_format, "bf16" if exact_weights else config.weight_format, config.combine_format
-    normed = config.post_expert_norm is not None
-    return error_bound(*formats, activation=activation, post_expert_norm=normed, several_hosts=several_hosts)
+    formats = config.token_format, config.weight_format, config.combine_format, config.intermediate_format
+    return error_bound(
+        *formats,
+        activation=activation,
+        exact_weights=exact_weights,
+        post_expert_norm=config.post_expert_norm is not None,
+        several_hosts=several_hosts,
+    )
 
 
 def default_check_tokens(config: MoELayerConfig) -> int:

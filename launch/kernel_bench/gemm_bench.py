@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from moe_runtime.context.expert_parallel import ExpertParallelContext
-from moe_runtime.kernels.formats.number_formats import NVFP4
+from moe_runtime.kernels.formats.number_formats import NVFP4, intermediate_format_for
 from moe_runtime.kernels.gemm.arguments import encode_scale
 from moe_runtime.kernels.gemm.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
@@ -126,7 +126,8 @@ class Runner:
 
     def _swiglu(self, rows: GroupedRows, w: Weights, then: Weights | None) -> GroupedRows:
         gsf = self._gsf if rows.format.has_row_scale else None
-        return grouped_gemm_swiglu(rows, w, SILU, out_format=rows.format, out_gsf=gsf, then=then, engine=self.engine)
+        between = intermediate_format_for(rows.format, w.format)
+        return grouped_gemm_swiglu(rows, w, SILU, out_format=between, out_gsf=gsf, then=then, engine=self.engine)
 
     def _check(
         self,

@@ -11,7 +11,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from moe_runtime.kernels.formats.number_formats import FORMATS, TokenFormat, weight_format_named
+from moe_runtime.kernels.formats.number_formats import (
+    FORMATS,
+    FP8_BLOCK,
+    TokenFormat,
+    intermediate_format_for,
+    weight_format_named,
+)
 from moe_runtime.kernels.gemm.grouped_gemm import gemm_bytes, gemm_flops
 from moe_runtime.launch.benchmarks.checks import format_bytes
 from moe_runtime.launch.common.draws import routing
@@ -104,7 +110,7 @@ class GemmCase:
     @property
     def products(self) -> tuple[Product, ...]:
         """In the order of their computation."""
-        between = format_bytes(self.token_format, self.intermediate)
+        between = format_bytes(intermediate_format_for(self.token_format, self.weight_format), self.intermediate)
         plain = {"gate_up": 2 * 2 * self.intermediate, "both": between}
         found = []
         if self.product != "down":
@@ -135,7 +141,7 @@ class GemmCase:
 
     def floors_us(self, sizes: Sequence[int]) -> list[tuple[float, str]]:
         """`(microseconds, "memory" or "compute")` of each GEMM: least time by bytes or by operations."""
-        ceiling = BF16_TFLOP_PER_S if self.format != "fp8_block" else FP8_TFLOP_PER_S
+        ceiling = FP8_TFLOP_PER_S if self.weight_format == FP8_BLOCK else BF16_TFLOP_PER_S
         floors = []
         for product in self.products:
             memory = self.moved_bytes(product, sizes) / MEMORY_TB_PER_S * 1e-6

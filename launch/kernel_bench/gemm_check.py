@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from moe_runtime.kernels.formats.number_formats import FormatCode, QuantizedRows, ceil_div
+from moe_runtime.kernels.formats.number_formats import FormatCode, QuantizedRows, ceil_div, rounds_tokens
 from moe_runtime.kernels.formats.quantize import dequantize_rows
 from moe_runtime.kernels.formats.reference_quantize import e8m0_to_f32, raw_bits
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
@@ -114,7 +114,8 @@ def check_gated(out: GroupedRows, rows: GroupedRows, w: Weights, sample: Sample)
 
 def _products(rows: GroupedRows, w: Weights, sample: Sample) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
     """`(place in the sample, c, g)` of each group that has rows, float64 `[sampled rows, N]`."""
-    a_SK = dequantize_rows(_taken(ungrouped(rows), sample.positions), engine="torch").double()
+    a_SK = dequantize_rows(_taken(ungrouped(rows), sample.positions), engine="torch")
+    a_SK = (a_SK.bfloat16() if rounds_tokens(rows.format, w.format) else a_SK).double()
     on_hopper = a_SK.is_cuda and torch.cuda.get_device_capability(a_SK.device)[0] == 9
     gain = ceil_div(rows.num_columns, 16) * FP32_GAIN
     for place, expert in zip(sample.groups, rows.expert_ids.tolist(), strict=True):
@@ -124,7 +125,7 @@ def _products(rows: GroupedRows, w: Weights, sample: Sample) -> Iterator[tuple[s
         one = one.restore(engine="torch") if isinstance(one, PrepackedWeights) else one
         b_NK = one.dequantize(engine="torch")[0].double()
         slack_SN = gain * (a_SK[place].abs() @ b_NK.abs().T)
-        if on_hopper and rows.format.code == FormatCode.FP8_BLOCK:
+        if on_hopper and w.format.code == FormatCode.FP8_BLOCK:
             slack_SN += fp8_mma_slack(a_SK[place], b_NK)
         yield place, a_SK[place] @ b_NK.T, slack_SN
 

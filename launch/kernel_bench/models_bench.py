@@ -168,7 +168,7 @@ def run_model(
                 experts, made = MoELayer.from_run_config(run, context).experts, pair[0]
             assert experts is not None
             experts = replace(
-                experts, intermediate_format=config.token_format, intermediate_gsf=config.intermediate_gsf
+                experts, intermediate_format=config.intermediate_format, intermediate_gsf=config.intermediate_gsf
             )
             layers = [MoELayer(config.replace(max_tokens_per_rank=count), context) for count in tokens]
             for count, layer in zip(tokens, layers, strict=True):

@@ -39,7 +39,7 @@ from moe_runtime.dispatcher.handle import DispatchHandle
 from moe_runtime.dispatcher.token_dispatcher import TokenDispatcher
 from moe_runtime.kernels import nvrtc
 from moe_runtime.kernels.exchange.padded_rows import PaddedRows, PaddedScales
-from moe_runtime.kernels.formats.number_formats import FORMATS, token_formats_for
+from moe_runtime.kernels.formats.number_formats import FORMATS, intermediate_format_for, token_formats_for
 from moe_runtime.kernels.gemm import plan
 from moe_runtime.kernels.gemm.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
 from moe_runtime.kernels.gemm.plan import DequantOverlap
@@ -290,8 +290,9 @@ def run_gemms(engine: str, chosen: Sequence[GemmCase]) -> None:
             overlap = DequantOverlap(first=2, sms=3) if OVERLAPPED in case.name else None
             with patch.object(plan, "plan_dequant_overlap", lambda *_, overlap=overlap: overlap):
                 plan.plan_gemm.cache_clear()
+                between = intermediate_format_for(rows.format, first.format)
                 for then in (None, last):
-                    hidden = grouped_gemm_swiglu(rows, first, SILU, out_format=rows.format, then=then, engine=engine)
+                    hidden = grouped_gemm_swiglu(rows, first, SILU, out_format=between, then=then, engine=engine)
                     out = grouped_gemm(hidden, last, engine=engine)
                     if not bool(out[: int(rows.group_offsets[-1])].isfinite().all()):
                         raise RuntimeError(f"{case.name}: results that are not finite")

@@ -96,7 +96,7 @@ class ExpertLoader:
             gate_up,
             down,
             activation_of(config.activation),
-            intermediate_format=format_named(config.token_format),
+            intermediate_format=format_named(config.intermediate_format),
             intermediate_gsf=config.intermediate_gsf,
             engine=context.engine,
             norm=None if self._norm is None else self._norm.norm,

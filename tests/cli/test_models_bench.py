@@ -40,7 +40,9 @@ def test_a_format_that_sizes_do_not_fit_says_why(
     """Of 40 bytes no row of FP8 may be."""
     monkeypatch.setattr(models_bench, "small", lambda model: replace(model, hidden=40, experts=2, top_k=1))
     file = tmp_path / "models.json"
-    assert not bench.main(["models", "--small", "--cases", "Mixtral.*fp8_block", "--tokens", "1", "--json", str(file)])
+    assert not bench.main(
+        ["models", "--small", "--cases", "Mixtral.*fp8_block x", "--tokens", "1", "--json", str(file)]
+    )
     (row,) = json.loads(file.read_text())["results"]
     assert row["refused"] == "hidden_size: format fp8_block needs a positive multiple of 16, got 40"
     assert "multiple of 16" in capsys.readouterr().out
@@ -66,6 +68,8 @@ def test_the_floor_is_the_larger_of_bytes_and_operations() -> None:
 
 def test_names_of_cases(capsys: pytest.CaptureFixture[str]) -> None:
     found = models_bench.select("DeepSeek-V3 nvfp4")
-    assert found == {Model("DeepSeek-V3", 7168, 2048, 256, 8): [("nvfp4", "nvfp4"), ("nvfp4", "bf16")]}
+    assert found == {
+        Model("DeepSeek-V3", 7168, 2048, 256, 8): [("nvfp4", fmt) for fmt in ("nvfp4", "bf16", "fp8_block")]
+    }
     assert bench.main(["models", "--cases", "none"]) == 2
     assert "Mixtral-8x7B bf16 x bf16" in capsys.readouterr().err

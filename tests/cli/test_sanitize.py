@@ -67,7 +67,7 @@ def test_cases_take_both_regimes_of_each_kernel() -> None:
         dequant_shapes = {DEQUANT_FEW, DEQUANT_DECODE, DEQUANT_MIDDLE, DEQUANT_PREFILL}
         assert seen[name] == (dequant_shapes if fmt in DEQUANT_FORMATS else set(TMA_SHAPES))
         assert {(name, True), (name, False)} <= gathers
-    assert set(others) == {("mxfp4", "bf16"), ("mxfp4", "mxfp8")}
+    assert set(others) == {("mxfp4", "bf16"), ("mxfp4", "mxfp8"), ("mxfp4", "fp8_block")}
     for shapes in others.values():
         kinds = {
             (Regime.FEW, True),

@@ -19,7 +19,12 @@ from moe_runtime.dispatcher.handle import CombineSink
 from moe_runtime.experts import Experts
 from moe_runtime.kernels import nvrtc
 from moe_runtime.kernels.exchange import cuda
-from moe_runtime.kernels.formats.number_formats import token_formats_for
+from moe_runtime.kernels.formats.number_formats import (
+    format_named,
+    intermediate_format_for,
+    token_formats_for,
+    weight_format_named,
+)
 from moe_runtime.kernels.gemm import dequant_gemm, tma_gemm
 from moe_runtime.kernels.gemm import grouped_gemm as gemm
 from moe_runtime.kernels.gemm.dequant_layout import DEQUANT_FORMATS
@@ -48,6 +53,7 @@ MOST_SCHEDULES = 30
 """In which a mistake has to show."""
 PAIRS = [
     ("nvfp4", "nvfp4"),
+    ("nvfp4", "fp8_block"),
     ("mxfp8", "mxfp8"),
     *(("mxfp4", fmt) for fmt in token_formats_for("mxfp4")),
     ("fp8_block", "fp8_block"),
@@ -85,9 +91,10 @@ def gpu(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulato
 def experts_of(weights: str, tokens: str, rng: torch.Generator) -> Experts:
     gate_up = random_weights(weights, EXPERTS, 2 * INTERMEDIATE, HIDDEN, rng, CPU, gate_up=GateUpOrder.GATE_UP)
     down = random_weights(weights, EXPERTS, HIDDEN, INTERMEDIATE, rng, CPU)
+    between = intermediate_format_for(format_named(tokens), weight_format_named(weights))
     if weights in DEQUANTIZED:
-        return Experts(*map(PrepackedWeights.prepack, (gate_up, down)), intermediate_format=tokens)
-    return Experts(gate_up, down, intermediate_format=tokens)
+        return Experts(*map(PrepackedWeights.prepack, (gate_up, down)), intermediate_format=between)
+    return Experts(gate_up, down, intermediate_format=between)
 
 
 def run(

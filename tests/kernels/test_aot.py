@@ -24,7 +24,7 @@ from tests.support.spawner import interpreter
 pytestmark = [pytest.mark.cpu_only, pytest.mark.timeout(1500)]
 
 WIRE_FORMATS = ("bf16", "fp8_block", "mxfp8")
-MIXED = ("nvfp4 x bf16", "mxfp4 x bf16", "mxfp4 x mxfp8")
+MIXED = ("nvfp4 x bf16", "nvfp4 x fp8_block", "mxfp4 x bf16", "mxfp4 x mxfp8", "mxfp4 x fp8_block")
 OPERATIONS = {
     "quantize": tuple(WEIGHT_FORMATS),
     "dequantize": tuple(WEIGHT_FORMATS),

@@ -25,10 +25,12 @@ from moe_runtime.kernels.formats.number_formats import (
     WEIGHT_FORMATS,
     TokenFormat,
     ceil_div,
+    intermediate_format_for,
+    token_formats_for,
 )
 from moe_runtime.kernels.gemm import dequant_gemm
 from moe_runtime.kernels.gemm.arguments import empty_intermediate
-from moe_runtime.kernels.gemm.dequant_layout import unit_bytes, unit_columns, unit_rows, units_shape
+from moe_runtime.kernels.gemm.dequant_layout import DEQUANT_FORMATS, unit_bytes, unit_columns, unit_rows, units_shape
 from moe_runtime.kernels.gemm.dequant_tokens import dequant_tokens, empty_dequantized
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.gemm.plan import (
@@ -88,6 +90,8 @@ def rows_of(name: str, rows: int, k: int) -> GroupedRows:
     if fmt.swizzled:
         shape = (ceil_div(rows, 128) + 1, ceil_div(fmt.scale_columns(k), 4), 32, 4, 4)
         scales = torch.zeros(shape, dtype=torch.uint8).view(fmt.scale_dtype)
+    elif fmt.scale_dtype is not None:
+        scales = torch.zeros(rows, fmt.scale_columns(k), dtype=fmt.scale_dtype)
     return GroupedRows(
         format=fmt,
         rows=torch.zeros(rows, fmt.quant_columns(k), dtype=fmt.quant_dtype),
@@ -209,6 +213,9 @@ VARIANTS: list[tuple[DequantShape, str, str, int, Activation | None, str]] = [
     (FEW_EVEN, "nvfp4", "nvfp4", 2048, None, "bfloat16 chained"),
     (FEW_EVEN, "mxfp8", "mxfp8", 1536, None, "bfloat16 chained"),
     (FEW, "nvfp4", "bf16", 2880, GPT_OSS, "bf16 dequantized"),
+    (FEW, "nvfp4", "fp8_block", 7168, SwiGLU(), "bf16 dequantized"),
+    (FEW_MORE, "mxfp4", "fp8_block", 2880, GPT_OSS, "bf16 dequantized"),
+    (FEW_EVEN, "mxfp4", "fp8_block", 2880, GPT_OSS, "bf16 dequantized"),
     (FEW, "mxfp4", "bf16", 4096, SwiGLU(), "bf16 dequantized"),
     (FEW, "mxfp4", "bf16", 2880, None, "bfloat16 chained"),
     (FEW, "mxfp4", "mxfp8", 2880, GPT_OSS, "mxfp8 dequantized"),
@@ -244,6 +251,7 @@ VARIANTS: list[tuple[DequantShape, str, str, int, Activation | None, str]] = [
     (PREFILL, "mxfp4", "mxfp8", 2880, GPT_OSS, "mxfp8 dequantized"),
     (PREFILL, "mxfp4", "mxfp8", 7168, SwiGLU(), "mxfp8"),
     (PREFILL, "mxfp4", "bf16", 2880, None, "bfloat16"),
+    (PREFILL, "nvfp4", "fp8_block", 7168, SwiGLU(), "bf16 dequantized"),
     (DECODE, "nvfp4", "nvfp4", 7168, GEGLU, "nvfp4 dequantized"),
     (PREFILL, "nvfp4", "nvfp4", 7168, SOFTCAPPED, "nvfp4 dequantized"),
     (MIDDLE, "mxfp8", "mxfp8", 7168, GEGLU_TANH, "mxfp8 dequantized"),
@@ -334,7 +342,7 @@ def check_room(launch: Recorded, compiled: Compiled, shape: DequantShape, *, cha
 
 
 @pytest.mark.parametrize(("rows", "shape"), [(8, FEW_TOKENS), (8192, MANY_TOKENS)], ids=["few", "many"])
-@pytest.mark.parametrize("name", ["bf16", "nvfp4", "mxfp8"])
+@pytest.mark.parametrize("name", ["bf16", "fp8_block", "nvfp4", "mxfp8"])
 def test_decoding_of_tokens_compiles(name: str, rows: int, shape: TokenShape, recorded: list[Recorded]) -> None:
     a = rows_of(name, rows, 128)
     assert choose_token_shape(rows, a.max_active_groups, unit_columns(128), a.format, 132) is shape
@@ -347,13 +355,14 @@ def test_decoding_of_tokens_compiles(name: str, rows: int, shape: TokenShape, re
 
 @pytest.mark.parametrize(
     ("weight", "token"),
-    [("nvfp4", "nvfp4"), ("nvfp4", "bf16"), ("mxfp8", "mxfp8"), ("mxfp4", "mxfp8"), ("mxfp4", "bf16")],
+    [(fmt.name, token) for fmt in DEQUANT_FORMATS for token in token_formats_for(fmt.name)],
 )
 def test_few_tokens_leave_room_for_a_block_of_the_gemm(weight: str, token: str, recorded: list[Recorded]) -> None:
     """An SM has room for a block of either, of the gated GEMM, which takes most."""
     dequant_tokens(rows_of(token, 1, 7168), 1, FEW_TOKENS)
     tokens = recorded.pop()
-    gemm = launched(recorded, weight, token, 7168, DECODE, SwiGLU(), f"{token} dequantized")
+    between = intermediate_format_for(FORMATS[token], WEIGHT_FORMATS[weight]).name
+    gemm = launched(recorded, weight, token, 7168, DECODE, SwiGLU(), f"{between} dequantized")
     kernels = [(launch, compile_recorded(launch)) for launch in (tokens, gemm)]
     assert tokens.defines["MIN_BLOCKS"] == FEW_TOKENS.min_blocks
     registers = sum(launch.block * compiled.number(r"Used (\d+) registers") for launch, compiled in kernels)
@@ -371,6 +380,7 @@ def test_few_tokens_leave_room_for_a_block_of_the_gemm(weight: str, token: str, 
         ("nvfp4", "bf16", 2880, 8192),
         ("mxfp4", "bf16", 2880, 8192),
         ("mxfp4", "mxfp8", 2880, 8192),
+        ("mxfp4", "fp8_block", 2880, 8192),
         ("mxfp8", "mxfp8", 2048, 8192),
         ("mxfp8", "mxfp8", 7168, 8192),
     ],

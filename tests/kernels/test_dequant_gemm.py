@@ -15,10 +15,11 @@ import numpy as np
 import pytest
 import torch
 
-from moe_runtime.kernels.formats.number_formats import FORMATS
+from moe_runtime.kernels.formats.number_formats import FORMATS, token_formats_for
 from moe_runtime.kernels.formats.swizzle import swizzle_scales
 from moe_runtime.kernels.gemm import dequant_tokens, plan, shapes
 from moe_runtime.kernels.gemm import grouped_gemm as gemm_module
+from moe_runtime.kernels.gemm.dequant_layout import DEQUANT_FORMATS
 from moe_runtime.kernels.gemm.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.gemm.plan import DequantOverlap
@@ -34,6 +35,7 @@ from tests.conftest import HAS_GPU
 from tests.support.comparison import assert_same_bits
 from tests.support.gemm_cases import (
     UNIT,
+    as_bf16_rows,
     bits,
     check_inside,
     exact_gemm,
@@ -41,6 +43,7 @@ from tests.support.gemm_cases import (
     random_weights,
     scale_rows,
     swizzled,
+    with_wild_scales,
 )
 from tests.support.gemm_checks import (
     SHAPES,
@@ -56,7 +59,7 @@ from tests.support.gemm_plans import choose
 IS_HOPPER = HAS_GPU and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = pytest.mark.skipif(HAS_GPU and not IS_HOPPER, reason="prepacked weights are for Hopper")
 
-PAIRS = [("nvfp4", "nvfp4"), ("nvfp4", "bf16"), ("mxfp8", "mxfp8"), ("mxfp4", "bf16"), ("mxfp4", "mxfp8")]
+PAIRS = [(fmt.name, token) for fmt in DEQUANT_FORMATS for token in token_formats_for(fmt.name)]
 RAGGED_K = {"nvfp4": 336, "mxfp8": 160, "mxfp4": 352}
 
 
@@ -393,6 +396,29 @@ def test_all_scales_are_decoded(
     check_inside(out, exact_gemm(a, w, device), UNIT[torch.float32])
     if name == "nvfp4":
         assert not out[:, codes == 0].any()
+
+
+@in_each_shape
+@pytest.mark.parametrize("weight", ["nvfp4", "mxfp4"])
+def test_fp8_rows_have_the_bits_of_their_values_in_bf16(
+    weight: str, shape: DequantShape, rng: torch.Generator, device: torch.device
+) -> None:
+    """Both products, with scales of any size, both signs, and NaN."""
+    k, inner = 384, 72
+    weights = [random_weights(weight, 2, 2 * inner, k, rng, device, gate_up=gated) for gated in (False, True)]
+    plain, gated = map(PrepackedWeights.prepack, weights)
+    a = make_rows("fp8_block", [3, 0, 70, 9], k, rng, device, num_experts=2)
+    for rows in (a, with_wild_scales(a, rng)):
+        found = []
+        for given in (for_shape(rows, shape), for_shape(as_bf16_rows(rows, plain.format), shape)):
+            out = poisoned(a.capacity, 2 * inner, torch.float32, device)
+            hidden = grouped_gemm_swiglu(given, gated, SwiGLU(), out_format="bf16")
+            found.append((grouped_gemm(given, plain, out=out), hidden.rows))
+        for ours, want in zip(*found, strict=True):
+            nan = want.isnan()
+            assert nan.all(1)[:2].all() == (rows is not a) and not nan.all()
+            assert torch.equal(ours.isnan(), nan)
+            assert_same_bits(ours[~nan], want[~nan], "results")
 
 
 @in_each_shape

@@ -51,6 +51,9 @@ def _cases() -> Iterator[Case]:
         yield plain.test_ragged_groups, {"weight": weight, "token": token, "shape": shape}
     for sizes, ids in (([90], [1]), ([0, 65, 0], [0, 1, 0]), ([300, 0, 1], [1, 1, 1]), ([5, 6], [-7, 2])):
         yield plain.test_group_shapes, {"sizes": sizes, "ids": ids}
+    for weight, shape in product(("nvfp4", "mxfp4"), SHAPES.values()):
+        arguments = {"weight": weight, "shape": shape}
+        yield plain.test_fp8_rows_have_the_bits_of_their_values_in_bf16, arguments
     for weight, token in plain.PAIRS:
         yield plain.test_tokens_are_decoded_alike_in_both_shapes, {"weight": weight, "token": token}
         for shape in (MIDDLE, PREFILL):
@@ -98,14 +101,17 @@ def _cases() -> Iterator[Case]:
         ("mxfp8", "mxfp8", "mxfp8", SwiGLU(), PREFILL),
         ("mxfp4", "bf16", "bf16", SwiGLU(), DECODE),
         ("mxfp4", "mxfp8", "mxfp8", SwiGLU(), PREFILL),
+        ("nvfp4", "fp8_block", "bf16", SwiGLU(), MIDDLE),
+        ("mxfp4", "fp8_block", "bf16", SQUARED_RELU, PREFILL),
         ("nvfp4", "nvfp4", "nvfp4", SQUARED_RELU, PREFILL),
         ("nvfp4", "bf16", "bf16", SQUARED_RELU, DECODE),
         ("mxfp8", "mxfp8", "mxfp8", SQUARED_RELU, MIDDLE),
     ):
         arguments = {"name": name, "token": token, "out": out, "activation": activation, "shape": shape}
         yield gated.test_a_result_is_decoded_for_the_product_that_follows, arguments
-    arguments = {"name": "nvfp4", "token": "nvfp4", "out": "nvfp4"}
-    yield gated.test_teams_and_late_loads_do_not_change_the_bits_of_a_few_rows, arguments
+    for name, token, out in (("nvfp4", "nvfp4", "nvfp4"), ("mxfp4", "fp8_block", "bf16")):
+        arguments = {"name": name, "token": token, "out": out}
+        yield gated.test_teams_and_late_loads_do_not_change_the_bits_of_a_few_rows, arguments
     for name in operations.VARIANTS:
         yield operations.test_small_integers_are_exact, {"name": name}
 

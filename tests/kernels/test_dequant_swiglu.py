@@ -116,7 +116,24 @@ CASES = [
     Case("mxfp8", "mxfp8", "mxfp8", Activation(GateUpOrder.UP_GATE, limit=0.5, limit_on="function"), DECODE),
     Case("mxfp4", "bf16", "bf16", Activation(GateUpOrder.INTERLEAVED, limit=0.5, limit_on="function"), DECODE),
     Case("mxfp4", "mxfp8", "mxfp8", Activation(limit=0.5, limit_on="function"), PREFILL),
+    Case("nvfp4", "fp8_block", "bf16", SwiGLU(), PREFILL),
+    Case("nvfp4", "fp8_block", "bf16", SQUARED_RELU, MIDDLE),
+    Case("mxfp4", "fp8_block", "bf16", GPT_OSS, MIDDLE),
+    Case("mxfp4", "fp8_block", "bf16", GPT_OSS, DECODE),
+    Case("mxfp4", "fp8_block", "mxfp8", Activation(GateUpOrder.UP_GATE, function="gelu"), PREFILL),
 ]
+
+
+FORMATS_OF_PRODUCTS = [
+    ("nvfp4",) * 3,
+    ("nvfp4", "bf16", "bf16"),
+    ("mxfp8",) * 3,
+    ("mxfp4", "bf16", "bf16"),
+    ("mxfp4", "mxfp8", "mxfp8"),
+    ("nvfp4", "fp8_block", "bf16"),
+    ("mxfp4", "fp8_block", "bf16"),
+]
+"""Of weights, tokens and the result of the first product."""
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -314,7 +331,7 @@ def _blocks(dequantized: torch.Tensor, a: GroupedRows) -> torch.Tensor:
 @pytest.mark.parametrize("activation", [SwiGLU(), SQUARED_RELU], ids=["silu", "relu2"])
 @pytest.mark.parametrize(
     ("name", "token", "out"),
-    [("nvfp4",) * 3, ("nvfp4", "bf16", "bf16"), ("mxfp8",) * 3, ("mxfp4", "bf16", "bf16"), ("mxfp4", "mxfp8", "mxfp8")],
+    FORMATS_OF_PRODUCTS,
 )
 def test_a_result_is_decoded_for_the_product_that_follows(
     name: str,
@@ -363,7 +380,7 @@ def test_a_result_is_decoded_for_the_product_that_follows(
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("name", "token", "out"),
-    [("nvfp4",) * 3, ("nvfp4", "bf16", "bf16"), ("mxfp8",) * 3, ("mxfp4", "bf16", "bf16"), ("mxfp4", "mxfp8", "mxfp8")],
+    FORMATS_OF_PRODUCTS,
 )
 def test_teams_and_late_loads_do_not_change_the_bits_of_a_few_rows(
     name: str, token: str, out: str, rng: torch.Generator, device: torch.device, monkeypatch: pytest.MonkeyPatch

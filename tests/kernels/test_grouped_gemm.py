@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_runtime.kernels.formats.number_formats import FORMATS, MXFP4, TokenFormat
+from moe_runtime.kernels.formats.number_formats import FORMATS, MXFP4, WEIGHT_FORMATS, TokenFormat
 from moe_runtime.kernels.formats.reference_quantize import raw_bits
 from moe_runtime.kernels.formats.swizzle import swizzle_scales
 from moe_runtime.kernels.gemm.grouped_gemm import gemm_bytes, gemm_flops, grouped_gemm, grouped_gemm_swiglu
@@ -22,12 +22,15 @@ from tests.support.gemm_cases import (
     ENGINES,
     PAIRS,
     UNIT,
+    as_bf16_rows,
     check_inside,
     decode_rows,
     dequant_weights,
     exact_gemm,
     make_rows,
+    multiplied_rows,
     random_weights,
+    with_wild_scales,
 )
 from tests.support.gemm_checks import check_untouched, integer_operands, poisoned, unit_scales
 
@@ -219,6 +222,58 @@ def test_mxfp8_rows_of_every_code_and_scale_are_exact_with_mxfp4_weights(engine:
     exact = torch.from_numpy(decode_rows(a))
     assert out[-8:].isnan().all() and exact[-8:].isnan().all()
     assert torch.equal(out[:-8].double(), exact[:-8])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(("weight", "one"), [("nvfp4", 0x38), ("mxfp4", 127)])
+def test_fp8_rows_of_every_code_are_rounded_once_to_bf16(
+    weight: str, one: int, engine: str, rng: torch.Generator, device: torch.device
+) -> None:
+    """Times one, each code beside scales of 200 exponents; and NaN."""
+    k, fmt = 32, WEIGHT_FORMATS[weight]
+    column = torch.arange(k)
+    quants = torch.zeros(1, k, k // 2, dtype=torch.uint8)
+    quants[0, column, column // 2] = (2 << 4 * (column % 2)).to(torch.uint8)
+    scales = swizzle_scales(torch.full((1, k, fmt.scale_columns(k)), one, dtype=torch.uint8))
+    w = ExpertWeights(fmt, quants.to(device), scales.view(fmt.scale_dtype or torch.uint8).to(device))
+    assert np.array_equal(dequant_weights(w)[0], np.eye(k))
+    codes = torch.arange(256, dtype=torch.uint8)
+    codes[codes & 0x7F == 0x7F] = 0x7E
+    sizes = torch.arange(-100, 100).repeat_interleave(8)
+    factors = torch.cat((torch.ldexp(torch.rand(len(sizes), generator=rng) + 1, sizes), torch.full((8,), torch.nan)))
+    count = len(factors)
+    a = replace(
+        make_rows("fp8_block", [count], k, torch.Generator(), device, num_experts=1, x=torch.ones(count, k)),
+        rows=codes.view(8, k).repeat(count // 8, 1).view(torch.float8_e4m3fn).to(device),
+        scales=factors[:, None].to(device),
+    )
+    out = grouped_gemm(a, w, out_dtype=torch.float32, engine=engine).cpu()
+    assert out[-8:].isnan().all()
+    assert torch.equal(out[:-8].double(), torch.from_numpy(multiplied_rows(a, fmt))[:-8])
+    off = torch.from_numpy(decode_rows(a))[:-8] / out[:-8].double() - 1
+    assert 2.0**-9 < off.nan_to_num(0.0).abs().max() <= 2.0**-8
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("weight", ["nvfp4", "mxfp4"])
+def test_fp8_rows_have_the_bits_of_their_values_in_bf16(
+    weight: str, engine: str, rng: torch.Generator, device: torch.device
+) -> None:
+    """Both products, with scales of any size, both signs, and NaN."""
+    k, inner, fmt = 416, 72, WEIGHT_FORMATS[weight]
+    w = random_weights(weight, 2, 2 * inner, k, rng, device, gate_up=True)
+    a = make_rows("fp8_block", [3, 0, 70, 9], k, rng, device, num_experts=2)
+    for rows in (a, with_wild_scales(a, rng)):
+        found = []
+        for given in (rows, as_bf16_rows(rows, fmt)):
+            out = poisoned(a.capacity, 2 * inner, torch.float32, device)
+            hidden = grouped_gemm_swiglu(given, w, SwiGLU(), out_format="bf16", engine=engine)
+            found.append((grouped_gemm(given, w, out=out, engine=engine), hidden.rows))
+        for ours, want in zip(*found, strict=True):
+            nan = want.isnan()
+            assert nan.all(1)[:2].all() == (rows is not a) and not nan.all()
+            assert torch.equal(ours.isnan(), nan)
+            assert_same_bits(ours[~nan], want[~nan], "results")
 
 
 @pytest.mark.parametrize("engine", ENGINES)

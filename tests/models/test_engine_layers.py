@@ -107,7 +107,9 @@ def test_every_form_of_weights(form: str, seed: int) -> None:
     ("form", "fields"),
     [
         ("nvfp4", {"token_format": "nvfp4"}),
+        ("nvfp4", {"token_format": "fp8_block"}),
         ("mxfp4", {"token_format": "mxfp8"}),
+        ("mxfp4", {"token_format": "fp8_block"}),
     ],
 )
 def test_settings_choose_the_tokens(form: str, fields: dict[str, Any], seed: int) -> None:

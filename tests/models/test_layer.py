@@ -24,6 +24,7 @@ from moe_runtime.config import ModeName, MoELayerConfig, load_config
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.integrations.expert_modules import describe_experts
 from moe_runtime.kernels.formats.number_formats import FORMATS
+from moe_runtime.kernels.formats.quantize import dequantize_rows, quantize_rows
 from moe_runtime.kernels.formats.scale_blocks import expert_starts
 from moe_runtime.kernels.gemm.weights import ExpertWeights, GateUpOrder, SwiGLU
 from moe_runtime.launch.common.qwen3_checkpoint import write_qwen3_moe_checkpoint
@@ -248,8 +249,42 @@ def test_of_mxfp4_weights_mxfp8_tokens_lose_nothing(
     assert error_bound("bf16") < error <= error_bound("mxfp8", "bf16")
 
 
+@pytest.mark.parametrize("mode", ["gathered", "contiguous"])
+@pytest.mark.parametrize("weights", ["nvfp4", "mxfp4"])
+def test_fp8_tokens_of_four_bit_weights_are_bf16_tokens_of_their_values(
+    weights: str, mode: ModeName, device: torch.device, rng: torch.Generator, seed: int
+) -> None:
+    """The same bits on three ranks, one without tokens, and within the bound of float64. The intermediate is bf16."""
+    xs = [tokens(rng, count) for count in (64, 0, 33)]
+    values = [
+        dequantize_rows(quantize_rows(x, "fp8_block", engine="torch"), engine="torch").bfloat16() if len(x) else x
+        for x in xs
+    ]
+    scores = [torch.randn(len(x), 8, generator=rng).topk(3) for x in xs]
+    routes = [(best.indices.int().to(device), best.values.softmax(1).to(device)) for best in scores]
+    plain = [random_expert(MoELayerConfig(**SETTINGS), seed, e)[:2] for e in range(8)]
+    found = []
+    for fmt, given in (("fp8_block", xs), ("bf16", values)):
+        config = MoELayerConfig(**SETTINGS, token_format=fmt, weight_format=weights)
+        assert config.intermediate_format == "bf16"
+
+        def load(layer: MoELayer) -> None:
+            set_mode(layer, mode).load_experts(ExpertTensors(*plain[e]) for e in layer.local_experts)
+
+        with VirtualRanks(config, 3, load, device=device) as ranks:
+            found.append(torch.cat(ranks([x.to(device) for x in given], routes)))
+    assert_same_bits(*found, "tokens")
+    gate_up, down = (torch.stack([pair[i] for pair in plain]) for i in (0, 1))
+    routes = [(idx.cpu(), weights.cpu()) for idx, weights in routes]
+    reference = [moe_reference(x, *route, gate_up, down, SwiGLU()) for x, route in zip(xs, routes, strict=True)]
+    error, _ = relative_error(found[0].cpu(), torch.cat(reference))
+    assert error_bound("fp8_block") < error <= error_bound("fp8_block", weights)
+
+
 @pytest.mark.parametrize(
-    ("fmt", "weights"), [*((fmt, fmt) for fmt in sorted(FORMATS)), ("mxfp8", "mxfp4")], ids="-".join
+    ("fmt", "weights"),
+    [*((fmt, fmt) for fmt in sorted(FORMATS)), ("mxfp8", "mxfp4"), ("fp8_block", "nvfp4"), ("fp8_block", "mxfp4")],
+    ids="-".join,
 )
 @pytest.mark.parametrize("mode", ["gathered", "contiguous"])
 def test_modes_repetitions_and_neighbours_do_not_change_a_bit(
@@ -329,6 +364,7 @@ def test_formats_of_a_yaml_that_are_auto_are_those_of_its_checkpoint(tmp_path: P
         ({"weight_format": "auto"}, ("bf16", "mxfp4")),
         ({"token_format": "auto", "weight_format": "auto"}, ("bf16", "mxfp4")),
         ({"token_format": "mxfp8", "weight_format": "auto"}, ("mxfp8", "mxfp4")),
+        ({"token_format": "fp8_block", "weight_format": "auto"}, ("fp8_block", "mxfp4")),
         ({"token_format": "nvfp4", "weight_format": "auto"}, ("nvfp4", "nvfp4")),
         ({"token_format": "auto", "weight_format": "nvfp4"}, ("bf16", "nvfp4")),
     ):

@@ -31,6 +31,7 @@ ACTIVATIONS: dict[str, dict[str, Any]] = {
     "limited_silu_interleaved": {"limit": 1.0, "limit_on": "function", "order": "interleaved"},
 }
 FORMATS = [("bf16", "bf16"), ("fp8_block", "fp8_block"), ("mxfp8", "mxfp4"), ("nvfp4", "nvfp4")]
+FORMATS += [("fp8_block", "nvfp4"), ("fp8_block", "mxfp4")]
 each = pytest.mark.parametrize("activation", ACTIVATIONS.values(), ids=ACTIVATIONS)
 
 
@@ -59,8 +60,8 @@ def exact(
 def test_layers_are_within_their_bound(
     token: str, weight: str, activation: dict[str, Any], device: torch.device, rng: torch.Generator, seed: int
 ) -> None:
-    """On three ranks, one without tokens, with biases in bf16."""
-    c = config(activation, token_format=token, weight_format=weight, expert_bias=token == "bf16")
+    """On three ranks, one without tokens, with biases where tokens are bf16 or `fp8_block`."""
+    c = config(activation, token_format=token, weight_format=weight, expert_bias=token in ("bf16", "fp8_block"))
     formula = activation_of(c.activation)
     xs = [torch.randn(count, 128, generator=rng).bfloat16().to(device) for count in (32, 0, 21)]
     with VirtualRanks(c, 3, lambda layer: layer.load_random(seed), device=device) as ranks:

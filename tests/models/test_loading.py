@@ -159,7 +159,8 @@ def test_quantized_experts_are_converted(fmt: str, rng: torch.Generator, device:
     for number, one in enumerate(experts):
         for made, given in ((gate_up, one.gate_up), (down, one.down)):
             assert isinstance(given, ExpertWeights)
-            want = ExpertWeights.quantize(given.dequantize(), fmt)
+            folds = fmt == "fp8_block"
+            want = given.folded() if folds else ExpertWeights.quantize(given.dequantize(), fmt)
             assert_same_bits(made.expert(number).quants, want.quants)
 
 

@@ -21,7 +21,10 @@ HALF_OVERFLOW = 65520.0
 """Smallest number that rounds to infinity in fp16."""
 
 ENGINES = ("triton", "torch")
-PAIRS = [(name, name) for name in FORMATS] + [("nvfp4", "bf16"), ("mxfp4", "bf16"), ("mxfp4", "mxfp8")]
+PAIRS = [(name, name) for name in FORMATS] + [
+    *(("nvfp4", name) for name in ("bf16", "fp8_block")),
+    *(("mxfp4", name) for name in ("bf16", "mxfp8", "fp8_block")),
+]
 UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 3 * 2.0**-24}
 """Relative rounding of the result; fp32 rounds after each of the row scale, the expert scale and the bias."""
 
@@ -75,6 +78,32 @@ def decode_rows(a: GroupedRows) -> Array:
     elif scales is not None:
         scales = scales[: a.capacity]
     return decode(a.format, bits(a.rows)[source], scales)
+
+
+def multiplied_rows(a: GroupedRows, weights: TokenFormat) -> Array:
+    """`decode_rows` as the GEMM multiplies them: e2m1 weights have `fp8_block` rows rounded to fp32, then to bf16."""
+    values = decode_rows(a)
+    if a.format.name != "fp8_block" or weights.element_bits != 4:
+        return values
+    with np.errstate(over="ignore"):
+        return values.astype(np.float32).astype(ml_dtypes.bfloat16).astype(np.float64)
+
+
+def as_bf16_rows(a: GroupedRows, weights: TokenFormat) -> GroupedRows:
+    """The rows in bf16 as the GEMM multiplies them with `weights`, by row position."""
+    values = torch.from_numpy(multiplied_rows(a, weights)).bfloat16().to(a.rows.device)
+    return replace(a, format=FORMATS["bf16"], rows=values, scales=None, row_index=None, group_scale_offsets=None)
+
+
+def with_wild_scales(a: GroupedRows, rng: torch.Generator) -> GroupedRows:
+    """`fp8_block` rows with scales of all sizes and both signs, a NaN among them; codes of NaN in another row."""
+    assert a.scales is not None and a.row_index is None
+    sizes = torch.randint(-100, 100, tuple(a.scales.shape), generator=rng)
+    scales = torch.ldexp(torch.rand(a.scales.shape, generator=rng) - 0.5, sizes).to(a.scales.device)
+    codes = torch.randint(0, 255, tuple(a.rows.shape), generator=rng).to(torch.uint8)
+    codes[codes & 0x7F == 0x7F] = 0
+    scales[0, -1], codes[1, 5] = torch.nan, 0xFF
+    return replace(a, scales=scales, rows=codes.to(a.rows.device).view(a.rows.dtype))
 
 
 def dequant_weights(w: ExpertWeights) -> Array:
@@ -183,14 +212,14 @@ class Exact:
 
 
 def exact_gemm(a: GroupedRows, w: ExpertWeights, device: torch.device) -> Exact:
-    """The product of the dequantized operands of each group in float64."""
-    rows, weights = decode_rows(a), dequant_weights(w)
+    """The product of the operands of each group in float64, dequantized as `multiplied_rows`."""
+    rows, weights = multiplied_rows(a, w.format), dequant_weights(w)
     factors = w.row_factors().cpu().double().numpy()
     value, slack = np.zeros((a.capacity, w.num_rows)), np.zeros((a.capacity, w.num_rows))
     written = np.zeros(a.capacity, bool)
     active = a.num_groups if a.num_active_experts is None else int(a.num_active_experts)
     offsets, ids = a.group_offsets.tolist(), a.expert_ids.tolist()
-    imprecise = device.type == "cuda" and a.format.name == "fp8_block" and torch.cuda.get_device_capability()[0] == 9
+    imprecise = device.type == "cuda" and w.format.name == "fp8_block" and torch.cuda.get_device_capability()[0] == 9
     for g in range(min(active, a.num_groups)):
         span, e = slice(offsets[g], offsets[g + 1]), ids[g]
         if not 0 <= e < w.num_experts:

@@ -45,6 +45,8 @@ PACKAGED = (
     *(f"tiny_{family}" for family in ("deepseek_v3", "gpt_oss", "kimi_k2", "mixtral", "qwen2_moe", "qwen3_moe")),
     "tiny_nemotron_h",
 )
+MIXED_PAIRS = [("bf16", "nvfp4"), ("fp8_block", "nvfp4"), ("bf16", "mxfp4"), ("mxfp8", "mxfp4"), ("fp8_block", "mxfp4")]
+"""Tokens and weights in different formats that a layer accepts."""
 LAYER: dict[str, Any] = {
     "hidden_size": 256,
     "intermediate_size": 128,
@@ -309,21 +311,34 @@ def test_every_key_is_described() -> None:
             assert field.description or name in ("router", "activation"), f"{model.__name__}.{name}"
 
 
-@given(st.integers(1, 10**6), st.sampled_from(sorted(FORMATS)), st.none() | st.integers(0, 200))
-def test_resolve_mode(tokens: int, fmt: str, rows: int | None) -> None:
-    gathers = tokens <= 256 or fmt != "fp8_block" or (rows is not None and rows <= 64)
-    assert resolve_mode("auto", tokens, fmt, rows) == ("gathered" if gathers else "contiguous")
+@given(
+    st.integers(1, 10**6),
+    st.sampled_from(sorted(FORMATS)),
+    st.none() | st.integers(0, 200),
+    st.sampled_from(["fp8_block", "nvfp4", "mxfp4"]),
+)
+def test_resolve_mode(tokens: int, fmt: str, rows: int | None, weights: str) -> None:
+    gathers = tokens <= 256 or (fmt, weights) != ("fp8_block",) * 2 or (rows is not None and rows <= 64)
+    assert resolve_mode("auto", tokens, fmt, rows, weights) == ("gathered" if gathers else "contiguous")
     assert resolve_mode("gathered", tokens, fmt) == "gathered"
     assert resolve_mode("contiguous", tokens, fmt) == "contiguous"
 
 
 @pytest.mark.parametrize(
-    ("ranks", "tokens", "mode"), [(2, 512, "gathered"), (2, 513, "contiguous"), (4, 512, "contiguous")]
+    ("ranks", "tokens", "weights", "mode"),
+    [
+        (2, 512, "fp8_block", "gathered"),
+        (2, 513, "fp8_block", "contiguous"),
+        (4, 512, "fp8_block", "contiguous"),
+        (4, 512, "nvfp4", "gathered"),
+        (4, 4096, "mxfp4", "gathered"),
+    ],
 )
-def test_rows_are_gathered_where_experts_have_few(ranks: int, tokens: int, mode: str) -> None:
-    """64 rows of each of 128 experts, and more; the dispatcher and the sizes of its memory say the same."""
+def test_rows_are_gathered_where_experts_have_few(ranks: int, tokens: int, weights: str, mode: str) -> None:
+    """64 rows of each of 128 experts, and more; the dispatcher and the sizes of its memory say the same. Weights that
+    are dequantized have all rows gathered."""
     sizes = {"hidden_size": 256, "intermediate_size": 256, "num_experts": 128, "top_k": 8, "token_format": "fp8_block"}
-    config = MoELayerConfig.model_validate(sizes | {"max_tokens_per_rank": tokens})
+    config = MoELayerConfig.model_validate(sizes | {"max_tokens_per_rank": tokens, "weight_format": weights})
     assert config.mode_on(ranks) == mode
     assert layer_geometry(config, ranks).contiguous == (mode == "contiguous")
     context = virtual_contexts(ranks)[0]
@@ -352,7 +367,7 @@ def test_a_layer_is_accepted_exactly_when_it_can_run(
         hidden > 0
         and intermediate > 0
         and 0 < top_k <= num_experts
-        and (weights == token or (token, weights) in (("bf16", "nvfp4"), ("bf16", "mxfp4"), ("mxfp8", "mxfp4")))
+        and (weights == token or (token, weights) in MIXED_PAIRS)
         and all(hidden % units[name] == 0 for name in (token, weights, combine))
         and all(intermediate % units[name] == 0 for name in (token, weights))
     )
