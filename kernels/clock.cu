@@ -1,5 +1,5 @@
-// Writes the GPU's clock between kernels that are launched early. It costs about as much as an empty kernel of this kind,
-// less than an event in their graph.
+// Writes the GPU's clock between kernels that are launched early. It costs about as much as an empty kernel of this
+// kind, less than an event in their graph.
 
 extern "C" __global__ void write_clock(long long* at) {
   asm volatile("griddepcontrol.launch_dependents;");

@@ -6,7 +6,6 @@ import torch
 
 from moe_runtime.kernels.bound_kernel import launch
 from moe_runtime.kernels.nvrtc import Defines
-from moe_runtime.kernels.runtime import CudaCase
 
 DEFINES = Defines({})
 
@@ -19,6 +18,3 @@ def write_clock(at: torch.Tensor) -> None:
     launch(
         "clock.cu", "write_clock", DEFINES, grid=(1, 1, 1), block=1, arguments={"at": at}, device=at.device, early=True
     )
-
-
-AOT_CASES = (CudaCase("write_clock", "any", "clock.cu", "write_clock", DEFINES, instruction={90: "globaltimer"}),)

@@ -25,7 +25,7 @@ import triton.language as tl
 from moe_runtime.kernels.formats.bits import bf16_bits_to_f32, bits_f32, f32_bits, f32_to_bf16_bits, magnitude_bits
 from moe_runtime.kernels.formats.number_formats import ceil_div
 from moe_runtime.kernels.formats.reference_quantize import raw_bits
-from moe_runtime.kernels.runtime import ALL_ARCHS, INTERPRET, AotCase
+from moe_runtime.kernels.runtime import INTERPRET
 
 if not INTERPRET:
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -396,47 +396,3 @@ def route(
         **pdl,
     )
     return idx_TK, weights_TK
-
-
-def _aot_logits(tokens: int, experts: int, parts: int, archs: tuple[int, ...] = ALL_ARCHS) -> AotCase:
-    constants = {"TILE_T": tokens, "TILE_E": experts, "BLOCK_K": BLOCK_K, "PART": PART, "PARTS": parts}
-    constants |= {"EARLY": True, "INTERPRET": False}
-    signature = {
-        "x_ptr": "*bf16",
-        "w_ptr": "*fp32",
-        "partial_ptr": "*fp32",
-        "num_tokens": "i32",
-        "E": "i32",
-        "K": "i32",
-    }
-    signature |= {"x_stride": "i64", "chunk": "i32", **dict.fromkeys(constants, "constexpr")}
-    options = {"num_warps": 8 if tokens == LARGE_TILE else 4, "num_stages": 3, "enable_fp_fusion": False}
-    mma = {90: r"mma\.sync" if tokens == FEW_TOKENS else r"wgmma\.mma_async", 100: r"tcgen05\.mma", 120: r"mma\.sync"}
-    wanted = {arch: mma[arch] for arch in archs}
-    return AotCase("route_logits", "bf16", _logits_kernel, signature, constants, options, archs, wanted)
-
-
-def _aot_choose(
-    kind: str, experts: int, *, parts: int = 1, groups: int = 1, bias: bool = False, correction: bool = False
-) -> AotCase:
-    constants: dict[str, object] = {"KIND": KINDS.index(kind), "RENORMALIZE": True, "TOP_K": 8}
-    constants |= {"GROUPS": groups, "TOP_GROUPS": max(groups // 2, 1), "SPLITS": SPLITS, "PARTS": parts}
-    constants |= {"BLOCK": triton.next_power_of_2(experts), "BLOCK_K": 8, "EARLY": True}
-    constants |= {name: None for name, there in (("bias_ptr", bias), ("correction_ptr", correction)) if not there}
-    signature = {"partial_ptr": "*fp32", "bias_ptr": "*fp32", "correction_ptr": "*fp32", "idx_ptr": "*i32"}
-    signature |= {"weights_ptr": "*fp32", "num_tokens": "i32", "E": "i32", "scaling_factor": "fp32"}
-    signature |= dict.fromkeys(constants, "constexpr")
-    options = {"num_warps": choosing_warps(experts)}
-    return AotCase("route_choose", "any", _choose_kernel, signature, constants, options)
-
-
-AOT_CASES: tuple[AotCase, ...] = (
-    _aot_logits(FEW_TOKENS, TILE, 7, (90,)),
-    _aot_logits(TILE, TILE, 1),
-    _aot_logits(TILE, TILE, 7),
-    _aot_logits(LARGE_TILE, LARGE_TILE, 1, (90, 100)),
-    _aot_choose("softmax", 128, parts=3),
-    _aot_choose("topk_softmax", 128, bias=True),
-    _aot_choose("sigmoid", 256, parts=7, groups=8, correction=True),
-    _aot_choose("sigmoid", 384, correction=True),
-)

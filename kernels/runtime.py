@@ -1,4 +1,4 @@
-"""Engines, ahead-of-time cases, and the differences between compiled and interpreted kernels.
+"""Engines, and the differences between compiled and interpreted kernels.
 
 Under `TRITON_INTERPRET=1` (set before this module is imported) kernels run on CPU tensors. `INTERPRET` is then True;
 kernels that need it get it as a `tl.constexpr`.
@@ -7,10 +7,8 @@ kernels that need it get it as a `tl.constexpr`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import triton
@@ -104,55 +102,3 @@ SM_SHARED_BYTES, BLOCK_RESERVED_BYTES = 228 * 1024, 1024
 """Shared memory of an SM of Hopper, and what the driver takes of it for each block."""
 MAX_SHARED_BYTES = SM_SHARED_BYTES - BLOCK_RESERVED_BYTES
 """Most shared memory of a block there."""
-
-ALL_ARCHS = (90, 100, 120)
-SM_SHARED_BYTES_OF = {90: SM_SHARED_BYTES, 100: SM_SHARED_BYTES, 120: 100 * 1024}
-"""Shared memory of an SM, by compute capability times ten (CUDA C++ Programming Guide, technical specifications)."""
-
-
-@dataclass(frozen=True)
-class AotCase:
-    """One way to compile a Triton kernel ahead of time; a kernel module lists its cases in `AOT_CASES`.
-
-    Attributes:
-        operation, format: row of the printed table, e.g. `("quantize", "nvfp4")`.
-        kernel: the `triton.jit` function.
-        signature: argument name -> Triton type such as `*bf16`, `*i64`, `i32`, or `constexpr`.
-        constexprs: values of the arguments typed `constexpr`.
-        options: compile options, e.g. `{"num_warps": 8, "enable_fp_fusion": False}`.
-        archs: compute capabilities it is for, times ten.
-        instruction: by arch, a regular expression that the PTX must contain; none is required of other archs.
-    """
-
-    operation: str
-    format: str
-    kernel: Any
-    signature: dict[str, str]
-    constexprs: dict[str, Any]
-    options: dict[str, Any] = field(default_factory=dict)
-    archs: tuple[int, ...] = ALL_ARCHS
-    instruction: dict[int, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class CudaCase:
-    """One way to compile a CUDA C++ kernel ahead of time, also listed in `AOT_CASES`.
-
-    Attributes:
-        operation, format: as in `AotCase`.
-        file: name of the source, in the folder of this module or below it.
-        kernel: name of the kernel in the source.
-        defines: macros.
-        archs: compute capabilities it is for, times ten.
-        instruction: as in `AotCase`.
-        shared_bytes: dynamic shared memory of a block, which must fit with the kernel's own; None is not checked.
-    """
-
-    operation: str
-    format: str
-    file: str
-    kernel: str
-    defines: Mapping[str, int | str]
-    archs: tuple[int, ...] = (90,)
-    instruction: dict[int, str] = field(default_factory=dict)
-    shared_bytes: int | None = None

@@ -10,8 +10,6 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_runtime.kernels.runtime import AotCase
-
 STEPS, TOKENS, SENT, ROWS, HEAD = range(5)
 BLOCK_T = 64
 
@@ -92,16 +90,3 @@ def count_step(
 def _constexprs(top_k: int) -> dict[str, int]:
     places = {"TOKENS": TOKENS, "SENT": SENT, "ROWS": ROWS, "HEAD": HEAD}
     return {"TOP_K": top_k, "BLOCK_K": triton.next_power_of_2(top_k), "BLOCK_T": BLOCK_T, **places}
-
-
-def _aot_case(ids: str) -> AotCase:
-    signature = {"ids_ptr": ids, "slots_ptr": ids, "num_parts_ptr": "*i32", "group_offsets_ptr": "*i32"}
-    signature |= {"words_ptr": "*i64"}
-    signature |= dict.fromkeys(("num_tokens", "num_experts", "num_groups", "first_slot", "end_slot"), "i32")
-    constexprs = _constexprs(8)
-    return AotCase(
-        "count_step", "any", _count_step_kernel, signature | dict.fromkeys(constexprs, "constexpr"), constexprs
-    )
-
-
-AOT_CASES: tuple[AotCase, ...] = (_aot_case("*i32"), _aot_case("*i64"))

@@ -24,7 +24,6 @@ Layers, from the top. A module imports from its own layer or from those below it
     context, resilience, checkpoints, router, shared_expert, post_expert_norm, observation, reference
     placement
     config, observation.phases
-    kernels.aot
     kernels.gemm, kernels.exchange, kernels.route, kernels.step_counts, kernels.clock
     kernels.formats, kernels.launch_order
     kernels

@@ -1,4 +1,5 @@
-// Barriers in shared memory at which threads and bulk copies arrive, for inclusion. Functions use shared-memory addresses.
+// Barriers in shared memory at which threads and bulk copies arrive, for inclusion. Functions use shared-memory
+// addresses.
 
 #ifndef MOE_RUNTIME_MBARRIER
 #define MOE_RUNTIME_MBARRIER
@@ -16,8 +17,9 @@ __device__ __forceinline__ void barrier_arrive(u32 barrier, u32 count = 1) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
 
-// One lane arrives for the whole warp, ordered after the other lanes by `__syncwarp`. racecheck does not see that order and
-// knows only what the arriving thread did before. With EACH_LANE_ARRIVES, set by `research.sanitize`, all lanes arrive.
+// One lane arrives for the whole warp, ordered after the other lanes by `__syncwarp`. racecheck does not see that order
+// and knows only what the arriving thread did before. With EACH_LANE_ARRIVES, set by `research.sanitize`, all lanes
+// arrive.
 #ifdef EACH_LANE_ARRIVES
 constexpr u32 ARRIVALS_OF_WARP = 32;
 #else
@@ -57,7 +59,8 @@ __device__ __forceinline__ void barrier_wait_for(u32 barrier, u32 parity, u32 ns
   } while (!done && static_cast<u32>(clock_ns()) - since < ns);
 }
 
-// Starts a bulk copy into shared memory that belongs to the phase of `barrier`. Addresses and size are multiples of 16 bytes.
+// Starts a bulk copy into shared memory that belongs to the phase of `barrier`. Addresses and size are multiples of 16
+// bytes.
 __device__ __forceinline__ void bulk_load(u32 to, const void* from, u32 bytes, u32 barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
                "l"(from), "r"(bytes), "r"(barrier)
@@ -67,7 +70,8 @@ __device__ __forceinline__ void bulk_load(u32 to, const void* from, u32 bytes, u
 // The same with an L2 cache policy.
 __device__ __forceinline__ void bulk_load(u32 to, const void* from, u32 bytes, u32 barrier, u64 policy) {
   asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(to),
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
+          "r"(to),
       "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
       : "memory");
 }

@@ -1,4 +1,5 @@
-// Number formats and the scale layout for kernels that dequantize, for inclusion; `kernels/formats/bits.py` is for Triton.
+// Number formats and the scale layout for kernels that dequantize, for inclusion; `kernels/formats/bits.py` is for
+// Triton.
 
 #ifndef MOE_RUNTIME_NUMBERS
 #define MOE_RUNTIME_NUMBERS
@@ -49,8 +50,8 @@ __device__ __forceinline__ void e4m3_pair(u16 bytes, float& low, float& high) {
       : "r"(halves));
 }
 
-// x / s rounded to nearest, given `inverse`, 1 / s rounded. Exact unless the quotient or the remainder is denormal; the e4m3
-// code is 0 then anyway.
+// x / s rounded to nearest, given `inverse`, 1 / s rounded. Exact unless the quotient or the remainder is denormal; the
+// e4m3 code is 0 then anyway.
 __device__ __forceinline__ float divide(float x, float s, float inverse) {
   float q = __fmul_rn(x, inverse);
   q = __fmaf_rn(__fmaf_rn(q, s, -x), -inverse, q);  // this sign order keeps -0
@@ -68,8 +69,8 @@ __device__ __forceinline__ long long swizzled_offset(long long row, int column, 
   return row / 128 * ((columns + 3) / 4 * 512) + column / 4 * 512 + row % 32 * 16 + row % 128 / 32 * 4 + column % 4;
 }
 
-// Factor for e2m1 codes placed as bf16 bits, from their scale: scale * 2^118. Placed codes are 2^-126 times their value, and
-// 2^118 is the largest power of two that a scale in bf16 can carry.
+// Factor for e2m1 codes placed as bf16 bits, from their scale: scale * 2^118. Placed codes are 2^-126 times their
+// value, and 2^118 is the largest power of two that a scale in bf16 can carry.
 __device__ __forceinline__ u32 e4m3_factor(float scale) { return pack_bf16(scale * 0x1p118f, scale * 0x1p118f); }
 
 // The two e2m1 values of a byte (upper bits 0) times a factor of `e4m3_factor`: bf16 pairs of 2^100 times their value.

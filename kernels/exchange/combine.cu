@@ -1,27 +1,28 @@
 // Combine: reduces the experts of a rank for each token, sends one partial result home, and sums over ranks.
 //
-// Both kernels bring rows through a ring of shared memory (row_ring.cuh), so that few SMs have as many bytes in flight as
-// their memory holds: one warp pushes the rows that come next, the others read them. A partial result is made in shared
-// memory and sent whole by the copy engine.
+// Both kernels bring rows through a ring of shared memory (row_ring.cuh), so that few SMs have as many bytes in flight
+// as their memory holds: one warp pushes the rows that come next, the others read them. A partial result is made in
+// shared memory and sent whole by the copy engine.
 //
-// `y = bf16(shared + sum over ranks ascending of wire(sum over that rank's experts, k ascending, of w_k * bf16(acc)))`, sums
-// in fp32, `shared` first and only where there is one. Multiplications and additions are kept apart (no fused multiply-add), so
-// that every engine gives the same bits. A NaN is a NaN everywhere, but its sign and payload are the machine's.
+// `y = bf16(shared + sum over ranks ascending of wire(sum over that rank's experts, k ascending, of w_k * bf16(acc)))`,
+// sums in fp32, `shared` first and only where there is one. Multiplications and additions are kept apart (no fused
+// multiply-add), so that every engine gives the same bits. A NaN is a NaN everywhere, but its sign and payload are the
+// machine's.
 //
-// Where combine_recv runs concurrently with combine_send, tokens are summed in parts, as the parts arrive from all ranks:
-// `early_parts` parts of `part_tokens` tokens are signalled before the rest has landed.
+// Where combine_recv runs concurrently with combine_send, tokens are summed in parts, as the parts arrive from all
+// ranks: `early_parts` parts of `part_tokens` tokens are signalled before the rest has landed.
 //
-// With PARTIAL_FLAGS, for few tokens, combine_send also signals the partial result of each block, if it has only one, and
-// combine_recv sums each token as soon as all of its partial results are there.
+// With PARTIAL_FLAGS, for few tokens, combine_send also signals the partial result of each block, if it has only one,
+// and combine_recv sums each token as soon as all of its partial results are there.
 //
-// With AWAIT_TOKENS, combine_send follows a dispatch that nothing has received, of routing alone: it waits for each token by
-// itself, and `positions` are rows of an earlier dispatch of the same tokens. An entry without an expert has no part in the sum.
-// One warp brings rows, by their positions alone, while another waits for the weights.
+// With AWAIT_TOKENS, combine_send follows a dispatch that nothing has received, of routing alone: it waits for each
+// token by itself, and `positions` are rows of an earlier dispatch of the same tokens. An entry without an expert has
+// no part in the sum. One warp brings rows, by their positions alone, while another waits for the weights.
 //
 // Macros: those of signalling.cuh (with AWAIT_TOKENS those of arrival.cuh), AWAIT_TOKENS, BOTH_HALVES, HIDDEN, WIRE
 // (FormatCode), PARTS (partial results of a token), PARTIAL_BYTES, PARTIAL_SCALES_AT, COMBINE_FLAG, PARTIAL_FLAGS,
-// PARTIAL_FLAG, PARTIAL_FLAG_TOKENS, PROGRESS, PROGRESS_PARTS, K, READERS (warps of combine_send that read rows), PLACES
-// (of its ring), WAITING (warps of combine_recv that read rows), PARTIALS (places of its ring), OUTPUT_BF16,
+// PARTIAL_FLAG, PARTIAL_FLAG_TOKENS, PROGRESS, PROGRESS_PARTS, K, READERS (warps of combine_send that read rows),
+// PLACES (of its ring), WAITING (warps of combine_recv that read rows), PARTIALS (places of its ring), OUTPUT_BF16,
 // RECORD_BYTES, IDS_AT, WEIGHTS_AT, HAS_SHARED, STALE_HANDLE (ErrorCode), COMBINE_SEND and COMBINE_RECV (Phase).
 
 #if AWAIT_TOKENS
@@ -33,7 +34,8 @@
 #include "expert_output.cuh"
 #include "row_ring.cuh"
 
-constexpr int UNIT = unit_numbers(WIRE), UNITS = HIDDEN / UNIT, PER_THREAD = (UNITS + 32 * READERS - 1) / (32 * READERS);
+constexpr int UNIT = unit_numbers(WIRE), UNITS = HIDDEN / UNIT,
+              PER_THREAD = (UNITS + 32 * READERS - 1) / (32 * READERS);
 constexpr int SCALE_BYTES = WIRE == BF16 ? 0 : WIRE == MXFP8 ? HIDDEN / 32 : (HIDDEN + 127) / 128 * 4;
 constexpr int SENT_BYTES = (PARTIAL_SCALES_AT + SCALE_BYTES + 15) / 16 * 16;
 constexpr int STAGES = 2;  // partial results in the making or being sent
@@ -43,8 +45,18 @@ constexpr int LOADS = UNIT * OUTPUT_BYTES / 16;
 constexpr u32 OUTPUT = 1, PARTIAL = 2, SHARED = 4, LAST = 8, FAILED = 16;
 constexpr u64 END = 0, SIGNAL = 1;  // in place of a row's address at home; both come without a row and with LAST
 
-// The slot that a lane looks into. Tokens of all ranks take turns, beginning with a neighbour's: so all links are busy all the
-// time, and not all ranks send to the same one.
+static_assert(K >= 1 && K <= 32, "K: a lane of a warp has an entry of a token's routing");
+static_assert(HIDDEN % 16 == 0, "HIDDEN: threads sum units of 8 or 16 numbers");
+static_assert(READERS >= 1 && 32 * READERS + 64 + 32 * AWAIT_TOKENS <= 1024, "READERS: warps of combine_send");
+static_assert(WAITING >= 1 && 32 * WAITING + 32 <= 1024, "WAITING: warps of combine_recv");
+static_assert(PLACES >= 1 && PARTIALS >= 1, "PLACES, PARTIALS: a ring has a place at least");
+static_assert(PARTIAL_SCALES_AT % 16 == 0, "PARTIAL_SCALES_AT: scales begin at 16 bytes");
+static_assert(SENT_BYTES <= PARTIAL_BYTES && PARTIAL_BYTES % 16 == 0, "PARTIAL_BYTES: too few for a partial result");
+static_assert(IDS_AT % 16 == 0 && WEIGHTS_AT % 16 == 0,
+              "IDS_AT, WEIGHTS_AT: ids and weights are read 16 bytes at a time");
+
+// The slot that a lane looks into. Tokens of all ranks take turns, beginning with a neighbour's: so all links are busy
+// all the time, and not all ranks send to the same one.
 struct Turn {
   int source, token;
   bool there;
@@ -80,7 +92,8 @@ extern "C" __global__ void __launch_bounds__(32 * READERS + 64 + 32 * AWAIT_TOKE
                  int* latch, int* counter, int rank, int max_tokens, int num_slots, int early_parts, int part_tokens,
                  long long landing_half, long long combine_half
 #if AWAIT_TOKENS
-                 , const u64* token_flags, int count_tag, long long token_flags_half, long long timeout_ns,
+                 ,
+                 const u64* token_flags, int count_tag, long long token_flags_half, long long timeout_ns,
                  const int* received
 #endif
     ) {
@@ -99,7 +112,8 @@ extern "C" __global__ void __launch_bounds__(32 * READERS + 64 + 32 * AWAIT_TOKE
   if (threadIdx.x == 0) {
     rows.init(READERS, 1 + AWAIT_TOKENS);
     for (int s = 0; s < STAGES; ++s)
-      barrier_init(shared_address(made + s), READERS * ARRIVALS_OF_WARP), barrier_init(shared_address(taken + s), ARRIVALS_OF_WARP);
+      barrier_init(shared_address(made + s), READERS * ARRIVALS_OF_WARP),
+          barrier_init(shared_address(taken + s), ARRIVALS_OF_WARP);
   }
   // Tables that never change are read while the kernel before still runs.
   int* const words_of_lane = x.words(min(lane, WORLD - 1));
@@ -144,7 +158,8 @@ extern "C" __global__ void __launch_bounds__(32 * READERS + 64 + 32 * AWAIT_TOKE
     for (; signalled <= early_parts; ++signalled) rows.load(nullptr, 0);
   } else if (warp == READERS) {
     const int* own = x.words(rank);
-    const Arrival arrived(landing[rank], token_flags[rank], own, landing_half, token_flags_half, max_tokens, count_tag, epoch);
+    const Arrival arrived(landing[rank], token_flags[rank], own, landing_half, token_flags_half, max_tokens, count_tag,
+                          epoch);
     bool lost = ahead(load_relaxed(epoch_ptr), epoch) >= 2;
     if (lost) {
       if (lane == 0) record_failure(x, STALE_HANDLE, rank, COMBINE_SEND, epoch, 0, 0);
@@ -178,7 +193,8 @@ extern "C" __global__ void __launch_bounds__(32 * READERS + 64 + 32 * AWAIT_TOKE
         // Tokens for another exchange: their number is too small or too large.
         const u32 others = __ballot_sync(ALL, sent < 0 || sent > max_tokens);
         if (!failed && others && lane == __ffs(others) - 1)
-          record_failure(x, MISMATCH, source, COMBINE_SEND, epoch, exchange_of(sent + arrived.tag), exchange_of(arrived.tag));
+          record_failure(x, MISMATCH, source, COMBINE_SEND, epoch, exchange_of(sent + arrived.tag),
+                         exchange_of(arrived.tag));
         __syncwarp();
         if (failed || others) lost = true, await_abort_sent(x);
       }
@@ -320,8 +336,8 @@ extern "C" __global__ void __launch_bounds__(32 * READERS + 64 + 32 * AWAIT_TOKE
     int* const partial_flag = reinterpret_cast<int*>(__shfl_sync(ALL, reinterpret_cast<u64>(words_of_lane), source)) +
                               PARTIAL_FLAG + (half * PARTIAL_FLAG_TOKENS + token) * WORLD + rank;
     bool flagged = false;  // to be raised once the partial result has landed
-    // The last block to come here stores the epoch to `word` of all ranks. Before that all that lane 0 of each block has copied has
-    // landed, but for the last copy if `but_last`.
+    // The last block to come here stores the epoch to `word` of all ranks. Before that all that lane 0 of each block
+    // has copied has landed, but for the last copy if `but_last`.
     auto signal = [&](int word, int* so_far, bool but_last) {
       bool last = false;
       if (lane == 0) {
@@ -335,8 +351,8 @@ extern "C" __global__ void __launch_bounds__(32 * READERS + 64 + 32 * AWAIT_TOKE
       if (last && lane < WORLD) store_release(words_of_lane + word + rank, epoch);
       __syncwarp();
     };
-    // Parts that have been signalled, and those that are to be. A part is signalled when the next partial result is on its way: what
-    // came before has landed by then, and readers make others meanwhile.
+    // Parts that have been signalled, and those that are to be. A part is signalled when the next partial result is on
+    // its way: what came before has landed by then, and readers make others meanwhile.
     int signalled = 0, due = 0;
     auto signal_parts = [&](bool but_last) {
       for (; signalled < due; ++signalled)
@@ -380,15 +396,14 @@ extern "C" __global__ void __launch_bounds__(32 * WAITING + 32, 1)
   const int* own = x.words(rank);
   const u8* landed = reinterpret_cast<const u8*>(combine[rank]);
   __syncthreads();
-  // This rank's own partial results come by its flag like those of peers: `combine_send` need not have ended. The output of a
-  // shared expert may come from any kernel before.
+  // This rank's own partial results come by its flag like those of peers: `combine_send` need not have ended. The
+  // output of a shared expert may come from any kernel before.
   if (HAS_SHARED) asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;");
 
   if (warp == WAITING) {
     const int epoch = load_relaxed(handle_epoch), half = epoch & 1;
-    if (lane == 0 && is_stale(epoch_ptr, epoch))
-      record_failure(x, STALE_HANDLE, rank, COMBINE_RECV, epoch, 0, 0);
+    if (lane == 0 && is_stale(epoch_ptr, epoch)) record_failure(x, STALE_HANDLE, rank, COMBINE_RECV, epoch, 0, 0);
     __syncwarp();
     const int peer = min(lane, WORLD - 1);
     const int* flag = own + COMBINE_FLAG + half * WORLD + peer;
@@ -438,8 +453,7 @@ extern "C" __global__ void __launch_bounds__(32 * WAITING + 32, 1)
           rows.push(shared_TH + token * shared_stride, HIDDEN * 2, {number, 0.0f, SHARED | (parts == 0 ? LAST : 0)});
         for (int i = 0; i < parts; ++i)
           rows.push(from + i * PARTIAL_BYTES, SENT_BYTES, {number, 0.0f, PARTIAL | (i + 1 == parts ? LAST : 0)});
-        if (failed || (!HAS_SHARED && parts == 0))
-          rows.push(nullptr, 0, {number, 0.0f, LAST | (failed ? FAILED : 0)});
+        if (failed || (!HAS_SHARED && parts == 0)) rows.push(nullptr, 0, {number, 0.0f, LAST | (failed ? FAILED : 0)});
       }
     }
     // A rank with few tokens also waits for all parts, or learns of a failure.
@@ -447,7 +461,8 @@ extern "C" __global__ void __launch_bounds__(32 * WAITING + 32, 1)
       await_part(early_parts);
       // Of a step that fails no token keeps its sum.
       if (PARTIAL_FLAGS && failed)
-        for (u64 token = blockIdx.x; token < num_tokens; token += gridDim.x) rows.push(nullptr, 0, {token, 0.0f, LAST | FAILED});
+        for (u64 token = blockIdx.x; token < num_tokens; token += gridDim.x)
+          rows.push(nullptr, 0, {token, 0.0f, LAST | FAILED});
     }
     rows.push(nullptr, 0, {END, 0.0f, 0});
   } else {

@@ -1,17 +1,19 @@
 // Dispatch: quantizes each token once, in registers, and copies its record to every rank that holds one of its experts.
 //
-// A team of threads takes a token. It builds the record in shared memory, the copy engine sends it whole, one copy for each
-// rank, and the team goes on to the next token. The last block raises the flags, so a flag means that all records of this
-// rank have landed.
+// A team of threads takes a token. It builds the record in shared memory, the copy engine sends it whole, one copy for
+// each rank, and the team goes on to the next token. The last block raises the flags, so a flag means that all records
+// of this rank have landed.
 //
-// With PER_TOKEN_FLAGS the token flag of each token is stored on all ranks once its record has landed; ranks that it does not
-// go to get its expert ids alone. Receivers then need not wait for the last block. The turn bit of the token count says of
-// which epoch it is. The flags are raised too: for ranks without tokens, for failures, and for receivers that await nothing
-// else. Without PER_TOKEN_FLAGS the token flag is stored before the record has landed and says only that the slot is used.
+// With PER_TOKEN_FLAGS the token flag of each token is stored on all ranks once its record has landed; ranks that it
+// does not go to get its expert ids alone. Receivers then need not wait for the last block. The turn bit of the token
+// count says of which epoch it is. The flags are raised too: for ranks without tokens, for failures, and for receivers
+// that await nothing else. Without PER_TOKEN_FLAGS the token flag is stored before the record has landed and says only
+// that the slot is used.
 //
-// Macros: those of signalling.cuh, FMT (FormatCode), HIDDEN, K, IDS (type of the expert ids), TEAM (threads), TEAMS (of a
-// block), STATIC_GSF, AWAIT_READY (this kernel writes to its peers itself), PER_TOKEN_FLAGS, REPEATS (a token may name an
-// expert several times, and any negative id is none), COUNT_BITS, TURN_BIT, RECORD_BYTES and the *_AT of RecordLayout, words of SignalLayout, ROUTING (ErrorCode), DISPATCH_SEND (Phase).
+// Macros: those of signalling.cuh, FMT (FormatCode), HIDDEN, K, IDS (type of the expert ids), TEAM (threads), TEAMS (of
+// a block), STATIC_GSF, AWAIT_READY (this kernel writes to its peers itself), PER_TOKEN_FLAGS, REPEATS (a token may
+// name an expert several times, and any negative id is none), COUNT_BITS, TURN_BIT, RECORD_BYTES and the *_AT of
+// RecordLayout, words of SignalLayout, ROUTING (ErrorCode), DISPATCH_SEND (Phase).
 
 #include "signalling.cuh"
 #include "token_units.cuh"
@@ -19,7 +21,16 @@
 constexpr int SENT_BYTES = (WEIGHTS_AT + 4 * K + 15) / 16 * 16;
 constexpr int STAGES = 2;
 constexpr int ID_WORDS = (2 * K + 15) / 16;  // of 16 bytes; fields of a record are that far apart
-constexpr int MAX_THREADS = 896;  // of an SM, in one block or several: few enough for 72 registers each
+constexpr int MAX_THREADS = 896;             // of an SM, in one block or several: few enough for 72 registers each
+
+static_assert(K >= 1 && K <= 32, "K: a lane of a warp has an entry of a token's routing");
+static_assert(HIDDEN % unit_numbers(FMT) == 0, "HIDDEN: a thread quantizes whole units");
+static_assert(TEAM % 32 == 0 && TEAM * TEAMS <= MAX_THREADS, "TEAM: whole warps, and at most MAX_THREADS of all teams");
+static_assert(TEAMS >= 1 && TEAMS <= 15, "TEAMS: each has one of 15 named barriers");
+static_assert(IDS_AT % 16 == 0 && WEIGHTS_AT % 16 == 0,
+              "IDS_AT, WEIGHTS_AT: ids and weights are read 16 bytes at a time");
+static_assert(SENT_BYTES <= RECORD_BYTES && RECORD_BYTES % 16 == 0,
+              "RECORD_BYTES: the copy engine sends 16 bytes at a time");
 
 // Entry `lane` of a token's routing.
 struct Entry {
@@ -33,8 +44,8 @@ struct Entry {
   }
 };
 
-// Returns the ranks that the token goes to, bit p for rank p. `expert` becomes -1 for an id that is unrouted, out of range or,
-// without REPEATS, repeated. For a whole warp.
+// Returns the ranks that the token goes to, bit p for rank p. `expert` becomes -1 for an id that is unrouted, out of
+// range or, without REPEATS, repeated. For a whole warp.
 __device__ __forceinline__ u32 route(const Exchange& x, const Entry& entry, int end_of_lane, int num_experts, int token,
                                      int epoch, int& expert) {
   const int lane = threadIdx.x & 31;
@@ -55,8 +66,8 @@ extern "C" __global__ void __launch_bounds__(TEAM* TEAMS, MAX_THREADS / (TEAM * 
     dispatch_send(const u16* x_TH, long long x_stride, const IDS* topk_idx, const float* topk_weights,
                   const float* static_gsf, int num_tokens, int count_tag, const int* starts, const u64* landing,
                   const u64* token_flags, const u64* signals, int* epoch_ptr, int* handle_epoch, int* num_parts,
-                  int* error, int* latch, int* counter, int rank, int num_experts, int max_tokens, long long landing_half,
-                  long long token_flags_half, long long timeout_ns) {
+                  int* error, int* latch, int* counter, int rank, int num_experts, int max_tokens,
+                  long long landing_half, long long token_flags_half, long long timeout_ns) {
   extern __shared__ __align__(128) u8 records[];  // [TEAMS][STAGES][RECORD_BYTES]
   __shared__ u32 maxima[TEAMS][TEAM / 32];
   const int team = threadIdx.x / TEAM, thread = threadIdx.x % TEAM, warp = thread / 32, lane = threadIdx.x & 31;
@@ -87,8 +98,8 @@ extern "C" __global__ void __launch_bounds__(TEAM* TEAMS, MAX_THREADS / (TEAM * 
   }
 
   const int epoch = last_epoch + 1, half = epoch & 1;
-  // Bit p: rank p no longer reads this half, which may be written. It has entered this epoch, or has combined the epoch that
-  // used this half before.
+  // Bit p: rank p no longer reads this half, which may be written. It has entered this epoch, or has combined the epoch
+  // that used this half before.
   u32 ready = 0;
   const u32 everyone = WORLD == 32 ? ALL : (1u << WORLD) - 1;
   // Waits until all `peers` are ready, and returns whether this rank has failed. For warp 0 of a team.
@@ -108,8 +119,9 @@ extern "C" __global__ void __launch_bounds__(TEAM* TEAMS, MAX_THREADS / (TEAM * 
       ready |= wanted;
     }
     failed = __any_sync(ALL, failed) != 0;
-    // The count is stored early: receivers await it together with token flags, and a flag stored right after it would have to
-    // wait until it has landed. Not after a failure: then readers of the half's last count have not been awaited.
+    // The count is stored early: receivers await it together with token flags, and a flag stored right after it would
+    // have to wait until it has landed. Not after a failure: then readers of the half's last count have not been
+    // awaited.
     if (!failed && first && blockIdx.x == 0 && team == 0 && lane < WORLD) {
       const int count = num_tokens + tag_of(count_tag, epoch);
       store_relaxed(words_of_lane + half * WORLD + rank + TOKEN_COUNT, PER_TOKEN_FLAGS ? with_sign(count) : count);
@@ -190,7 +202,8 @@ extern "C" __global__ void __launch_bounds__(TEAM* TEAMS, MAX_THREADS / (TEAM * 
     for (int first = blockIdx.x * TEAMS; PER_TOKEN_FLAGS && !lost && first < num_tokens; first += gridDim.x * TEAMS)
       for (int token = first; token < min(first + TEAMS, num_tokens); ++token)
         if (lane < WORLD) store_relaxed(token_flag + token, epoch);
-    // One lane arrives for all: where the last block has raised the flags, a slot without its token flag counts as unused.
+    // One lane arrives for all: where the last block has raised the flags, a slot without its token flag counts as
+    // unused.
     __syncwarp();
     bool last = false;
     if (lane == 0) last = last_to_arrive(counter);

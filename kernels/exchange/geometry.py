@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from moe_runtime.kernels.exchange.record import RecordLayout
-from moe_runtime.kernels.formats.number_formats import FORMATS, TokenFormat, align, ceil_div
+from moe_runtime.kernels.formats.number_formats import TokenFormat, align, ceil_div
 from moe_runtime.kernels.formats.scale_blocks import expert_starts
 from moe_runtime.kernels.runtime import BLOCK_RESERVED_BYTES, SM_SHARED_BYTES
 
@@ -148,38 +148,6 @@ class ExchangeGeometry:
     def landing_half(self, region_half_bytes: int) -> int:
         """Bytes from the first half of the landing region to the second: whole records, not less than the half."""
         return ceil_div(region_half_bytes, self.record.record_bytes) * self.record.record_bytes
-
-
-def sample_geometry(
-    token_format: str,
-    *,
-    combine_format: str = "bf16",
-    max_tokens: int = 128,
-    contiguous: bool = False,
-    num_sms: int | None = None,
-    accepts_repeats: bool = False,
-    sm_shared_bytes: int = SM_SHARED_BYTES,
-) -> ExchangeGeometry:
-    """Rank 3 of 8 in a layer of DeepSeek-V3's size: what kernels are compiled ahead of time for."""
-    record = RecordLayout(FORMATS[token_format], 7168, 8)
-    rows = worst_case_rows(256, 8, 8, max_tokens)
-    sizes = 3, 8, record, FORMATS[combine_format], 256, max_tokens, contiguous, rows, num_sms
-    return ExchangeGeometry(*sizes, accepts_repeats=accepts_repeats, sm_shared_bytes=sm_shared_bytes)
-
-
-def one_rank_geometry(
-    token_format: str,
-    *,
-    combine_format: str = "bf16",
-    max_tokens: int = 32,
-    contiguous: bool = False,
-    sm_shared_bytes: int = SM_SHARED_BYTES,
-) -> ExchangeGeometry:
-    """A rank alone in a layer of Qwen3-30B-A3B's size: what kernels of one rank are compiled ahead of time for."""
-    record = RecordLayout(FORMATS[token_format], 2048, 8)
-    rows = worst_case_rows(128, 1, 8, max_tokens)
-    sizes = 0, 1, record, FORMATS[combine_format], 128, max_tokens, contiguous, rows
-    return ExchangeGeometry(*sizes, sm_shared_bytes=sm_shared_bytes)
 
 
 def worst_case_rows(num_experts: int, world_size: int, top_k: int, max_tokens: int) -> int:

@@ -1,13 +1,21 @@
-// The exchange between hosts: what happens before and after that of one host. `hierarchical.py` says what each part does and
-// has the layout of chunks; `dispatch_send.cu` packs records into them, with hosts for ranks.
+// The exchange between hosts: what happens before and after that of one host. `hierarchical.py` says what each part
+// does and has the layout of chunks; `dispatch_send.cu` packs records into them, with hosts for ranks.
 //
-// Macros: those of signalling.cuh, HOSTS (at most 32), HOST (this one), ERROR_WORDS and COUNT (of a header, which a chunk of records
-// begins with), SUM_HEADER_AT (of a chunk of sums), FLAGS_AT and RECORDS_AT (of one of records), K, RECORD_BYTES, IDS_AT, SOURCE_AT, WEIGHTS_AT, WARPS (of a block of
-// `forward_send`), SLOTS (of a host), READY, COMBINE_FLAG, DISPATCH_FLAG, TOKEN_COUNT, ROUTING, CAPACITY and MISMATCH (ErrorCode),
-// DISPATCH_SEND (Phase), HIDDEN and SUM_BYTES (of a sum), WIRE and PARTIAL_SCALES_AT (of partial.cuh).
+// Macros: those of signalling.cuh, HOSTS (at most 32), HOST (this one), ERROR_WORDS and COUNT (of a header, which a
+// chunk of records begins with), SUM_HEADER_AT (of a chunk of sums), FLAGS_AT and RECORDS_AT (of one of records), K,
+// RECORD_BYTES, IDS_AT, SOURCE_AT, WEIGHTS_AT, WARPS (of a block of `forward_send`), SLOTS (of a host), READY,
+// COMBINE_FLAG, DISPATCH_FLAG, TOKEN_COUNT, ROUTING, CAPACITY and MISMATCH (ErrorCode), DISPATCH_SEND (Phase), HIDDEN
+// and SUM_BYTES (of a sum), WIRE and PARTIAL_SCALES_AT (of partial.cuh).
 
 #include "signalling.cuh"
 #include "partial.cuh"
+
+static_assert(HOSTS >= 1 && HOSTS <= 32, "HOSTS: a lane of a warp stands for a host, so there are 1 to 32");
+static_assert(HOST >= 0 && HOST < HOSTS, "HOST: one of HOSTS");
+static_assert(WARPS >= 1 && WARPS <= 32, "WARPS: of a block of forward_send");
+static_assert(K >= 1 && K <= 32, "K: a lane of a warp has an entry of a token's routing");
+static_assert(HIDDEN % 16 == 0, "HIDDEN: threads sum units of 8 or 16 numbers");
+static_assert(RECORD_BYTES % 16 == 0 && SUM_BYTES % 16 == 0, "RECORD_BYTES, SUM_BYTES: copied 16 bytes at a time");
 
 __device__ __noinline__ void adopt_header(const Exchange x, const int* header) {
   record_failure_of(x, header[0], header[1], header[2], header[3], header[4], header[6], header[5]);
@@ -15,8 +23,8 @@ __device__ __noinline__ void adopt_header(const Exchange x, const int* header) {
 
 constexpr u32 OTHER_HOSTS = (HOSTS < 32 ? (1u << HOSTS % 32) - 1 : ALL) & ~(1u << HOST);
 
-// Records the failure that the header of a host in `hosts`, a mask, tells of, if one does; returns whether this rank has failed.
-// For a whole warp.
+// Records the failure that the header of a host in `hosts`, a mask, tells of, if one does; returns whether this rank
+// has failed. For a whole warp.
 __device__ __forceinline__ bool adopt_headers(const Exchange& x, const u64* chunks, int header_at, u32 hosts) {
   const int lane = threadIdx.x & 31;
   const int* header = reinterpret_cast<const int*>(chunks[min(lane, HOSTS - 1)] + header_at);
@@ -30,17 +38,18 @@ __device__ __forceinline__ bool adopt_headers(const Exchange& x, const u64* chun
 // Rank `number` of this host as headers name it.
 __device__ __forceinline__ int named(int number) { return number < WORLD ? WORLD + HOST * WORLD + number : number; }
 
-// Writes into the header of each chunk whether this rank has failed. With `packed`, what `dispatch_send` recorded in it becomes
-// a failure of this rank, and with `counts` that there are more tokens for a host than slots. One warp.
+// Writes into the header of each chunk whether this rank has failed. With `packed`, what `dispatch_send` recorded in it
+// becomes a failure of this rank, and with `counts` that there are more tokens for a host than slots. One warp.
 extern "C" __global__ void __launch_bounds__(32)
-    host_headers(const u64* chunks, int header_at, const int* packed, const int* pack_latch, const int* counts, int num_tokens,
-                 int count_tag, const int* pack_epoch,
-                 const u64* signals, int* error, int* latch, int rank, long long timeout_ns) {
+    host_headers(const u64* chunks, int header_at, const int* packed, const int* pack_latch, const int* counts,
+                 int num_tokens, int count_tag, const int* pack_epoch, const u64* signals, int* error, int* latch,
+                 int rank, long long timeout_ns) {
   const Exchange x{signals, error, latch, rank, timeout_ns};
   const int lane = threadIdx.x & 31;
   asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;");
-  if (packed != nullptr && lane == 0 && *pack_latch != 0) record_failure(x, ROUTING, rank, DISPATCH_SEND, packed[3], packed[4], packed[6]);
+  if (packed != nullptr && lane == 0 && *pack_latch != 0)
+    record_failure(x, ROUTING, rank, DISPATCH_SEND, packed[3], packed[4], packed[6]);
   __syncwarp();
   if (counts != nullptr) {
     const int most = __reduce_max_sync(ALL, lane < HOSTS ? counts[lane] : 0);
@@ -54,24 +63,24 @@ extern "C" __global__ void __launch_bounds__(32)
   if (failed && (lane == 1 || lane == 5)) word = named(word);
   if (lane == COUNT) word = packed == nullptr ? 0 : num_tokens + tag_of(count_tag, load_relaxed(pack_epoch));
   for (int host = 0; host < HOSTS; ++host)
-    if (lane < ERROR_WORDS)
-      reinterpret_cast<int*>(chunks[host] + header_at)[lane] = word;
+    if (lane < ERROR_WORDS) reinterpret_cast<int*>(chunks[host] + header_at)[lane] = word;
 }
 
 constexpr int SENT_BYTES = (WEIGHTS_AT + 4 * K + 15) / 16 * 16;
 
 __device__ __noinline__ void record_mismatch(const Exchange x, int host, int epoch, int count, int tag) {
-  record_failure_of(x, MISMATCH, named(0) - HOST * WORLD + host * WORLD + x.rank, DISPATCH_SEND, epoch, exchange_of(count),
-                    exchange_of(tag), x.rank);
+  record_failure_of(x, MISMATCH, named(0) - HOST * WORLD + host * WORLD + x.rank, DISPATCH_SEND, epoch,
+                    exchange_of(count), exchange_of(tag), x.rank);
 }
 
-// Copies the record of each token in slots `first` to `end` of its chunk to the ranks of this host that hold its experts: of this
-// rank's own tokens, which come first, or of those of all other hosts. The last slots raise flags. A warp takes a token.
+// Copies the record of each token in slots `first` to `end` of its chunk to the ranks of this host that hold its
+// experts: of this rank's own tokens, which come first, or of those of all other hosts. The last slots raise flags. A
+// warp takes a token.
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
-    forward_send(const u64* chunks, int own_tokens, int first, int end, int num_tokens, int count_tag, const int* starts, int first_expert, int num_experts,
-                 const u64* landing, const u64* token_flags, const u64* signals, int* epoch_ptr, int* handle_epoch, int* num_parts,
-                 int* error, int* latch, int* counter, int rank, long long landing_half, long long token_flags_half,
-                 long long timeout_ns) {
+    forward_send(const u64* chunks, int own_tokens, int first, int end, int num_tokens, int count_tag,
+                 const int* starts, int first_expert, int num_experts, const u64* landing, const u64* token_flags,
+                 const u64* signals, int* epoch_ptr, int* handle_epoch, int* num_parts, int* error, int* latch,
+                 int* counter, int rank, long long landing_half, long long token_flags_half, long long timeout_ns) {
   extern __shared__ __align__(128) u8 records[];  // [WARPS][RECORD_BYTES]
   const int warp = threadIdx.x / 32, lane = threadIdx.x & 31, peer = min(lane, WORLD - 1);
   const Exchange x{signals, error, latch, rank, timeout_ns};
@@ -105,8 +114,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     failed = true;
   }
   if (own_tokens) {
-    failed |= await(x, own, lane < WORLD, own + READY + peer, epoch, own + COMBINE_FLAG + half * WORLD + peer, epoch - 2,
-                    DISPATCH_SEND, epoch);
+    failed |= await(x, own, lane < WORLD, own + READY + peer, epoch, own + COMBINE_FLAG + half * WORLD + peer,
+                    epoch - 2, DISPATCH_SEND, epoch);
     failed = __any_sync(ALL, failed) != 0;
   }
   // Flags raised without data must come after the abort messages.
@@ -134,7 +143,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     if (failed || targets == 0) continue;
     bulk_await_read<0>();
     __syncwarp();
-    for (int i = lane; i < SENT_BYTES / 16; i += 32) reinterpret_cast<uint4*>(record)[i] = reinterpret_cast<const uint4*>(from)[i];
+    for (int i = lane; i < SENT_BYTES / 16; i += 32)
+      reinterpret_cast<uint4*>(record)[i] = reinterpret_cast<const uint4*>(from)[i];
     __syncwarp();
     if (lane < K) reinterpret_cast<u16*>(record + IDS_AT)[lane] = static_cast<u16>(expert);
     if (lane == 0) *reinterpret_cast<int*>(record + SOURCE_AT) = slot;
@@ -169,12 +179,13 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
 
 constexpr int EIGHTS = HIDDEN / 8;
 
-// Adds the sums of all hosts, ascending, to `shared`, for tokens `first` to `end`. Where slots of chunks are not tokens, `slots` has
-// the one of each token on each host, -1 for none. The launch of the last ones reads what headers
+// Adds the sums of all hosts, ascending, to `shared`, for tokens `first` to `end`. Where slots of chunks are not
+// tokens, `slots` has the one of each token on each host, -1 for none. The launch of the last ones reads what headers
 // tell, and after a failure writes NaN for all tokens. A block takes a token.
 extern "C" __global__ void __launch_bounds__(256)
-    host_total(const u64* chunks, const u16* shared, long long shared_stride, const int* slots, int max_tokens, u16* y, int first, int end, int last,
-               const u64* signals, int* error, int* latch, int rank, long long timeout_ns) {
+    host_total(const u64* chunks, const u16* shared, long long shared_stride, const int* slots, int max_tokens, u16* y,
+               int first, int end, int last, const u64* signals, int* error, int* latch, int rank,
+               long long timeout_ns) {
   const Exchange x{signals, error, latch, rank, timeout_ns};
   __shared__ int any_failed;
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -195,7 +206,8 @@ extern "C" __global__ void __launch_bounds__(256)
       for (int host = 0; host < HOSTS; ++host) {
         partials[host] = Partial{};
         if (slot[host] >= 0)
-          partials[host].load(reinterpret_cast<const u8*>(chunks[host]) + static_cast<long long>(slot[host]) * SUM_BYTES, unit);
+          partials[host].load(
+              reinterpret_cast<const u8*>(chunks[host]) + static_cast<long long>(slot[host]) * SUM_BYTES, unit);
       }
       float total[8];
       uint4 added = make_uint4(0, 0, 0, 0);
@@ -222,7 +234,8 @@ extern "C" __global__ void __launch_bounds__(256) host_quantize(const u16* sums,
     u8* quants = rows + static_cast<long long>(row) * SUM_BYTES;
     for (int first = 0; first < UNITS; first += 256) {
       const int unit = first + threadIdx.x;
-      const uint4* from = reinterpret_cast<const uint4*>(sums + static_cast<long long>(row) * HIDDEN) + 2 * min(unit, UNITS - 1);
+      const uint4* from =
+          reinterpret_cast<const uint4*>(sums + static_cast<long long>(row) * HIDDEN) + 2 * min(unit, UNITS - 1);
       const uint4 low = from[0], high = from[1];
       const u32 pairs[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
       float x[16];

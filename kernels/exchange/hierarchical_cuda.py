@@ -5,18 +5,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
 
 import torch
 
 from moe_runtime.comm.errors import ErrorCode, Phase
-from moe_runtime.comm.hosts import Hosts
 from moe_runtime.comm.signals import ERROR_WORDS, SignalLayout
 from moe_runtime.kernels.bound_kernel import launch
 from moe_runtime.kernels.exchange import cuda
-from moe_runtime.kernels.exchange.geometry import ExchangeGeometry, sample_geometry
+from moe_runtime.kernels.exchange.geometry import ExchangeGeometry
 from moe_runtime.kernels.exchange.hierarchical import (
     COUNT,
     HostGeometry,
@@ -26,10 +25,9 @@ from moe_runtime.kernels.exchange.hierarchical import (
     tokens_of,
 )
 from moe_runtime.kernels.exchange.interface import ExchangeMemory
-from moe_runtime.kernels.exchange.macros import BULK_STORE, SAME_MEMORY, shared_macros, token_macros
-from moe_runtime.kernels.formats.number_formats import FORMATS, ceil_div
+from moe_runtime.kernels.exchange.macros import shared_macros, token_macros
+from moe_runtime.kernels.formats.number_formats import ceil_div
 from moe_runtime.kernels.nvrtc import Defines
-from moe_runtime.kernels.runtime import SM_SHARED_BYTES_OF, CudaCase
 
 FILE = "hierarchical.cu"
 MOST_WARPS = 8
@@ -333,24 +331,3 @@ def total(
 
 
 KERNELS = ("host_headers", "forward_send", "host_quantize", "host_total")
-
-
-def _aot_cases(fmt: str, archs: tuple[int, ...]) -> Iterator[CudaCase]:
-    """Host 1 of 4 with 8 ranks each, few tokens and many; sums in FP8 where tokens are."""
-    combine_format = fmt if fmt in ("fp8_block", "mxfp8") else "bf16"
-    sm_bytes = SM_SHARED_BYTES_OF[archs[0]]
-    for max_tokens in (128, 1024):
-        of_host = sample_geometry(fmt, combine_format=combine_format, max_tokens=max_tokens, sm_shared_bytes=sm_bytes)
-        geometry = HostGeometry(Hosts(4, 8, 1, 3), replace(of_host, world_size=32))
-        for kernel in KERNELS:
-            if kernel == "host_quantize" and combine_format == "bf16":
-                continue
-            copies, shared_bytes = {}, 0
-            if kernel == "forward_send":
-                copies, shared_bytes = dict.fromkeys(archs, BULK_STORE), _shared_bytes(geometry)
-            yield CudaCase(kernel, fmt, FILE, kernel, host_macros(geometry), archs, copies, shared_bytes)
-
-
-AOT_CASES: tuple[CudaCase, ...] = tuple(
-    case for archs in SAME_MEMORY for fmt in FORMATS for case in _aot_cases(fmt, archs)
-)

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_runtime.kernels.exchange.row_kernels import padded, row_aot_case
+from moe_runtime.kernels.exchange.row_kernels import padded
 
 TOKENS = 8
 """Of a program."""
@@ -88,14 +88,3 @@ def _dispatch_layout_kernel(
         goes = tl.max((owners == rank).to(tl.int32), axis=1)
         tl.store(in_rank_ptr + token.to(tl.int64) * WORLD + rank, goes.to(tl.uint8), mask=token < num_tokens)
         tl.atomic_add(counts_ptr + rank, tl.sum(goes, axis=0))
-
-
-AOT_CASES = (
-    row_aot_case(
-        "dispatch_layout",
-        "bf16",
-        _dispatch_layout_kernel,
-        {"K": 8, "K_PAD": 8, "WORLD": 8, "TOKENS": TOKENS},
-        {"ids_ptr": "*i64", "in_rank_ptr": "*u8"},
-    ),
-)

@@ -2,9 +2,8 @@
 //
 // Macros: IDS (type of the ids).
 
-extern "C" __global__ void __launch_bounds__(256)
-    local_ids(const IDS* topk_idx, const float* topk_weights, int* local, int num_ids, int num_experts, int first,
-              int num_local) {
+extern "C" __global__ void __launch_bounds__(256) local_ids(const IDS* topk_idx, const float* topk_weights, int* local,
+                                                            int num_ids, int num_experts, int first, int num_local) {
   asm volatile("griddepcontrol.launch_dependents;");
   asm volatile("griddepcontrol.wait;" ::: "memory");
   const int i = blockIdx.x * 256 + threadIdx.x;

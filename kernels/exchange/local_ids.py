@@ -12,7 +12,6 @@ import torch
 from moe_runtime.kernels.bound_kernel import launch
 from moe_runtime.kernels.formats.number_formats import ceil_div
 from moe_runtime.kernels.nvrtc import Defines
-from moe_runtime.kernels.runtime import ALL_ARCHS, CudaCase
 
 THREADS = 256
 
@@ -62,8 +61,3 @@ def local_ids(
             early=True,
         )
     return local
-
-
-AOT_CASES = tuple(
-    CudaCase("local_ids", "any", "local_ids.cu", "local_ids", _macros(ids_64), ALL_ARCHS) for ids_64 in (False, True)
-)

@@ -1,11 +1,8 @@
-"""Macros that the CUDA exchange is compiled with, from a geometry and its plan, and what is compiled ahead of time."""
+"""Macros that the CUDA exchange is compiled with, from a geometry and its plan."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 from moe_runtime.comm.errors import ErrorCode, Phase
 from moe_runtime.comm.signals import (
@@ -16,11 +13,9 @@ from moe_runtime.comm.signals import (
     TURN_BIT,
     SignalLayout,
 )
-from moe_runtime.kernels.exchange.geometry import ExchangeGeometry, one_rank_geometry, sample_geometry
+from moe_runtime.kernels.exchange.geometry import ExchangeGeometry
 from moe_runtime.kernels.exchange.plan import ONE_RANK_SUM_THREADS, required_plan
-from moe_runtime.kernels.formats.number_formats import COMBINE_FORMATS, FORMATS
 from moe_runtime.kernels.nvrtc import Defines
-from moe_runtime.kernels.runtime import SM_SHARED_BYTES_OF, CudaCase
 
 MOST_LOOKED_AT = 16
 """Experts of a token up to which `combine_send` has registers for its routing in both halves."""
@@ -200,112 +195,3 @@ def one_rank_combine_macros(geometry: ExchangeGeometry, *, output_bf16: bool, ha
             "COMBINE_SEND": int(Phase.COMBINE_SEND),
         }
     )
-
-
-BULK_STORE = r"cp\.async\.bulk\.global\.shared::cta\.bulk_group"
-BULK_LOAD = r"cp\.async\.bulk\.shared::cluster\.global\.mbarrier::complete_tx::bytes"
-"""Instructions that a compiled kernel must have, as patterns."""
-
-
-@dataclass(frozen=True)
-class _Cases:
-    """Ahead-of-time cases of tokens in format `fmt` for GPUs whose SMs have equally much shared memory."""
-
-    fmt: str
-    archs: tuple[int, ...]
-
-    @property
-    def sm(self) -> dict[str, Any]:
-        return {"sm_shared_bytes": SM_SHARED_BYTES_OF[self.archs[0]]}
-
-    def sample(self, **sizes: Any) -> ExchangeGeometry:
-        return sample_geometry(self.fmt, **sizes, **self.sm)
-
-    def case(
-        self,
-        file: str,
-        kernel: str,
-        defines: Defines,
-        shared_bytes: int = 0,
-        instruction: str | None = None,
-    ) -> CudaCase:
-        wanted = {} if instruction is None else dict.fromkeys(self.archs, instruction)
-        return CudaCase(kernel, self.fmt, f"{file}.cu", kernel, defines, self.archs, wanted, shared_bytes)
-
-    def send(self, geometry: ExchangeGeometry, static_gsf: bool = False) -> CudaCase:
-        defines = dispatch_macros(geometry, ids_64=True, static_gsf=static_gsf, await_ready=True)
-        shared_bytes = required_plan(geometry).send_shared_bytes
-        return self.case("dispatch_send", "dispatch_send", defines, shared_bytes, instruction=BULK_STORE)
-
-    def recv(self, geometry: ExchangeGeometry, scales: bool = True) -> Iterator[CudaCase]:
-        defines, places_bytes = recv_macros(geometry, scales=scales), required_plan(geometry).place_shared_bytes
-        for kernel in ("recv_count", "recv_permute", "recv_scales"):
-            yield self.case("dispatch_recv", kernel, defines, places_bytes if kernel == "recv_permute" else 0)
-
-    def combine(self, kernel: str, geometry: ExchangeGeometry, **how: bool) -> CudaCase:
-        plan = required_plan(geometry)
-        if kernel == "combine_send":
-            shared_bytes, instruction = plan.combine_shared_bytes[how["output_bf16"]], BULK_STORE
-        else:
-            shared_bytes, instruction = plan.partial_ring(how["has_shared"]).shared_bytes, BULK_LOAD
-        return self.case("combine", kernel, combine_macros(geometry, **how), shared_bytes, instruction=instruction)
-
-    def one_rank(self) -> Iterator[CudaCase]:
-        """Rows gathered or copied, scales copied or left in the records; both kinds of outputs, a shared expert or
-        none."""
-        fmt = FORMATS[self.fmt]
-        ways = [(False, False)] if fmt.swizzled else []  # contiguous rows, copied scales
-        for contiguous, scales in (*ways, (False, True), (True, True)):
-            geometry = one_rank_geometry(self.fmt, contiguous=contiguous, **self.sm)
-            yield self._one_rank_dispatch(geometry, ids_64=True, static_gsf=False, scales=scales)
-        if fmt.has_row_scale:
-            geometry = one_rank_geometry(self.fmt, **self.sm)
-            yield self._one_rank_dispatch(geometry, ids_64=False, static_gsf=True, scales=True)
-        if self.fmt in COMBINE_FORMATS:
-            geometry = one_rank_geometry("nvfp4", combine_format=self.fmt, **self.sm)
-            for output_bf16, has_shared in ((True, False), (True, True), (False, False)):
-                defines = one_rank_combine_macros(geometry, output_bf16=output_bf16, has_shared=has_shared)
-                yield self.case("one_rank_combine", "one_rank_combine", defines)
-
-    def _one_rank_dispatch(self, geometry: ExchangeGeometry, **how: bool) -> CudaCase:
-        defines, shared_bytes = one_rank_dispatch_macros(geometry, **how), required_plan(geometry).one_rank_shared_bytes
-        return self.case("one_rank_dispatch", "one_rank_dispatch", defines, shared_bytes)
-
-    def __iter__(self) -> Iterator[CudaCase]:
-        """Few tokens and many, contiguous or not, few SMs, and a rank alone."""
-        fmt = FORMATS[self.fmt]
-        yield from self.one_rank()
-        yield from self.recv(self.sample())
-        for sizes in ({}, {"max_tokens": 4096}, {"num_sms": 16}):
-            geometry = self.sample(contiguous=True, **sizes)
-            yield from self.recv(geometry)
-            yield self.send(geometry)
-        if not fmt.swizzled:
-            geometry = self.sample(accepts_repeats=True)
-            places_bytes = required_plan(geometry).place_shared_bytes
-            yield self.case("dispatch_recv", "recv_permute", recv_macros(geometry, padded=True), places_bytes)
-        for max_tokens in (128, 4096):
-            repeats = self.sample(max_tokens=max_tokens, accepts_repeats=True)
-            yield self.send(repeats)
-            yield from self.recv(repeats)
-        if fmt.swizzled:
-            yield from self.recv(self.sample(), scales=False)
-        if fmt.has_row_scale:
-            yield self.send(self.sample(), static_gsf=True)
-        if self.fmt in COMBINE_FORMATS:
-            wire: dict[str, Any] = {"combine_format": self.fmt, **self.sm}
-            full, few = sample_geometry("nvfp4", **wire), sample_geometry("nvfp4", max_tokens=8, **wire)
-            for output_bf16 in (True, False):
-                yield self.combine("combine_send", full, output_bf16=output_bf16, has_shared=True)
-            arriving = sample_geometry("bf16", **wire)
-            yield self.combine("combine_send", arriving, output_bf16=True, has_shared=False, await_tokens=True)
-            yield self.combine("combine_recv", full, output_bf16=True, has_shared=True)
-            limited = sample_geometry("nvfp4", num_sms=16, **wire)
-            yield self.combine("combine_send", limited, output_bf16=True, has_shared=False)
-            for kernel in ("combine_send", "combine_recv"):
-                yield self.combine(kernel, few, output_bf16=True, has_shared=False)
-
-
-SAME_MEMORY = (90, 100), (120,)
-"""Architectures whose SMs have equally much shared memory: one plan, and one set of macros, does for them."""
-AOT_CASES: tuple[CudaCase, ...] = tuple(case for archs in SAME_MEMORY for fmt in FORMATS for case in _Cases(fmt, archs))

@@ -1,12 +1,12 @@
 // Combine of few tokens of a rank alone, in one launch: weights and sums the rows of each token, as `combine_send` and
-// `combine_recv` do for ranks that wait for each other. Nothing travels, so nothing is awaited; a sum is rounded to the wire
-// format all the same.
+// `combine_recv` do for ranks that wait for each other. Nothing travels, so nothing is awaited; a sum is rounded to the
+// wire format all the same.
 //
-// A task is a slice of a token. A thread sums one unit of it, over the rows in their order. If `settled`, what the dispatch wrote
-// is there when this kernel begins, and is read while the kernel that writes the rows still runs.
+// A task is a slice of a token. A thread sums one unit of it, over the rows in their order. If `settled`, what the
+// dispatch wrote is there when this kernel begins, and is read while the kernel that writes the rows still runs.
 //
-// Macros: those of signalling.cuh with WORLD 1, HIDDEN, WIRE (FormatCode), K, THREADS, OUTPUT_BF16, HAS_SHARED, COMBINE_FLAG,
-// RECORD_BYTES, WEIGHTS_AT, STALE_HANDLE (ErrorCode), COMBINE_SEND (Phase).
+// Macros: those of signalling.cuh with WORLD 1, HIDDEN, WIRE (FormatCode), K, THREADS, OUTPUT_BF16, HAS_SHARED,
+// COMBINE_FLAG, RECORD_BYTES, WEIGHTS_AT, STALE_HANDLE (ErrorCode), COMBINE_SEND (Phase).
 
 // Of a slice: its numbers are one byte each where they have scales.
 #define PARTIAL_SCALES_AT (16 * THREADS)
@@ -15,14 +15,16 @@
 #include "partial.cuh"
 #include "expert_output.cuh"
 
-static_assert(WORLD == 1);
+static_assert(WORLD == 1, "WORLD: this kernel is for a rank without peers");
 
 constexpr int UNIT = unit_numbers(WIRE), UNITS = HIDDEN / UNIT, SLICES = (UNITS + THREADS - 1) / THREADS;
 constexpr int OUTPUT_BYTES = OUTPUT_BF16 ? 2 : 4;
 constexpr int LOADS = UNIT * OUTPUT_BYTES / 16;
 constexpr int AT_ONCE = LOADS > 2 ? 4 : 8;  // rows whose loads are in flight together
 constexpr int EIGHTS = UNIT / 8;
-static_assert(UNIT * THREADS % 128 == 0, "a block of scales is in one slice");
+static_assert(THREADS % 32 == 0 && UNIT * THREADS % 128 == 0, "THREADS: a block of scales is in one slice");
+static_assert(HIDDEN % UNIT == 0, "HIDDEN: a thread sums whole units");
+static_assert(K >= 1 && K <= 32, "K: a lane of a warp has an entry of a token's routing");
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     one_rank_combine(u16* y_TH, const u16* shared_TH, long long shared_stride, const u8* output, long long row_bytes,

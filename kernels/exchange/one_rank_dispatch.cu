@@ -1,26 +1,30 @@
-// Dispatch of few tokens of a rank alone, in one launch: quantizes them, and groups their rows by expert, as `dispatch_send`
-// and `recv_permute` do for ranks that wait for each other. No block waits for another: each looks at the routing of all
-// tokens and finds the place of every row by itself.
+// Dispatch of few tokens of a rank alone, in one launch: quantizes them, and groups their rows by expert, as
+// `dispatch_send` and `recv_permute` do for ranks that wait for each other. No block waits for another: each looks at
+// the routing of all tokens and finds the place of every row by itself.
 //
-// A block takes a token. It makes its record in shared memory and stores it in its landing slot, and, as the layer asks for,
-// quants, block scales and row scales at the rows of its experts. Flags and counts are stored for kernels that look at them
-// later; nothing is ordered by them, so such kernels must not begin before this one has ended.
+// A block takes a token. It makes its record in shared memory and stores it in its landing slot, and, as the layer asks
+// for, quants, block scales and row scales at the rows of its experts. Flags and counts are stored for kernels that
+// look at them later; nothing is ordered by them, so such kernels must not begin before this one has ended.
 //
-// Macros: those of signalling.cuh with WORLD 1, FMT (FormatCode), HIDDEN, K, IDS (type of the expert ids), EXPERTS, MOST
-// (tokens, a multiple of 32), THREADS, STATIC_GSF, CONTIGUOUS (quants are copied), QUANT_BYTES, SCALE_COLUMNS (0 where scales
-// stay in the records), COUNT_BITS, TURN_BIT, RECORD_BYTES and the *_AT of RecordLayout, words of SignalLayout, ROUTING and
-// CAPACITY (ErrorCode), DISPATCH_SEND and DISPATCH_RECV (Phase).
+// Macros: those of signalling.cuh with WORLD 1, FMT (FormatCode), HIDDEN, K, IDS (type of the expert ids), EXPERTS,
+// MOST (tokens, a multiple of 32), THREADS, STATIC_GSF, CONTIGUOUS (quants are copied), QUANT_BYTES, SCALE_COLUMNS (0
+// where scales stay in the records), COUNT_BITS, TURN_BIT, RECORD_BYTES and the *_AT of RecordLayout, words of
+// SignalLayout, ROUTING and CAPACITY (ErrorCode), DISPATCH_SEND and DISPATCH_RECV (Phase).
 
 #include "signalling.cuh"
 #include "token_units.cuh"
 
-static_assert(WORLD == 1);
-static_assert(MOST % 32 == 0 && MOST <= 128, "scales of an expert's rows are one block of 128");
-static_assert(MOST * K < 65536, "rows are counted in the lower half of a word");
+static_assert(WORLD == 1, "WORLD: this kernel is for a rank without peers");
+static_assert(THREADS % 32 == 0 && THREADS <= 1024, "THREADS: whole warps of a block");
+static_assert(HIDDEN % unit_numbers(FMT) == 0, "HIDDEN: a thread quantizes whole units");
+static_assert(K >= 1 && K <= 32, "K: a lane of a warp has an entry of a token's routing");
+static_assert(MOST % 32 == 0 && MOST <= 128, "MOST: scales of an expert's rows are one block of 128");
+static_assert(MOST * K < 65536, "MOST: rows are counted in the lower half of a word");
 
 constexpr int SENT_BYTES = (WEIGHTS_AT + 4 * K + 15) / 16 * 16;
 constexpr int ID_WORDS = (2 * K + 15) / 16;  // of 16 bytes
-static_assert(IDS_AT % 16 == 0);
+static_assert(IDS_AT % 16 == 0, "IDS_AT: ids are read 16 bytes at a time");
+static_assert(SENT_BYTES <= RECORD_BYTES && RECORD_BYTES % 16 == 0, "RECORD_BYTES: too few for a record");
 constexpr int WORDS = MOST / 32, WARPS = THREADS / 32;
 constexpr int ENTRIES = (MOST * K + THREADS - 1) / THREADS;  // of a thread
 constexpr int SCALE_WORDS = FMT == FP8_BLOCK ? SCALE_COLUMNS : (SCALE_COLUMNS + 3) / 4;
@@ -45,9 +49,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                       int* num_parts, int* error, int* latch, int* counter, int num_slots, int capacity, int first_row,
                       long long landing_half, long long token_flags_half) {
   extern __shared__ __align__(128) u8 shared[];
-  u8* const record = shared;                                         // [RECORD_BYTES]
-  u32* const bits = reinterpret_cast<u32*>(shared + RECORD_BYTES);   // [EXPERTS][WORDS], tokens that go to an expert
-  u32* const before = bits + EXPERTS * WORDS;                        // [EXPERTS], what is before the expert
+  u8* const record = shared;                                        // [RECORD_BYTES]
+  u32* const bits = reinterpret_cast<u32*>(shared + RECORD_BYTES);  // [EXPERTS][WORDS], tokens that go to an expert
+  u32* const before = bits + EXPERTS * WORDS;                       // [EXPERTS], what is before the expert
   __shared__ u32 sums[WARPS], maxima[WARPS];
   __shared__ int seen[2];  // the last epoch, and whether this rank has failed
   const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
@@ -94,7 +98,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   bad = __syncthreads_or(bad) != 0;
   const int last_epoch = seen[0], epoch = last_epoch + 1, half = epoch & 1;
   bool good = !bad && seen[1] == 0;
-  // The last block to have read the epoch begins the next. The others have used what they read: it cannot change any more.
+  // The last block to have read the epoch begins the next. The others have used what they read: it cannot change any
+  // more.
   int arrived = 0;
   if (threadIdx.x == THREADS - 1 && gridDim.x > 1) arrived = atomicAdd(counter, 1);
 

@@ -18,10 +18,8 @@ import triton.language as tl
 from moe_runtime.kernels.exchange.landing import LandedTokens
 from moe_runtime.kernels.exchange.padded_rows import PaddedRows, PaddedScales
 from moe_runtime.kernels.exchange.record import RecordLayout
-from moe_runtime.kernels.exchange.row_kernels import padded, row_aot_case
-from moe_runtime.kernels.formats.number_formats import BF16, FP8_BLOCK, MXFP8, NVFP4, TokenFormat
+from moe_runtime.kernels.exchange.row_kernels import padded
 from moe_runtime.kernels.formats.swizzle import swizzled_offset
-from moe_runtime.kernels.runtime import AotCase
 
 NONE = tl.constexpr(int(PaddedScales.NONE))
 COLUMNS = tl.constexpr(int(PaddedScales.COLUMNS))
@@ -233,22 +231,3 @@ def place_reference(landed: LandedTokens, scales_at: int, out: PaddedRows, stati
     else:
         of_four = torch.nn.functional.pad(scales, (0, -out.num_scales % 4)).view(total, -1, 4)
         out.scales[expert, row // 128, :, row % 32, row % 128 // 32] = of_four
-
-
-def _aot_case(fmt: TokenFormat, kind: PaddedScales) -> AotCase:
-    record = RecordLayout(fmt, 7168, 8)
-    num_scales = fmt.scale_columns(7168)
-    constexprs = _constexprs(record, record.scales_offset, fmt.quant_bytes(7168), 8, 8, num_scales, kind)
-    scales = {"scales_ptr": "*u8" if kind.scale_bytes == 1 else "*i32"}
-    types = {"records_ptr": "*u8", "rows_ptr": "*u8", "layout_range_ptr": "*i64", **scales}
-    values = {**constexprs, "S_PAD": 1024, "HAS_STATISTICS": True}
-    return row_aot_case("dispatch_place", fmt.name, _dispatch_place_kernel, values, types)
-
-
-AOT_CASES = (
-    _aot_case(BF16, PaddedScales.NONE),
-    _aot_case(FP8_BLOCK, PaddedScales.COLUMNS),
-    _aot_case(FP8_BLOCK, PaddedScales.PACKED_COLUMNS),
-    _aot_case(MXFP8, PaddedScales.ROWS),
-    _aot_case(NVFP4, PaddedScales.SWIZZLED),
-)

@@ -1,4 +1,5 @@
-// A partial result as it travels: numbers of the wire format, then their scales. Macros: WIRE (FormatCode), PARTIAL_SCALES_AT.
+// A partial result as it travels: numbers of the wire format, then their scales. Macros: WIRE (FormatCode),
+// PARTIAL_SCALES_AT.
 
 #pragma once
 

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from moe_runtime.kernels.exchange.landing import LandedTokens
-from moe_runtime.kernels.exchange.row_kernels import padded, row_aot_case
+from moe_runtime.kernels.exchange.row_kernels import padded
 from moe_runtime.kernels.formats.number_formats import align
 
 WORD = 2
@@ -347,19 +347,3 @@ def _dispatch_unpack_kernel(
             tl.store(at, tl.where(here, local, -1).to(tl.int64), mask=k < K)
             bits = tl.load(of_row + K + k, mask=(k < K) & here, other=0)
             tl.store(weights_ptr.to(tl.pointer_type(tl.int32)) + to * K + k, bits, mask=k < K)
-
-
-_LAYOUTS = (PayloadLayout(2 * 7168), PayloadLayout(2 * 7168, 0, 8), PayloadLayout(7168, 56, 8))
-_TYPES = {
-    **dict.fromkeys(("packed_ptr", "tokens_ptr", "rows_ptr"), "*u8"),
-    **dict.fromkeys(("ids_ptr", "place_ptr"), "*i64"),
-    **dict.fromkeys(("scales_ptr", "weights_ptr"), "*fp32"),
-}
-AOT_CASES = tuple(
-    row_aot_case(name, "fp8_block" if layout.num_scales else "bf16", kernel, _constexprs(layout) | more, _TYPES)
-    for layout in _LAYOUTS
-    for name, kernel, more in (
-        ("dispatch_pack", _dispatch_pack_kernel, {"WORDS": layout.words}),
-        ("dispatch_unpack", _dispatch_unpack_kernel, {"HAS_PLACE": False}),
-    )
-)

@@ -35,7 +35,8 @@ struct Ring {
   __device__ __forceinline__ Ring(u8* rows, Note (&notes)[COUNT], const u64 (&barriers)[2 * COUNT])
       : rows(rows), notes(notes), full(shared_address(barriers)), empty(full + 8 * COUNT) {}
 
-  // By one thread, before a barrier of the block. `writers` is 2 where one warp loads rows and another writes their notes.
+  // By one thread, before a barrier of the block. `writers` is 2 where one warp loads rows and another writes their
+  // notes.
   __device__ __forceinline__ void init(int readers, int writers = 1) const {
     for (int i = 0; i < COUNT; ++i) {
       barrier_init(full + 8 * i, writers), barrier_init(empty + 8 * i, readers * ARRIVALS_OF_WARP);

@@ -1,5 +1,5 @@
-// Waiting for peers and signalling failures, for inclusion by kernels. `comm/signals.py` has the layout of the words. Every
-// wait ends, by the flag, by a failure or by the clock. Lane p of a warp waits for rank p.
+// Waiting for peers and signalling failures, for inclusion by kernels. `comm/signals.py` has the layout of the words.
+// Every wait ends, by the flag, by a failure or by the clock. Lane p of a warp waits for rank p.
 //
 // Macros: WORLD (at most 32), ABORT, ABORT_WORDS, TIMEOUT (ErrorCode); TURN_BIT and COUNT_BITS for token counts.
 
@@ -9,6 +9,8 @@
 
 constexpr u32 ALL = 0xFFFFFFFFu;
 constexpr int NONE = 0xFFFF;  // in place of an expert id in a record
+static_assert(WORLD >= 1 && WORLD <= 32, "WORLD: a lane of a warp stands for a rank, so there are 1 to 32");
+static_assert(ABORT_WORDS >= 7, "ABORT_WORDS: an abort message is a code and six words");
 
 __device__ __forceinline__ int load_acquire(const int* at) {
   int value;
@@ -34,7 +36,7 @@ __device__ __forceinline__ void store_release(int* at, int value) {
 struct Exchange {
   const u64* signals;  // signal region of each rank
   int* error;          // error record in host-visible memory
-  int* latch;          // not zero after the first failure; the next word: the abort messages to all peers have been sent
+  int* latch;  // not zero after the first failure; the next word: the abort messages to all peers have been sent
   int rank;
   long long timeout_ns;
 
@@ -47,10 +49,10 @@ __device__ __forceinline__ int ahead(int epoch, int of) {
   return static_cast<int>(static_cast<u32>(epoch) - static_cast<u32>(of));
 }
 
-// Records the first failure of this rank, its own or one learned from rank `origin`, in the error record, and sends an abort
-// message to every peer. Later failures change nothing.
-__device__ __forceinline__ void record_failure_of(const Exchange& x, int code, int about, int phase, int epoch, int detail,
-                                                  int detail2, int origin) {
+// Records the first failure of this rank, its own or one learned from rank `origin`, in the error record, and sends an
+// abort message to every peer. Later failures change nothing.
+__device__ __forceinline__ void record_failure_of(const Exchange& x, int code, int about, int phase, int epoch,
+                                                  int detail, int detail2, int origin) {
   if (atomicCAS(x.latch, 0, code) != 0) return;
   const int record[6] = {about, phase, epoch, detail, origin, detail2};
   for (int i = 0; i < 6; ++i) store_relaxed(x.error + 1 + i, record[i]);
@@ -71,9 +73,11 @@ __device__ __noinline__ void record_failure(const Exchange x, int code, int abou
   record_failure_of(x, code, about, phase, epoch, detail, detail2, x.rank);
 }
 
-// Waits until the abort messages of this rank's failure have been sent: another of its kernels may still be sending them.
+// Waits until the abort messages of this rank's failure have been sent: another of its kernels may still be sending
+// them.
 __device__ __forceinline__ void await_abort_sent(const Exchange& x) {
-  while (load_acquire(x.latch + 1) == 0) {}
+  while (load_acquire(x.latch + 1) == 0) {
+  }
 }
 
 __device__ __noinline__ void adopt_abort(const Exchange x, int peer) {
@@ -82,8 +86,8 @@ __device__ __noinline__ void adopt_abort(const Exchange x, int peer) {
   record_failure_of(x, code, words[3], words[1], words[2], words[4], words[5], origin == 0 ? peer : origin - 1);
 }
 
-// Adopts the failure of a peer, if there is an abort message, and forwards it: this rank is about to raise flags without data,
-// maybe before that peer has sent its message to all others. For a whole warp.
+// Adopts the failure of a peer, if there is an abort message, and forwards it: this rank is about to raise flags
+// without data, maybe before that peer has sent its message to all others. For a whole warp.
 __device__ __forceinline__ void adopt_aborts(const Exchange& x) {
   const int lane = threadIdx.x & 31;
   const int* words = x.words(x.rank) + ABORT + lane * ABORT_WORDS;
@@ -106,8 +110,10 @@ struct Glance {
   __device__ __forceinline__ bool trouble() const { return __any_sync(ALL, aborted != 0 || latched != 0); }
 };
 
-// Whether a lane has waited longer than the timeout since `start`; the lowest such lane records its `peer`. For a whole warp.
-__device__ __forceinline__ bool too_late(const Exchange& x, bool waiting, int peer, long long start, int phase, int epoch) {
+// Whether a lane has waited longer than the timeout since `start`; the lowest such lane records its `peer`. For a whole
+// warp.
+__device__ __forceinline__ bool too_late(const Exchange& x, bool waiting, int peer, long long start, int phase,
+                                         int epoch) {
   const u32 late = __ballot_sync(ALL, waiting && clock_ns() - start > x.timeout_ns);
   if (late == 0) return false;
   const long long milliseconds = min(x.timeout_ns / 1000000, 2147483647ll);
@@ -116,14 +122,15 @@ __device__ __forceinline__ bool too_late(const Exchange& x, bool waiting, int pe
   return true;
 }
 
-// Waits while `is_waiting` holds in a lane; it says so of the rank of that number and is called by all lanes together. Returns
-// whether this rank has failed. A late peer is recorded, the lowest first; an abort is adopted; after a failure there is no
-// waiting. For a whole warp.
+// Waits while `is_waiting` holds in a lane; it says so of the rank of that number and is called by all lanes together.
+// Returns whether this rank has failed. A late peer is recorded, the lowest first; an abort is adopted; after a failure
+// there is no waiting. For a whole warp.
 template <class IsWaiting>
-__device__ __forceinline__ bool await_while(const Exchange& x, const int* own, IsWaiting is_waiting, int phase, int epoch) {
+__device__ __forceinline__ bool await_while(const Exchange& x, const int* own, IsWaiting is_waiting, int phase,
+                                            int epoch) {
   bool waiting = is_waiting();
-  // A peer that fails sends its abort message and then raises its flag without data. So failures are looked for after the
-  // flags.
+  // A peer that fails sends its abort message and then raises its flag without data. So failures are looked for after
+  // the flags.
   bool trouble = Glance(x, own).trouble();
   if (!trouble && __any_sync(ALL, waiting)) {
     const long long start = clock_ns();
@@ -145,10 +152,10 @@ __device__ __forceinline__ bool await_while(const Exchange& x, const int* own, I
   return trouble;
 }
 
-// Waits, in each lane with `wants`, until flag `a` has reached `of_a` or flag `b` has reached `of_b`, as `await_while` does.
-// `exact` is for a flag `a` that not all kernels raise: its value of long ago may seem to be ahead.
-__device__ __forceinline__ bool await(const Exchange& x, const int* own, bool wants, const int* a, int of_a, const int* b,
-                                      int of_b, int phase, int epoch, bool exact = false) {
+// Waits, in each lane with `wants`, until flag `a` has reached `of_a` or flag `b` has reached `of_b`, as `await_while`
+// does. `exact` is for a flag `a` that not all kernels raise: its value of long ago may seem to be ahead.
+__device__ __forceinline__ bool await(const Exchange& x, const int* own, bool wants, const int* a, int of_a,
+                                      const int* b, int of_b, int phase, int epoch, bool exact = false) {
   auto behind = [&] {
     if (!wants) return false;
     const int seen = load_acquire(a);
@@ -158,8 +165,8 @@ __device__ __forceinline__ bool await(const Exchange& x, const int* own, bool wa
   return await_while(x, own, behind, phase, epoch);
 }
 
-// Whether two dispatches have begun since that of `epoch`, so that its half belongs to a later one. The kernel before may be
-// the second of them and not have stored its epoch yet: where that is possible, its end is awaited.
+// Whether two dispatches have begun since that of `epoch`, so that its half belongs to a later one. The kernel before
+// may be the second of them and not have stored its epoch yet: where that is possible, its end is awaited.
 __device__ __forceinline__ bool is_stale(const int* epoch_ptr, int epoch) {
   int last = load_relaxed(epoch_ptr);
   if (ahead(last, epoch) == 1) {
@@ -170,8 +177,13 @@ __device__ __forceinline__ bool is_stale(const int* epoch_ptr, int epoch) {
 }
 
 #ifdef TURN_BIT
+static_assert(COUNT_BITS > 0 && COUNT_BITS < TURN_BIT && TURN_BIT < 31,
+              "TURN_BIT: a count's word has the count, the exchange, the turn and a sign, from the lowest bit on");
+
 // What is stored with a token count: the number of the exchange, and the turn of the epoch in its half.
-__device__ __forceinline__ int tag_of(int count_tag, int epoch) { return count_tag | ((epoch >> 1 ^ epoch) & 1) << TURN_BIT; }
+__device__ __forceinline__ int tag_of(int count_tag, int epoch) {
+  return count_tag | ((epoch >> 1 ^ epoch) & 1) << TURN_BIT;
+}
 
 __device__ __forceinline__ int exchange_of(int word) { return (word & (1 << TURN_BIT) - 1) >> COUNT_BITS; }
 
@@ -188,9 +200,9 @@ __device__ __forceinline__ int without_sign(int word) { return word & 0x7FFFFFFF
 // What this thread has stored, and has seen, is visible before what it stores next.
 __device__ __forceinline__ void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
-// Returns true in the last block to call it, which sees all that the others stored before, and resets the counter. For one
-// thread. What this block then releases at system scope comes after all that for peers, too: causality is transitive, also over
-// scopes. So no block needs a fence at system scope before.
+// Returns true in the last block to call it, which sees all that the others stored before, and resets the counter. For
+// one thread. What this block then releases at system scope comes after all that for peers, too: causality is
+// transitive, also over scopes. So no block needs a fence at system scope before.
 __device__ __forceinline__ bool last_to_arrive(int* counter) {
   int before;
   asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");

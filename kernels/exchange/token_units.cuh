@@ -5,10 +5,12 @@
 
 #include "quantize.cuh"
 
-// Units of a token of SIZE numbers: a thread of a team of TEAM_SIZE has the one of its number, and every TEAM_SIZE-th after it.
+// Units of a token of SIZE numbers: a thread of a team of TEAM_SIZE has the one of its number, and every TEAM_SIZE-th
+// after it.
 template <int FORMAT, int SIZE, int TEAM_SIZE>
 struct TokenUnits {
-  static constexpr int UNIT = unit_numbers(FORMAT), UNITS = SIZE / UNIT, PER_THREAD = (UNITS + TEAM_SIZE - 1) / TEAM_SIZE;
+  static constexpr int UNIT = unit_numbers(FORMAT), UNITS = SIZE / UNIT,
+                       PER_THREAD = (UNITS + TEAM_SIZE - 1) / TEAM_SIZE;
   static constexpr int LOADS = UNIT / 8;  // of 16 bytes
 
   u32 raw[PER_THREAD][LOADS * 4];  // two numbers each
@@ -54,7 +56,8 @@ struct TokenUnits {
       if constexpr (FORMAT == NVFP4) {
         quantize_nvfp4(raw[i], amax[i], gsf, quants, scales, unit, unit < UNITS);
       } else if constexpr (FORMAT == BF16) {
-        if (unit < UNITS) reinterpret_cast<uint4*>(quants)[unit] = make_uint4(raw[i][0], raw[i][1], raw[i][2], raw[i][3]);
+        if (unit < UNITS)
+          reinterpret_cast<uint4*>(quants)[unit] = make_uint4(raw[i][0], raw[i][1], raw[i][2], raw[i][3]);
       } else {
         float values[UNIT];
 #pragma unroll

@@ -52,9 +52,10 @@ __device__ __forceinline__ u32 bf16_amax(const u32* pairs) {
   return max(amax & 0xFFFF, amax >> 16);
 }
 
-// 0x4B000000 plus the e2m1 code of a magnitude, saturating; NaN gives 0. The code grows by 4 from 0 to 2, by 2 from 2 to 4
-// and by 1 from 4 to 6. The sum has a term for each part, exact and clamped to 0..1. fp32 values from 2^23 on have steps of
-// 1, so sums there round to whole codes, ties to even. Where a term is not 0, the terms before it sum to an even code.
+// 0x4B000000 plus the e2m1 code of a magnitude, saturating; NaN gives 0. The code grows by 4 from 0 to 2, by 2 from 2
+// to 4 and by 1 from 4 to 6. The sum has a term for each part, exact and clamped to 0..1. fp32 values from 2^23 on have
+// steps of 1, so sums there round to whole codes, ties to even. Where a term is not 0, the terms before it sum to an
+// even code.
 __device__ __forceinline__ u32 e2m1_sum(float magnitude) {
   const float to_2 = __saturatef(__fmul_rn(magnitude, 0.5f));
   const float to_4 = __saturatef(__fmaf_rn(magnitude, 0.5f, -1.0f));
@@ -93,8 +94,8 @@ __device__ __forceinline__ u32 e2m1_word(const u32* pairs, float factor, u32 sig
 
 // Quantizes the 16 bf16 values of unit `unit` of an NVFP4 row; `amax` is their maximum, `gsf` is finite. Stores nothing
 // unless `inside`.
-__device__ __forceinline__ void quantize_nvfp4(const u32* pairs, u32 amax, float gsf, u8* quants, u8* scales,
-                                               int unit, bool inside) {
+__device__ __forceinline__ void quantize_nvfp4(const u32* pairs, u32 amax, float gsf, u8* quants, u8* scales, int unit,
+                                               bool inside) {
   const bool poisoned = amax << 16 >= INFINITE;
   const float largest = poisoned ? 0.0f : bf16_value(amax);
   const u32 code = e4m3_codes(__fdiv_rn(__fmul_rn(gsf, largest), 6.0f), 0.0f) & 0xFF;

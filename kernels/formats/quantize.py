@@ -32,17 +32,15 @@ from moe_runtime.kernels.formats.bits import (
     magnitude_bits,
 )
 from moe_runtime.kernels.formats.number_formats import (
-    FORMATS,
     MAX_ENCODE_SCALE,
     NVFP4_FULL_SCALE,
-    WEIGHT_FORMATS,
     FormatCode,
     QuantizedRows,
     TokenFormat,
     weight_format_named,
 )
 from moe_runtime.kernels.formats.reference_quantize import raw_bits
-from moe_runtime.kernels.runtime import INTERPRET, AotCase, resolve_engine
+from moe_runtime.kernels.runtime import INTERPRET, resolve_engine
 from moe_runtime.support.arguments import check_is_tensor, check_kind, check_no_grad, describe
 
 CODE_BF16 = tl.constexpr(int(FormatCode.BF16))
@@ -374,30 +372,3 @@ def _check_rows(q: QuantizedRows) -> None:
             )
         if num_rows and shape[-1] > 1 and tensor.stride(-1) != 1:
             raise ValueError(f"{name}: expected a contiguous last dimension, got strides {tensor.stride()}")
-
-
-def _aot_case(
-    operation: str, fmt: TokenFormat, *, x_bf16: bool = True, static_gsf: bool = False, short_blocks: int = 0
-) -> AotCase:
-    q = "*u16" if fmt.code == FormatCode.BF16 else "*u8"
-    s = "*fp32" if fmt.code == FormatCode.FP8_BLOCK else "*u8"
-    constexprs = {"FMT": int(fmt.code), "BLOCK_R": BLOCK_R, "BLOCK_K": BLOCK_K}
-    if operation == "quantize":
-        kernel = _quantize_kernel
-        signature = {"x_ptr": "*i16" if x_bf16 else "*fp32", "q_ptr": q, "s_ptr": s, "row_scale_ptr": "*fp32"}
-        signature |= {"gsf_ptr": "*fp32", "num_rows": "i32", "k": "i32", "x_stride": "i64"}
-        constexprs |= {"X_BF16": x_bf16, "STATIC_GSF": static_gsf, "SHORT_BLOCKS": short_blocks}
-    else:
-        kernel = _dequantize_kernel
-        signature = {"q_ptr": q, "s_ptr": s, "row_scale_ptr": "*fp32", "out_ptr": "*fp32"}
-        signature |= {"num_rows": "i32", "k": "i32", "q_stride": "i64", "s_stride": "i64"}
-    signature |= dict.fromkeys(constexprs, "constexpr")
-    return AotCase(operation, fmt.name, kernel, signature, constexprs, {"enable_fp_fusion": False})
-
-
-AOT_CASES: tuple[AotCase, ...] = (
-    *(_aot_case(operation, fmt) for operation in ("quantize", "dequantize") for fmt in WEIGHT_FORMATS.values()),
-    *(_aot_case("quantize", fmt, x_bf16=False) for fmt in WEIGHT_FORMATS.values()),
-    _aot_case("quantize", FORMATS["nvfp4"], static_gsf=True),
-    _aot_case("quantize", FORMATS["fp8_block"], short_blocks=1),
-)

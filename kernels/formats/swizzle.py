@@ -16,7 +16,7 @@ import triton.language as tl
 from moe_runtime.kernels.formats import reference_quantize
 from moe_runtime.kernels.formats.number_formats import ceil_div
 from moe_runtime.kernels.formats.reference_quantize import raw_bits
-from moe_runtime.kernels.runtime import AotCase, resolve_engine
+from moe_runtime.kernels.runtime import resolve_engine
 from moe_runtime.support.arguments import check_integer, check_is_tensor
 
 
@@ -137,23 +137,3 @@ def unswizzle_scales(blocks: torch.Tensor, num_rows: int, num_columns: int, *, e
 def _check_bytes(t: torch.Tensor, argument: str) -> None:
     if t.dtype.itemsize != 1 or t.dtype == torch.bool:
         raise ValueError(f"{argument}: expected one-byte elements (uint8 or float8_e4m3fn), got {t.dtype}")
-
-
-_POINTERS = {"in_ptr": "*u8", "out_ptr": "*u8", "num_rows": "i32", "num_columns": "i32", "expert_stride": "i64"}
-
-AOT_CASES: tuple[AotCase, ...] = (
-    AotCase(
-        "swizzle",
-        "any",
-        _swizzle_kernel,
-        {**_POINTERS, "row_stride": "i64", "ATOMS": "constexpr"},
-        {"ATOMS": ATOMS},
-    ),
-    AotCase(
-        "unswizzle",
-        "any",
-        _unswizzle_kernel,
-        {**_POINTERS, "BLOCK_R": "constexpr", "BLOCK_V": "constexpr"},
-        {"BLOCK_R": BLOCK_R, "BLOCK_V": BLOCK_V},
-    ),
-)

@@ -1,27 +1,32 @@
-// The grouped GEMM of dequant_gemm.cu for a few rows in all: the same bits with small teams of warps, of which an SM has several of
-// both products of a layer. The second product loads its first weights while the first still multiplies, `loads_after_ns` after it
-// has begun: earlier loads would delay those of the first. The first loads weights while the rows are dispatched, if it gets
-// `topk_idx`, the ids that the groups count.
+// The grouped GEMM of dequant_gemm.cu for a few rows in all: the same bits with small teams of warps, of which an SM
+// has several of both products of a layer. The second product loads its first weights while the first still multiplies,
+// `loads_after_ns` after it has begun: earlier loads would delay those of the first. The first loads weights while the
+// rows are dispatched, if it gets `topk_idx`, the ids that the groups count.
 //
-// A tile is 64 weight rows and at most 8 tokens. Each of a team's four consumers, warps, multiplies 16 weight rows by `mma.sync`,
-// which for operands of bf16 gives the bits of `wgmma` (tests/kernels/test_dequant_gemm.py). A fifth warp, the producer, finds the
-// tiles and streams their weights through a ring of stages. A block is one team, or TEAMS of them that go their own ways: all that
-// they share is a table for requantization.
+// A tile is 64 weight rows and at most 8 tokens. Each of a team's four consumers, warps, multiplies 16 weight rows by
+// `mma.sync`, which for operands of bf16 gives the bits of `wgmma` (tests/kernels/test_dequant_gemm.py). A fifth warp,
+// the producer, finds the tiles and streams their weights through a ring of stages. A block is one team, or TEAMS of
+// them that go their own ways: all that they share is a table for requantization.
 //
-// A team dequantizes the tokens of a tile itself, once, and holds them by rows: all columns of one row, or as many columns of more
-// rows as there is room for. CHAINED tokens are the results of the kernel before, rows of bf16.
+// A team dequantizes the tokens of a tile itself, once, and holds them by rows: all columns of one row, or as many
+// columns of more rows as there is room for. CHAINED tokens are the results of the kernel before, rows of bf16.
 //
 // Macros: those of dequant_unit.cuh and dequant_result.cuh, with MAX_BLOCKS 1, and
-//   TEAMS, BLOCKS_PER_SM (of all kernels that run at a time), STAGES, STAGE_K64 (columns of a stage / 64; divides `units`), CHUNK
-//   (columns of a chunk of weights / 64; divides STAGE_K64), MAX_GROUPS (a multiple of 32), KEEP_TOKENS (L2 keeps tokens and evicts
-//   weights first), CHAINED, OWN_BYTES (room for tokens), those of token_piece.cuh. K is `units` times 64.
+//   TEAMS, BLOCKS_PER_SM (of all kernels that run at a time), STAGES, STAGE_K64 (columns of a stage / 64; divides
+//   `units`), CHUNK (columns of a chunk of weights / 64; divides STAGE_K64), MAX_GROUPS (a multiple of 32), KEEP_TOKENS
+//   (L2 keeps tokens and evicts weights first), CHAINED, OWN_BYTES (room for tokens), those of token_piece.cuh. K is
+//   `units` times 64.
 
 #include "dequant_result.cuh"
 #include "dequant_unit.cuh"
 #include "routed_ids.cuh"
 #include "token_piece.cuh"
 
-static_assert(MAX_BLOCKS == 1 && MAX_GROUPS % 32 == 0);
+static_assert(MAX_BLOCKS == 1, "MAX_BLOCKS: a tile is one block of 8 tokens");
+static_assert(MAX_GROUPS % 32 == 0, "MAX_GROUPS: each lane of a warp has as many");
+static_assert(STAGES >= 2 && STAGE_K64 % CHUNK == 0, "CHUNK: a stage is whole chunks, of which one is loaded ahead");
+static_assert(TEAMS >= 1 && TEAMS * 160 <= 1024, "TEAMS: of five warps each, in one block");
+static_assert(OWN_BYTES % 16 == 0, "OWN_BYTES: tokens and stages begin at 16 bytes");
 
 constexpr int CONSUMERS = 128;  // threads of a team; those of all teams come first, then the producers
 constexpr int STAGE_BYTES = STAGE_K64 * UNIT_BYTES;
@@ -29,11 +34,12 @@ constexpr int TEAM_BYTES = STAGES * STAGE_BYTES + OWN_BYTES;
 constexpr int TILES_AHEAD = 8;  // tiles that a producer may announce in advance
 
 __device__ __forceinline__ void store_16(u32 address, const u32* v) {
-  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
+               : "memory");
 }
 
-// A consumer's team, and its place there, which the compiler does not see where there is one team. `finish` takes a team for a
-// warpgroup.
+// A consumer's team, and its place there, which the compiler does not see where there is one team. `finish` takes a
+// team for a warpgroup.
 __device__ __forceinline__ int team_of_consumer() { return TEAMS == 1 ? 0 : threadIdx.x / CONSUMERS; }
 __device__ __forceinline__ int place_in_team() { return TEAMS == 1 ? threadIdx.x : threadIdx.x % CONSUMERS; }
 
@@ -53,18 +59,18 @@ __device__ __forceinline__ void warp_product(float (&d)[4], const u32 (&a)[4], u
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// The tiles in their order: of each group one after the other its parts of 8 tokens, each with all weight rows. A whole warp has
-// it in its registers; a lane has neighbouring groups.
+// The tiles in their order: of each group one after the other its parts of 8 tokens, each with all weight rows. A whole
+// warp has it in its registers; a lane has neighbouring groups.
 struct Tiles {
   static constexpr int GROUPS = MAX_GROUPS / 32;
   int offsets[GROUPS + 1], experts[GROUPS];
   int own, before;  // parts of this lane's groups, and of those of the lanes before
   int all;          // tiles
 
-  // The offsets, or the ids that they count, may have been written by the kernel before the last: L1 could have what they were
-  // before.
-  __device__ __forceinline__ void read(const int* group_offsets, const RoutedIds& ids, const int* expert_ids, int num_groups,
-                                       int num_experts, int capacity, int unit_rows) {
+  // The offsets, or the ids that they count, may have been written by the kernel before the last: L1 could have what
+  // they were before.
+  __device__ __forceinline__ void read(const int* group_offsets, const RoutedIds& ids, const int* expert_ids,
+                                       int num_groups, int num_experts, int capacity, int unit_rows) {
     const int lane = threadIdx.x & 31, first = lane * GROUPS;
     if (ids.given()) {
       ids.find_offsets<GROUPS>(first, num_groups, offsets);
@@ -110,7 +116,8 @@ struct Tiles {
     for (int i = 0; i < GROUPS; ++i) {
       const int rows = rows_of(i, num_experts), parts = ceil_div(rows, TILE_TOKENS);
       if (left >= 0 && left < parts) {
-        tile.group = lane * GROUPS + i, tile.start = offsets[i], tile.local = left * TILE_TOKENS, tile.expert = experts[i];
+        tile.group = lane * GROUPS + i, tile.start = offsets[i], tile.local = left * TILE_TOKENS,
+        tile.expert = experts[i];
         tile.rows = min(rows - tile.local, TILE_TOKENS);
       }
       left -= parts;
@@ -125,8 +132,8 @@ struct Tiles {
   }
 };
 
-// A team's first tile. Blocks of one team without a tile should be those that share an SM with more blocks than others do. These
-// are the first, which come to an SM that other kernels left free, and the very last.
+// A team's first tile. Blocks of one team without a tile should be those that share an SM with more blocks than others
+// do. These are the first, which come to an SM that other kernels left free, and the very last.
 __device__ __forceinline__ int first_tile(int team) {
   if (TEAMS > 1) return team * gridDim.x + blockIdx.x;
   const int before = gridDim.x - 1 - blockIdx.x, last = gridDim.x / 48;
@@ -167,8 +174,8 @@ struct OwnTokens {
   __device__ __forceinline__ void fill(int from, int end) {
 #pragma unroll 1
     for (int row = 0; row < tile.rows; ++row) {
-      const RowPlace place = place_of_row(__shfl_sync(0xFFFFFFFF, source, row), tile.start, tile.local + row, group_scale_offset,
-                                          rows.scale_ld, rows.bytes, units * 64);
+      const RowPlace place = place_of_row(__shfl_sync(0xFFFFFFFF, source, row), tile.start, tile.local + row,
+                                          group_scale_offset, rows.scale_ld, rows.bytes, units * 64);
 #pragma unroll 1
       for (int begin = from * 4 + place_in_team(); begin < end * 4; begin += AHEAD * CONSUMERS) {
         Piece pieces[AHEAD];
@@ -193,8 +200,8 @@ struct OwnTokens {
     meet();
   }
 
-  // The B operands of a lane: 16 columns of a token, in the unit `behind` the first that is held. Lanes whose token does not exist
-  // take another's; nobody reads their sums.
+  // The B operands of a lane: 16 columns of a token, in the unit `behind` the first that is held. Lanes whose token
+  // does not exist take another's; nobody reads their sums.
   __device__ __forceinline__ void load(int behind, u32 (&tokens)[8]) const {
     const int lane = threadIdx.x & 31;
     const u32 from = at + min(lane / 4, tile.rows - 1) * stride + behind * 128 + lane % 4 * 32;
@@ -204,8 +211,8 @@ struct OwnTokens {
   }
 };
 
-// The ring of stages, as a warp sees it: which stage is next. Barriers of full and empty stages, of announced tiles, and of the
-// end of the kernel before follow one another.
+// The ring of stages, as a warp sees it: which stage is next. Barriers of full and empty stages, of announced tiles,
+// and of the end of the kernel before follow one another.
 struct Ring {
   u32 stages, full;
   int stage = 0;
@@ -222,11 +229,13 @@ struct Ring {
   }
 };
 
-// Adds the products of `units` units of a tile to the sums of 16 weight rows, in the order of dequant_gemm.cu. The numbers of a
-// unit are loaded while the unit before is multiplied. `load_tokens(unit, part, tokens)` gives the B operands of a lane.
+// Adds the products of `units` units of a tile to the sums of 16 weight rows, in the order of dequant_gemm.cu. The
+// numbers of a unit are loaded while the unit before is multiplied. `load_tokens(unit, part, tokens)` gives the B
+// operands of a lane.
 template <bool SPECIAL_VALUES, class LoadTokens>
 __device__ __forceinline__ void multiply(Ring& ring, int units, float (&acc)[4], LoadTokens load_tokens) {
-  const int place = place_in_team(), quants = place * 16, scales = QUANT_BYTES + (W_FMT == NVFP4 ? place * 2 : place / 2 * 2);
+  const int place = place_in_team(), quants = place * 16,
+            scales = QUANT_BYTES + (W_FMT == NVFP4 ? place * 2 : place / 2 * 2);
   Unit<SPECIAL_VALUES> ahead;
   u16 ahead_scales;
   u32 ahead_tokens[8];
@@ -269,29 +278,29 @@ __device__ __forceinline__ void multiply(Ring& ring, int units, float (&acc)[4],
   }
 }
 
-// Afterwards the kernel that reads the results may start, since all kernels before this one have ended: a product finds the groups
-// and loads its first weights meanwhile, a combine the routing of its tokens.
+// Afterwards the kernel that reads the results may start, since all kernels before this one have ended: a product finds
+// the groups and loads its first weights meanwhile, a combine the routing of its tokens.
 __device__ __forceinline__ void await_kernels_before() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;");
 }
 
-extern "C" __global__ void __launch_bounds__(TEAMS * (CONSUMERS + 32), BLOCKS_PER_SM)
-    dequant_few(const u8* tokens, const u8* weights, const float* row_scale, const float* expert_scales, const float* bias,
-                const int* group_offsets, const int* expert_ids, const int* num_active, void* out, u8* out_scales,
-                const float* out_gsf, float* out_row_scale, const int* out_scale_offsets, int num_groups, int num_experts,
-                int capacity, int columns, int units, int unit_rows, int token_blocks, long long out_stride,
-                int scales_per_expert, int gate_up_order, const u8* special_values, const u8* token_scales,
-                const int* row_index, const int* group_scale_offsets, int token_scale_ld, long long row_bytes,
-                const void* topk_idx, int num_ids, int id_bytes, int loads_after_ns) {
+extern "C" __global__ void __launch_bounds__(TEAMS*(CONSUMERS + 32), BLOCKS_PER_SM)
+    dequant_few(const u8* tokens, const u8* weights, const float* row_scale, const float* expert_scales,
+                const float* bias, const int* group_offsets, const int* expert_ids, const int* num_active, void* out,
+                u8* out_scales, const float* out_gsf, float* out_row_scale, const int* out_scale_offsets,
+                int num_groups, int num_experts, int capacity, int columns, int units, int unit_rows, int token_blocks,
+                long long out_stride, int scales_per_expert, int gate_up_order, const u8* special_values,
+                const u8* token_scales, const int* row_index, const int* group_scale_offsets, int token_scale_ld,
+                long long row_bytes, const void* topk_idx, int num_ids, int id_bytes, int loads_after_ns) {
   extern __shared__ __align__(128) u8 memory[];
   __shared__ __align__(8) u64 barriers[TEAMS][2 * STAGES + TILES_AHEAD + 1];
   __shared__ __align__(16) float turned[TEAMS][ACTIVATED ? TILE_TOKENS : 1][TURNED_COLUMNS];
   __shared__ TileScales scales[TEAMS];
   __shared__ Requantization with;
   __shared__ Tile tiles[TEAMS][TILES_AHEAD];
-  // An announcement overwrites the one of TILES_AHEAD tiles ago. That is safe: a warp that still reads it holds the stages of
-  // the later tiles.
+  // An announcement overwrites the one of TILES_AHEAD tiles ago. That is safe: a warp that still reads it holds the
+  // stages of the later tiles.
   static_assert(TILES_AHEAD >= STAGES + 2, "tiles that a team may be ahead");
   const bool consumes = threadIdx.x < TEAMS * CONSUMERS;
   const int team = TEAMS == 1 ? 0 : consumes ? team_of_consumer() : (threadIdx.x - TEAMS * CONSUMERS) / 32;
@@ -308,8 +317,8 @@ extern "C" __global__ void __launch_bounds__(TEAMS * (CONSUMERS + 32), BLOCKS_PE
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
-  // What the groups are is known when the kernel that dispatches the tokens has ended: the one before this, or one before that,
-  // which had ended when the one before this let this one start. Their ids were known before it began.
+  // What the groups are is known when the kernel that dispatches the tokens has ended: the one before this, or one
+  // before that, which had ended when the one before this let this one start. Their ids were known before it began.
   const RoutedIds ids = {topk_idx, num_ids, id_bytes};
   if (!CHAINED && !(ids.given() && !consumes)) await_kernels_before();
 
@@ -326,7 +335,8 @@ extern "C" __global__ void __launch_bounds__(TEAMS * (CONSUMERS + 32), BLOCKS_PE
         barrier_arrive(ring.announced(count));
       }
       if (tile.rows == 0) break;
-      const u8* w = weights + (static_cast<long long>(tile.expert) * units * unit_rows + tile.unit * CHUNK) * UNIT_BYTES;
+      const u8* w =
+          weights + (static_cast<long long>(tile.expert) * units * unit_rows + tile.unit * CHUNK) * UNIT_BYTES;
       // Of the other lanes some could wait for a stage that is filled again before they look.
       if (lane != 0) continue;
       const u64 of_weights = KEEP_TOKENS ? policy_of_first_out() : 0;
@@ -347,9 +357,10 @@ extern "C" __global__ void __launch_bounds__(TEAMS * (CONSUMERS + 32), BLOCKS_PE
     return;
   }
 
-  const Problem p = {tokens,  weights, row_scale,   expert_scales,     bias,    out,
-                     out_scales, out_scale_offsets, columns, GATED ? 2 * columns : columns,
-                     units,   unit_rows, token_blocks, out_stride, scales_per_expert, gate_up_order};
+  const Problem p = {tokens,       weights,    row_scale,         expert_scales, bias,
+                     out,          out_scales, out_scale_offsets, columns,       GATED ? 2 * columns : columns,
+                     units,        unit_rows,  token_blocks,      out_stride,    scales_per_expert,
+                     gate_up_order};
   const Rows rows = {tokens, token_scales, row_index, group_scale_offsets, token_scale_ld, row_bytes};
   auto begin = [&] {
     // The previous kernel may write the scales of the rows.
@@ -384,7 +395,7 @@ extern "C" __global__ void __launch_bounds__(TEAMS * (CONSUMERS + 32), BLOCKS_PE
       const int end = min(from + own.held, units);
       if (from > 0) meet();  // all have read the tokens before
       own.fill(from, end);
-      auto load = [&](int k64, int part, u32 (&tokens)[8]) { own.load(k64 + part, tokens); };
+      auto load = [&](int k64, int part, u32(&tokens)[8]) { own.load(k64 + part, tokens); };
       if (special) multiply<true>(ring, end - from, acc, load);
       else multiply<false>(ring, end - from, acc, load);
     }

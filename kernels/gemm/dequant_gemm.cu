@@ -1,30 +1,37 @@
-// Grouped GEMM that dequantizes its weights in registers, for sm_90a. dequant_layout.py has the layout, dequant_gemm.py the
-// measurements. dequant_few.cu is the form for a few rows in all.
+// Grouped GEMM that dequantizes its weights in registers, for sm_90a. dequant_layout.py has the layout, dequant_gemm.py
+// the measurements. dequant_few.cu is the form for a few rows in all.
 //
 // The weights are the M side of wgmma. Each thread reads its 16 bytes of quants in the order of wgmma's A operand,
 // dequantizes them to bf16 in registers, and multiplies by bf16 tokens in shared memory. One warp walks the tiles
 // and another streams their weights and tokens through a ring of stages. Each consumer warpgroup owns its weight rows.
 //
 // Macros: those of dequant_unit.cuh and dequant_result.cuh, and
-//   WARPGROUPS (64 weight rows of a tile each), STAGES, STAGE_K64 (columns of a stage / 64; divides `units`), CHUNK (columns of a
-//   chunk of weights / 64; divides STAGE_K64), BATCH (steps of 16 columns that are dequantized before they are multiplied), BUFFERS
-//   (dequantized batches that are held), ROLLING (wait for the oldest buffer; otherwise the last of BUFFERS and of a stage waits for
-//   all), CASES (smaller numbers of blocks with specialized code), MAX_GROUPS, KEEP_TOKENS (L2 keeps tokens and evicts weights
-//   first), OVERLAPPED (dequant_tokens.cu dequantizes tokens while this kernel runs, and counts them).
+//   WARPGROUPS (64 weight rows of a tile each), STAGES, STAGE_K64 (columns of a stage / 64; divides `units`), CHUNK
+//   (columns of a chunk of weights / 64; divides STAGE_K64), BATCH (steps of 16 columns that are dequantized before
+//   they are multiplied), BUFFERS (dequantized batches that are held), ROLLING (wait for the oldest buffer; otherwise
+//   the last of BUFFERS and of a stage waits for all), CASES (smaller numbers of blocks with specialized code),
+//   MAX_GROUPS, KEEP_TOKENS (L2 keeps tokens and evicts weights first), OVERLAPPED (dequant_tokens.cu dequantizes
+//   tokens while this kernel runs, and counts them).
 
 #include "clock.cuh"
 #include "dequant_result.cuh"
 #include "dequant_unit.cuh"
 
+static_assert(WARPGROUPS >= 1 && WARPGROUPS * 128 + 64 <= 1024, "WARPGROUPS: with two more warps they are a block");
+static_assert(STAGES >= 2 && STAGE_K64 % CHUNK == 0, "CHUNK: a stage is whole chunks, of which one is loaded ahead");
+static_assert(4 % BATCH == 0 && BUFFERS >= 1, "BATCH: 64 columns are whole batches of steps of 16");
+
 constexpr int TILE_UNITS = WARPGROUPS;
 constexpr int TOKEN_BYTES = MAX_BLOCKS * BLOCK_BYTES;
 constexpr int WEIGHT_STAGE = TILE_UNITS * STAGE_K64 * UNIT_BYTES;
 constexpr int STAGE_BYTES = WEIGHT_STAGE + STAGE_K64 * TOKEN_BYTES;
-constexpr int TILES_AHEAD = OVERLAPPED ? 1 : 4;  // tiles that the walk may be ahead of the loads; free blocks take the next
+// Tiles that the walk may be ahead of the loads; free blocks take the next.
+constexpr int TILES_AHEAD = OVERLAPPED ? 1 : 4;
 constexpr int TILE_SLOTS = 12;
-constexpr int WARP = 32;  // lanes that walk; tests on a CPU have one
+constexpr int WARP = 32;                 // lanes that walk; tests on a CPU have one
 constexpr bool MARKED = W_FMT != NVFP4;  // units of rows may have special values
-constexpr int LOADER = WARPGROUPS * 128, WALKER = LOADER + 32;  // first threads of a warp that loads and of one that walks
+// First threads of a warp that loads and of one that walks.
+constexpr int LOADER = WARPGROUPS * 128, WALKER = LOADER + 32;
 constexpr long long PATIENCE_NS = 30'000'000'000;
 
 // Matrix descriptor of K-major tokens without swizzle: 8x8 core matrices of 128 bytes, the next 8 columns 128 bytes
@@ -65,15 +72,15 @@ struct Wgmma;
 #define R80 R72 ", %72, %73, %74, %75, %76, %77, %78, %79"
 
 // REGISTERS names the results of D in the instruction, A and TOKENS the operands that follow them.
-#define WGMMA(BLOCKS, WIDTH, REGISTERS, A, TOKENS, ...)                                                    \
-  template <>                                                                                             \
-  struct Wgmma<BLOCKS> {                                                                                  \
-    static __device__ __forceinline__ void run(float (&d)[4 * BLOCKS], const u32 (&a)[4], u64 tokens) {   \
-      asm volatile("wgmma.mma_async.sync.aligned.m64n" WIDTH "k16.f32.bf16.bf16 {" REGISTERS "}, {" A     \
-                   "}, " TOKENS ", 1, 1, 1, 0;"                                                           \
-                   : __VA_ARGS__                                                                          \
-                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(tokens));                            \
-    }                                                                                                     \
+#define WGMMA(BLOCKS, WIDTH, REGISTERS, A, TOKENS, ...)                                                            \
+  template <>                                                                                                      \
+  struct Wgmma<BLOCKS> {                                                                                           \
+    static __device__ __forceinline__ void run(float (&d)[4 * BLOCKS], const u32 (&a)[4], u64 tokens) {            \
+      asm volatile("wgmma.mma_async.sync.aligned.m64n" WIDTH "k16.f32.bf16.bf16 {" REGISTERS "}, {" A "}, " TOKENS \
+                   ", 1, 1, 1, 0;"                                                                                 \
+                   : __VA_ARGS__                                                                                   \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(tokens));                                     \
+    }                                                                                                              \
   };
 WGMMA(1, "8", R4, "%4, %5, %6, %7", "%8", D4(0))
 WGMMA(2, "16", R8, "%8, %9, %10, %11", "%12", D8(0))
@@ -89,8 +96,9 @@ WGMMA(16, "128", R64, "%64, %65, %66, %67", "%68", D64(0))
 WGMMA(18, "144", R72, "%72, %73, %74, %75", "%76", D64(0), D8(64))
 WGMMA(20, "160", R80, "%80, %81, %82, %83", "%84", D64(0), D16(64))
 
-// Waits until the overlapped kernel has dequantized `blocks` blocks of 8 tokens from `first` on. For each block, that kernel
-// counts the warps of `team` that are done. A whole warp calls this. After PATIENCE_NS the kernel ends in an error.
+// Waits until the overlapped kernel has dequantized `blocks` blocks of 8 tokens from `first` on. For each block, that
+// kernel counts the warps of `team` that are done. A whole warp calls this. After PATIENCE_NS the kernel ends in an
+// error.
 __device__ __forceinline__ void await_tokens(const u32* counters, int first, int blocks, u32 team) {
   const int lane = threadIdx.x & 31;
   if (lane < blocks && first + lane >= 0) {
@@ -123,19 +131,20 @@ struct Groups {
 
 // Walks the tiles of a block. A whole warp calls it, of which all lanes know the same.
 //
-// The tokens of a group are split into parts, and the weight rows of each part into cuts, as evenly as whole units allow.
-// Blocks process the cuts in turn; each cut is a tile. With OVERLAPPED a free block gets the next cut, because some blocks
-// start late. If there are at most as many parts as blocks, and the busiest block then has fewer weight rows, a block gets
-// at most one cut, of several tiles. If the last round has cuts for at most a third of the blocks, they are split into
-// pieces.
+// The tokens of a group are split into parts, and the weight rows of each part into cuts, as evenly as whole units
+// allow. Blocks process the cuts in turn; each cut is a tile. With OVERLAPPED a free block gets the next cut, because
+// some blocks start late. If there are at most as many parts as blocks, and the busiest block then has fewer weight
+// rows, a block gets at most one cut, of several tiles. If the last round has cuts for at most a third of the blocks,
+// they are split into pieces.
 struct Walk {
   const Groups& groups;
   int num_groups;
-  u32* taken;                   // cuts and pieces that all blocks have begun
-  int cuts, units, larger;      // `larger` cuts have a unit more than `units`
-  int whole, pieces;            // cuts before the last round, and pieces of each cut in the last round
-  int number, first, before;    // next cut (piece from `whole` on), group where its search starts, parts before that group
-  int left;                     // units of the current cut that are left for further tiles
+  u32* taken;               // cuts and pieces that all blocks have begun
+  int cuts, units, larger;  // `larger` cuts have a unit more than `units`
+  int whole, pieces;        // cuts before the last round, and pieces of each cut in the last round
+  int number, first,
+      before;  // next cut (piece from `whole` on), group where its search starts, parts before that group
+  int left;    // units of the current cut that are left for further tiles
 
   __device__ __forceinline__ int parts_of(int group) const {
     if (group >= num_groups || groups.experts[group] < 0) return 0;
@@ -241,8 +250,8 @@ __device__ __forceinline__ void skip(int units, u32 full, u32 empty, int stage, 
 
 template <int BLOCKS, bool SPECIAL_VALUES = false>
 __device__ __forceinline__ void consume(const Problem& p, const Tile& tile, u32 stages, u32 full, u32 empty, int stage,
-                                        u32 parity, float (*turned)[8 * MOST_AT_A_TIME][TURNED_COLUMNS], TileScales* tile_scales,
-                                        const Requantization& with) {
+                                        u32 parity, float (*turned)[8 * MOST_AT_A_TIME][TURNED_COLUMNS],
+                                        TileScales* tile_scales, const Requantization& with) {
   const int thread = threadIdx.x & 127, warpgroup = threadIdx.x / 128;
   TileScales& scales = tile_scales[warpgroup];
   scales.copy(p, tile);
@@ -315,8 +324,8 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + 128, 1)
     dequant_gemm(const u8* tokens, const u8* weights, const float* row_scale, const float* expert_scales,
                  const float* bias, const int* group_offsets, const int* expert_ids, const int* num_active, void* out,
                  u8* out_scales, const float* out_gsf, float* out_row_scale, const int* out_scale_offsets,
-                 int num_groups, int num_experts, int capacity, int columns, int units, int unit_rows,
-                 int token_blocks, long long out_stride, int scales_per_expert, int gate_up_order, const u8* special_values,
+                 int num_groups, int num_experts, int capacity, int columns, int units, int unit_rows, int token_blocks,
+                 long long out_stride, int scales_per_expert, int gate_up_order, const u8* special_values,
                  u32* counters, int first_overlapped, int team) {
   extern __shared__ __align__(128) u8 memory[];
   constexpr int BARRIERS = 2 * STAGES + (MARKED ? 3 : 2) * TILE_SLOTS;
@@ -326,11 +335,12 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + 128, 1)
   __shared__ Requantization with;
   __shared__ Groups groups;
   __shared__ Tile tiles[TILE_SLOTS];
-  // A tile overwrites the one of TILE_SLOTS tiles ago. That is safe: a warp that still reads it holds the stages of later tiles,
-  // and the walk is not too far ahead of the loads.
+  // A tile overwrites the one of TILE_SLOTS tiles ago. That is safe: a warp that still reads it holds the stages of
+  // later tiles, and the walk is not too far ahead of the loads.
   static_assert(TILE_SLOTS > STAGES + TILES_AHEAD, "tiles that a block may be ahead");
   const u32 full = shared_address(barriers), empty = full + STAGES * 8;
-  // Of each slot: its tile is found, for the loader; its tile has its marks, for the consumers; its tile is loaded, for the walk.
+  // Of each slot: its tile is found, for the loader; its tile has its marks, for the consumers; its tile is loaded, for
+  // the walk.
   const u32 announced = empty + STAGES * 8, loaded = announced + TILE_SLOTS * 8;
   const u32 found = MARKED ? loaded + TILE_SLOTS * 8 : announced;
   const u32 stages = shared_address(memory);
@@ -344,14 +354,17 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + 128, 1)
   if (threadIdx.x < BARRIERS) {
     const int number = static_cast<int>(threadIdx.x) - STAGES, slot = number - STAGES - TILE_SLOTS;
     const bool of_empty = number >= 0 && number < STAGES, of_loaded = slot >= 0 && slot < TILE_SLOTS;
-    barrier_init(full + threadIdx.x * 8, of_empty ? 4 * WARPGROUPS * ARRIVALS_OF_WARP : of_loaded ? ARRIVALS_OF_WARP : 1);
+    barrier_init(full + threadIdx.x * 8, of_empty    ? 4 * WARPGROUPS * ARRIVALS_OF_WARP
+                                         : of_loaded ? ARRIVALS_OF_WARP
+                                                     : 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
 
-  const Problem p = {tokens,  weights, row_scale,   expert_scales,     bias,    out,
-                     out_scales, out_scale_offsets, columns, GATED ? 2 * columns : columns,
-                     units,   unit_rows, token_blocks, out_stride, scales_per_expert, gate_up_order};
+  const Problem p = {tokens,       weights,    row_scale,         expert_scales, bias,
+                     out,          out_scales, out_scale_offsets, columns,       GATED ? 2 * columns : columns,
+                     units,        unit_rows,  token_blocks,      out_stride,    scales_per_expert,
+                     gate_up_order};
   int stage = 0;
   u32 parity = 0;
   if (threadIdx.x >= LOADER) {
@@ -391,7 +404,8 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + 128, 1)
       barrier_wait(found + slot.at * 8, slot.parity);
       if (tile.rows == 0) break;
       const int blocks = (tile.rows + 7) / 8;
-      const u8* w = weights + (static_cast<long long>(tile.expert) * units * unit_rows + tile.unit * CHUNK) * UNIT_BYTES;
+      const u8* w =
+          weights + (static_cast<long long>(tile.expert) * units * unit_rows + tile.unit * CHUNK) * UNIT_BYTES;
       const u8* t = tokens + tile.token_block() * BLOCK_BYTES;
       auto load = [&](u32 to, const u8* from, u32 bytes, int to_stage, u64 policy) {
         if (KEEP_TOKENS) bulk_load(to, from, bytes, full + to_stage * 8, policy);
@@ -402,14 +416,15 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + 128, 1)
         __syncwarp();
         if (lane < STAGE_K64 / CHUNK) {
           load(stages + to_stage * STAGE_BYTES + lane * WARPGROUPS * CHUNK * UNIT_BYTES,
-               w + static_cast<long long>(k64 + lane * CHUNK) * unit_rows * UNIT_BYTES, tile.high * CHUNK * UNIT_BYTES, to_stage,
-               of_weights);
+               w + static_cast<long long>(k64 + lane * CHUNK) * unit_rows * UNIT_BYTES, tile.high * CHUNK * UNIT_BYTES,
+               to_stage, of_weights);
         }
       };
       auto load_tokens = [&](int k64, int to_stage) {
         if (lane < STAGE_K64) {
           load(stages + to_stage * STAGE_BYTES + WEIGHT_STAGE + lane * TOKEN_BYTES,
-               t + static_cast<long long>(k64 + lane) * token_blocks * BLOCK_BYTES, blocks * BLOCK_BYTES, to_stage, of_tokens);
+               t + static_cast<long long>(k64 + lane) * token_blocks * BLOCK_BYTES, blocks * BLOCK_BYTES, to_stage,
+               of_tokens);
         }
       };
       if (OVERLAPPED) await_tokens(counters, static_cast<int>(tile.token_block()) - first_overlapped, blocks, team);
@@ -433,8 +448,8 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + 128, 1)
       }
       barrier_arrive_warp(loaded + slot.at * 8);
     }
-    // Even without a tile, this kernel must not end before the one that it overlaps. With OVERLAPPED, that kernel started
-    // after all kernels before it had ended, so waiting for its end is enough.
+    // Even without a tile, this kernel must not end before the one that it overlaps. With OVERLAPPED, that kernel
+    // started after all kernels before it had ended, so waiting for its end is enough.
     if (early) asm volatile("griddepcontrol.wait;" ::: "memory");
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(WARPGROUPS == 2 ? 232 : 112));
@@ -461,8 +476,9 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + 128, 1)
       } else if (MARKED && (tile.special_values >> warpgroup & 1)) {
         consume<MAX_BLOCKS, true>(p, tile, stages, full, empty, stage, parity, turned, tile_scales, with);
       } else {
-#define CASE(N) \
-  if (blocks <= N) consume<N>(p, tile, stages, full, empty, stage, parity, turned, tile_scales, with); else
+#define CASE(N)                                                                                        \
+  if (blocks <= N) consume<N>(p, tile, stages, full, empty, stage, parity, turned, tile_scales, with); \
+  else
         CASES consume<MAX_BLOCKS>(p, tile, stages, full, empty, stage, parity, turned, tile_scales, with);
       }
       stage += units / STAGE_K64;

@@ -1,11 +1,12 @@
-// Results of the kernels that dequantize their weights in registers, for inclusion: from the accumulators of a tile to what
-// is stored.
+// Results of the kernels that dequantize their weights in registers, for inclusion: from the accumulators of a tile to
+// what is stored.
 //
-// Macros: W_FMT, OUT_FMT (FormatCode), OUT_TYPE (0 bf16, 1 fp16, 2 fp32; of a plain result), ACTIVATED (the result is activated
-// and in OUT_FMT), GATED (and the weights are gate and up), FUNCTION (ActivationFunction.code), OUT_DEQUANTIZED (activated
-// results as dequant_tokens.cu would make them), OUT_BY_ROWS (and in rows of bf16, for dequant_few.cu), ROW_SCALES, EXPERT_SCALES, BIAS (which exist), SCALED_TOKENS (tokens are 2^100
-// times their value), MAX_BLOCKS (tokens of a tile / 8), ALPHA, GATE_LIMIT, UP_LIMIT, UP_OFFSET, GATE_SOFTCAP, UP_SOFTCAP (of
-// `Activation`; none of them if not defined).
+// Macros: W_FMT, OUT_FMT (FormatCode), OUT_TYPE (0 bf16, 1 fp16, 2 fp32; of a plain result), ACTIVATED (the result is
+// activated and in OUT_FMT), GATED (and the weights are gate and up), FUNCTION (ActivationFunction.code),
+// OUT_DEQUANTIZED (activated results as dequant_tokens.cu would make them), OUT_BY_ROWS (and in rows of bf16, for
+// dequant_few.cu), ROW_SCALES, EXPERT_SCALES, BIAS (which exist), SCALED_TOKENS (tokens are 2^100 times their value),
+// MAX_BLOCKS (tokens of a tile / 8), ALPHA, GATE_LIMIT, UP_LIMIT, UP_OFFSET, GATE_SOFTCAP, UP_SOFTCAP (of `Activation`;
+// none of them if not defined).
 
 #ifndef MOE_RUNTIME_DEQUANT_RESULT
 #define MOE_RUNTIME_DEQUANT_RESULT
@@ -13,14 +14,19 @@
 #include "activation.cuh"
 #include "mbarrier.cuh"
 
-static_assert(!OUT_BY_ROWS || MAX_BLOCKS == 1);
+static_assert(MAX_BLOCKS >= 1 && MAX_BLOCKS <= 20, "MAX_BLOCKS: tiles of 8 to 160 tokens");
+static_assert(!OUT_BY_ROWS || (OUT_DEQUANTIZED && MAX_BLOCKS == 1),
+              "OUT_BY_ROWS: dequantized results of one block of tokens");
+static_assert(!OUT_DEQUANTIZED || ACTIVATED, "OUT_DEQUANTIZED: an activated result");
+static_assert(!GATED || ACTIVATED, "GATED: a gated result is activated");
 constexpr int TILE_TOKENS = 8 * MAX_BLOCKS;
-constexpr int BLOCK_BYTES = 64 * 8 * 2;  // of 8 tokens and 64 columns
-constexpr int UNIT_COLUMNS = GATED ? 32 : 64;  // of a result, from 64 weight rows
+constexpr int BLOCK_BYTES = 64 * 8 * 2;           // of 8 tokens and 64 columns
+constexpr int UNIT_COLUMNS = GATED ? 32 : 64;     // of a result, from 64 weight rows
 constexpr int TURNED_COLUMNS = UNIT_COLUMNS + 4;  // with padding, so that rows start in different banks
-constexpr int TOKEN_LANES = UNIT_COLUMNS / 4;  // threads that share a token after the transposition
-constexpr int STORED_BLOCKS = 16 / TOKEN_LANES;  // blocks of tokens that a warpgroup stores at a time
-constexpr int MOST_AT_A_TIME = (MAX_BLOCKS > 8 ? 2 : 1) * STORED_BLOCKS;  // blocks of tokens that are transposed at a time
+constexpr int TOKEN_LANES = UNIT_COLUMNS / 4;     // threads that share a token after the transposition
+constexpr int STORED_BLOCKS = 16 / TOKEN_LANES;   // blocks of tokens that a warpgroup stores at a time
+// Blocks of tokens that are transposed at a time.
+constexpr int MOST_AT_A_TIME = (MAX_BLOCKS > 8 ? 2 : 1) * STORED_BLOCKS;
 
 struct Problem {
   const u8* tokens;
@@ -31,9 +37,9 @@ struct Problem {
   void* out;
   u8* out_scales;
   const int* out_scale_offsets;
-  int columns;  // of the output
+  int columns;   // of the output
   int num_rows;  // of a weight: twice `columns` if gated
-  int units;  // of 64 columns
+  int units;     // of 64 columns
   int unit_rows;
   int token_blocks;  // of all groups, in the dequantized tokens
   long long out_stride;
@@ -52,7 +58,8 @@ struct Tile {
 // a / b for 0 <= a < 2^20 and b > 0: the instruction's quotient has a relative error below 2^-21.
 __device__ __forceinline__ int fast_divided(int a, int b) { return static_cast<int>(__fdividef(a + 0.5f, b)); }
 
-// Starts the copy of one value into shared memory while the tile is summed; `finish_copies` waits for a thread's copies.
+// Starts the copy of one value into shared memory while the tile is summed; `finish_copies` waits for a thread's
+// copies.
 __device__ __forceinline__ void copy_ahead(float* to, const float* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(to)), "l"(from) : "memory");
 }
@@ -84,12 +91,14 @@ struct alignas(8) TileScales {
       copy_ahead(experts + thread, p.expert_scales + tile.expert * p.scales_per_expert + thread);
     }
     if (thread == 3 && p.out_scale_offsets) {
-      copy_ahead(reinterpret_cast<float*>(&scale_offset), reinterpret_cast<const float*>(p.out_scale_offsets + tile.group));
+      copy_ahead(reinterpret_cast<float*>(&scale_offset),
+                 reinterpret_cast<const float*>(p.out_scale_offsets + tile.group));
     }
   }
 };
 
-__device__ __forceinline__ float finished(const Problem& p, float acc, float row_scale, float expert_scale, int bias_at) {
+__device__ __forceinline__ float finished(const Problem& p, float acc, float row_scale, float expert_scale,
+                                          int bias_at) {
   // Weights are 2^-126 times their value; scales and tokens carry factors that cancel most of that.
   if (W_FMT == NVFP4) acc = __fmul_rn(acc, SCALED_TOKENS ? 0x1p16f : 0x1p8f);
   if (ROW_SCALES) acc = __fmul_rn(acc, row_scale);
@@ -107,7 +116,9 @@ __device__ __forceinline__ float times_sigmoid(float x, float exponent) {
 }
 
 // x * sigmoid(ALPHA * gate).
-__device__ __forceinline__ float silu(float gate, float x) { return times_sigmoid(x, __fmul_rn(gate, -ALPHA * 0x1.715476p+0f)); }
+__device__ __forceinline__ float silu(float gate, float x) {
+  return times_sigmoid(x, __fmul_rn(gate, -ALPHA * 0x1.715476p+0f));
+}
 
 // The activation function of gate, or of up where there is no gate.
 __device__ __forceinline__ float function_of(float x) {
@@ -164,7 +175,8 @@ template <int LANES>
 __device__ __forceinline__ float largest_magnitude(const float4& h) {
   float amax = larger_magnitude(larger_magnitude(h.x, h.y), larger_magnitude(h.z, h.w));
 #pragma unroll
-  for (int lanes = 1; lanes < LANES; lanes *= 2) amax = larger_magnitude(amax, __shfl_xor_sync(0xFFFFFFFF, amax, lanes));
+  for (int lanes = 1; lanes < LANES; lanes *= 2)
+    amax = larger_magnitude(amax, __shfl_xor_sync(0xFFFFFFFF, amax, lanes));
   return amax;
 }
 
@@ -174,7 +186,8 @@ struct MxScale {
   bool finite;
 
   __device__ __forceinline__ MxScale(float amax) : finite(is_finite(amax)) {
-    const float ideal = divide(fmaxf(finite ? amax : 0.0f, 0x1.a36e2ep-14f), 448.0f, 1.0f / 448.0f);  // amax at least 1e-4
+    const float ideal =
+        divide(fmaxf(finite ? amax : 0.0f, 0x1.a36e2ep-14f), 448.0f, 1.0f / 448.0f);  // amax at least 1e-4
     byte = finite ? (__float_as_uint(ideal) + 0x7FFFFF) >> 23 : 255;
   }
 
@@ -207,8 +220,8 @@ struct Requantization {
     of_scale[code] = {none ? 0.0f : __fdiv_rn(gsf, scale), __fmul_rn(scale, 0x1p100f), none ? 0u : 0x80000000u, 0u};
   }
 
-  // The scale code for values up to `amax`, without the sign of a negative encode scale. With a negative one, the codes of
-  // the values have the opposite sign, as does the row scale.
+  // The scale code for values up to `amax`, without the sign of a negative encode scale. With a negative one, the codes
+  // of the values have the opposite sign, as does the row scale.
   __device__ __forceinline__ u32 scale_code(float amax) const {
     const u32 code = e4m3_code(fminf(divide(__fmul_rn(gsf, amax), 6.0f, 1.0f / 6.0f), 448.0f)) & 127;
     return is_finite(amax) ? code : 127;
@@ -217,11 +230,13 @@ struct Requantization {
 
 // x rounded to e2m1, ties to even, times OfScale::dequantized.
 __device__ __forceinline__ float rounded_to_e2m1(float x, const OfScale& of_scale) {
-  // e2m1 values from 2^e on are 2^(e-1) apart, those below 1 as far apart as from 1 on: like fp32 values from 2^(e+22) on.
+  // e2m1 values from 2^e on are 2^(e-1) apart, those below 1 as far apart as from 1 on: like fp32 values from 2^(e+22)
+  // on.
   const float magnitude = fminf(fabsf(x), 6.0f);
   const float power = __uint_as_float(max(__float_as_uint(magnitude) & 0x7F800000u, 0x3F800000u));
   const float rounded = __fmaf_rn(power, -0x1.8p22f, __fmaf_rn(power, 0x1.8p22f, magnitude));
-  return __uint_as_float(__float_as_uint(__fmul_rn(rounded, of_scale.dequantized)) | (__float_as_uint(x) & of_scale.sign));
+  return __uint_as_float(__float_as_uint(__fmul_rn(rounded, of_scale.dequantized)) |
+                         (__float_as_uint(x) & of_scale.sign));
 }
 
 // Stores four columns of a token: in the layout of dequant_tokens.cu, or side by side.
@@ -299,12 +314,13 @@ __device__ __forceinline__ void store_plain(void* to, float c0, float c1) {
   }
 }
 
-// The first of a thread's two tokens in a block of 8. Accumulators c[0] and c[1] belong to these tokens and one weight row.
-// c[2] and c[3] belong to the same tokens and the next row of a plain weight, or to up where c[0] and c[1] belong to gate.
+// The first of a thread's two tokens in a block of 8. Accumulators c[0] and c[1] belong to these tokens and one weight
+// row. c[2] and c[3] belong to the same tokens and the next row of a plain weight, or to up where c[0] and c[1] belong
+// to gate.
 __device__ __forceinline__ int first_token() { return (threadIdx.x & 3) * 2; }
 
-// All loops are unrolled, because in a real loop accumulators would have to move between registers. The code for each value
-// is short, so that all of it fits into the instruction cache.
+// All loops are unrolled, because in a real loop accumulators would have to move between registers. The code for each
+// value is short, so that all of it fits into the instruction cache.
 template <int BLOCKS>
 __device__ __forceinline__ void finish_plain(const Problem& p, const Tile& tile, const TileScales& scales, int unit,
                                              const float (&acc)[4 * BLOCKS]) {
@@ -329,7 +345,8 @@ __device__ __forceinline__ void finish_plain(const Problem& p, const Tile& tile,
   }
 }
 
-// The activation of 8 * STEP tokens at a time, transposed through `turned` so that a thread has four columns of one token.
+// The activation of 8 * STEP tokens at a time, transposed through `turned` so that a thread has four columns of one
+// token.
 template <int BLOCKS>
 __device__ __forceinline__ void finish_activated(const Problem& p, const Tile& tile, const TileScales& scales,
                                                  const Requantization& with, int unit, const float (&acc)[4 * BLOCKS],
@@ -351,8 +368,8 @@ __device__ __forceinline__ void finish_activated(const Problem& p, const Tile& t
   const int live = first < p.columns ? tile.rows - token : 0;
   const float4* of_token = reinterpret_cast<const float4*>(turned[token] + thread % TOKEN_LANES * 4);
   const long long out_block = static_cast<long long>(first / 64) * p.token_blocks + tile.token_block() + token / 8;
-  u8* out = static_cast<u8*>(p.out) + out_block * BLOCK_BYTES + first % 16 / 2 * 128 + token % 8 * 16 +
-                first % 64 / 16 * 4;
+  u8* out =
+      static_cast<u8*>(p.out) + out_block * BLOCK_BYTES + first % 16 / 2 * 128 + token % 8 * 16 + first % 64 / 16 * 4;
   if (OUT_BY_ROWS) {
     out = static_cast<u8*>(p.out) + (static_cast<long long>(tile.start + tile.local + token) * p.columns + first) * 2;
   }
@@ -399,9 +416,9 @@ __device__ __forceinline__ void finish_activated(const Problem& p, const Tile& t
 }
 
 template <int BLOCKS>
-__device__ __forceinline__ void finish(const Problem& p, const Tile& tile, const TileScales& scales, const Requantization& with,
-                                       int warpgroup, int unit, const float (&acc)[4 * BLOCKS],
-                                       float (*turned)[TURNED_COLUMNS]) {
+__device__ __forceinline__ void finish(const Problem& p, const Tile& tile, const TileScales& scales,
+                                       const Requantization& with, int warpgroup, int unit,
+                                       const float (&acc)[4 * BLOCKS], float (*turned)[TURNED_COLUMNS]) {
   finish_copies(1 + warpgroup);
   if (ACTIVATED) {
     finish_activated<BLOCKS>(p, tile, scales, with, unit, acc, turned);

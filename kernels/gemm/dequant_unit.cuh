@@ -14,17 +14,21 @@ constexpr int SCALE_BYTES = W_FMT == NVFP4 ? 256 : 128;
 constexpr int UNIT_BYTES = QUANT_BYTES + SCALE_BYTES;
 constexpr u32 LANES = 0x81C081C0;  // sign and magnitude of an e2m1 value in both bf16 halves
 
+static_assert(W_FMT == MXFP8 || W_FMT == NVFP4 || W_FMT == MXFP4, "W_FMT: no format that is dequantized in registers");
+
 __device__ __forceinline__ uint4 load_16(u32 address) {
   uint4 v;
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
   return v;
 }
 
-// Combines the bits of two words as SLOTS of dequant_layout.py needs them. Written with operators, ptxas would split the mask
-// again for each use.
+// Combines the bits of two words as SLOTS of dequant_layout.py needs them. Written with operators, ptxas would split
+// the mask again for each use.
 __device__ __forceinline__ u32 selected(u32 even, u32 odd) {
   u32 both;
-  asm("lop3.b32 %0, %1, %2, %3, 0xE4;" : "=r"(both) : "r"(even), "r"(odd), "n"(0xC180C180));  // `even` where the mask has ones
+  asm("lop3.b32 %0, %1, %2, %3, 0xE4;"
+      : "=r"(both)
+      : "r"(even), "r"(odd), "n"(0xC180C180));  // `even` where the mask has ones
   return both;
 }
 
@@ -57,7 +61,8 @@ struct Unit {
       const u32 codes = __byte_perm(bytes, 0, 0x4140) * 16;
       // 2^10 times the scale. 2^-11 stands for 0: its products are less than half of the smallest bf16 value.
       u32 pair = codes + 0x3A003A00;
-      if (!SCALED_TOKENS) pair = multiply(multiply(codes, 0x77807780), 0x77807780);  // 2^118 times the scale, by 2^112 twice
+      if (!SCALED_TOKENS)
+        pair = multiply(multiply(codes, 0x77807780), 0x77807780);  // 2^118 times the scale, by 2^112 twice
       asm("mov.b32 {%0, %1}, %2;" : "=h"(scales[0]), "=h"(scales[1]) : "r"(pair));
     } else if (SPECIAL_VALUES) {
       scales[0] = static_cast<u16>(e8m0_pair(bytes & 255));
@@ -81,8 +86,8 @@ struct Unit {
     u32 scale[2];
     for (int half = 0; half < 2; ++half) asm("mov.b32 %0, {%1, %1};" : "=r"(scale[half]) : "h"(scales[half]));
     if (E2M1) {
-      // SLOTS of dequant_layout.py gives the positions of the bits of the four values of each half: in the words of an even
-      // and an odd step, and in `both`, which has bits of either.
+      // SLOTS of dequant_layout.py gives the positions of the bits of the four values of each half: in the words of an
+      // even and an odd step, and in `both`, which has bits of either.
       const u32 even = step < 2 ? quants[0].x : quants[0].z, odd = step < 2 ? quants[0].y : quants[0].w;
       const u32 both = selected(even, odd);
       if (step % 2 == 0) {
@@ -103,7 +108,8 @@ struct Unit {
         // BYTE_SLOTS of dequant_layout.py.
         const u32 word = rows[half];
         u32 pairs[2] = {word & 0x87F087F0, ((word << 4) & 0x80F080F0) | ((word >> 4) & 0x07000700)};
-        for (int i = 0; i < 2; ++i) a[2 * i + half] = multiply(SPECIAL_VALUES ? any_e4m3(pairs[i]) : pairs[i], scale[half]);
+        for (int i = 0; i < 2; ++i)
+          a[2 * i + half] = multiply(SPECIAL_VALUES ? any_e4m3(pairs[i]) : pairs[i], scale[half]);
       }
     }
   }

@@ -19,7 +19,7 @@ from moe_runtime.kernels.formats.number_formats import ceil_div
 from moe_runtime.kernels.formats.reference_quantize import raw_bits
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.gemm.operands import find_tile
-from moe_runtime.kernels.runtime import AotCase, resolve_engine
+from moe_runtime.kernels.runtime import resolve_engine
 from moe_runtime.support.arguments import check_device, check_is_tensor, check_number, describe
 
 BLOCK_M = 4
@@ -172,21 +172,3 @@ def _options(hidden: int, num_groups: int) -> dict[str, Any]:
         "BLOCK_M": BLOCK_M,
         "BLOCK_G": max(16, triton.next_power_of_2(num_groups)),
     }
-
-
-def _aot_case(hidden: int) -> AotCase:
-    signature = {"rows_ptr": "*i16", "stride": "i64", "scale_ptr": "*fp32", "group_offsets_ptr": "*i32"}
-    signature |= {"expert_ids_ptr": "*i32", "num_active_ptr": "*i32", "eps": "fp32"}
-    signature |= dict.fromkeys(("num_groups", "num_experts", "capacity"), "i32")
-    constexprs = _options(hidden, 32)
-    return AotCase(
-        "expert_norm",
-        "bf16",
-        _expert_norm_kernel,
-        signature | dict.fromkeys(constexprs, "constexpr"),
-        constexprs,
-        {"enable_fp_fusion": False},
-    )
-
-
-AOT_CASES: tuple[AotCase, ...] = (_aot_case(4096), _aot_case(2880))

@@ -1,5 +1,5 @@
-// The ids of which groups of rows are made, for inclusion by kernels that find their groups before the kernel that gathers the
-// rows has ended. Group g has one row for each id g; the groups follow one another.
+// The ids of which groups of rows are made, for inclusion by kernels that find their groups before the kernel that
+// gathers the rows has ended. Group g has one row for each id g; the groups follow one another.
 
 #ifndef MOE_RUNTIME_ROUTED_IDS
 #define MOE_RUNTIME_ROUTED_IDS
@@ -16,11 +16,13 @@ struct RoutedIds {
   // An id, or the largest u32 for one that has no group. L1 could have what was there in an earlier step.
   __device__ __forceinline__ u32 load(int i, int num_groups) const {
     if (i >= count) return ~0u;
-    const long long id = bytes == 8 ? __ldcg(static_cast<const long long*>(ids) + i) : __ldcg(static_cast<const int*>(ids) + i);
+    const long long id =
+        bytes == 8 ? __ldcg(static_cast<const long long*>(ids) + i) : __ldcg(static_cast<const int*>(ids) + i);
     return id >= 0 && id < num_groups ? static_cast<u32>(id) : ~0u;
   }
 
-  // The offsets of groups `first` to `first + GROUPS`, as far as there are groups. For a whole warp, in which `first` differs.
+  // The offsets of groups `first` to `first + GROUPS`, as far as there are groups. For a whole warp, in which `first`
+  // differs.
   template <int GROUPS>
   __device__ __forceinline__ void find_offsets(int first, int num_groups, int (&offsets)[GROUPS + 1]) const {
     const int lane = threadIdx.x & 31;

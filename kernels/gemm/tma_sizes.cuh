@@ -8,17 +8,17 @@
 #include "routed_ids.cuh"
 
 struct alignas(64) TensorMap {
-    u64 words[16];
+  u64 words[16];
 };
 
 // A group in shared memory: number of its first tile, first row position, rows, expert.
 struct Group {
-    int first, start, rows, expert;
+  int first, start, rows, expert;
 };
 
 struct Tile {
-    int start, rows, expert, column;  // first row position, rows from there to the end of the group, first column
-    bool pair_rows;                   // the blocks of the cluster share the weights (else the rows)
+  int start, rows, expert, column;  // first row position, rows from there to the end of the group, first column
+  bool pair_rows;                   // the blocks of the cluster share the weights (else the rows)
 };
 
 constexpr int BM = ROWS;
@@ -29,7 +29,6 @@ constexpr int TILE_COLUMNS = (FEW ? 1 : 2) * HALF / (GATED ? 2 : 1);
 constexpr bool PAIRED = FEW && CLUSTER > 1;                             // the blocks of a cluster share 128 columns
 constexpr int ITEM_COLUMNS = PAIRED ? 2 * TILE_COLUMNS : TILE_COLUMNS;  // of a work item
 constexpr int TEAM = FEW ? 1 : CLUSTER;                                 // blocks that share loads
-static_assert(!PAIRED || (GATED && OUT == 3), "other results need no other block");
 constexpr int BK = FP8 ? 128 : 64;  // columns of K in a stage: 128 bytes, the span of the swizzle
 constexpr int A_BYTES = BM * 128;
 constexpr int HALF_BYTES = HALF * 128;
@@ -40,19 +39,17 @@ constexpr int WARP_STAGING = 2048;  // 16 rows of 128 bytes
 // Floats between rows of sums in shared memory, for FEW. The lanes of a warp write to all banks.
 constexpr int SUMS_STRIDE = HALF + 4;
 constexpr int STAGING_BYTES = FEW ? BM * SUMS_STRIDE * 4 : 4 * MATH_WGS * WARP_STAGING;
-// Scales of a stage: those of 128 rows, then of two halves. TMA copies them for the 4 stages of a round at once, 4 for each
-// row. The memory of all stages holds the scales of two rounds.
+// Scales of a stage: those of 128 rows, then of two halves. TMA copies them for the 4 stages of a round at once, 4 for
+// each row. The memory of all stages holds the scales of two rounds.
 constexpr int ROUND_BYTES = (128 + 2) * 16 + 96;  // a multiple of 128
 constexpr int SCALE_BYTES = TMA_SCALES ? 2 * ROUND_BYTES / STAGES : FP8 ? (BM + 8) * 4 : 0;
-static_assert(!TMA_SCALES || (FP8 && !FEW && STAGES == 4), "one copy brings the scales of 4 stages");
-constexpr int TILES_AHEAD = 8;         // tiles that the producers may announce to the math warps in advance
-constexpr int EARLY_STAGES = 3;        // stages of weights that are asked for while the dispatch still needs the memory
+constexpr int TILES_AHEAD = 8;   // tiles that the producers may announce to the math warps in advance
+constexpr int EARLY_STAGES = 3;  // stages of weights that are asked for while the dispatch still needs the memory
 constexpr int TURN_BARRIERS = FEW ? 2 : 0;  // the phase of one ends with the kernel before; the other fills 16 bytes
-constexpr int FEW_PAIRS = 2;           // most pairs of row tiles of a group whose odd tile comes after each band
-constexpr int NO_MORE = -0x7FFFFFFF;   // rows of the announcement after the last tile
-static_assert(!FEW || EARLY_STAGES <= STAGES);
-constexpr bool HALVES = !GATED && !FEW;  // whether there are tiles of one half
-constexpr int ONE_HALF = 1 << 30;      // marks a tile of one half in the announced column
+constexpr int FEW_PAIRS = 2;                // most pairs of row tiles of a group whose odd tile comes after each band
+constexpr int NO_MORE = -0x7FFFFFFF;        // rows of the announcement after the last tile
+constexpr bool HALVES = !GATED && !FEW;     // whether there are tiles of one half
+constexpr int ONE_HALF = 1 << 30;           // marks a tile of one half in the announced column
 // Sums of a thread: of a tile, and of the 128 weight rows that FP8 multiplies at a time.
 constexpr int SUMS = FEW ? BM : 128, PARTIAL_SUMS = FEW ? BM : 64;
 constexpr int PRODUCER_REGISTERS = FP8 && !GATHER ? 24 : 40;  // the rest goes to the math warpgroups, unless FEW
@@ -60,15 +57,35 @@ constexpr int MATH_REGISTERS = FP8 && !GATHER ? 240 : 232;
 constexpr int MATH_WARPS = 4 * MATH_WGS;
 constexpr bool THREADS_COPY = FP8 && !TMA_SCALES;  // scales, by all threads that produce
 constexpr int OF_COPIES = THREADS_COPY ? 128 : 0;  // arrivals at a stage for these copies
-// A warp loads up to 32 gathered rows of a tile. With FEW each lane starts the copy of its row, one lane after the other. Of
-// many rows one lane starts all, with a third of the instructions: it finds their numbers in shared memory.
+// A warp loads up to 32 gathered rows of a tile. With FEW each lane starts the copy of its row, one lane after the
+// other. Of many rows one lane starts all, with a third of the instructions: it finds their numbers in shared memory.
 constexpr int NUMBERS = GATHER && !FEW ? BM : 0;
-// Arrivals at a stage for these rows: of all warps, also of those that have none in a tile. One that nobody waited for could fall
-// back by a round of the ring, and would then wait for a phase that does not come.
+// Arrivals at a stage for these rows: of all warps, also of those that have none in a tile. One that nobody waited for
+// could fall back by a round of the ring, and would then wait for a phase that does not come.
 constexpr int OF_ROWS = NUMBERS > 0 ? 4 : 0;
 constexpr int PRODUCING_WARPS = THREADS_COPY || OF_ROWS > 0 ? 4 : 1;
 constexpr float SMALLEST = 1.17549435e-38f, LARGEST = 3.40282347e38f;  // normal numbers
 constexpr int GATE_UP = 1, UP_GATE = 2, INTERLEAVED = 3;
+
+constexpr int RING_BYTES = STAGES * (STAGE_BYTES + SCALE_BYTES) + STAGING_BYTES;
+
+static_assert(ROWS == 8 || ROWS == 16 || ROWS == 32 || ROWS == 128, "ROWS: wgmma has no such tile here");
+static_assert(STAGES >= 2 && STAGES < TILES_AHEAD,
+              "STAGES: one is loaded while another is multiplied, and math warps know the "
+              "tiles of all");
+static_assert(RING_BYTES < 227 * 1024, "STAGES: the ring is larger than the shared memory of a block");
+static_assert(STAGE_BYTES % 1024 == 0 || FEW, "ROWS: the swizzle repeats after 1024 bytes");
+static_assert(CLUSTER == 1 || CLUSTER == 2, "CLUSTER: a block shares loads with one other at most");
+static_assert(!PAIRED || (GATED && OUT == 3),
+              "CLUSTER: blocks of few rows need another one for scales of gated results alone");
+static_assert(A_BOX >= 1 && A_BOX <= 256 && BM % A_BOX == 0,
+              "A_BOX: boxes fill a tile, and TMA has boxes of 256 rows at most");
+static_assert(!TMA_SCALES || (FP8 && !FEW && STAGES == 4), "TMA_SCALES: one copy brings the scales of 4 stages");
+static_assert(!TMA_SCALES || !GATHER, "TMA_SCALES: scales of gathered rows do not lie side by side");
+static_assert(OUT >= 0 && OUT <= 3 && (OUT != 3 || ACTIVATED), "OUT: 0 to 3, and 3 for activated results");
+static_assert(!GATED || ACTIVATED, "GATED: a gated result is activated");
+static_assert(!GATED || (ORDER >= GATE_UP && ORDER <= INTERLEAVED), "ORDER: of gate and up of a gated result");
+static_assert(!FEW || EARLY_STAGES <= STAGES, "STAGES: fewer than are loaded before the rows are there");
 
 // Blocks of 128 columns of an activated result.
 __device__ __forceinline__ int blocks_of(int columns) { return SHORT_BLOCKS ? (columns + 127) / 128 : columns / 128; }

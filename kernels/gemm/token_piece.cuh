@@ -1,7 +1,7 @@
 // Pieces of the rows of a grouped GEMM, dequantized to bf16, for inclusion.
 //
-// Macros: FMT (FormatCode), SCALE_BLOCK, PACKED (ScaleLayout of the scales, else swizzled; those of FP8_BLOCK are K_MAJOR),
-// SCALES_IN_RECORD (scales lie with their rows, in neither layout).
+// Macros: FMT (FormatCode), SCALE_BLOCK, PACKED (ScaleLayout of the scales, else swizzled; those of FP8_BLOCK are
+// K_MAJOR), SCALES_IN_RECORD (scales lie with their rows, in neither layout).
 
 #ifndef MOE_RUNTIME_TOKEN_PIECE
 #define MOE_RUNTIME_TOKEN_PIECE
@@ -10,6 +10,10 @@
 
 constexpr bool GROUP_SCALES = FMT != BF16 && FMT != FP8_BLOCK && !SCALES_IN_RECORD;
 constexpr int NUMBER_BITS = FMT == BF16 ? 16 : FMT == NVFP4 ? 4 : 8;
+
+static_assert(FMT == BF16 || FMT == FP8_BLOCK || FMT == MXFP8 || FMT == NVFP4,
+              "FMT: no format that is dequantized to bf16");
+static_assert(!PACKED || !SCALES_IN_RECORD, "PACKED: scales in records have a layout of their own");
 
 // 16 columns of a row as they are stored; zeros if nothing was loaded.
 struct Piece {
@@ -61,17 +65,17 @@ struct Piece {
   }
 };
 
-// Where a row lies, in bytes: its numbers, and its scales (`Piece::load_scale`): those of FP8_BLOCK lie side by side, that of
-// column block v of other formats is v / 4 * of_four + v % 4 behind.
+// Where a row lies, in bytes: its numbers, and its scales (`Piece::load_scale`): those of FP8_BLOCK lie side by side,
+// that of column block v of other formats is v / 4 * of_four + v % 4 behind.
 struct RowPlace {
   long long numbers, scales = 0;
   int of_four = 4;
 };
 
-// The row is `source` in memory and `local` in its group, which starts at position `start`. `scale_ld` is the leading dimension
-// of PACKED scales, or the bytes from one row's scales in a record to the next.
-__device__ __forceinline__ RowPlace place_of_row(long long source, int start, int local, int group_scale_offset, int scale_ld,
-                                                 long long row_bytes, int columns) {
+// The row is `source` in memory and `local` in its group, which starts at position `start`. `scale_ld` is the leading
+// dimension of PACKED scales, or the bytes from one row's scales in a record to the next.
+__device__ __forceinline__ RowPlace place_of_row(long long source, int start, int local, int group_scale_offset,
+                                                 int scale_ld, long long row_bytes, int columns) {
   RowPlace place;
   place.numbers = source * row_bytes;
   if (SCALES_IN_RECORD) {

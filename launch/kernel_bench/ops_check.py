@@ -42,14 +42,14 @@ def check_here(jobs: int = 1) -> dict[str, Any]:
     torch = _run(*bench, "torch", environment=clean)
     interpreted = _run(*bench, "triton", environment=clean | {"TRITON_INTERPRET": "1"})
     names = map(kernel_operation, OPERATIONS)
-    compiled = _run("moe_runtime.kernels.aot", "--jobs", str(jobs), "--operations", *names, environment=clean)
+    compiled = _run("moe_runtime.launch.research.aot", "--jobs", str(jobs), "--operations", *names, environment=clean)
     return summary(torch["results"], interpreted["results"], compiled["results"])
 
 
 def summary(
     torch: Iterable[dict[str, Any]], interpreted: Iterable[dict[str, Any]], compiled: Iterable[dict[str, Any]]
 ) -> dict[str, Any]:
-    """The JSON, from the results of `kernel_bench ops` with both engines and of `kernels.aot`."""
+    """The JSON, from the results of `kernel_bench ops` with both engines and of `research.aot`."""
     fields = ("operation", "format", "variant", "check")
     twin, checked = ([{key: result[key] for key in fields} for result in results] for results in (torch, interpreted))
     return {"kind": KIND, "twin": twin, "interpreted": checked, "compiled": compiled_records(compiled)}

@@ -12,10 +12,10 @@ import pytest
 from rich.console import Console
 
 from moe_runtime import ops
-from moe_runtime.kernels import aot
 from moe_runtime.launch.benchmarks.checks import FP8_MMA_BITS
 from moe_runtime.launch.kernel_bench import __main__ as kernel_bench
 from moe_runtime.launch.kernel_bench import ops_bench, ops_check, ops_table
+from moe_runtime.launch.research import aot
 from tests.support.programs import ROOT
 from tests.support.spawner import interpreter
 
@@ -131,7 +131,7 @@ def test_programs_of_the_table_run(monkeypatch: pytest.MonkeyPatch) -> None:
     run = ops_check._run
 
     def without_compiler(module: str, *arguments: str, environment: dict[str, str]) -> dict[str, Any]:
-        if module != "moe_runtime.kernels.aot":
+        if module != "moe_runtime.launch.research.aot":
             return run(module, *arguments, environment=environment)
         assert set(arguments[3:]) <= {case.operation for _, _, case in aot.collect_cases()}
         return {"results": []}

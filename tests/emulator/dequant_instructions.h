@@ -46,7 +46,9 @@ inline void stmatrix_sync_aligned_m8n8_x4_shared_b16(unsigned row, unsigned word
     *static_cast<unsigned*>(emulator::from_shared(to, sizeof words[j])) = words[j];
   }
 }
-inline void mov_b32(unsigned short& low, unsigned short& high, unsigned pair) { low = pair & 0xFFFF, high = pair >> 16; }
+inline void mov_b32(unsigned short& low, unsigned short& high, unsigned pair) {
+  low = pair & 0xFFFF, high = pair >> 16;
+}
 inline void mov_b32(unsigned& pair, unsigned short half) { pair = half | unsigned(half) << 16; }
 // Bit by bit, by a table of eight results; a is the highest bit of what is looked up.
 inline void lop3_b32(unsigned& result, unsigned a, unsigned b, unsigned c, unsigned table) {
@@ -114,10 +116,10 @@ inline void product_of_registers(Operands&... operands) {
   emulator::wgmma(all.sums, COLUMNS, emulator::Kind::BF16, 0, all.b, all.flags[0], all.a);
 }
 
-#define PRODUCT_OF_REGISTERS(COLUMNS)                                                                \
-  template <class... Operands>                                                                       \
+#define PRODUCT_OF_REGISTERS(COLUMNS)                                                                 \
+  template <class... Operands>                                                                        \
   inline void wgmma_mma_async_sync_aligned_m64n##COLUMNS##k16_f32_bf16_bf16(Operands&&... operands) { \
-    product_of_registers<COLUMNS>(operands...);                                                      \
+    product_of_registers<COLUMNS>(operands...);                                                       \
   }
 PRODUCT_OF_REGISTERS(8)
 PRODUCT_OF_REGISTERS(16)

@@ -210,9 +210,7 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
 inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned by) {
   return (Long(high) << 32 | low) >> by % 32;
 }
-inline unsigned __vmaxu2(unsigned a, unsigned b) {
-  return max(a & 0xFFFF, b & 0xFFFF) | max(a >> 16, b >> 16) << 16;
-}
+inline unsigned __vmaxu2(unsigned a, unsigned b) { return max(a & 0xFFFF, b & 0xFFFF) | max(a >> 16, b >> 16) << 16; }
 
 // A kernel called with the addresses of its arguments.
 template <class... Arguments, size_t... I>

@@ -1,6 +1,6 @@
-// What the kernels name in `asm`, as functions: outputs first, then inputs, then the numbers in the text. A name is that
-// of the instruction and of a special register that it reads with each run of other characters as one `_`, or several
-// such with `__` between them.
+// What the kernels name in `asm`, as functions: outputs first, then inputs, then the numbers in the text. A name is
+// that of the instruction and of a special register that it reads with each run of other characters as one `_`, or
+// several such with `__` between them.
 
 #pragma once
 
@@ -29,8 +29,12 @@ inline void griddepcontrol_launch_dependents() { emulator::next_kernel_may_start
 
 // Barriers.
 inline void bar_sync(unsigned id, unsigned threads) { emulator::bar_sync(id, threads); }
-inline void mbarrier_init_shared_cta_b64(unsigned barrier, unsigned arrivals) { emulator::mbarrier_init(barrier, arrivals); }
-inline void mbarrier_arrive_shared_cta_b64(unsigned barrier, unsigned count) { emulator::mbarrier_arrive(barrier, count); }
+inline void mbarrier_init_shared_cta_b64(unsigned barrier, unsigned arrivals) {
+  emulator::mbarrier_init(barrier, arrivals);
+}
+inline void mbarrier_arrive_shared_cta_b64(unsigned barrier, unsigned count) {
+  emulator::mbarrier_arrive(barrier, count);
+}
 inline void mbarrier_arrive_expect_tx_shared_cta_b64(unsigned barrier, unsigned bytes) {
   emulator::mbarrier_expect(barrier, bytes);
   emulator::mbarrier_arrive(barrier, 1);
@@ -42,19 +46,20 @@ inline void mbarrier_try_wait_parity_shared_cta_b64__selp_b32(unsigned& done, un
 }
 
 // It gives up after one look.
-inline void mbarrier_try_wait_parity_shared_cta_b64__selp_b32(unsigned& done, unsigned barrier, unsigned parity, unsigned,
-                                                              int yes, int no) {
+inline void mbarrier_try_wait_parity_shared_cta_b64__selp_b32(unsigned& done, unsigned barrier, unsigned parity,
+                                                              unsigned, int yes, int no) {
   done = emulator::mbarrier_ended(barrier, parity) ? yes : no;
 }
 
 // Copies by the engine.
-inline void cp_async_bulk_shared_cluster_global_mbarrier_complete_tx_bytes(unsigned to, const void* from, unsigned bytes,
-                                                                           unsigned barrier) {
+inline void cp_async_bulk_shared_cluster_global_mbarrier_complete_tx_bytes(unsigned to, const void* from,
+                                                                           unsigned bytes, unsigned barrier) {
   emulator::bulk_load(to, from, bytes, barrier);
 }
 inline void cp_async_bulk_shared_cluster_global_mbarrier_complete_tx_bytes_L2_cache_hint(unsigned to, const void* from,
-                                                                                        unsigned bytes, unsigned barrier,
-                                                                                        Long policy) {
+                                                                                         unsigned bytes,
+                                                                                         unsigned barrier,
+                                                                                         Long policy) {
   if (policy != 1 && policy != 2) emulator::fail("a copy with a policy that nobody made");
   cp_async_bulk_shared_cluster_global_mbarrier_complete_tx_bytes(to, from, bytes, barrier);
 }
@@ -101,7 +106,9 @@ inline void cvt_rn_satfinite_e4m3x2_f32(unsigned short& pair, float high, float 
   pair = to_e4m3(low) | to_e4m3(high) << 8;
 }
 // Here a half of the pair is its e4m3 byte: only the next instruction looks at it.
-inline void cvt_rn_f16x2_e4m3x2(unsigned& halves, unsigned short bytes) { halves = (bytes & 0xFF) | (bytes & 0xFF00) << 8; }
+inline void cvt_rn_f16x2_e4m3x2(unsigned& halves, unsigned short bytes) {
+  halves = (bytes & 0xFF) | (bytes & 0xFF00) << 8;
+}
 inline void mov_b32__cvt_f32_f16__cvt_f32_f16(float& low, float& high, unsigned halves) {
   low = of_e4m3(halves & 0xFF), high = of_e4m3(halves >> 16 & 0xFF);
 }

@@ -62,10 +62,10 @@ namespace {
 constexpr size_t STACK_BYTES = 128 * 1024, MOST_KEPT_STACKS = 8192;
 constexpr Word FIRST_ADDRESS = 1024;  // no address of shared memory is 0
 constexpr size_t MOST_SHARED = 227 * 1024, MEMORY_BYTES = FIRST_ADDRESS + MOST_SHARED;
-constexpr Word RANK_SHIFT = 24;       // from there on, 1 + the rank in the cluster, or 0 for the block itself
+constexpr Word RANK_SHIFT = 24;  // from there on, 1 + the rank in the cluster, or 0 for the block itself
 constexpr int POISON = 0xCD;
-constexpr int IDLE_STEPS = 20000;     // looks in a row after which time flies
-constexpr Word SLOW = 256;            // steps of others to one of a slow warp
+constexpr int IDLE_STEPS = 20000;  // looks in a row after which time flies
+constexpr Word SLOW = 256;         // steps of others to one of a slow warp
 constexpr long long MOST_STEPS = 50000000;
 
 struct Block;
@@ -123,7 +123,7 @@ struct Barrier {
 
 // An mbarrier, in the 64 bits that it has.
 struct Mbarrier {
-  Word bytes;             // still to come; may be passed by for a while
+  Word bytes;  // still to come; may be passed by for a while
   unsigned pending : 15, arrivals : 15, parity : 1, made : 1;
 };
 static_assert(sizeof(Mbarrier) == 8);
@@ -340,7 +340,8 @@ void trigger(Block* block) {
 }
 
 void end_block(Block* block) {
-  if (block->copies != 0) fail("block %u of %s ended while copies were under way", block->index.x, block->kernel->launch.name);
+  if (block->copies != 0)
+    fail("block %u of %s ended while copies were under way", block->index.x, block->kernel->launch.name);
   const unsigned char *unused = block->memory + block->used, *end = block->memory + MEMORY_BYTES;
   if (unused != end && (*unused != POISON || memcmp(unused, unused + 1, end - unused - 1) != 0))
     fail("block %u of %s stored outside of its shared memory", block->index.x, block->kernel->launch.name);
@@ -478,14 +479,14 @@ std::string who_waits() {
   std::map<std::tuple<Word, std::string, Word, Word, std::string, Word>, Word> lanes;
   for (auto& block : simulation->blocks)
     for (auto& fiber : block->fibers)
-      ++lanes[{block->kernel->launch.stream, block->kernel->launch.name, block->index.x, fiber.number / 32, fiber.waits ? fiber.waits : "its turn",
-               fiber.detail}];
+      ++lanes[{block->kernel->launch.stream, block->kernel->launch.name, block->index.x, fiber.number / 32,
+               fiber.waits ? fiber.waits : "its turn", fiber.detail}];
   std::string text;
   for (auto& [who, count] : lanes) {
     char line[256];
     const auto& [stream, kernel, block, warp, what, detail] = who;
-    snprintf(line, sizeof line, "\nstream %u: %s block %u warp %u: %u lanes wait for %s (%x)", stream, kernel.c_str(), block,
-             warp, count, what.c_str(), detail);
+    snprintf(line, sizeof line, "\nstream %u: %s block %u warp %u: %u lanes wait for %s (%x)", stream, kernel.c_str(),
+             block, warp, count, what.c_str(), detail);
     text += line;
   }
   return text;
@@ -512,7 +513,8 @@ const Long* meet(const char* what, Long value) {
   Fiber* fiber = self();
   Meeting& meeting = fiber->block->warps[fiber->number / 32];
   if (meeting.here == 0) meeting.what = what;
-  else if (meeting.what != what && strcmp(meeting.what, what) != 0) fail("the warp parts: %s here, %s there", what, meeting.what);
+  else if (meeting.what != what && strcmp(meeting.what, what) != 0)
+    fail("the warp parts: %s here, %s there", what, meeting.what);
   const int turn = meeting.turn;
   meeting.brought[turn][fiber->number % 32] = value;
   if (++meeting.here == 32) {
@@ -531,7 +533,8 @@ bool at_barrier(Word id, Word threads, bool flag, bool waits) {
   if (id >= 16 || threads % 32 != 0 || threads == 0) fail("barrier %u of %u threads", id, threads);
   Barrier& barrier = fiber->block->barriers[id];
   if (barrier.here == 0) barrier.expected = threads, barrier.flag = false;
-  else if (barrier.expected != threads) fail("barrier %u of %u threads here, of %u there", id, threads, barrier.expected);
+  else if (barrier.expected != threads)
+    fail("barrier %u of %u threads here, of %u there", id, threads, barrier.expected);
   barrier.flag |= flag;
   const int turn = barrier.turn;
   if (++barrier.here == threads) {
@@ -625,13 +628,9 @@ void cluster_wait() {
   wait_in(cluster.waiting, "the barrier of the cluster");
 }
 
-void mbarrier_init(Word address, Word arrivals) {
-  mbarrier(self()->block, address) = {0, arrivals, arrivals, 0, 1};
-}
+void mbarrier_init(Word address, Word arrivals) { mbarrier(self()->block, address) = {0, arrivals, arrivals, 0, 1}; }
 
-void mbarrier_arrive(Word address, Word count) {
-  arrive(block_of(address), address, count);
-}
+void mbarrier_arrive(Word address, Word count) { arrive(block_of(address), address, count); }
 
 void mbarrier_arrive_in_cluster(Word address, Word count) {
   const Fiber* fiber = self();
@@ -736,7 +735,8 @@ void async_commit() {
 void async_await(Word pending) {
   finish(self()->async_groups, pending, false);
   auto& before = self()->async_before;
-  before.erase(std::remove_if(before.begin(), before.end(), [](auto& copy) { return copy->has_written; }), before.end());
+  before.erase(std::remove_if(before.begin(), before.end(), [](auto& copy) { return copy->has_written; }),
+               before.end());
 }
 
 void kernels_before_have_ended() {
@@ -784,7 +784,8 @@ extern "C" int emulator_run(const Launch* launches, int count, Long seed, char* 
   if (!own.failure.empty()) own.failure += who_waits();
   snprintf(message, message_bytes, "%s", own.failure.c_str());
   for (auto& block : own.blocks) keep_memory(block.get());
-  for (auto& kept = kept_memory.stacks; kept.size() > MOST_KEPT_STACKS; kept.pop_back()) munmap(kept.back(), STACK_BYTES);
+  for (auto& kept = kept_memory.stacks; kept.size() > MOST_KEPT_STACKS; kept.pop_back())
+    munmap(kept.back(), STACK_BYTES);
   simulation = nullptr;
   return own.failure.empty() ? 0 : 1;
 }

@@ -1,9 +1,9 @@
 // What emulated kernels share: threads of the CPU that take turns, blocks, and what is under way beside them.
 //
 // A simulation is run by one thread of the CPU. Each thread of a block is a fiber that runs until it has to wait for
-// others or looks at memory that other ranks write; which one is next is drawn at random, from a seed. Copies by the copy
-// engine are done at random times, at the latest when they are waited for, so that what is read too early, or written
-// over too early, is found. A simulation in which nothing can go on ends with a report of who waits for what.
+// others or looks at memory that other ranks write; which one is next is drawn at random, from a seed. Copies by the
+// copy engine are done at random times, at the latest when they are waited for, so that what is read too early, or
+// written over too early, is found. A simulation in which nothing can go on ends with a report of who waits for what.
 
 #pragma once
 
@@ -80,7 +80,8 @@ struct Piece {
 };
 void load_pieces(const Piece* pieces, Word count, Word bytes, Word barrier);
 
-// A value that a thread stores in a block of the cluster, which comes late and counts its bytes at a barrier of that block.
+// A value that a thread stores in a block of the cluster, which comes late and counts its bytes at a barrier of that
+// block.
 void async_store(Word to, Word value, Word barrier);
 
 // Copies that a thread begins and goes on: the first `present` bytes of `bytes`, then zeros. An arrival comes after all

@@ -103,8 +103,10 @@ std::vector<unsigned char> operands_of(const Warp& warp, const Product& product)
 }
 
 // values[n][r] += the sum over k of a[k][r] * b[n][k], rounded once. 8 rows of 4 columns are in registers at a time.
-__attribute__((optimize("O3"), target_clones("avx512f", "avx2", "default"))) void multiply(
-    float* values, const double* a, const double* b, Word steps, Word columns) {
+__attribute__((optimize("O3"), target_clones("avx512f", "avx2", "default"))) void multiply(float* values,
+                                                                                           const double* a,
+                                                                                           const double* b, Word steps,
+                                                                                           Word columns) {
   typedef double Eight __attribute__((vector_size(64), aligned(8)));
   for (Word first = 0; first < columns; first += 4)
     for (Word row = 0; row < ROWS; row += 8) {

@@ -102,13 +102,14 @@ inline void products(unsigned columns, emulator::Kind kind, Operands&&... operan
   auto descriptor = [&](int i) { return Long(word(4 + i)) << 32 | word(i); };
   emulator::wgmma(reinterpret_cast<float* const*>(at), columns, kind, descriptor(0), descriptor(1), word(2) != word(3));
 }
-#define PRODUCTS(NAME, COLUMNS, KIND)                                                                                \
-  template <class... Operands>                                                                                       \
-  inline void setp_ne_b32__mov_b64__mov_b64__wgmma_mma_async_sync_aligned_m64n##COLUMNS##NAME(Operands&&... operands) { \
-    products(COLUMNS, emulator::Kind::KIND, operands...);                                                            \
+#define PRODUCTS(NAME, COLUMNS, KIND)                                                          \
+  template <class... Operands>                                                                 \
+  inline void setp_ne_b32__mov_b64__mov_b64__wgmma_mma_async_sync_aligned_m64n##COLUMNS##NAME( \
+      Operands&&... operands) {                                                                \
+    products(COLUMNS, emulator::Kind::KIND, operands...);                                      \
   }
-#define PRODUCTS_OF_BOTH(COLUMNS)                 \
-  PRODUCTS(k32_f32_e4m3_e4m3, COLUMNS, E4M3)      \
+#define PRODUCTS_OF_BOTH(COLUMNS)            \
+  PRODUCTS(k32_f32_e4m3_e4m3, COLUMNS, E4M3) \
   PRODUCTS(k16_f32_bf16_bf16, COLUMNS, BF16)
 PRODUCTS_OF_BOTH(8)
 PRODUCTS_OF_BOTH(16)

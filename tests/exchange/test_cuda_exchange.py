@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from moe_runtime.kernels.exchange import cuda, plan
-from moe_runtime.kernels.exchange.geometry import sample_geometry
 from moe_runtime.kernels.exchange.plan import plan_exchange, required_plan
 from moe_runtime.kernels.exchange.record import RecordLayout
 from moe_runtime.kernels.formats.number_formats import COMBINE_FORMATS, FORMATS
-from moe_runtime.kernels.runtime import SM_SHARED_BYTES_OF, Engine
+from moe_runtime.kernels.runtime import Engine
+from moe_runtime.launch.research.aot_cases import SM_SHARED_BYTES_OF
+from moe_runtime.launch.research.aot_exchange import sample_geometry
 from tests.support.comparison import assert_same_bits
 from tests.support.exchange_data import rank_input
 from tests.support.token_parts import tokens_in_parts

@@ -223,7 +223,7 @@ WRONG = {
     ),
     "numbers of rows are read early": (
         "fp8_block",
-        {r"bool numbers_wait = begins && ids\.given\(\);": "bool numbers_wait = false;"},
+        {r"bool index_waits = begins && ids\.given\(\);": "bool index_waits = false;"},
     ),
     "an id is counted among those before it": (
         "nvfp4",

@@ -16,16 +16,17 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from moe_runtime.kernels.aot import compile_case
 from moe_runtime.kernels.bound_kernel import BoundKernel
 from moe_runtime.kernels.exchange import cuda, plan
 from moe_runtime.kernels.exchange.geometry import ExchangeGeometry, worst_case_rows
 from moe_runtime.kernels.exchange.interface import ExchangeMemory, RecvBuffers
-from moe_runtime.kernels.exchange.macros import AOT_CASES
 from moe_runtime.kernels.exchange.plan import plan_exchange, required_plan
 from moe_runtime.kernels.exchange.record import RecordLayout
 from moe_runtime.kernels.formats.number_formats import COMBINE_FORMATS, FORMATS, align
-from moe_runtime.kernels.runtime import ALL_ARCHS, BLOCK_RESERVED_BYTES, SM_SHARED_BYTES_OF
+from moe_runtime.kernels.runtime import BLOCK_RESERVED_BYTES
+from moe_runtime.launch.research.aot import compile_case
+from moe_runtime.launch.research.aot_cases import ALL_ARCHS, SM_SHARED_BYTES_OF
+from moe_runtime.launch.research.aot_exchange import AOT_CASES
 from tests.kernels.test_dequant_compile import (
     REGISTERS_OF_A_BLOCK,
     SHARED_BYTES_OF_AN_SM,

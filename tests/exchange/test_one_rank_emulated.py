@@ -15,11 +15,11 @@ from moe_runtime.comm.errors import CapacityError, MoERuntimeError, RoutingError
 from moe_runtime.comm.signals import WITHOUT_SIGN
 from moe_runtime.dispatcher.handle import DispatchedTokens
 from moe_runtime.kernels.exchange import cuda, plan
-from moe_runtime.kernels.exchange.geometry import one_rank_geometry
 from moe_runtime.kernels.exchange.landing import landing_records
 from moe_runtime.kernels.exchange.padded_rows import PaddedRows
 from moe_runtime.kernels.exchange.plan import required_plan
 from moe_runtime.kernels.formats.number_formats import COMBINE_FORMATS, FORMATS
+from moe_runtime.launch.research.aot_exchange import one_rank_geometry
 from tests.emulator import Emulator, needs_emulator
 from tests.support.comparison import assert_same_bits
 from tests.support.exchange_data import RankInput, expected_groups, rank_input

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from moe_runtime.kernels import aot
 from moe_runtime.kernels.formats.number_formats import FORMATS, WEIGHT_FORMATS
-from moe_runtime.kernels.runtime import ALL_ARCHS, AotCase, CudaCase
 from moe_runtime.launch.kernel_bench import ops_check
+from moe_runtime.launch.research import aot
+from moe_runtime.launch.research.aot_cases import ALL_ARCHS, AotCase, CudaCase
 from tests.support.programs import ROOT, without_interpreter
 from tests.support.spawner import interpreter
 
@@ -55,7 +55,7 @@ OPERATIONS = {
 def run_aot(*arguments: str, python: str = sys.executable, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run the program in a process that the interpreter of this one does not reach."""
     # With several jobs it has processes of its own, whose results name what is in its `__main__`: `sys.executable`.
-    command = [python, "-m", "moe_runtime.kernels.aot", *arguments]
+    command = [python, "-m", "moe_runtime.launch.research.aot", *arguments]
     environment = without_interpreter(PYTHONPATH=str(ROOT)) | environment
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
 
@@ -124,8 +124,8 @@ def test_a_kernel_that_cannot_do_with_a_constant_is_found(tmp_path: Path) -> Non
     """A launch makes a constant of an integer that is 1, and a constant has no `.to`."""
     (tmp_path / "one_kernel.py").write_text(
         "import triton, triton.language as tl\n"
-        "from moe_runtime.kernels import aot\n"
-        "from moe_runtime.kernels.runtime import AotCase\n"
+        "from moe_runtime.launch.research import aot\n"
+        "from moe_runtime.launch.research.aot_cases import AotCase\n"
         "@triton.jit\n"
         "def _kernel(out, count, FACTOR: tl.constexpr):\n"
         "    tl.store(out, count.to(tl.int64) * FACTOR)\n"

@@ -12,7 +12,7 @@ import pytest
 import torch
 from cuda.bindings import driver
 
-from moe_runtime.kernels import aot, clock, nvrtc
+from moe_runtime.kernels import clock, nvrtc
 from moe_runtime.kernels.bound_kernel import BoundKernel
 from moe_runtime.kernels.exchange import cuda, hierarchical, plan
 from moe_runtime.kernels.exchange.local_ids import local_ids
@@ -26,9 +26,9 @@ from moe_runtime.kernels.gemm.tma_gemm import Extras
 from moe_runtime.kernels.gemm.weights import SwiGLU
 from moe_runtime.kernels.launch_order import LaunchOrder
 from moe_runtime.kernels.nvrtc import Defines
-from moe_runtime.kernels.runtime import CudaCase
 from moe_runtime.kernels.signature import Kind, Parameter, kernels_of, parameters_of
-from moe_runtime.launch.research import copy_ways
+from moe_runtime.launch.research import aot, copy_ways
+from moe_runtime.launch.research.aot_cases import CudaCase
 from tests.emulator.tensor_maps import encode_tiled
 from tests.exchange.test_hierarchical_emulated import VirtualHosts, inputs_of
 from tests.support.exchange_data import rank_input

@@ -167,7 +167,7 @@ def test_a_product_starts_while_the_one_before_ends(
     [
         (TMA_DECODE, "ptx::griddepcontrol_wait();", ""),
         (TMA_FEW, "ptx::griddepcontrol_wait();", ""),
-        (TMA_FEW, "wait_for_rows();\n                if (numbers_wait)", "if (numbers_wait)"),
+        (TMA_FEW, "wait_for_rows();\n      if (index_waits)", "if (index_waits)"),
     ],
     ids=["decode", "few", "few, with the weights of the first tile"],
 )
@@ -352,13 +352,13 @@ MISTAKES = {
         "changed while their product was under way|waits for",
     ),
     "numbers of rows are written while those of the last tile are used": (
-        "__syncwarp();\n                    numbers[first_own + lane]",
-        "numbers[first_own + lane]",
+        "__syncwarp();\n      block.numbers[first_own + lane]",
+        "block.numbers[first_own + lane]",
         "outside",
     ),
     "one warp loads no rows": (
         "if (OF_ROWS > 0 && elected())",
-        "if (warp % 4 != 2 && elected())",
+        "if (threadIdx.x / 32 % 4 != 2 && elected())",
         "nothing can go on",
     ),
     "each warp loads the rows of the first": (

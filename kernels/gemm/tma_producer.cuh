@@ -1,0 +1,177 @@
+// The warpgroup that fills the ring, for inclusion by tma_gemm.cu.
+//
+// One thread starts the copies by TMA, but for gathered rows: a thread of each warp starts those of its rows. All
+// threads copy scales that TMA does not copy.
+
+#ifndef MOE_RUNTIME_TMA_PRODUCER
+#define MOE_RUNTIME_TMA_PRODUCER
+
+#include "tma_block.cuh"
+
+// Where operands come from.
+struct Sources {
+  const TensorMap *rows, *weights, *scales;
+  const int* row_index;
+  const float *row_scales, *weight_scales;
+};
+
+// A tile that is being loaded, as a thread of the producers sees it.
+struct Loading {
+  Tile tile;
+  int halves;                        // of its weights
+  bool shared_rows, shared_weights;  // with the other block of the cluster
+  int boxes, row_bytes;              // boxes of rows, and bytes of rows that the leader expects in a stage
+  int first_own, own;                // gathered rows that this warp loads
+  int row_of_lane = 0;               // index of the one of this lane
+
+  __device__ __forceinline__ Loading(const Tile& tile, int halves, int first_own)
+      : tile(tile),
+        halves(halves),
+        shared_rows(TEAM > 1 && !tile.pair_rows),
+        shared_weights(TEAM > 1 && tile.pair_rows),
+        boxes(GATHER ? 0 : min(BM / A_BOX, ceil_div(tile.rows, A_BOX))),
+        row_bytes(boxes * A_BOX * 128),
+        first_own(first_own) {
+    int gathered = GATHER ? min(BM, tile.rows) : 0;
+    own = max(0, min(32, gathered - first_own));
+    if (FEW) row_bytes += gathered * 128;
+  }
+
+  __device__ __forceinline__ void load_row_index(const Block& block, const int* row_index) {
+    int lane = threadIdx.x % 32;
+    if (GATHER && lane < own) row_of_lane = row_index[tile.start + first_own + lane];
+    if (NUMBERS > 0) {
+      __syncwarp();  // those of the last tile have been used
+      block.numbers[first_own + lane] = row_of_lane;
+      __syncwarp();
+    }
+  }
+
+  __device__ __forceinline__ void load_weights(const Block& block, const TensorMap* map, u32 to, u32 ready,
+                                               int kb) const {
+    for (int h = shared_weights ? block.rank : 0; h < halves; h += shared_weights ? TEAM : 1)
+      load_half(map, to + h * BOX_BYTES, ready, kb * BK, tile.column, h, tile.expert, shared_weights);
+  }
+
+  // Rows that lie side by side.
+  __device__ __forceinline__ void load_boxes(const Block& block, const TensorMap* map, u32 to, u32 ready,
+                                             int kb) const {
+    for (int i = shared_rows ? block.rank : 0; i < boxes; i += shared_rows ? TEAM : 1)
+      load_rows(map, to + i * A_BOX * 128, ready, kb * BK, tile.start + i * A_BOX, shared_rows);
+  }
+
+  // Gathered rows, one by one.
+  __device__ __forceinline__ void gather_rows(const Block& block, const TensorMap* map, u32 to, u32 ready,
+                                              int kb) const {
+    int lane = threadIdx.x % 32;
+    auto load_row = [&](int i, int n) { load_rows(map, to + i * 128, ready, kb * BK, n, false); };
+    if (FEW && GATHER && lane < own) load_row(lane, row_of_lane);
+    if (OF_ROWS > 0 && elected()) {
+      int i = first_own, end = first_own + own;
+      const int* numbers = block.numbers;
+      barrier_expect(ready, own * 128);
+#pragma unroll 1
+      for (; i + 8 <= end; i += 8) {
+        int4 n = *(const int4*)(numbers + i), m = *(const int4*)(numbers + i + 4);
+        load_row(i, n.x), load_row(i + 1, n.y), load_row(i + 2, n.z), load_row(i + 3, n.w);
+        load_row(i + 4, m.x), load_row(i + 5, m.y), load_row(i + 6, m.z), load_row(i + 7, m.w);
+      }
+#pragma unroll 1
+      for (; i < end; ++i) load_row(i, numbers[i]);
+    }
+  }
+};
+
+// Tells the math warps of tiles, in order. An announcement overwrites the one of TILES_AHEAD tiles ago. That is safe: a
+// warp that had not read it would still hold the stages of the later tiles.
+struct Announcements {
+  int announced = 0;
+
+  __device__ __forceinline__ void announce(const Block& block, bool leader, int4 what) {
+    if (leader) {
+      block.tiles[announced % TILES_AHEAD] = what;
+      barrier_arrive(block.known + 8 * (announced % TILES_AHEAD));
+    }
+    ++announced;
+  }
+};
+
+// Loads all tiles of this block. Called by the warpgroup.
+__device__ __forceinline__ void load_tiles(const Block& block, const Sources& from, const RoutedIds& ids,
+                                           RingPhases phases, int num_groups, int tiles_n, int columns, int k_blocks,
+                                           int band_width, int loads_after_ns) {
+  int thread = threadIdx.x % 128, step = gridDim.x / CLUSTER;  // between work items of a cluster
+  bool leader = thread == 0;
+  Announcements tiles;
+  u32 round = 0;
+  // This thread handles the tiles below `last`. If one thread copies, its whole warp loops, so that values stay
+  // warp-uniform.
+  int last = block.warp - MATH_WARPS < PRODUCING_WARPS ? 0x7FFFFFFF : 0;
+  // The first stages of the first tile, whose weights wait neither for row numbers nor, if `settled`, for the kernel
+  // before this one.
+  int ahead = 0;
+  bool begins = FEW;
+  // From `whole` on, tiles are halved.
+  int total = block.groups[num_groups].first, rest = total % step;
+  int whole = HALVES && 2 * rest <= step ? total - rest : total;
+  int g = 0;
+  Tile tile;
+  for (int t = blockIdx.x / CLUSTER; t < last; t += step) {
+    int halved = max(t - whole, 0), halves = HALVES && t >= whole ? 1 : BOXES;
+    if (!find_tile(block.groups, num_groups, t - ceil_div(halved, 2), tiles_n, band_width, block.rank, g, tile)) break;
+    tile.column += halved % 2 * HALF;
+    Loading loading(tile, halves, block.warp % 4 * 32);
+    bool index_waits = begins && ids.given();
+    if (!index_waits) loading.load_row_index(block, from.row_index);
+    if (begins) {
+      if (leader && loads_after_ns > 0) barrier_wait_for(block.ended, 0, loads_after_ns);
+      ahead = min(ids.given() ? EARLY_STAGES : STAGES, k_blocks);
+      for (int s = 0; s < ahead && leader; ++s) {
+        barrier_expect(block.full + 8 * s, loading.row_bytes + halves * BOX_BYTES);
+        loading.load_weights(block, from.weights, block.ring + s * STAGE_BYTES + A_BYTES, block.full + 8 * s, s);
+      }
+      wait_for_rows();
+      if (index_waits) loading.load_row_index(block, from.row_index);
+      begins = false;
+    }
+    tiles.announce(block, leader,
+                   make_int4(tile.start, tile.rows, tile.expert, tile.column | (halves == 1 ? ONE_HALF : 0)));
+    const float* a_scale = from.row_scales + (long long)(tile.start + min(thread, tile.rows - 1)) * k_blocks;
+    const float* w_scale = from.weight_scales + weight_scales(tile.expert, tile.column, columns, thread) * k_blocks;
+    const float* of_second = from.weight_scales + weight_scales(tile.expert, tile.column, columns, 1) * k_blocks;
+    int stage = 0;
+    u32 phase = phases.of_next_tile();
+    for (int kb = 0; kb < k_blocks; ++kb) {
+      u32 a = block.ring + stage * STAGE_BYTES, b = a + A_BYTES, ready = block.full + 8 * stage;
+      barrier_wait(block.empty + 8 * stage, ~phase >> stage & 1);
+      __syncwarp();  // a late lane would wait for the following round
+      if (leader) {
+        bool scales_too = TMA_SCALES && stage == 0, weights_too = !FEW || ahead <= 0;
+        if (weights_too)
+          barrier_expect(ready, loading.row_bytes + halves * BOX_BYTES + (scales_too ? (BM + 2) * 16 : 0));
+        loading.load_boxes(block, from.rows, a, ready, kb);
+        if (weights_too) loading.load_weights(block, from.weights, b, ready, kb);
+        if (scales_too) {
+          u32 scale = shared_address(block.scales) + round;
+          load_rows(from.scales, scale, ready, kb, tile.start, false);
+          bulk_load(scale + BM * 16, w_scale + kb, 16, ready);
+          bulk_load(scale + BM * 16 + 16, of_second + kb, 16, ready);
+          round = ROUND_BYTES - round;
+        }
+      }
+      --ahead;
+      loading.gather_rows(block, from.rows, a, ready, kb);
+      if (THREADS_COPY) {
+        u32 scale = shared_address(block.scales) + stage * SCALE_BYTES;
+        if (thread < BM) copy_word(scale + thread * 4, a_scale + kb);
+        if (thread < 2) copy_word(scale + BM * 4 + thread * 4, w_scale + kb);
+        asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(ready) : "memory");
+      }
+      if (++stage == STAGES) stage = 0, phase = ~phase;
+    }
+  }
+  if (begins) wait_for_rows();  // the next kernel takes the end of this one for the end of the one before, too
+  tiles.announce(block, leader, make_int4(0, NO_MORE, 0, 0));
+}
+
+#endif
