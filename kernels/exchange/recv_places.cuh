@@ -2,7 +2,6 @@
 
 #include "arrival.cuh"
 
-constexpr int FP8_BLOCK = 1;  // FormatCode
 constexpr int THREADS = WARPS * 32;
 constexpr int CHUNK_WORDS = CHUNK / 32;
 constexpr int ID_WORDS = (2 * K + 15) / 16;  // of 16 bytes; fields of a record are that far apart
