@@ -277,7 +277,7 @@ def load_operand(
     EVEN_K: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
-    """`(even, odd, scales)` of `BLOCK_K` columns from `k`: dequantized tiles, and scales to apply after the product.
+    """`(even, odd, scales)` of `BLOCK_K` columns from `k`: dequantized tiles, and scales to apply after the MMA.
 
     `row_offset` (int64): first words of the rows; `scale_row` (int64): their scale rows; `ok`: which rows exist; `ld`:
     leading dimension of `MN_MAJOR` and `PACKED` scales.

@@ -1,7 +1,7 @@
 """Writes kernels/compile_commands.json, by which clangd opens each CUDA source and header of the kernels.
 
-`python -m moe_runtime.launch.research.compile_commands` takes the macros of the first ahead-of-time case of each source;
-a header gets those of a source that includes it. clangd needs the headers of a CUDA toolkit.
+`python -m moe_runtime.launch.research.compile_commands` takes the macros of the first ahead-of-time case of each
+source; a header gets those of a source that includes it. clangd needs the headers of a CUDA toolkit.
 """
 
 from __future__ import annotations
