@@ -19,7 +19,7 @@ from moe_runtime.kernels.exchange.landing import LandedTokens
 from moe_runtime.kernels.exchange.padded_rows import PaddedRows, PaddedScales
 from moe_runtime.kernels.exchange.record import RecordLayout
 from moe_runtime.kernels.exchange.row_kernels import padded
-from moe_runtime.kernels.formats.swizzle import swizzled_offset
+from moe_runtime.kernels.formats.bits import swizzled_offset
 
 NONE = tl.constexpr(int(PaddedScales.NONE))
 COLUMNS = tl.constexpr(int(PaddedScales.COLUMNS))

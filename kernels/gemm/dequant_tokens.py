@@ -76,11 +76,6 @@ def dequantized_shape(a: GroupedRows, num_columns: int) -> tuple[int, ...]:
     return unit_columns(num_columns), token_blocks(a), 8, 8, 16
 
 
-def empty_dequantized(a: GroupedRows, num_columns: int) -> torch.Tensor:
-    """Uninitialized memory for the dequantized tokens of rows of `num_columns` values in the groups of `a`."""
-    return empty_blocks(dequantized_shape(a, num_columns), a.rows.device)
-
-
 def empty_blocks(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """Uninitialized memory of a `dequantized_shape`."""
     return torch.empty(shape, dtype=torch.uint8, device=device)

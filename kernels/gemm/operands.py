@@ -18,10 +18,10 @@ from moe_runtime.kernels.formats.bits import (
     e2m1_code_to_e4m3_bits,
     e4m3_bits_to_f32,
     e5m2_bits_to_f32,
+    swizzled_offset,
 )
 from moe_runtime.kernels.formats.number_formats import ScaleLayout
 from moe_runtime.kernels.formats.quantize import CODE_BF16, CODE_FP8_BLOCK, CODE_MXFP4, CODE_MXFP8, CODE_NVFP4
-from moe_runtime.kernels.formats.swizzle import swizzled_offset
 
 
 class NativeForm(IntEnum):
