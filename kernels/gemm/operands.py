@@ -52,7 +52,7 @@ E2M1_GAIN = tl.constexpr(2.0**126)
 def find_tile(
     group_offsets_ptr, expert_ids_ptr, num_groups, num_experts, tile, BLOCK_M: tl.constexpr, BLOCK_G: tl.constexpr
 ):
-    """`(expert, group, start, rows, block)` of row tile number `tile`; `expert` is -1 past the last tile.
+    """`(expert, group, start, rows, block)` of row tile `tile`; `expert` is -1 past the last tile.
 
     Tiles are counted group by group: `ceil(rows / BLOCK_M)` for a group whose expert is in `0 .. num_experts - 1`, else
     none. With offsets `[0, 100, 100, 130]`, experts `[2, 0, 1]` and BLOCK_M 64: tiles 0 and 1 are

@@ -116,7 +116,7 @@ class TmaShape:
 
     def _bytes_without_ring(self, num_groups: int) -> int:
         """Staging, scales and barriers of the stages, announced tiles, a barrier that tells of the kernel before, the
-        table of groups, numbers of a tile's gathered rows, maxima of two tiles."""
+        table of groups, indices of a tile's gathered rows, maxima of two tiles."""
         staging = self.tile_rows * FEW_STAGING_BYTES if self.few else 8 * STAGING_BYTES
         scales = MAX_FEW_STAGES * (4 * (self.tile_rows + 8) + 16) if self.few else MAX_STAGES * (SCALE_BYTES + 16)
         maxima = 2 * (4 * 8 + 4 * self.tile_rows) if self.few else 0
