@@ -13,8 +13,8 @@ ever reset; those with two halves use the half `epoch % 2`. With `W` ranks, in w
     abort         [W][8]   (code, phase, epoch, rank it is about, detail, detail2, 1 + the rank that informed rank w of
                            it, or 0, 0) of rank w's failure; code is written last
     reason        [W][64]  UTF-8 text (256 bytes, zero padded) of rank w's failure; host-written
-    progress      [2][3][W]  rank w's partial results of this epoch have landed for the first fourth of `max_tokens`
-                             tokens, two fourths, three; before combine_flag, by kernels that signal parts
+    progress      [2][7][W]  rank w's partial results of this epoch have landed for the first part of the tokens, the
+                             first two parts, and so on; before combine_flag, by kernels that signal parts
     partial_flag  [2][64][W] rank w's partial result of this epoch has landed for a token of this rank; before
                              combine_flag, by kernels that have few tokens
 """

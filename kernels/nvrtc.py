@@ -98,14 +98,6 @@ def compile_source(file: str, defines: Mapping[str, int | str], arch: str = "sm_
     return _compiled(file, Defines(defines), arch)
 
 
-def compile_with_log(file: str, defines: Mapping[str, int | str], arch: str = "sm_90a") -> Compiled:
-    """Compile as `compile_source` does; return the cubin with its PTX and the assembler's log.
-
-    Raises `NvrtcError` as `compile_source` does.
-    """
-    return _compiled_with_log(file, Defines(defines), arch)
-
-
 def source_path(name: str) -> Path:
     """The file `name` (`*.cu` or `*.cuh`) in `FOLDER` or below it; an absolute path is returned unchanged."""
     if os.path.isabs(name):
@@ -148,19 +140,6 @@ def _compiled(file: str, defines: Defines, arch: str) -> bytes:
     binary = found.ptx.encode() if arch.startswith("compute") else found.cubin
     _keep(name, binary)
     return binary
-
-
-@cache
-def _compiled_with_log(file: str, defines: Defines, arch: str) -> Compiled:
-    cubin_name = _file_name(file, defines, arch)
-    names = cubin_name, _file_name(file, defines, arch.replace("sm_", "compute_")), f"{cubin_name}.log"
-    cubin, ptx, log = (_kept(name) for name in names)
-    if cubin is not None and ptx is not None and log is not None:
-        return Compiled(cubin, ptx.decode(), log.decode())
-    found = _compile(file, defines, arch)
-    for name, content in zip(names, (found.cubin, found.ptx.encode(), found.log.encode()), strict=True):
-        _keep(name, content)
-    return found
 
 
 def _compile(file: str, defines: Defines, arch: str) -> Compiled:

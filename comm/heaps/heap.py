@@ -106,7 +106,7 @@ class SymmetricHeap(ABC):
         Collective for these ranks. No other is waited for.
 
         Args:
-            ranks: numbers in the first heap, before any death.
+            ranks: their indices in the first heap, before any death.
             group: of these ranks alone. Limits every wait.
             generation: how many changes there have been, this one included.
 

@@ -27,7 +27,7 @@ class SurvivorHeap(SymmetricHeap):
 
     Args:
         whole: an allocated heap of all ranks, with spare regions for signals.
-        ranks: those that go on, ascending, by their numbers in `whole`.
+        ranks: those that go on, ascending, by their indices in `whole`.
         group: of these ranks alone.
         generation: number of this change, from 1 on.
 

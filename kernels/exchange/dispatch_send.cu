@@ -21,11 +21,11 @@
 constexpr int SENT_BYTES = (WEIGHTS_AT + 4 * K + 15) / 16 * 16;
 constexpr int STAGES = 2;
 constexpr int ID_WORDS = (2 * K + 15) / 16;  // of 16 bytes; fields of a record are that far apart
-constexpr int MAX_THREADS = 896;             // of an SM, in one block or several: few enough for 72 registers each
+constexpr int MAX_THREADS = 896;             // of an SM in several blocks: few enough for 72 registers each
 
 static_assert(K >= 1 && K <= 32, "K: a lane of a warp has an entry of a token's routing");
 static_assert(HIDDEN % unit_numbers(FMT) == 0, "HIDDEN: a thread quantizes whole units");
-static_assert(TEAM % 32 == 0 && TEAM * TEAMS <= MAX_THREADS, "TEAM: whole warps, and at most MAX_THREADS of all teams");
+static_assert(TEAM % 32 == 0 && TEAM * TEAMS <= 1024, "TEAM: whole warps, and a block has at most 1024 threads");
 static_assert(TEAMS >= 1 && TEAMS <= 15, "TEAMS: each has one of 15 named barriers");
 static_assert(IDS_AT % 16 == 0 && WEIGHTS_AT % 16 == 0,
               "IDS_AT, WEIGHTS_AT: ids and weights are read 16 bytes at a time");

@@ -29,7 +29,7 @@ class ExchangeGeometry:
         row_capacity: (token, expert) rows that may arrive here in a step.
         num_sms: most SMs of a GPU that the exchange takes at a time; None where it may take all.
         kernel_prefix: before the names of CUDA C++ kernels, by which profiles tell dispatchers apart.
-        combined_hidden: numbers of an expert's row in combine, where they are not as many as those of a token's.
+        combined_hidden: elements of an expert's row in combine; None where that is `hidden`.
         accepts_repeats: whether a token may name an expert several times, for a row each, and negative ids are none,
             not only -1. An expert has at most `num_slots` rows.
         sm_shared_bytes: shared memory of an SM of this rank's GPU. Ranks may differ in it: it changes no bits and no
@@ -54,7 +54,7 @@ class ExchangeGeometry:
     sm_shared_bytes: int = SM_SHARED_BYTES
 
     def __hash__(self) -> int:
-        """Hash some of the numbers, for speed: every launch looks up plans and macros by a geometry."""
+        """Hash some of the fields, for speed: every launch looks up plans and macros by a geometry."""
         return hash((self.rank, self.world_size, self.num_experts, self.max_tokens, self.row_capacity))
 
     @cached_property
@@ -79,7 +79,7 @@ class ExchangeGeometry:
 
     @cached_property
     def output_hidden(self) -> int:
-        """Numbers of an expert's row, of a partial result and of the sum."""
+        """Elements of an expert's row, of a partial result and of the sum."""
         return self.hidden if self.combined_hidden is None else self.combined_hidden
 
     @cached_property

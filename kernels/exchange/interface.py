@@ -89,7 +89,7 @@ class OneRankKernels(Protocol):
     """
 
     def dispatches(self, geometry: ExchangeGeometry, num_tokens: int) -> bool:
-        """Whether `dispatch` takes so many tokens; `combine` takes any number."""
+        """Whether `dispatch` takes `num_tokens` tokens; `combine` takes any."""
 
     def dispatch(
         self,

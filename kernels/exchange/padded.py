@@ -3,8 +3,7 @@
 A program takes a landing slot and copies its token to the rows of its experts, with the scales as `PaddedScales` says.
 One more program for each expert writes its counts.
 
-Two numbers for 128 tokens of 2 ranks, DeepSeek-V3's sizes in FP8: no operations; 1.9 MB read and 7.3 MB written,
-3 us at 3 TB/s.
+It is bound by memory: 128 tokens of 2 ranks, DeepSeek-V3's sizes in FP8, read 1.9 MB and write 7.3 MB, 3 us at 3 TB/s.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from moe_runtime.kernels.exchange.landing import LandedTokens
 from moe_runtime.kernels.exchange.padded_rows import PaddedRows, PaddedScales
 from moe_runtime.kernels.exchange.record import RecordLayout
 from moe_runtime.kernels.exchange.row_kernels import padded
-from moe_runtime.kernels.formats.swizzle import swizzled_offset
+from moe_runtime.kernels.formats.bits import swizzled_offset
 
 NONE = tl.constexpr(int(PaddedScales.NONE))
 COLUMNS = tl.constexpr(int(PaddedScales.COLUMNS))

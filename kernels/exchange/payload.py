@@ -1,7 +1,7 @@
 """What travels with a token of DeepEP's normal mode, packed into bf16 words before dispatch and unpacked behind it.
 
 `[token | scales fp32 | expert ids int32 | weights fp32]`: the exchange copies the bits. Each kernel is one pass over
-the rows. Two numbers for 4096 tokens of 7168 bf16 numbers on 2 ranks: no operations; unpacking moves 2 x 117 MB,
+the rows. They are bound by memory: unpacking 4096 tokens of 7168 bf16 elements on 2 ranks moves 2 x 117 MB,
 80 us at 3 TB/s.
 """
 
@@ -19,7 +19,7 @@ from moe_runtime.kernels.exchange.row_kernels import padded
 from moe_runtime.kernels.formats.number_formats import align
 
 WORD = 2
-"""Bytes of a bf16 number, by which payload is counted."""
+"""Bytes of a bf16 element, by which payload is counted."""
 PROGRAMS_PER_SM = 8
 """Of 4 warps each, where SMs are limited."""
 

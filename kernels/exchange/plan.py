@@ -110,7 +110,7 @@ class ExchangePlan:
     Attributes:
         num_sms: most SMs that a kernel takes; None for all.
         num_slots, top_k, contiguous, swizzled: of the geometry and its token format.
-        team_threads: threads of `dispatch_send` that take a token together, 32 numbers each.
+        team_threads: threads of `dispatch_send` that take a token together, 32 elements each.
         teams: teams of a block: one, or as many as an SM holds where blocks are few.
         send_shared_bytes: shared memory of a block of `dispatch_send`.
         recv_warps: of a block that counts or places arrived rows.
@@ -365,7 +365,7 @@ def plan_exchange(geometry: ExchangeGeometry) -> ExchangePlan | None:
 
 
 def _unit_numbers(fmt: TokenFormat) -> int:
-    """Numbers that a thread quantizes together; `unit_numbers` of quantize.cuh."""
+    """Elements that a thread quantizes together; `unit_numbers` of quantize.cuh."""
     return 8 if fmt.name == "bf16" else 16
 
 

@@ -127,3 +127,12 @@ def e8m0_to_f32(u8):
     byte = u8.to(tl.int32)
     bits = tl.where(byte == 0, 0x400000, byte << 23)
     return bits_f32(tl.where(byte == 255, NAN_BITS, bits))
+
+
+@triton.jit
+def swizzled_offset(r, v, V):
+    """Offset of the scale of row `r`, column `v` of `V` columns in the 128x4 swizzle (`swizzle.py`).
+
+    `r` must be int64 if the offset may exceed 2^31. `scale_blocks.swizzled_offset` is the same formula on the host.
+    """
+    return (r // 128) * ((V + 3) // 4 * 512) + (v // 4) * 512 + (r % 32) * 16 + ((r % 128) // 32) * 4 + v % 4

@@ -300,7 +300,7 @@ def copy_as(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def swizzle_scales(scales_ENV: torch.Tensor) -> torch.Tensor:
-    """Reference of `swizzle.swizzle_scales` on `[E, N, V]`, one byte each: `[E, ceil(N/128), ceil(V/4), 32, 4, 4]`."""
+    """`swizzle.swizzle_scales` of bytes `[E, N, V]`, without checks: `[E, ceil(N/128), ceil(V/4), 32, 4, 4]`."""
     e, n, v = scales_ENV.shape
     blocks, columns = ceil_div(n, 128), ceil_div(v, 4)
     if not scales_ENV.numel():
@@ -317,7 +317,9 @@ def swizzle_scales(scales_ENV: torch.Tensor) -> torch.Tensor:
 
 
 def unswizzle_scales(blocks: torch.Tensor, num_rows: int, num_columns: int) -> torch.Tensor:
-    """Reference of `swizzle.unswizzle_scales` on 6-D blocks: `[E, num_rows, num_columns]`."""
+    """`swizzle.unswizzle_scales` without checks, of 6-D blocks: `[E, num_rows, num_columns]`."""
     e, row_blocks, column_blocks = blocks.shape[:3]
-    padded = raw_bits(blocks).permute(0, 1, 4, 3, 2, 5).reshape(e, row_blocks * 128, column_blocks * 4)
+    raw = raw_bits(blocks)
+    words = (raw.clone() if raw.storage_offset() % 4 else raw).view(torch.int32)[..., 0]
+    padded = words.permute(0, 1, 4, 3, 2).reshape(e, row_blocks * 128, column_blocks).view(torch.uint8)
     return padded[:, :num_rows, :num_columns].contiguous().view(blocks.dtype)

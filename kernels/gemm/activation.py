@@ -1,4 +1,4 @@
-"""Activations on fp32 tiles, between the two products of an expert. NaN passes through every clamp.
+"""Activations on fp32 tiles, between the two GEMMs of an expert. NaN passes through every clamp.
 
 `activated_tile` is for kernels, `activate` is its reference on tensors. Both do the same fp32 operations in the same
 order; they differ only in the last bits of `exp`, `erf` and of the quotient.
@@ -85,7 +85,7 @@ def activated_tile(
 
 
 def activate(x: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """The activation of fp32 (or float64) results of the first product, `[R, N]` to `[R, I]`."""
+    """The activation of fp32 (or float64) results of the first GEMM, `[R, N]` to `[R, I]`."""
     if not activation.gated:
         return _function(x, activation)
     rows = x.shape[-1]

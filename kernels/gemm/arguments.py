@@ -54,7 +54,7 @@ def check_operands(a: GroupedRows, w: ExpertWeights | PrepackedWeights) -> None:
     try:
         _check_operands(a, w)
     except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError):
-        # Every product of a step comes here, so kinds are looked at only now.
+        # Every GEMM of a step comes here, so kinds are looked at only now.
         _check_kinds(a)
         raise
 
@@ -237,7 +237,7 @@ def check_activation(w: ExpertWeights | PrepackedWeights, activation: Activation
 
 @dataclass(frozen=True)
 class Intermediate:
-    """How an activated result lies in memory until the next product has read it: what is the same in each step.
+    """How an activated result lies in memory until the next GEMM has read it: what is the same in each step.
 
     Attributes:
         format: of the result.
@@ -264,7 +264,7 @@ class Intermediate:
         out_gsf: float | torch.Tensor | None,
         **more: Any,
     ) -> Intermediate:
-        """That of a product with `w` which stores `out_format`; `more` are other attributes.
+        """That of a GEMM with `w` which stores `out_format`; `more` are other attributes.
 
         Raises `ValueError` for a format that does not go with `w`, or an encode scale that does not go with the format.
         """

@@ -1,5 +1,5 @@
 // The grouped GEMM of dequant_gemm.cu for a few rows in all: the same bits with small teams of warps, of which an SM
-// has several of both products of a layer. The second product loads its first weights while the first still multiplies,
+// has several of both GEMMs of a layer. The second GEMM loads its first weights while the first still multiplies,
 // `loads_after_ns` after it has begun: earlier loads would delay those of the first. The first loads weights while the
 // rows are dispatched, if it gets `topk_idx`, the ids that the groups count.
 //
@@ -278,7 +278,7 @@ __device__ __forceinline__ void multiply(Ring& ring, int units, float (&acc)[4],
   }
 }
 
-// Afterwards the kernel that reads the results may start, since all kernels before this one have ended: a product finds
+// Afterwards the kernel that reads the results may start, since all kernels before this one have ended: a GEMM finds
 // the groups and loads its first weights meanwhile, a combine the routing of its tokens.
 __device__ __forceinline__ void await_kernels_before() {
   asm volatile("griddepcontrol.wait;" ::: "memory");

@@ -297,7 +297,7 @@ __device__ __forceinline__ void consume(const Problem& p, const Tile& tile, u32 
       if (batch == PART_BATCHES - 1 && part + 1 < STAGE_K64) load_part(part + 1);
       if (ROLLING) {
         wgmma_wait<BUFFERS - 1>();
-        // The products of the previous stage are done only now.
+        // The MMAs of the previous stage are done only now.
         if (number == BUFFERS - 1 && last >= 0) barrier_arrive_warp(empty + last * 8);
       } else if (number % BUFFERS == BUFFERS - 1 || number == STAGE_K64 * PART_BATCHES - 1) {
         wgmma_wait<0>();
@@ -344,7 +344,7 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + 128, 1)
   const u32 announced = empty + STAGES * 8, loaded = announced + TILE_SLOTS * 8;
   const u32 found = MARKED ? loaded + TILE_SLOTS * 8 : announced;
   const u32 stages = shared_address(memory);
-  // The next kernel is the product that reads these results. It waits for them, and may load its weights before.
+  // The next kernel is the GEMM that reads these results. It waits for them, and may load its weights before.
   if (OUT_DEQUANTIZED) asm volatile("griddepcontrol.launch_dependents;");
   const int active = num_active ? max(*num_active, 0) : num_groups;
   for (int g = threadIdx.x; g <= num_groups; g += blockDim.x) {

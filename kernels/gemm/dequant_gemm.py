@@ -3,10 +3,10 @@
 
 `dequant_tokens` gathers the rows once and dequantizes them to bf16. `dequant_gemm` streams the weights and reads them
 once for up to 8, 64, 128 or 160 tokens of a group, by its shape (chosen by `plan.py`). Of a few rows in all
-`dequant_few` does both, and leaves results that the second product reads as rows of bf16. With many tokens, a few SMs
-dequantize most of them while the other SMs multiply. The product waits for each 8 tokens on a counter, and fails
-after half a minute. Activated results for another product with prepacked weights are requantized and stored as
-`dequant_tokens` would dequantize them. That product starts before the first has ended, unless it must leave SMs free.
+`dequant_few` does both, and leaves results that the second GEMM reads as rows of bf16. With many tokens, a few SMs
+dequantize most of them while the other SMs multiply. The GEMM waits for each 8 tokens on a counter, and fails
+after half a minute. Activated results for another GEMM with prepacked weights are requantized and stored as
+`dequant_tokens` would dequantize them. That GEMM starts before the first has ended, unless it must leave SMs free.
 
 The `.cu` files describe the data flow, `dequant_tokens.py` the tokens, `dequant_layout.py` the order of the weights. On
 other architectures the Triton kernel of `grouped_gemm.py` does the same.
@@ -14,7 +14,7 @@ other architectures the Triton kernel of `grouped_gemm.py` does the same.
 K is summed 16 columns at a time, in the order of `dequant_layout`: by `wgmma`, or, for a few rows in all, by
 `mma.sync`, which gives the same bits. The order is the same in all shapes, for any number of rows and any neighbours.
 
-Least times of NVFP4, both products of the reference model (32 experts of 44.0 M parameters): 0.79 GB of weights take
+Least times of NVFP4, both GEMMs of the reference model (32 experts of 44.0 M parameters): 0.79 GB of weights take
 184 us at 4.3 TB/s; at 32 x 1024 rows 2.89e12 flops take 3.73 ms at 773 TFLOP/s.
 
 Measured on one H200 (launch/results/gemm_h200.json of commit 2dbcdbe), us; in parentheses torch's grouped_mm in bf16:
@@ -100,7 +100,7 @@ def dequant_gemm_swiglu(
 ) -> None:
     """`grouped_gemm_swiglu` into the rows and all scales of `out`, or into its `dequantized` if that is not None.
 
-    The kernel clamps `gsf`. If results are dequantized, the next launch must be the product that reads them.
+    The kernel clamps `gsf`. If results are dequantized, the next launch must be the GEMM that reads them.
     """
     check(a, w, out.rows, out)
     _launch(a, w, out.rows, plan, activation=activation, gsf=gsf, result=out)
@@ -202,10 +202,10 @@ def _launch(
     packed_ld: int | None = None,
     scale_block: int | None = None,
 ) -> None:
-    """One launch of a product of checked operands."""
+    """One launch of a GEMM of checked operands."""
     if a.capacity == 0 or a.num_groups == 0 or w.num_experts == 0:
         return
-    DequantProduct(
+    DequantGemm(
         a,
         w,
         plan,
@@ -219,18 +219,18 @@ def _launch(
     ).launch(a, out, result)
 
 
-class DequantProduct:
-    """A product of some size with weights that stay where they are: what does not change from launch to launch.
+class DequantGemm:
+    """A GEMM of some size with weights that stay where they are: what does not change from launch to launch.
 
     Args:
         a: rows of the size, at least one, in at least one group.
         w: weights, which are kept.
         plan: for these.
         out: a result of the dtype and strides that all have.
-        activation, gsf: None for a plain product.
-        result: of an activated product, like those of all launches.
+        activation, gsf: None for a plain GEMM.
+        result: of an activated GEMM, like those of all launches.
         packed_ld, scale_block: as of `dequant_gemm`.
-        kernel: `OneLaunch` for a product that is launched once.
+        kernel: `OneLaunch` for a GEMM that is launched once.
     """
 
     def __init__(
@@ -317,7 +317,7 @@ class DequantProduct:
         )
 
     def launch(self, a: GroupedRows, out: torch.Tensor, result: GroupedRows | None = None) -> None:
-        """Multiply `a` into `out`, or, of an activated product, into `result`; both as those that this was made of."""
+        """Multiply `a` into `out`, or, of an activated GEMM, into `result`; both as those that this was made of."""
         counters, tokens = None, a.rows if a.dequantized is None else a.dequantized
         if self._tokens is not None:
             tokens, counters = self._tokens.launch(a)

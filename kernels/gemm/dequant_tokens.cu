@@ -9,7 +9,7 @@
 // over blocks of 8 tokens up to the last token, because a capacity is a worst case and most of it may be empty.
 //
 // Two kernels dequantize many tokens. The first runs on all SMs. The second does the rest on few SMs, OVERLAPPED with
-// the product that reads them. The product waits on `counters`: the first counts the tiles that the product's blocks
+// the GEMM that reads them. The GEMM waits on `counters`: the first counts the tiles that the GEMM's blocks
 // have taken; the others count, for each block of 8 tokens from `begin` on, the warps that have dequantized their part
 // of it.
 //

@@ -1,7 +1,7 @@
 """Host side of `dequant_tokens.cu`: gathers tokens and dequantizes them to bf16 in the order that the GEMM reads.
 
-Either all tokens are dequantized before the product, or most of them while it runs (`plan.DequantOverlap`), with the
-same bits. `dequant_gemm.py` is that product.
+Either all tokens are dequantized before the GEMM, or most of them while it runs (`plan.DequantOverlap`), with the
+same bits. `dequant_gemm.py` is that GEMM.
 """
 
 from __future__ import annotations
@@ -76,25 +76,20 @@ def dequantized_shape(a: GroupedRows, num_columns: int) -> tuple[int, ...]:
     return unit_columns(num_columns), token_blocks(a), 8, 8, 16
 
 
-def empty_dequantized(a: GroupedRows, num_columns: int) -> torch.Tensor:
-    """Uninitialized memory for the dequantized tokens of rows of `num_columns` values in the groups of `a`."""
-    return empty_blocks(dequantized_shape(a, num_columns), a.rows.device)
-
-
 def empty_blocks(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """Uninitialized memory of a `dequantized_shape`."""
     return torch.empty(shape, dtype=torch.uint8, device=device)
 
 
 class TokenDequantizer:
-    """Gathers rows and dequantizes them to bf16, for the product that is launched next.
+    """Gathers rows and dequantizes them to bf16, for the GEMM that is launched next.
 
     Every `shape` gives the same bits. Rows of groups with an expert outside `0 .. num_experts - 1` are left out.
 
     Args:
         a: rows of the size that all launches have.
-        num_experts: experts of the product.
-        shape: for the tokens that are dequantized before the product.
+        num_experts: experts of the GEMM.
+        shape: for the tokens that are dequantized before the GEMM.
         overlap: how the others are dequantized while it runs; None if there are none.
         packed_ld, scale_block: those of `dequant_gemm`.
         kernel: `OneLaunch` for one that is launched once.
@@ -153,8 +148,8 @@ class TokenDequantizer:
 
         Returns:
             uint8 `[units of K, blocks, 8 column pieces, 8 tokens, 16 bytes]`, bf16 in blocks of 8 tokens; and, where
-            the product must wait for some of them, the counters for that, int32 `[1 + such blocks]`. The result is then
-            complete when the product has ended.
+            the GEMM must wait for some of them, the counters for that, int32 `[1 + such blocks]`. The result is then
+            complete when the GEMM has ended.
         """
         device = a.rows.device
         out, counters = empty_blocks(self._shape, device), None

@@ -1,4 +1,4 @@
-// Weights of the kernels that dequantize them in registers, for inclusion: the A operands of products from what
+// Weights of the kernels that dequantize them in registers, for inclusion: the A operands of MMAs from what
 // dequant_layout.py lays out.
 //
 // Macros: W_FMT (FormatCode), SCALED_TOKENS (tokens are 2^100 times their value).

@@ -5,9 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moe_runtime.kernels.formats.bits import f32_to_bf16_bits
+from moe_runtime.kernels.formats.bits import f32_to_bf16_bits, swizzled_offset
 from moe_runtime.kernels.formats.quantize import CODE_BF16, CODE_FP8_BLOCK, CODE_MXFP8, CODE_NVFP4, quantize_tile
-from moe_runtime.kernels.formats.swizzle import swizzled_offset
 from moe_runtime.kernels.gemm.weights import GateUpOrder
 
 NO_ORDER = tl.constexpr(0)

@@ -1,4 +1,4 @@
-"""RMSNorm of the rows that experts return, in place, between the down product and combine.
+"""RMSNorm of the rows that experts return, in place, between the down GEMM and combine.
 
 A row `x` of an expert, bf16, becomes `y * rsqrt(mean(y^2) + eps)` in bf16 with `y = bf16(x * scale)`: the weight comes
 before the norm, as in Muse Spark. One Triton kernel for every GPU, and a torch reference. The sum of a row depends on
@@ -111,11 +111,11 @@ def _scaled(of_rows, scale_ptr, column, row_ok, inside):
 def expert_norm(
     rows: torch.Tensor, groups: GroupedRows, num_experts: int, norm: ExpertNorm, *, engine: str = "auto"
 ) -> None:
-    """Normalize in place the rows that a product of `groups` with the weights of `num_experts` experts has written.
+    """Normalize in place the rows that a GEMM of `groups` with the weights of `num_experts` experts has written.
 
     Args:
         rows: bf16 `[>= groups.capacity, H]`, last dimension contiguous.
-        groups: the rows of that product; only its groups count.
+        groups: the rows of that GEMM; only its groups count.
         num_experts: rows of groups with other experts than `0 .. num_experts - 1` stay as they are.
         norm: scale `[H]` and eps.
         engine: "auto", "cuda", "triton" or "torch".

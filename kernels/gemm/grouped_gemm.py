@@ -157,7 +157,7 @@ def _grouped_gemm_kernel(
         up_acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     w_ok = n_ok
     if GATED and NATIVE:
-        # One product with gate and up columns interleaved: in Triton 3.6 two products cannot share the row scales.
+        # One MMA with gate and up columns interleaved: in Triton 3.6 two MMAs cannot share the row scales.
         w_offset = tl.interleave(w_offset, up_offset)
         w_scale_row = tl.interleave(w_scale_row, up_scale_row)
         w_ok = tl.interleave(n_ok, n_ok)
@@ -327,8 +327,8 @@ def grouped_gemm_swiglu(
         out_format: format of the result; `I` must be a multiple of its `unit`.
         out_gsf: encode scale of an `nvfp4` result, a positive number or one fp32 element on the device, clamped to
             2^100; None means `arguments.DEFAULT_INTERMEDIATE_GSF`. Must be None for other formats.
-        then: weights of the product that reads the result and is launched next. If both weights are prepacked and
-            Hopper's kernels run, the result is stored dequantized (`GroupedRows.dequantized`) for that product only.
+        then: weights of the GEMM that reads the result and is launched next. If both weights are prepacked and
+            Hopper's kernels run, the result is stored dequantized (`GroupedRows.dequantized`) for that GEMM only.
         engine: "auto", "cuda", "triton" or "torch" (`runtime.resolve_engine`).
         num_sms: most SMs that Hopper's GEMM uses; None means all. Other kernels ignore it.
 
@@ -371,7 +371,7 @@ def _intermediate(
     then: ExpertWeights | PrepackedWeights | None,
     how: GemmPlan,
 ) -> Intermediate:
-    """What the product of the plan `how` stores for the one with `then`."""
+    """What the GEMM of the plan `how` stores for the one with `then`."""
     more: dict[str, Any] = {}
     if how.tma is not None:
         more = {"order": LaunchOrder(only_rows_pending=True, weights_after_ns=how.tma.next_loads_ns)}
@@ -387,7 +387,7 @@ def _intermediate(
 
 
 class BoundExperts:
-    """Both products of experts for steps of one size: plans, kernels and their memory for arguments are made once.
+    """Both GEMMs of experts for steps of one size: plans, kernels and their memory for arguments are made once.
 
     It holds the addresses of the weights, which it keeps, and no others: those of rows and results come with each step.
     So it stays right as long as the weights do, whatever memory the exchange gets; other weights need another one.
@@ -395,9 +395,9 @@ class BoundExperts:
 
     def __init__(
         self,
-        first: tma_gemm.TmaProduct | dequant_gemm.DequantProduct,
+        first: tma_gemm.TmaGemm | dequant_gemm.DequantGemm,
         between: Intermediate,
-        second: tma_gemm.TmaProduct | dequant_gemm.DequantProduct,
+        second: tma_gemm.TmaGemm | dequant_gemm.DequantGemm,
     ) -> None:
         self._first, self._between, self._second = first, between, second
 
@@ -454,11 +454,11 @@ def _product(
     activation: Activation | None = None,
     gsf: torch.Tensor | None = None,
     result: GroupedRows | None = None,
-) -> tma_gemm.TmaProduct | dequant_gemm.DequantProduct:
+) -> tma_gemm.TmaGemm | dequant_gemm.DequantGemm:
     if isinstance(w, PrepackedWeights):
         dequant_gemm.check(a, w, out, result)
-        return dequant_gemm.DequantProduct(a, w, how, out=out, activation=activation, gsf=gsf, result=result)
-    return tma_gemm.TmaProduct(a, w, how, out=out, activation=activation, result=result)
+        return dequant_gemm.DequantGemm(a, w, how, out=out, activation=activation, gsf=gsf, result=result)
+    return tma_gemm.TmaGemm(a, w, how, out=out, activation=activation, result=result)
 
 
 def _plan(
@@ -471,7 +471,7 @@ def _plan(
     out_format: TokenFormat | None = None,
     activation: Activation | None = None,
 ) -> GemmPlan:
-    """The plan for checked operands; `out` is the output of a plain product, `out_format` and `activation` are of one
+    """The plan for checked operands; `out` is the output of a plain GEMM, `out_format` and `activation` are of one
     that is activated."""
     order = None if activation is None else activation.gate_up
     device, resolved = a.rows.device, resolve_engine(engine, a.rows.device)

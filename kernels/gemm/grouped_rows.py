@@ -11,7 +11,7 @@ from moe_runtime.kernels.formats.number_formats import TokenFormat
 from moe_runtime.kernels.launch_order import IN_ORDER, LaunchOrder
 
 MAX_ROUTED_IDS = 64
-"""Ids up to which products find their groups by counting them (`LaunchOrder.routed_ids`)."""
+"""Ids up to which GEMMs find their groups by counting them (`LaunchOrder.routed_ids`)."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class GroupedRows:
             through `row_index`. Only for prepacked weights and Hopper's kernels, which gather the rows anyway.
         expected_rows: the host's estimate of the rows of all groups; None stands for `capacity`. It chooses the kernel;
             results do not depend on it.
-        order: what a product of them may read before the kernel that makes them has ended.
+        order: what a GEMM of them may read before the kernel that makes them has ended.
     """
 
     format: TokenFormat
@@ -83,7 +83,7 @@ class GroupedRows:
 
     @property
     def read_early(self) -> dict[str, torch.Tensor | int | None]:
-        """What a product may read before the kernel that makes the rows has ended, and when: arguments of kernels."""
+        """What a GEMM may read before the kernel that makes the rows has ended, and when: arguments of kernels."""
         ids, count, id_bytes = self.order.ids_for_kernels
         return {
             "topk_idx": ids,

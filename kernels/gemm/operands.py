@@ -19,10 +19,10 @@ from moe_runtime.kernels.formats.bits import (
     e4m3_bits_to_f32,
     e5m2_bits_to_f32,
     f32_to_bf16_bits,
+    swizzled_offset,
 )
 from moe_runtime.kernels.formats.number_formats import ScaleLayout
 from moe_runtime.kernels.formats.quantize import CODE_BF16, CODE_FP8_BLOCK, CODE_MXFP4, CODE_MXFP8, CODE_NVFP4
-from moe_runtime.kernels.formats.swizzle import swizzled_offset
 
 
 class NativeForm(IntEnum):
@@ -56,7 +56,7 @@ E2M1_GAIN = tl.constexpr(2.0**126)
 def find_tile(
     group_offsets_ptr, expert_ids_ptr, num_groups, num_experts, tile, BLOCK_M: tl.constexpr, BLOCK_G: tl.constexpr
 ):
-    """`(expert, group, start, rows, block)` of row tile number `tile`; `expert` is -1 past the last tile.
+    """`(expert, group, start, rows, block)` of row tile `tile`; `expert` is -1 past the last tile.
 
     Tiles are counted group by group: `ceil(rows / BLOCK_M)` for a group whose expert is in `0 .. num_experts - 1`, else
     none. With offsets `[0, 100, 100, 130]`, experts `[2, 0, 1]` and BLOCK_M 64: tiles 0 and 1 are
@@ -292,7 +292,7 @@ def load_operand(
     EVEN_K: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
-    """`(even, odd, scales)` of `BLOCK_K` columns from `k`: dequantized tiles, and scales to apply after the product.
+    """`(even, odd, scales)` of `BLOCK_K` columns from `k`: dequantized tiles, and scales to apply after the MMA.
 
     `row_offset` (int64): first words of the rows; `scale_row` (int64): their scale rows; `ok`: which rows exist; `ld`:
     leading dimension of `MN_MAJOR` and `PACKED` scales.

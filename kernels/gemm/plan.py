@@ -57,7 +57,7 @@ MAX_PLANS = 4096
 
 
 class GemmKernel(Enum):
-    """The kernel that runs a product."""
+    """The kernel that runs a GEMM."""
 
     TORCH = "torch reference"
     TRITON = "triton"
@@ -73,10 +73,10 @@ class GemmKernel(Enum):
 def choose_tile(
     n: int, a_format: TokenFormat, *, out_block: int = 0, gated: bool = True, native: NativeForm = NativeForm.NONE
 ) -> GemmTile:
-    """The tile for `n` output columns; `out_block` is the scale block of an activated result, 0 for a plain product.
+    """The tile for `n` output columns; `out_block` is the scale block of an activated result, 0 for a plain GEMM.
 
     `a_format` is that of the rows, or bf16 for rows that are rounded to it: then sums have the order of bf16 rows. An
-    activated result that is `gated` has a product each for gate and up.
+    activated result that is `gated` has a GEMM each for gate and up.
 
     The tile fixes the order of sums, so it depends on sizes and formats that are constant in a layer, never on the
     number of rows. Shared memory stays under the 99 KiB of sm_120. Block-scaled MMA on sm_100 needs 128 rows.
@@ -104,7 +104,7 @@ def native_form(a: TokenFormat, w: TokenFormat, capability: tuple[int, int] | No
     """How block-scaled MMA multiplies a layer's rows in `a` with weights in `w`.
 
     sm_100 multiplies `mxfp8` rows and `mxfp4` weights as they are stored. On sm_120 the weights are widened, because
-    Triton 3.6 would lower a product of e4m3 and e2m1 to bf16 MMA. Other formats and other GPUs dequantize.
+    Triton 3.6 would lower an MMA of e4m3 and e2m1 to bf16 MMA. Other formats and other GPUs dequantize.
     """
     if capability is None or (a, w) != (MXFP8, MXFP4):
         return NativeForm.NONE
@@ -131,7 +131,7 @@ TMA_DOZEN_ROWS = 16
 """The same for TMA_DOZEN, whose tiles have 32 rows. It loses from 20 rows on in BF16, from 24 in FP8."""
 TMA_DOZEN_GATHERED_K, TMA_DOZEN_K = 3072, 1024
 """Largest K for which TMA_DOZEN is used: of gathered rows, and of others. It gained with K of 2048 and 2880, in second
-products with 768, and lost with 7168 and in second products with 2048."""
+GEMMs with 768, and lost with 7168 and in second GEMMs with 2048."""
 
 
 @dataclass(frozen=True)
@@ -177,9 +177,9 @@ DEQUANT_FEW_TILES = 800
 """Tiles up to which it does so, if each row has an expert of its own: two for each of the blocks on 132 SMs."""
 MIN_MORE_BYTES = 16 * 1024
 """Least bytes of the ring of DEQUANT_FEW_MORE. With 9 KB, for K of 7168, one token of DeepSeek-V3 on 2 ranks took 107
-us, and with DEQUANT_FEW 96. Products that gained have 17 and 23 KB."""
+us, and with DEQUANT_FEW 96. GEMMs that gained have 17 and 23 KB."""
 BYTES_PER_NS, NEXT_LOADS_NS = 4200, 4000
-"""Rate at which the first of two products of a few rows loads its weights on an H200, and how long before the end of
+"""Rate at which the first of two GEMMs of a few rows loads its weights on an H200, and how long before the end of
 that the second begins to load."""
 MIN_OWN_STAGES = 2
 """Least stages of a ring beside a token that a block holds, which takes as much room as it has columns."""
@@ -199,11 +199,11 @@ ROUNDS_BEFORE = 2
 
 @dataclass(frozen=True)
 class DequantOverlap:
-    """How most tokens are dequantized while the product that reads them runs.
+    """How most tokens are dequantized while the GEMM that reads them runs.
 
     Attributes:
-        first: blocks of 8 tokens that all SMs dequantize before the product.
-        sms: SMs that dequantize the other blocks; they help with the product afterwards.
+        first: blocks of 8 tokens that all SMs dequantize before the GEMM.
+        sms: SMs that dequantize the other blocks; they help with the GEMM afterwards.
     """
 
     first: int
@@ -217,10 +217,10 @@ class DequantPlan:
     Attributes:
         shape: tile and pipeline.
         keep_tokens: whether L2 is asked to keep the tokens.
-        tokens: how tokens are dequantized before the product; None where they come dequantized, or where
+        tokens: how tokens are dequantized before the GEMM; None where they come dequantized, or where
             blocks hold their own (`DequantShape.own_tokens`).
-        overlap: how the other tokens are dequantized while the product runs; None if all are dequantized before it.
-        starts_early: whether the product may start before the previous kernel has ended.
+        overlap: how the other tokens are dequantized while the GEMM runs; None if all are dequantized before it.
+        starts_early: whether the GEMM may start before the previous kernel has ended.
         next_loads_ns: `LaunchOrder.weights_after_ns` of a result.
     """
 
@@ -270,7 +270,7 @@ def few_shape(tiles: int, k: int, weight_format: TokenFormat, sms: int) -> Dequa
 
 
 def next_loads_ns(weight_bytes: int) -> int:
-    """How long after its start the second of two products should ask for its first weights.
+    """How long after its start the second of two GEMMs should ask for its first weights.
 
     It starts when the first has its rows. The first has `weight_bytes` of weights to load from then on.
     """
@@ -317,14 +317,14 @@ class GemmProblem(NamedTuple):
         capability: compute capability of the GPU; None on a CPU.
         sms: SMs of the GPU; 0 where no Hopper kernel may be used.
         weight_format, token_format: formats of the operands.
-        experts, n, k: shape of the weight; `n` counts gate and up rows of a gated product.
+        experts, n, k: shape of the weight; `n` counts gate and up rows of a gated GEMM.
         rows: expected rows.
         capacity: most rows.
         groups, active_groups: all groups, and those that may be active.
-        out_format: format of an activated result; None for a plain product.
+        out_format: format of an activated result; None for a plain GEMM.
         gated: whether an activated result has a gate.
         tiled_blocks: whether the 128x128 blocks of weight scales start where the tiles of Hopper's kernel do: those of
-            gate and up apart if a gated product reads them apart.
+            gate and up apart if a gated GEMM reads them apart.
         prepacked: whether the weights are `PrepackedWeights`.
         gathered: whether rows are found through an index.
         scales_in_record: whether scales lie with their rows in the records (`GroupedRows.scales_in_record`).
@@ -438,7 +438,7 @@ def _plan_dequant(p: GemmProblem) -> GemmPlan:
         keep_tokens=keeps_tokens(p.rows, p.k, p.weight_format, shape),
         tokens=tokens,
         overlap=overlap,
-        # An early start would occupy the SMs that the previous product leaves free.
+        # An early start would occupy the SMs that the previous GEMM leaves free.
         starts_early=not p.dequantized or p.sm_limit is None,
         next_loads_ns=next_loads_ns(tiles * units * unit_bytes(p.weight_format)) if shape.own_tokens else 0,
     )
@@ -477,7 +477,7 @@ def _plan_tma(p: GemmProblem) -> GemmPlan:
     tile = shape.tile_rows, shape.halves * HALF, 128 * 8 // p.token_format.element_bits
     # An early start gains with few rows, for which the launch is a part of the time. It was not measured with many.
     starts_early = shape is not TMA_PREFILL and p.sm_limit is None
-    # Where some SMs have more tiles than others, memory has room for the second product before the first has loaded
+    # Where some SMs have more tiles than others, memory has room for the second GEMM before the first has loaded
     # all.
     tiles = p.rows * ceil_div(p.n, HALF)  # if each row has an expert of its own
     weight_bytes = p.rows * p.n * p.weight_format.quant_bytes(p.k)

@@ -116,7 +116,7 @@ class TmaShape:
 
     def _bytes_without_ring(self, num_groups: int) -> int:
         """Staging, scales and barriers of the stages, announced tiles, a barrier that tells of the kernel before, the
-        table of groups, numbers of a tile's gathered rows, maxima of two tiles."""
+        table of groups, indices of a tile's gathered rows, maxima of two tiles."""
         staging = self.tile_rows * FEW_STAGING_BYTES if self.few else 8 * STAGING_BYTES
         scales = MAX_FEW_STAGES * (4 * (self.tile_rows + 8) + 16) if self.few else MAX_STAGES * (SCALE_BYTES + 16)
         maxima = 2 * (4 * 8 + 4 * self.tile_rows) if self.few else 0
@@ -158,7 +158,7 @@ class DequantShape:
         static_bytes: shared memory that is left for the rest of a team; its ring has all else.
         cases: smaller numbers of token blocks that have specialized code.
         teams: teams of a block that each take tiles of their own, with a ring of their own.
-        first_bytes: least dynamic shared memory of the first of two products: with what a block has besides, more than
+        first_bytes: least dynamic shared memory of the first of two GEMMs: with what a block has besides, more than
             half of an SM's, so that an SM takes one of its blocks. 0 for other shapes.
     """
 
@@ -232,11 +232,11 @@ DEQUANT_FEW = DequantShape(
     blocks_of_all=6,
     static_bytes=5 * 1024,  # with what the driver reserves
 )
-"""For a few rows in all, by `dequant_few.cu`. Blocks are so small that both products of a layer fit on an SM."""
+"""For a few rows in all, by `dequant_few.cu`. Blocks are so small that both GEMMs of a layer fit on an SM."""
 DEQUANT_FEW_MORE = replace(DEQUANT_FEW, blocks_per_sm=4, blocks_of_all=7)
 """For where that gives each tile a block of its own. There is room for its blocks beside those of DEQUANT_FEW."""
 DEQUANT_FEW_EVEN = replace(DEQUANT_FEW, blocks_per_sm=1, blocks_of_all=2, teams=3, first_bytes=112 * 1024)
-"""For more tiles than there are blocks: each SM has one block of either product, and so as many tiles as the others."""
+"""For more tiles than there are blocks: each SM has one block of either GEMM, and so as many tiles as the others."""
 DEQUANT_DECODE = DequantShape(
     Regime.DECODE,
     warpgroups=4,
@@ -288,7 +288,7 @@ class TokenShape:
         min_blocks: blocks that must fit on an SM, which limits registers; 0 leaves registers to the compiler.
         blocks_per_sm: most blocks launched per SM.
         team: warps that share 8 tokens; None for all of a block.
-        overlapped: whether it runs while the product that reads the tokens runs; the copy engine then stores from
+        overlapped: whether it runs while the GEMM that reads the tokens runs; the copy engine then stores from
             shared memory.
     """
 

@@ -15,8 +15,8 @@ struct Block {
   u64* barriers;
   int4* tiles;  // that the producers announce to the math warps: start, rows, expert, column
   Group* groups;
-  int* numbers;  // of the rows of the tile that is being loaded, if they are gathered
-  u64* told;     // barriers of the other block's maxima, of each warp for two tiles
+  int* row_indices;  // of the rows of the tile that is being loaded, if they are gathered
+  u64* told;         // barriers of the other block's maxima, of each warp for two tiles
   u32* maxima;
   u32 ring, full, empty, known, ended;  // addresses of the stages, and of barriers
   u32 rank;                             // in the cluster
@@ -28,8 +28,8 @@ struct Block {
         barriers((u64*)((u8*)scales + STAGES * SCALE_BYTES)),
         tiles((int4*)(barriers + 2 * STAGES + TILES_AHEAD + TURN_BARRIERS)),
         groups((Group*)(tiles + TILES_AHEAD)),
-        numbers((int*)(groups + num_groups + 1)),
-        told((u64*)(numbers + NUMBERS)),
+        row_indices((int*)(groups + num_groups + 1)),
+        told((u64*)(row_indices + ROW_INDICES)),
         maxima((u32*)(told + 2 * MATH_WARPS)),
         ring(shared_address(shared)),
         full(shared_address(barriers)),

@@ -94,7 +94,7 @@ __device__ __forceinline__ void add_products(float (&acc)[SUMS], const Block& bl
   float part[PARTIAL_SUMS];
   auto products = [&](int s, int half) { multiply(part, a + s * STAGE_STEP, b + s * STAGE_STEP + half * HALF_STEP); };
   // Unrolled over the stages, so that their addresses are constants: work outside the tensor cores leaves them idle
-  // whenever both warpgroups do such work. The wait for the next stage overlaps with the products of this one, and
+  // whenever both warpgroups do such work. The wait for the next stage overlaps with the MMAs of this one, and
   // the next scales are read between the last multiply-adds.
   // A tile of one half uses the slow path, too; the test of the scales detects it without another instruction.
   barrier_wait(block.full, phase & 1);
@@ -120,7 +120,7 @@ __device__ __forceinline__ void add_products(float (&acc)[SUMS], const Block& bl
     }
   }
 special_values:
-  // The rest of the tile, or a tile of one half. The products of the first half of stage `odd` are in flight.
+  // The rest of the tile, or a tile of one half. The MMAs of the first half of stage `odd` are in flight.
   left -= odd;
   for (bool narrow = HALVES && uniform(one_half);;) {
     mma_wait<0>();
@@ -156,7 +156,7 @@ __device__ __forceinline__ void sum_products(float (&acc)[SUMS], const Block& bl
     if (narrow) {
 #pragma unroll
       for (int k = 0; k < 4; ++k) mma_bf16_half(acc, a + at + 2 * k, b + at + 2 * k, kb > 0 || k > 0);
-      mma_commit();  // in both branches: after their join, the compiler would insert an empty product
+      mma_commit();  // in both branches: after their join, the compiler would insert an empty MMA
     } else {
 #pragma unroll
       for (int k = 0; k < 4; ++k) mma_bf16(acc, a + at + 2 * k, b + at + 2 * k, kb > 0 || k > 0);

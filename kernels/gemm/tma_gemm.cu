@@ -53,8 +53,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(128
   // unless the one before has ended by then: earlier loads would delay those of that one.
   const RoutedIds ids = {FEW ? topk_idx : nullptr, num_ids, id_bytes};
   if (!FEW || !(settled || ids.given())) wait_for_rows();
-  // The next kernel is the product that reads these results, or, behind that, the one that combines the rows. That
-  // product takes for granted that the groups are known, and so does that combine of the routing of its tokens.
+  // The next kernel is the GEMM that reads these results, or, behind that, the one that combines the rows. That
+  // GEMM takes for granted that the groups are known, and so does that combine of the routing of its tokens.
   if ((ACTIVATED || FEW) && !ids.given()) start_next();
   count_tiles(block.groups, (int2*)block.staging, offsets, ids, expert_ids, num_active, num_groups, num_experts,
               capacity, tiles_n);

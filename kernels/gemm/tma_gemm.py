@@ -8,7 +8,7 @@ ascending order, in any shape, tile and neighbourhood, so all shapes give the sa
 cores take the weights for their operand of 64 rows, as tiles of few rows do.
 
 Least times on one H200. Prefill, FP8, 8 groups x 4096 rows, (N, K) = (4096, 7168): 1.92e12 flops take 1.34 ms at the
-1437 TFLOP/s of torch's dense 8192^3, 0.74 GB take 0.17 ms. Decode, FP8, 32 groups x 32 rows, both products of the
+1437 TFLOP/s of torch's dense 8192^3, 0.74 GB take 0.17 ms. Decode, FP8, 32 groups x 32 rows, both GEMMs of the
 reference model: 1.41 GB of weights take 328 us at 4.3 TB/s.
 
 Measured after pauses, and without them (launch/results/gemm_h200.json of commit 2dbcdbe; `launch/benchmarks/timing.py`
@@ -64,12 +64,12 @@ def scales_aligned(a: torch.Tensor | None, w: torch.Tensor | None) -> bool:
 
 def multiply(a: GroupedRows, w: ExpertWeights, out: torch.Tensor, plan: GemmPlan) -> None:
     """`grouped_gemm` of checked operands into `out`."""
-    TmaProduct(a, w, plan, out=out, kernel=OneLaunch).launch(a, out)
+    TmaGemm(a, w, plan, out=out, kernel=OneLaunch).launch(a, out)
 
 
 def multiply_swiglu(a: GroupedRows, w: ExpertWeights, activation: Activation, out: GroupedRows, plan: GemmPlan) -> None:
     """`grouped_gemm_swiglu` of checked operands into `out`."""
-    TmaProduct(a, w, plan, out=out.rows, activation=activation, result=out, kernel=OneLaunch).launch(a, out.rows, out)
+    TmaGemm(a, w, plan, out=out.rows, activation=activation, result=out, kernel=OneLaunch).launch(a, out.rows, out)
 
 
 class Extras(ctypes.Structure):
@@ -120,17 +120,17 @@ def macros(
     )
 
 
-class TmaProduct:
-    """A product of some size with weights that stay where they are: what does not change from launch to launch.
+class TmaGemm:
+    """A GEMM of some size with weights that stay where they are: what does not change from launch to launch.
 
     Args:
         a: rows of the size.
         w: weights, which are kept.
         plan: for these.
         out: a result of the dtype and strides that all have.
-        activation: None for a plain product.
-        result: of an activated product, like those of all launches.
-        kernel: `OneLaunch` for a product that is launched once.
+        activation: None for a plain GEMM.
+        result: of an activated GEMM, like those of all launches.
+        kernel: `OneLaunch` for a GEMM that is launched once.
     """
 
     def __init__(
@@ -201,7 +201,7 @@ class TmaProduct:
         )
 
     def launch(self, a: GroupedRows, out: torch.Tensor, result: GroupedRows | None = None) -> None:
-        """Multiply `a` into `out`, and, of an activated product, into the scales of `result`.
+        """Multiply `a` into `out`, and, of an activated GEMM, into the scales of `result`.
 
         All are as those that this was made of.
         """

@@ -40,9 +40,9 @@ struct Loading {
   __device__ __forceinline__ void load_row_index(const Block& block, const int* row_index) {
     int lane = threadIdx.x % 32;
     if (GATHER && lane < own) row_of_lane = row_index[tile.start + first_own + lane];
-    if (NUMBERS > 0) {
+    if (ROW_INDICES > 0) {
       __syncwarp();  // those of the last tile have been used
-      block.numbers[first_own + lane] = row_of_lane;
+      block.row_indices[first_own + lane] = row_of_lane;
       __syncwarp();
     }
   }
@@ -68,16 +68,16 @@ struct Loading {
     if (FEW && GATHER && lane < own) load_row(lane, row_of_lane);
     if (OF_ROWS > 0 && elected()) {
       int i = first_own, end = first_own + own;
-      const int* numbers = block.numbers;
+      const int* indices = block.row_indices;
       barrier_expect(ready, own * 128);
 #pragma unroll 1
       for (; i + 8 <= end; i += 8) {
-        int4 n = *(const int4*)(numbers + i), m = *(const int4*)(numbers + i + 4);
+        int4 n = *(const int4*)(indices + i), m = *(const int4*)(indices + i + 4);
         load_row(i, n.x), load_row(i + 1, n.y), load_row(i + 2, n.z), load_row(i + 3, n.w);
         load_row(i + 4, m.x), load_row(i + 5, m.y), load_row(i + 6, m.z), load_row(i + 7, m.w);
       }
 #pragma unroll 1
-      for (; i < end; ++i) load_row(i, numbers[i]);
+      for (; i < end; ++i) load_row(i, indices[i]);
     }
   }
 };
@@ -107,7 +107,7 @@ __device__ __forceinline__ void load_tiles(const Block& block, const Sources& fr
   // This thread handles the tiles below `last`. If one thread copies, its whole warp loops, so that values stay
   // warp-uniform.
   int last = block.warp - MATH_WARPS < PRODUCING_WARPS ? 0x7FFFFFFF : 0;
-  // The first stages of the first tile, whose weights wait neither for row numbers nor, if `settled`, for the kernel
+  // The first stages of the first tile, whose weights wait neither for row indices nor, if `settled`, for the kernel
   // before this one.
   int ahead = 0;
   bool begins = FEW;

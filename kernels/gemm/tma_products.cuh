@@ -1,4 +1,4 @@
-// Products of the tensor cores and their sums in registers, for inclusion by tma_gemm.cu.
+// MMAs of the tensor cores and their sums in registers, for inclusion by tma_gemm.cu.
 
 #ifndef MOE_RUNTIME_TMA_PRODUCTS
 #define MOE_RUNTIME_TMA_PRODUCTS
@@ -10,7 +10,7 @@
 __device__ __forceinline__ void wait_turn(int wg) { asm volatile("bar.sync %0, 256;" ::"r"(1 + wg) : "memory"); }
 __device__ __forceinline__ void give_turn(int wg) { asm volatile("bar.arrive %0, 256;" ::"r"(2 - wg) : "memory"); }
 
-// Whether `value` holds in all threads of the warpgroup. The branch is uniform, because a product needs all its warps.
+// Whether `value` holds in all threads of the warpgroup. The branch is uniform, because an MMA needs all its warps.
 __device__ __forceinline__ bool all_of_warpgroup(int wg, bool value) {
   u32 all;
   asm volatile("{\n.reg .pred p, q;\nsetp.ne.b32 q, %1, 0;\nbar.red.and.pred p, %2, 128, q;\nselp.b32 %0, 1, 0, p;\n}"
@@ -202,7 +202,7 @@ __device__ __forceinline__ void add_up(float (&acc)[SUMS], float (&part)[PARTIAL
     float first = PLAIN ? part[i] : __fmul_rn(part[i], apart ? factors.a[r] : 1.0f);
     acc[FIRST + i] = __fmaf_rn(first, apart ? factors.w[h] : factors.product[r][h], acc[FIRST + i]);
   }
-  keep(acc);  // finish before the next products overwrite `part`
+  keep(acc);  // finish before the next MMAs overwrite `part`
 }
 #endif  // many rows
 

@@ -58,11 +58,11 @@ constexpr int MATH_WARPS = 4 * MATH_WGS;
 constexpr bool THREADS_COPY = FP8 && !TMA_SCALES;  // scales, by all threads that produce
 constexpr int OF_COPIES = THREADS_COPY ? 128 : 0;  // arrivals at a stage for these copies
 // A warp loads up to 32 gathered rows of a tile. With FEW each lane starts the copy of its row, one lane after the
-// other. Of many rows one lane starts all, with a third of the instructions: it finds their numbers in shared memory.
-constexpr int NUMBERS = GATHER && !FEW ? BM : 0;
+// other. Of many rows one lane starts all, with a third of the instructions: it finds their indices in shared memory.
+constexpr int ROW_INDICES = GATHER && !FEW ? BM : 0;
 // Arrivals at a stage for these rows: of all warps, also of those that have none in a tile. One that nobody waited for
 // could fall back by a round of the ring, and would then wait for a phase that does not come.
-constexpr int OF_ROWS = NUMBERS > 0 ? 4 : 0;
+constexpr int OF_ROWS = ROW_INDICES > 0 ? 4 : 0;
 constexpr int PRODUCING_WARPS = THREADS_COPY || OF_ROWS > 0 ? 4 : 1;
 constexpr float SMALLEST = 1.17549435e-38f, LARGEST = 3.40282347e38f;  // normal numbers
 constexpr int GATE_UP = 1, UP_GATE = 2, INTERLEAVED = 3;

@@ -107,7 +107,7 @@ LimitOn = Literal["gate", "function"]
 
 @dataclass(frozen=True)
 class Activation:
-    """The activation between the two products, in fp32: `function(gate) * (up + up_offset)`, or `function(up)`.
+    """The activation between the two GEMMs, in fp32: `function(gate) * (up + up_offset)`, or `function(up)`.
 
     A `limit` first clamps gate to at most `limit` and up to `-limit .. limit`. A softcap `c` then bounds up, and the
     gate outside of the sigmoid, by `c * tanh(x / c)`. NaN stays NaN. The defaults are `silu(gate) * up`, SwiGLU

@@ -37,7 +37,7 @@ from triton.compiler.compiler import make_backend
 
 from moe_runtime.kernels import nvrtc
 from moe_runtime.kernels.runtime import BLOCK_RESERVED_BYTES, INTERPRET
-from moe_runtime.launch.research.aot_cases import SM_SHARED_BYTES_OF, AotCase, CudaCase
+from moe_runtime.launch.research.aot_cases import SM_SHARED_BYTES_OF, AotCase, CudaCase, compile_with_log
 
 INTERPRETED = "ahead-of-time compilation needs a process without TRITON_INTERPRET; unset it and run again"
 MATRIX_INSTRUCTION = re.compile(r"\b(?:tcgen05\.mma|wgmma\.mma_async|mma\.sync)[\w.:]*")
@@ -109,7 +109,7 @@ def _compile_cuda(case: CudaCase, arch: int, assemble: bool) -> tuple[str, str]:
     """The PTX, and how the kernel's shared memory does not fit; "" where it does, or nothing is known of it."""
     if not assemble:
         return nvrtc.compile_source(case.file, case.defines, f"compute_{arch}a").decode(), ""
-    found = nvrtc.compile_with_log(case.file, case.defines, f"sm_{arch}a")
+    found = compile_with_log(case.file, case.defines, f"sm_{arch}a")
     if case.shared_bytes is None:
         return found.ptx, ""
     most = SM_SHARED_BYTES_OF[arch] - BLOCK_RESERVED_BYTES

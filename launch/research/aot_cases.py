@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
+from moe_runtime.kernels import nvrtc
 from moe_runtime.kernels.runtime import SM_SHARED_BYTES
 
 ALL_ARCHS = (90, 100, 120)
@@ -73,3 +75,24 @@ def row_case(
         fallback = "*i32" if name.endswith("_ptr") else "i32"
         signature[name] = "constexpr" if name in constexprs else (types or {}).get(name, _ROW_TYPES.get(name, fallback))
     return AotCase(operation, fmt, kernel, signature, constexprs, {"num_warps": 8, "enable_fp_fusion": False})
+
+
+def compile_with_log(file: str, defines: Mapping[str, int | str], arch: str = "sm_90a") -> nvrtc.Compiled:
+    """Compile as `nvrtc.compile_source` does; return the cubin with its PTX and the assembler's log.
+
+    Raises `NvrtcError` as `compile_source` does.
+    """
+    return _compiled_with_log(file, nvrtc.Defines(defines), arch)
+
+
+@cache
+def _compiled_with_log(file: str, defines: nvrtc.Defines, arch: str) -> nvrtc.Compiled:
+    cubin_name = nvrtc._file_name(file, defines, arch)
+    names = cubin_name, nvrtc._file_name(file, defines, arch.replace("sm_", "compute_")), f"{cubin_name}.log"
+    cubin, ptx, log = (nvrtc._kept(name) for name in names)
+    if cubin is not None and ptx is not None and log is not None:
+        return nvrtc.Compiled(cubin, ptx.decode(), log.decode())
+    found = nvrtc._compile(file, defines, arch)
+    for name, content in zip(names, (found.cubin, found.ptx.encode(), found.log.encode()), strict=True):
+        nvrtc._keep(name, content)
+    return found

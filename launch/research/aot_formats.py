@@ -1,8 +1,8 @@
-"""Ahead-of-time cases of the quantizers and of the swizzle."""
+"""Ahead-of-time cases of the quantizers."""
 
 from __future__ import annotations
 
-from moe_runtime.kernels.formats import quantize, swizzle
+from moe_runtime.kernels.formats import quantize
 from moe_runtime.kernels.formats.number_formats import FORMATS, WEIGHT_FORMATS, FormatCode, TokenFormat
 from moe_runtime.launch.research.aot_cases import AotCase
 
@@ -26,25 +26,9 @@ def _quantizer(
     return AotCase(operation, fmt.name, kernel, signature, constexprs, {"enable_fp_fusion": False})
 
 
-_POINTERS = {"in_ptr": "*u8", "out_ptr": "*u8", "num_rows": "i32", "num_columns": "i32", "expert_stride": "i64"}
-
 AOT_CASES: tuple[AotCase, ...] = (
     *(_quantizer(operation, fmt) for operation in ("quantize", "dequantize") for fmt in WEIGHT_FORMATS.values()),
     *(_quantizer("quantize", fmt, x_bf16=False) for fmt in WEIGHT_FORMATS.values()),
     _quantizer("quantize", FORMATS["nvfp4"], static_gsf=True),
     _quantizer("quantize", FORMATS["fp8_block"], short_blocks=1),
-    AotCase(
-        "swizzle",
-        "any",
-        swizzle._swizzle_kernel,
-        {**_POINTERS, "row_stride": "i64", "ATOMS": "constexpr"},
-        {"ATOMS": swizzle.ATOMS},
-    ),
-    AotCase(
-        "unswizzle",
-        "any",
-        swizzle._unswizzle_kernel,
-        {**_POINTERS, "BLOCK_R": "constexpr", "BLOCK_V": "constexpr"},
-        {"BLOCK_R": swizzle.BLOCK_R, "BLOCK_V": swizzle.BLOCK_V},
-    ),
 )

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-from moe_runtime.kernels import nvrtc
 from moe_runtime.kernels.bound_kernel import BoundKernel
 from moe_runtime.kernels.formats.number_formats import (
     BF16,
@@ -31,7 +30,7 @@ from moe_runtime.kernels.formats.number_formats import (
 from moe_runtime.kernels.gemm import dequant_gemm
 from moe_runtime.kernels.gemm.arguments import empty_intermediate
 from moe_runtime.kernels.gemm.dequant_layout import DEQUANT_FORMATS, unit_bytes, unit_columns, unit_rows, units_shape
-from moe_runtime.kernels.gemm.dequant_tokens import dequant_tokens, empty_dequantized
+from moe_runtime.kernels.gemm.dequant_tokens import dequant_tokens, dequantized_shape, empty_blocks
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.gemm.plan import (
     DEQUANT_DECODE_ROWS,
@@ -59,6 +58,7 @@ from moe_runtime.kernels.gemm.weights import (
     GateUpOrder,
     SwiGLU,
 )
+from moe_runtime.launch.research.aot_cases import compile_with_log
 from tests.support.gemm_checks import ROWS_OF_SHAPES, SHAPES
 from tests.support.gemm_plans import dequant_swiglu, run_dequant_gemm
 
@@ -159,7 +159,7 @@ def launched(
         if dequantized and by_rows:
             hidden = replace(hidden, dequantized=torch.empty(rows, hidden.num_columns, dtype=torch.bfloat16))
         elif dequantized:
-            hidden = replace(hidden, dequantized=empty_dequantized(a, hidden.num_columns))
+            hidden = replace(hidden, dequantized=empty_blocks(dequantized_shape(a, hidden.num_columns), a.rows.device))
         dequant_swiglu(a, w, activation, hidden, gsf, **choices)
     names = ["dequant_few"] if by_rows else ["dequant_tokens", "dequant_gemm"]
     assert [launch.name for launch in recorded] == names
@@ -194,7 +194,7 @@ class Compiled:
 def compile_recorded(launch: Recorded, arch: str = "sm_90a") -> Compiled:
     """As the launch would have compiled it."""
     pytest.importorskip("cuda.bindings.nvrtc")
-    found = nvrtc.compile_with_log(launch.file, launch.defines, arch)
+    found = compile_with_log(launch.file, launch.defines, arch)
     return Compiled(found.ptx, found.log)
 
 
@@ -440,7 +440,7 @@ def test_overlap_is_chosen_by_rows_and_columns() -> None:
 def test_nothing_overlaps_on_few_sms_or_where_rows_come_dequantized(limited: str, recorded: list[Recorded]) -> None:
     a, w = replace(rows_of("nvfp4", 16, 64), expected_rows=8192), weights_of("nvfp4", 4096, 64, None)
     if limited == "dequantized":
-        a = replace(a, dequantized=empty_dequantized(a, 64))
+        a = replace(a, dequantized=empty_blocks(dequantized_shape(a, 64), a.rows.device))
     run_dequant_gemm(a, w, torch.empty(16, 4096), num_sms=100 if limited == "SMs" else None)
     assert [launch.defines.get("OVERLAPPED") for launch in recorded] == ([0, 0] if limited == "SMs" else [0])
 

@@ -74,7 +74,8 @@ def test_a_product_that_is_limited_does_not_start_beside_the_one_before(
     a = make_rows("nvfp4", SIZES, 256, rng, cpu, num_experts=4)
     for limit in (None, 116):
         hidden, gsf = empty_intermediate(a, gate_up, SwiGLU(), "nvfp4", None)
-        hidden = replace(hidden, dequantized=dequant_tokens.empty_dequantized(a, hidden.num_columns))
+        shape = dequant_tokens.dequantized_shape(a, hidden.num_columns)
+        hidden = replace(hidden, dequantized=dequant_tokens.empty_blocks(shape, a.rows.device))
         dequant_swiglu(a, gate_up, SwiGLU(), hidden, gsf, num_sms=limit)
         run_dequant_gemm(hidden, down, torch.empty(a.capacity, 256), num_sms=limit)
     first = [("dequant_tokens", True), ("dequant_gemm", True)]

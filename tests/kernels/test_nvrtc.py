@@ -19,6 +19,7 @@ import torch
 from moe_runtime.kernels import bound_kernel, kernel_cache, nvrtc
 from moe_runtime.kernels.bound_kernel import launch
 from moe_runtime.kernels.signature import parameters_of
+from moe_runtime.launch.research import aot_cases
 from tests.support.comparison import assert_same_bits
 from tests.support.programs import ROOT
 from tests.support.spawner import interpreter
@@ -60,7 +61,7 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def forget() -> None:
     """As in a new process."""
     nvrtc._compiled.cache_clear()
-    nvrtc._compiled_with_log.cache_clear()
+    aot_cases._compiled_with_log.cache_clear()
     nvrtc._loaded.cache_clear()
     parameters_of.cache_clear()
     bound_kernel._KERNELS.clear()
@@ -107,10 +108,10 @@ def test_ptx_and_cubin(sources: Path) -> None:
     assert files == {".cubin": cubin, ".ptx": ptx.encode()}
     for path in kept(sources):
         path.unlink()
-    log = nvrtc.compile_with_log("fill.cu", {"FACTOR": 3}).log
+    log = aot_cases.compile_with_log("fill.cu", {"FACTOR": 3}).log
     assert re.search(r"entry function 'fill' for 'sm_90a'(?s:.*)Used \d+ registers", log)
     for _ in range(2):
-        compiled = nvrtc.compile_with_log("fill.cu", {"FACTOR": 3})
+        compiled = aot_cases.compile_with_log("fill.cu", {"FACTOR": 3})
         assert compiled == nvrtc.Compiled(cubin, ptx, log), "compiled, then read"
         assert kept_contents(sources) == files | {".log": log.encode()}
         forget()
@@ -120,11 +121,11 @@ def test_ptx_and_cubin(sources: Path) -> None:
 @pytest.mark.parametrize("suffix", [".cubin", ".ptx", ".log"])
 def test_what_is_missing_of_an_earlier_run_is_made_anew(suffix: str, sources: Path) -> None:
     """By `compile_source` there may be a cubin alone."""
-    compiled = nvrtc.compile_with_log("fill.cu", {"FACTOR": 3})
+    compiled = aot_cases.compile_with_log("fill.cu", {"FACTOR": 3})
     (missing,) = (path for path in kept(sources) if path.suffix == suffix)
     missing.unlink()
     forget()
-    again = nvrtc.compile_with_log("fill.cu", {"FACTOR": 3})
+    again = aot_cases.compile_with_log("fill.cu", {"FACTOR": 3})
     assert (again.cubin, again.ptx) == (compiled.cubin, compiled.ptx) and "Used" in again.log
     assert kept_contents(sources) == {
         ".cubin": again.cubin,

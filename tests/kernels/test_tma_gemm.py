@@ -404,7 +404,7 @@ def test_requantization_is_that_of_the_quantizer(rng: torch.Generator, device: t
     a, w = replace(a, rows=rows, scales=scales), replace(w, quants=quants, scales=w_scales)
     h = torch.empty(a.capacity, inner, device=device)
     plan = tma_plan(a, w, out_format=FP8_BLOCK)
-    tma.TmaProduct(a, w, plan, out=h, activation=activation).launch(a, h)
+    tma.TmaGemm(a, w, plan, out=h, activation=activation).launch(a, h)
     hidden = tma_grouped_gemm_swiglu(a, w, activation, out_format="fp8_block")
     want = quantize_rows(h.cpu(), "fp8_block", engine="torch")
     assert torch.equal(h[150:159] / 32, (h[150:159] / 32).round())

@@ -351,9 +351,9 @@ MISTAKES = {
         "barrier_init(empty + 8 * s, MATH_WARPS * TEAM - 1)",
         "changed while their product was under way|waits for",
     ),
-    "numbers of rows are written while those of the last tile are used": (
-        "__syncwarp();\n      block.numbers[first_own + lane]",
-        "block.numbers[first_own + lane]",
+    "indices of rows are written while those of the last tile are used": (
+        "__syncwarp();\n      block.row_indices[first_own + lane]",
+        "block.row_indices[first_own + lane]",
         "outside",
     ),
     "one warp loads no rows": (

@@ -94,7 +94,7 @@ ANY = {"fails": ((0, 1),)}
 LATE = ["s1 w1 s2 s3 c1", "s1 w1 c1 s2 s3"]
 """The first uses a handle too late, for which the second waits."""
 SEND, ARRIVE, SIGNALS, COMBINE = "dispatch_send.cu", "dispatch_recv.cu", "signalling.cuh", "combine.cu"
-ARRIVAL = "arrival.cuh"
+ARRIVAL, PLACES = "arrival.cuh", "recv_places.cuh"
 SAFEGUARDS = [
     Safeguard(
         "recent",
@@ -198,7 +198,7 @@ SAFEGUARDS = [
     ),
     Safeguard(
         "look_for_failures",
-        ARRIVE,
+        PLACES,
         "if (glance.trouble()) adopt_aborts(x), failed = true;",
         "of epoch 1 from rank 0 in 3",
         TWO,
