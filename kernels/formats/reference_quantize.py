@@ -6,6 +6,8 @@ wrappers there validate the arguments.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 
@@ -198,11 +200,14 @@ def quantize_tile(
     return f32_to_e4m3_bits(values).reshape(x.shape)[:, :num_columns], s
 
 
-def quantize_fp8_blocks(x_EMK: torch.Tensor, block_rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_fp8_blocks(
+    x_EMK: torch.Tensor, block_rows: int, dtype: torch.dtype, *, powers_of_two: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Quants `[E, M, K]` of an fp8 dtype and fp32 scales `[E, ceil(M / block_rows), ceil(K / 128)]` of `[E, M, K]`.
 
-    Blocks are `block_rows x 128`, short at the end of M and of K. The scale is `max(amax, 1e-4) / largest`. A block
-    with NaN or Inf gets scale NaN and quants 0.
+    Blocks are `block_rows x 128`, short at the end of M and of K. The scale is `max(amax, 1e-4) / largest`, or with
+    `powers_of_two` the smallest power of two that is at least `amax / largest`, from 2^-126 on; 1 where all is 0. A
+    block with NaN or Inf gets scale NaN and quants 0.
     """
     experts, m, k = x_EMK.shape
     padded = torch.nn.functional.pad(x_EMK, (0, -k % 128, 0, -m % block_rows))
@@ -212,6 +217,12 @@ def quantize_fp8_blocks(x_EMK: torch.Tensor, block_rows: int, dtype: torch.dtype
     largest = torch.finfo(dtype).max
     # On GPUs torch divides by a Python number as a multiplication by the rounded reciprocal; by a tensor it divides.
     scales = amax.clamp(min=AMAX_FLOOR) / torch.full_like(amax, largest)
+    if powers_of_two:
+        # amax = m * 2^e and largest = f * 2^l, with m and f in [1/2, 1).
+        f, log = math.frexp(largest)
+        mantissa, exponent = torch.frexp(torch.where(usable, amax, 1.0))
+        power = (exponent - log + (mantissa > f)).masked_fill(amax == 0, 0).clamp(min=-126)
+        scales = e8m0_to_f32((power + 127).to(torch.uint8))
     values = torch.where(usable[:, :, None, :, None], tiles / scales[:, :, None, :, None], 0.0)
     quants = values.clamp(-largest, largest).reshape(padded.shape)[:, :m, :k].to(dtype)
     return quants.contiguous(), torch.where(usable, scales, torch.nan)

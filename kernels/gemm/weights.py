@@ -435,6 +435,42 @@ class ExpertWeights:
             raise ValueError(f"{name}: expected a contiguous tensor, got strides {list(tensor.stride())}")
 
 
+def fold_into_fp8(
+    w: ExpertWeights, *, gate_up: GateUpOrder | None = None, rows: slice = slice(None), engine: str = "auto"
+) -> ExpertWeights:
+    """The same weights in `fp8_block`, without the bias: block scales are folded into e4m3 numbers.
+
+    A number is the product of a quant and its block scale, times a power of two, rounded to e4m3: of `mxfp4` and
+    `mxfp8` none changes while the exponents of a block of 128x128 are close. The scale of the block is the expert scale
+    times the smallest power of two (from 2^-126 on) with which no number exceeds 448. Where rows of gate and of up
+    share a block and differ in their expert scales, the larger one counts, and numbers of the others are first
+    multiplied by the ratio, in fp32.
+
+    Args:
+        w: weights in `nvfp4`, `mxfp4` or `mxfp8`.
+        gate_up: order of gate and up in the result; None for other weights.
+        rows: rows of `w` that are wanted.
+
+    Waits for the device. Raises `ValueError` for weights in `fp8_block` or `bf16`, which have no such scales.
+    """
+    if not w.format.swizzled:
+        raise ValueError(f"w.format: expected nvfp4, mxfp4 or mxfp8, got {w.format.name}")
+    x_ENK = replace(w, expert_scales=None).dequantize(engine=engine)[:, rows]
+    experts, count, columns = x_ENK.shape
+    parts = 2 if has_blocks_apart(FP8_BLOCK, count, gate_up) else 1
+    factors = w.row_factors()[:, rows].reshape(experts * parts, -1)
+    padded = torch.nn.functional.pad(factors, (0, -factors.shape[1] % WEIGHT_BLOCK_N))
+    of_blocks = padded.unflatten(1, (-1, WEIGHT_BLOCK_N)).abs().amax(2)
+    of_rows = of_blocks.repeat_interleave(WEIGHT_BLOCK_N, 1)[:, : factors.shape[1]]
+    ratios = torch.where(of_rows == factors, 1.0, factors / of_rows)
+    x_ENK = x_ENK.reshape(experts * parts, -1, columns)
+    if bool((ratios != 1.0).any()):
+        x_ENK = x_ENK * ratios[:, :, None]
+    quants, scales = quantize_fp8_blocks(x_ENK, WEIGHT_BLOCK_N, FP8_BLOCK.quant_dtype, powers_of_two=True)
+    scales = (scales * of_blocks[:, :, None]).view(experts, -1, scales.shape[2])
+    return ExpertWeights(FP8_BLOCK, quants.view(experts, count, columns), scales, gate_up=gate_up)
+
+
 def _quantize_along_k(
     w_ENK: torch.Tensor, fmt: TokenFormat, order: GateUpOrder | None, engine: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:

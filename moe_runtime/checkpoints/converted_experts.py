@@ -22,10 +22,10 @@ from moe_runtime.checkpoints.layouts import (
     WeightLayout,
 )
 from moe_runtime.checkpoints.readers import ExpertReader, dense
-from moe_runtime.kernels.formats.number_formats import WEIGHT_BLOCK_N, ceil_div
+from moe_runtime.kernels.formats.number_formats import FP8_BLOCK, WEIGHT_BLOCK_N, ceil_div
 from moe_runtime.kernels.formats.quantize import quantize_rows
 from moe_runtime.kernels.formats.reference_quantize import token_gsf
-from moe_runtime.kernels.gemm.weights import ExpertWeights
+from moe_runtime.kernels.gemm.weights import ExpertWeights, fold_into_fp8
 
 TARGET_LAYOUTS: dict[str, WeightLayout] = {
     "nvfp4": COMPRESSED_NVFP4,
@@ -97,10 +97,15 @@ def converted_parts(
         return
     rows = reader.names.order.gate_rows(len(gate_up)), reader.names.order.up_rows(len(gate_up)), slice(None)
     weights, biases = (gate_up, gate_up, down), (stored.gate_up_bias, stored.gate_up_bias, stored.down_bias)
-    for prefix, part, shared, bias, name in zip(
-        reader.names.linears(expert), rows, weights, biases, _stacked_biases(reader), strict=True
+    read = stored.gate_up, stored.gate_up, stored.down
+    for prefix, part, shared, held, bias, name in zip(
+        reader.names.linears(expert), rows, weights, read, biases, _stacked_biases(reader), strict=True
     ):
-        for suffix, tensor in quantized_linear(shared[part], shared, layout).items():
+        if layout.format is FP8_BLOCK and isinstance(held, ExpertWeights) and held.format.swizzled:
+            tensors = _fp8_tensors(fold_into_fp8(held.to(device), rows=part), layout)
+        else:
+            tensors = quantized_linear(shared[part], shared, layout)
+        for suffix, tensor in tensors.items():
             yield Part(f"{prefix}.{suffix}", tensor)
         if calibration is not None and layout.input_scale is not None:
             gsf = calibration.intermediate_gsf if shared is down else calibration.token_gsf
@@ -118,14 +123,18 @@ def quantized_linear(w_NK: torch.Tensor, shared: torch.Tensor, layout: WeightLay
     fmt = layout.format
     assert layout.scale is not None
     if fmt.scale_dtype is torch.float32:
-        one = ExpertWeights.quantize(w_NK[None], fmt)
-        assert one.scales is not None
-        return {layout.weight: one.quants[0], layout.scale: one.scales[0]}
+        return _fp8_tensors(ExpertWeights.quantize(w_NK[None], fmt), layout)
     gsf = token_gsf(shared.float().abs().amax().reshape(1)) if fmt.has_row_scale else None
     rows = quantize_rows(w_NK.contiguous(), fmt, gsf=gsf)
     assert rows.scales_RV is not None
     tensors = {layout.weight: rows.quants_RK, layout.scale: rows.scales_RV}
     return tensors if gsf is None or layout.weight_scale is None else tensors | {layout.weight_scale.suffix: gsf}
+
+
+def _fp8_tensors(one: ExpertWeights, layout: WeightLayout) -> dict[str, torch.Tensor]:
+    """The tensors of one linear in `fp8_block`, as `quantized_linear`."""
+    assert layout.scale is not None and one.scales is not None
+    return {layout.weight: one.quants[0], layout.scale: one.scales[0]}
 
 
 def quantization_config(layout: WeightLayout, targets: Mapping[str, bool], others: Sequence[str]) -> dict[str, Any]:

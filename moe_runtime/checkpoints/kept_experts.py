@@ -21,7 +21,7 @@ from moe_runtime.experts import Experts
 
 _LOG = logging.getLogger(__name__)
 
-FORM = 1
+FORM = 2
 """To be raised when the same version of the package gives weights another form."""
 THREADS = 4
 """Most threads that copy at the same time on a CPU."""

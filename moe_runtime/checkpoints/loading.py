@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from moe_runtime.config import MoELayerConfig
-from moe_runtime.kernels.formats.number_formats import TokenFormat, align, weight_format_named
-from moe_runtime.kernels.gemm.weights import ExpertWeights, GateUpOrder, has_blocks_apart
+from moe_runtime.kernels.formats.number_formats import FP8_BLOCK, TokenFormat, align, weight_format_named
+from moe_runtime.kernels.gemm.weights import ExpertWeights, GateUpOrder, fold_into_fp8, has_blocks_apart
 from moe_runtime.support.arguments import check_is_tensor, describe
 
 MADV_HUGEPAGE = 14
@@ -130,8 +130,9 @@ def quantize_experts(
 ) -> tuple[ExpertWeights, ExpertWeights]:
     """Gate-and-up and down of `count` experts in the weight format of `config`. Holds one more expert at a time.
 
-    Weights that already have that format stay bit for bit. Those in another format, or with blocks of 128x128 that hold
-    rows of gate and of up, are dequantized and quantized again. A pair is an expert without biases. Quants that a
+    Weights that already have that format stay bit for bit. Block scales of `nvfp4`, `mxfp4` and `mxfp8` are folded for
+    `fp8_block` (`fold_into_fp8`). Those in another format, or with blocks of 128x128 that hold rows of gate and
+    of up, are dequantized and quantized again. A pair is an expert without biases. Quants that a
     reader put into a `QuantBuffer` of `buffers` stay there.
 
     Raises `ValueError` naming the tensor and the expert's position: a wrong shape or order of gate and up, a bias that
@@ -180,6 +181,8 @@ def _quantize(
             if scales is not None and order is not None:
                 scales = scales.view(1, -1).expand(1, 2).contiguous()
             return replace(w, expert_scales=scales, bias=bias_EN, gate_up=order)
+        if fmt is FP8_BLOCK and w.format.swizzled:
+            return replace(fold_into_fp8(w, gate_up=order), bias=bias_EN)
         w_ENK = w.dequantize()
     else:
         w_ENK = w.to(device)[None]
