@@ -90,9 +90,10 @@ def examine(
     `world_size` is the number of ranks whose reserved bytes are asked for; `group` the ranks that are really there.
     A rank holds `copies` times its `reserved_bytes`: the collective transport stages one copy for each peer.
     `expert_bytes` are those of the weights of one layer's experts on a rank, in the format of its config;
-    `expert_bytes_by_format` has them in every format that weights may be loaded in. `reserved_bytes` is by `max_tokens_per_rank` (those of `tokens`, or the layer's own), format and region; `placed`
-    layers have a placement, and where peers are mapped a region to move experts through. So have layers of `parallel`
-    with `on_failure: continue` where ranks can come back. `exchange_plans` and
+    `expert_bytes_by_format` has them in every format. `reserved_bytes` is by `max_tokens_per_rank` (those of `tokens`,
+    or the layer's own), format and region; `placed` layers have a placement, and where peers are mapped a region to
+    move experts through. So have layers of `parallel` with `on_failure: continue` where ranks can come back.
+    `exchange_plans` and
     `gemm_plans` (gate/up and down) are by tokens of each rank; `hopper` asks for those of an H100 or H200 instead of
     this machine's. `num_hosts` is how many hosts the reserved bytes are for, by default those that are there.
     """
