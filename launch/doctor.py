@@ -41,8 +41,13 @@ from moe_runtime.kernels import nvrtc
 from moe_runtime.kernels.exchange.cuda import can_keep_scales_in_record
 from moe_runtime.kernels.exchange.geometry import ExchangeGeometry
 from moe_runtime.kernels.exchange.plan import exchange_engine, required_plan, sm_shared_bytes
-from moe_runtime.kernels.formats.number_formats import FORMATS
-from moe_runtime.kernels.gemm.plan import GemmKernel
+from moe_runtime.kernels.formats.number_formats import (
+    FORMATS,
+    WEIGHT_FORMATS,
+    token_formats_for,
+    weight_format_named,
+)
+from moe_runtime.kernels.gemm.plan import GemmKernel, multiplied_in
 from moe_runtime.kernels.runtime import (
     INTERPRET,
     SM_SHARED_BYTES,
@@ -75,10 +80,11 @@ def examine(
 
     `world_size` is the number of ranks whose reserved bytes are asked for; `group` the ranks that are really there.
     A rank holds `copies` times its `reserved_bytes`: the collective transport stages one copy for each peer.
-    `expert_bytes` is the size of one layer's experts on a rank, in the format of its config, and
-    `reserved_bytes` is by `max_tokens_per_rank` (those of `tokens`, or the layer's own), format and region; `placed`
-    layers have a placement, and where peers are mapped a region to move experts through. So have layers of `parallel`
-    with `on_failure: continue` where ranks can come back. `exchange_plans` and
+    `expert_bytes` are those of the weights of one layer's experts on a rank, in the format of its config;
+    `expert_bytes_by_format` has them in every format. `reserved_bytes` is by `max_tokens_per_rank` (those of `tokens`,
+    or the layer's own), format and region; `placed` layers have a placement, and where peers are mapped a region to
+    move experts through. So have layers of `parallel` with `on_failure: continue` where ranks can come back.
+    `exchange_plans` and
     `gemm_plans` (gate/up and down) are by tokens of each rank; `hopper` asks for those of an H100 or H200 instead of
     this machine's. `num_hosts` is how many hosts the reserved bytes are for, by default those that are there.
     """
@@ -109,6 +115,7 @@ def examine(
         if layer
         else {},
         "expert_bytes": expert_bytes(layer, world_size) if layer else None,
+        "expert_bytes_by_format": expert_bytes_by_format(layer, world_size) if layer else {},
         "exchange_plans": exchange_plans(layer, world_size, parallel.engine, device, hopper=hopper) if layer else {},
         "gemm_plans": gemm_plans(layer, world_size, parallel.engine, device, hopper=hopper) if layer else {},
         "deep_ep_bytes": deep_ep_bytes(layer, world_size, tokens or [layer.max_tokens_per_rank]) if layer else {},
@@ -126,20 +133,36 @@ def reserved_by_format(
 ) -> dict[str, dict[str, int] | str]:
     """What `layer` would reserve on each rank in every token format; a format that it cannot have says why.
 
-    `max_tokens` stands in for the `max_tokens_per_rank` of the layer.
+    `max_tokens` stands in for the `max_tokens_per_rank` of the layer. Weights have its `weight_format` where the tokens
+    go with it, else that of the tokens.
     """
     if max_tokens is not None:
         layer = layer.replace(max_tokens_per_rank=max_tokens)
     reserved: dict[str, dict[str, int] | str] = {}
     for name in FORMATS:
         gsf = layer.intermediate_gsf if name == "nvfp4" else None
+        weights = layer.weight_format if name in token_formats_for(layer.weight_format) else None
         try:
-            changed = layer.replace(token_format=name, weight_format=None, intermediate_gsf=gsf)
+            changed = layer.replace(token_format=name, weight_format=weights, intermediate_gsf=gsf)
         except ValidationError as error:
             reserved[name] = complaints(error)[0]
         else:
             reserved[name] = reserved_bytes(changed, world_size, placed=placed, num_hosts=num_hosts)
     return reserved
+
+
+def expert_bytes_by_format(layer: MoELayerConfig, world_size: int) -> dict[str, int | str]:
+    """`expert_bytes` of `layer` with its weights in each format; a format that it cannot have says why."""
+    found: dict[str, int | str] = {}
+    for name in WEIGHT_FORMATS:
+        tokens = token_formats_for(name)[0]
+        try:
+            changed = layer.replace(weight_format=name, token_format=tokens, intermediate_gsf=None)
+        except ValidationError as error:
+            found[name] = complaints(error)[0]
+        else:
+            found[name] = expert_bytes(changed, world_size)
+    return found
 
 
 def deep_ep_bytes(layer: MoELayerConfig, world_size: int, tokens: Sequence[int]) -> dict[int, dict[str, int]]:
@@ -217,8 +240,12 @@ def gemm_plans(
     for count, geometry in _planned_geometries(layer, world_size):
         plans = plan_experts(layer, geometry, resolved, (9, 0) if hopper else capability(device), sms)
         found[count] = {"engine": resolved, "rows_per_expert": geometry.expected_rows / geometry.num_local_experts}
-        for name, plan in zip(("gate_up", "down"), plans, strict=True):
+        formats = layer.token_format, layer.intermediate_format
+        for name, rows, plan in zip(("gate_up", "down"), formats, plans, strict=True):
             found[count][name] = {
+                "rows": rows,
+                "weights": layer.weight_format,
+                "multiplied_in": multiplied_in(plan, weight_format_named(layer.weight_format)),
                 "kernel": plan.kernel.value,
                 "regime": plan.regime.value,
                 "tile": plan.tile,
@@ -398,8 +425,10 @@ def _print_report(report: dict[str, Any], console: Console) -> None:
     if report["ranks"] == 1:
         console.print("One rank has no peers; run this under torchrun to see the choice for more.")
     if report["expert_bytes"] is not None:
-        size = decimal(report["expert_bytes"])
+        size, formats = decimal(report["expert_bytes"]), report["expert_bytes_by_format"]
+        others = ", ".join(f"{decimal(size)} in {name}" for name, size in formats.items() if isinstance(size, int))
         console.print(f"Weights of the experts of one layer, on each of {report['world_size']} rank(s): {size}")
+        console.print(f"With these weights in other formats: {others}")
     for count, formats in report["reserved_bytes"].items():
         _print_reserved(report, count, formats, console)
     if report["deep_ep_bytes"]:
@@ -446,6 +475,10 @@ def _print_gemm_plans(report: dict[str, Any], console: Console) -> None:
             cells.append(f"{plan['kernel']}, {plan['regime']}{tile}{overlapped}")
         table.add_row(str(count), f"{plans['rows_per_expert']:g}", plans["engine"], *cells)
     console.print(table)
+    for title, name in (("gate/up", "gate_up"), ("down", "down")):
+        products = [plans[name] for plans in report["gemm_plans"].values()]
+        found = {f"{plan['rows']} rows x {plan['weights']} weights in {plan['multiplied_in']}" for plan in products}
+        console.print(f"{title} multiplies {' or '.join(sorted(found))}")
 
 
 def _describe_links(report: dict[str, Any]) -> str:

@@ -400,6 +400,15 @@ class GemmPlan:
     dequant: DequantPlan | None = None
 
 
+def multiplied_in(plan: GemmPlan, weights: TokenFormat) -> str:
+    """The numbers that a planned product with `weights` multiplies."""
+    if plan.kernel is GemmKernel.TORCH:
+        return "float64"
+    if plan.native is not NativeForm.NONE:
+        return "block-scaled numbers"
+    return "e4m3" if weights == FP8_BLOCK else "bf16"
+
+
 @lru_cache(MAX_PLANS)
 def plan_gemm(p: GemmProblem) -> GemmPlan:
     """The plan for a problem. Raises `ValueError` for rows in a form that the chosen kernel does not read."""

@@ -110,6 +110,30 @@ def test_what_is_generated_is_what_the_model_generates(tmp_path: Path, seed: int
     assert found["generation"]["tokens"][:sure] == made.sequences[0, 5 : 5 + sure].tolist()
 
 
+@pytest.mark.parametrize("folds", [False, True], ids=["stored", "folded"])
+@pytest.mark.parametrize("name", ["gpt_oss", "qwen3_moe"])
+def test_a_model_of_four_bits_with_fp8_tokens(name: str, folds: bool, tmp_path: Path, seed: int) -> None:
+    """MXFP4 and NVFP4, with the weights as they are stored or folded into FP8: layers are within their bounds, and
+    the model generates."""
+    sizes = {"intermediate_size": 96} if name == "gpt_oss" else {"hidden_size": 128, "moe_intermediate_size": 128}
+    folder, file = save(tmp_path / "model", name, seed, **sizes), tmp_path / "found.json"
+    if name == "gpt_oss":
+        stored = "mxfp4"
+        checkpoint_writers.write_gpt_oss_mxfp4(folder)
+    else:
+        stored = "nvfp4"
+        quant_config = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}
+        checkpoint_writers.quantize_experts(folder, checkpoint_writers.modelopt_nvfp4, quantization_config=quant_config)
+    formats = ("--token-format", "fp8_block", *(("--weight-format", "fp8_block") if folds else ()))
+    assert run(folder, *formats, "--check-tokens", 64, "--new", 3, "--json", file) == 0
+    found = json.loads(file.read_text())["results"][0]
+    held = "fp8_block" if folds else stored
+    assert {(one["token_format"], one["weight_format"]) for one in found["checks"]} == {("fp8_block", held)}
+    bound = error_bound("fp8_block", held, exact_weights=not folds)
+    assert all(0 < one["error"] <= one["bound"] == bound for one in found["checks"])
+    assert len(found["generation"]["tokens"]) == 3
+
+
 @pytest.mark.parametrize(("name", "formats"), [("gpt_oss_120b", ()), ("deepseek_v3_nvfp4", ("--token-format", "bf16"))])
 def test_a_layer_is_made_and_checked(
     name: str, formats: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, seed: int

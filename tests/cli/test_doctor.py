@@ -15,7 +15,7 @@ from moe_runtime.comm.heaps.shared_memory import NamelessMemory
 from moe_runtime.config import load_config
 from moe_runtime.context.memory import layer_geometry, reserved_bytes
 from moe_runtime.kernels.exchange.plan import plan_exchange
-from moe_runtime.kernels.formats.number_formats import FORMATS
+from moe_runtime.kernels.formats.number_formats import FORMATS, WEIGHT_FORMATS
 from moe_runtime.launch import doctor
 from moe_runtime.launch.common import cases
 from tests.support.programs import ROOT, python_path, without_interpreter
@@ -103,6 +103,49 @@ def test_plans_of_hopper_are_told_anywhere(capsys: pytest.CaptureFixture[str]) -
             assert (plans[product]["regime"] == "few rows") == (8 < plans["rows_per_expert"] <= 50)
     assert doctor.main(arguments) == 0
     assert "Grouped GEMMs of the experts on 8 rank(s)" in capsys.readouterr().out
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize(
+    ("formats", "told"),
+    [
+        ({"token_format": "fp8_block", "weight_format": "nvfp4"}, ("fp8_block", "bf16", "nvfp4", "bf16")),
+        ({"token_format": "nvfp4", "weight_format": "nvfp4"}, ("nvfp4", "nvfp4", "nvfp4", "bf16")),
+        ({"token_format": "fp8_block", "weight_format": "fp8_block"}, ("fp8_block", "fp8_block", "fp8_block", "e4m3")),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, tuple) else "",
+)
+def test_what_is_multiplied_is_told(
+    formats: dict[str, str], told: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Formats of rows of both products, of weights, and the numbers of the tensor cores; on CPUs those of torch."""
+    file = tmp_path / "config.yaml"
+    run = load_config("deepseek_v3_half").model_dump()
+    file.write_text(yaml.safe_dump(run | {"layer": run["layer"] | {"intermediate_gsf": None} | formats}))
+    first, second, weights, numbers = told
+    assert doctor.main(["--config", str(file), "--hopper", "--json"]) == 0
+    for plans in json.loads(capsys.readouterr().out)["gemm_plans"].values():
+        for name, rows in (("gate_up", first), ("down", second)):
+            plan = plans[name]
+            assert (plan["rows"], plan["weights"], plan["multiplied_in"]) == (rows, weights, numbers)
+            assert plan["kernel"].startswith("hopper")
+    assert doctor.main(["--config", str(file), "--hopper"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert f"gate/up multiplies {first} rows x {weights} weights in {numbers}" in out
+    assert f"down multiplies {second} rows x {weights} weights in {numbers}" in out
+    assert doctor.main(["--config", str(file)]) == 0
+    assert "weights in float64" in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_bytes_of_weights_are_told_in_every_format(capsys: pytest.CaptureFixture[str]) -> None:
+    """Folded into FP8 those of four bits take nearly twice as many."""
+    assert doctor.main(["--config", "gpt_oss_120b", "--world-size", "2", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    found = report["expert_bytes_by_format"]
+    assert set(found) == set(WEIGHT_FORMATS) and found["mxfp4"] == report["expert_bytes"]
+    assert 1.85 < found["fp8_block"] / found["mxfp4"] < 1.9
+    assert doctor.main(["--config", "gpt_oss_120b"]) == 0
+    assert "GB in fp8_block" in " ".join(capsys.readouterr().out.split())
 
 
 def test_tables_name_the_choices(capsys: pytest.CaptureFixture[str]) -> None:

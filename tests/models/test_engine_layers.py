@@ -121,6 +121,17 @@ def test_settings_choose_the_tokens(form: str, fields: dict[str, Any], seed: int
     assert relative_error(found.cpu(), plain_moe(data, *tokens))[0] > error_bound("bf16")
 
 
+@pytest.mark.parametrize("form", ["nvfp4", "mxfp4"])
+def test_settings_fold_four_bits_into_fp8(form: str, seed: int) -> None:
+    """With the tokens that go with that."""
+    data, tokens = make_experts(form, seed), draw_tokens(seed, 64)
+    with vllm_modules():
+        layers = layers_of(weight_format="fp8_block")
+        found = run_vllm(layers, vllm_layer(data.of(slice(None))), vllm_config(), tokens)
+    error, _ = relative_error(found.cpu(), plain_moe(data, *tokens))
+    assert error_bound("bf16") < error <= error_bound("fp8_block", exact_weights=form == "mxfp4")
+
+
 def test_settings_choose_the_weights(seed: int) -> None:
     """Weights in bf16 are quantized only where the settings say so; tokens that need it are refused."""
     data, tokens = make_experts("bf16", seed), draw_tokens(seed, 64)
