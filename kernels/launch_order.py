@@ -35,8 +35,17 @@ class LaunchOrder:
       `only_rows_pending` again. By rule 1 C has waited for G, too, when it has waited for W.
 
     With peers, or many tokens, D is several kernels, of which the last ones let the next kernel begin before they have
-    seen the flags that they wait for (rule 3). G then awaits them. W may still read ahead, as above. C is another
-    kernel there, which reads nothing ahead.
+    seen the flags that they wait for (rule 3). G then awaits them. W may still read ahead, as above.
+
+    Kernels of the exchange read ahead of their `wait` what has been published to them, too:
+
+    - by a fence before `launch_dependents`: `dispatch_send` stores the epoch of its handle, fences, and only then lets
+      `recv_count` or `recv_permute` begin, which read it (`dispatch_send.cu`, `hierarchical.cu`);
+    - by a flag, which a release stores after what it tells of: records of tokens, this rank's own among them, and
+      partial sums, for which `combine_recv` needs no end of `combine_send`. With the output of a shared expert, which has
+      no flag, `combine_recv` waits first. The waits and their fences are in `signalling.cuh`.
+
+    Each of them waits before it ends (rule 1).
 
     What a kernel stores while the one before it runs must lie in other memory than that one uses: outputs are allocated
     before the inputs of that kernel are freed (`exchange.interface.RecvBuffers`).
