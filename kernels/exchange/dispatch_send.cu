@@ -25,7 +25,7 @@ constexpr int MAX_THREADS = 896;             // of an SM, in one block or severa
 
 static_assert(K >= 1 && K <= 32, "K: a lane of a warp has an entry of a token's routing");
 static_assert(HIDDEN % unit_numbers(FMT) == 0, "HIDDEN: a thread quantizes whole units");
-static_assert(TEAM % 32 == 0 && TEAM * TEAMS <= MAX_THREADS, "TEAM: whole warps, and at most MAX_THREADS of all teams");
+static_assert(TEAM % 32 == 0 && TEAM * TEAMS <= 1024, "TEAM: whole warps, and a block has room for all teams");
 static_assert(TEAMS >= 1 && TEAMS <= 15, "TEAMS: each has one of 15 named barriers");
 static_assert(IDS_AT % 16 == 0 && WEIGHTS_AT % 16 == 0,
               "IDS_AT, WEIGHTS_AT: ids and weights are read 16 bytes at a time");
