@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moe_runtime.build import context_from_config
-from moe_runtime.config import FormatName, RunConfig
+from moe_runtime.config import FormatName, RunConfig, WeightFormatName
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.kernels.formats.number_formats import ceil_div
 from moe_runtime.kernels.formats.scale_blocks import expert_starts
@@ -193,8 +193,9 @@ def histogram(expert_tokens: list[int], holders: list[list[int]]) -> list[str]:
 def work(options: argparse.Namespace) -> int:
     """Run and report; 1 if an error is outside its bound."""
     run = environment.read_config(options)
-    if options.format is not None:
-        run = run.replace(layer=cases.with_token_format(run.layer, options.format))
+    if options.format is not None or options.weight_format is not None:
+        tokens = options.format or run.layer.token_format
+        run = run.replace(layer=cases.with_token_format(run.layer, tokens, options.weight_format))
     environment.check_at_least(1, steps=options.steps)
     check_tokens = cases.default_check_tokens(run.layer) if options.check_tokens is None else options.check_tokens
     if check_tokens < 0:
@@ -229,6 +230,8 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--steps", type=int, default=10, metavar="N", help="timed steps (default: 10)")
     parser.add_argument("--format", choices=get_args(FormatName), help="of tokens and weights, instead of the config's")
+    weights = "of weights, where it is not that of the tokens"
+    parser.add_argument("--weight-format", choices=get_args(WeightFormatName), help=weights)
     parser.add_argument("--routing", choices=draws.ROUTINGS, default="router", help="who chooses the experts")
     parser.add_argument(
         "--check-tokens",

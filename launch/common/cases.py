@@ -125,8 +125,11 @@ def default_check_tokens(config: MoELayerConfig) -> int:
     return config.max_tokens_per_rank if weights <= CHECK_WEIGHTS else FEW_TOKENS
 
 
-def with_token_format(config: MoELayerConfig, name: str) -> MoELayerConfig:
-    """The layer with tokens and weights in format `name`. Raises `ValueError` where its sizes do not fit."""
+def with_token_format(config: MoELayerConfig, name: str, weights: str | None = None) -> MoELayerConfig:
+    """The layer with tokens in format `name`, and weights in it or in `weights`.
+
+    Raises `ValueError` where its sizes do not fit, or the formats do not go together.
+    """
     gsf = config.intermediate_gsf if name == "nvfp4" else None
-    changed: MoELayerConfig = config.replace(token_format=name, weight_format=None, intermediate_gsf=gsf)
+    changed: MoELayerConfig = config.replace(token_format=name, weight_format=weights, intermediate_gsf=gsf)
     return changed

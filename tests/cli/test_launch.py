@@ -282,6 +282,14 @@ def test_run_reads_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "inside" in capsys.readouterr().out
 
 
+def test_weights_may_have_another_format_than_tokens(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for formats in (("--format", "fp8_block", "--weight-format", "nvfp4"), ("--weight-format", "mxfp4")):
+        assert run.main(["--config", str(tiny), *formats, "--steps", "1"]) == 0
+        assert f"weights {formats[-1]}" in " ".join(capsys.readouterr().out.split())
+    assert run.main(["--config", str(tiny), "--format", "mxfp8", "--weight-format", "nvfp4"]) == 2
+    assert "weight_format: expected mxfp8 or mxfp4, got nvfp4 with mxfp8 tokens" in capsys.readouterr().err
+
+
 def test_an_error_outside_its_bound_exits_with_1(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
