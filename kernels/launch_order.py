@@ -42,8 +42,8 @@ class LaunchOrder:
     - by a fence before `launch_dependents`: `dispatch_send` stores the epoch of its handle, fences, and only then lets
       `recv_count` or `recv_permute` begin, which read it (`dispatch_send.cu`, `hierarchical.cu`);
     - by a flag, which a release stores after what it tells of: records of tokens, this rank's own among them, and
-      partial sums, for which `combine_recv` needs no end of `combine_send`. With the output of a shared expert, which has
-      no flag, `combine_recv` waits first. The waits and their fences are in `signalling.cuh`.
+      partial sums, for which `combine_recv` needs no end of `combine_send`. With the output of a shared expert, which
+      has no flag, `combine_recv` waits first. The waits and their fences are in `signalling.cuh`.
 
     Each of them waits before it ends (rule 1).
 

@@ -13,7 +13,8 @@ static_assert(K >= 1 && K <= 32, "K: a lane of a warp has an entry of a token's 
 static_assert(EXPERTS >= 1 && EXPERTS < NONE,
               "EXPERTS: at least one, and none has the number that stands for no expert");
 static_assert(CHUNK >= 32 && CHUNK % 32 == 0, "CHUNK: bitmaps of slots are whole words");
-static_assert(CHUNK * (REPEATS ? K : 1) < 65536, "CHUNK: rows of an expert in a chunk are counted in 16 bits");
+// With REPEATS an expert that has more rows than a chunk has slots is an error, found by counts of 32 bits.
+static_assert(CHUNK < 65536, "CHUNK: rows of an expert in a chunk are counted in 16 bits");
 static_assert(WARPS >= 1 && WARPS <= 32, "WARPS: of a block");
 static_assert(!PADDED || PER_TOKEN_FLAGS, "PADDED: all slots are one chunk");
 static_assert(IDS_AT % 16 == 0, "IDS_AT: ids are read 16 bytes at a time");
