@@ -278,7 +278,8 @@ def _hopper_cases() -> Iterator[CudaCase]:
                 formula = None if operation == PLAIN else SILU
                 yield _tma(operation, fmt, tma_shape, out_code, gather=operation == GATED, activation=formula)
                 if fmt is FP8_BLOCK and tma_shape is TMA_PREFILL:
-                    yield _tma(operation, fmt, tma_shape, out_code, gather=False, copied=True, activation=formula)
+                    for gather in (False, True):
+                        yield _tma(operation, fmt, tma_shape, out_code, gather=gather, copied=True, activation=formula)
     for formula in (GEGLU, GEGLU_TANH, SQUARED_RELU, STEP_3P5):
         more = {"out_dequantized": True, "keep_tokens": True}
         yield _dequant(GATED, NVFP4, DEQUANT_DECODE, torch.bfloat16, formula, **more)
