@@ -81,7 +81,6 @@ static_assert(!PAIRED || (GATED && OUT == 3),
 static_assert(A_BOX >= 1 && A_BOX <= 256 && BM % A_BOX == 0,
               "A_BOX: boxes fill a tile, and TMA has boxes of 256 rows at most");
 static_assert(!TMA_SCALES || (FP8 && !FEW && STAGES == 4), "TMA_SCALES: one copy brings the scales of 4 stages");
-static_assert(!TMA_SCALES || !GATHER, "TMA_SCALES: scales of gathered rows do not lie side by side");
 static_assert(OUT >= 0 && OUT <= 3 && (OUT != 3 || ACTIVATED), "OUT: 0 to 3, and 3 for activated results");
 static_assert(!GATED || ACTIVATED, "GATED: a gated result is activated");
 static_assert(!GATED || (ORDER >= GATE_UP && ORDER <= INTERLEAVED), "ORDER: of gate and up of a gated result");
