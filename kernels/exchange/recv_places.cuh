@@ -264,9 +264,9 @@ __device__ __forceinline__ bool mark_chunk(Places& places, const Exchange& x, co
                                            const int* epoch_ptr, int num_slots, const int* chunk_counts, int chunk,
                                            int chunks) {
   const int first_slot = chunk * CHUNK;
-  const bool good = await_chunk(x, own, epoch_ptr, arrived.epoch, first_slot, num_slots, arrived.max_tokens);
+  const bool landed = await_chunk(x, own, epoch_ptr, arrived.epoch, first_slot, num_slots, arrived.max_tokens);
   [[maybe_unused]] u32 repeated = 0;
-  for (int s = threadIdx.x; good && s < CHUNK; s += THREADS)
+  for (int s = threadIdx.x; landed && s < CHUNK; s += THREADS)
     arrived.each_expert(first_slot + s, [&](int k, int expert) { repeated |= places.mark(s, k, expert); });
   places.note_repeats(repeated);
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -278,5 +278,5 @@ __device__ __forceinline__ bool mark_chunk(Places& places, const Exchange& x, co
     atomicAdd(&places.totals[i % EXPERTS], count);
     if (i / EXPERTS < chunk) atomicAdd(&places.first[i % EXPERTS], count);
   }
-  return __syncthreads_or(failed) == 0 && good;
+  return __syncthreads_or(failed) == 0 && landed;
 }

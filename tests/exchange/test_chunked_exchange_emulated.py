@@ -247,7 +247,7 @@ def test_rows_are_placed_while_they_are_counted(draw_sizes: Draw, emulator: Emul
 
 def test_rows_that_are_placed_before_they_have_come_are_found(draw_sizes: Draw, emulator: Emulator, seed: int) -> None:
     assert_is_found(
-        (r"(?<!const )bool good = await_chunk\([^;]*;", "bool good = __syncthreads_or(0) == 0;"),
+        (r"const bool landed = await_chunk\([^;]*;", "const bool landed = __syncthreads_or(0) == 0;"),
         emulator,
         lambda turn: placed_once(draw_sizes, emulator, seed + turn),
     )
