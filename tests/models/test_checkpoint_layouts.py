@@ -312,9 +312,9 @@ CASES: list[tuple[StoredExperts, tuple[str | None, str | None], tuple[str, str]]
     (StoredExperts(COMPRESSED_MXFP4, "bf16"), ("mxfp8", None), ("mxfp8", "mxfp4")),
     (StoredExperts(GPT_OSS_MXFP4, "bf16"), ("mxfp8", None), ("mxfp8", "mxfp4")),
     (StoredExperts(GPT_OSS_MXFP4, "bf16"), ("nvfp4", None), ("nvfp4", "nvfp4")),
-    (StoredExperts(FP8_BLOCKS, "fp8_block"), (None, "nvfp4"), ("nvfp4", "nvfp4")),
+    (StoredExperts(FP8_BLOCKS, "fp8_block"), (None, "nvfp4"), ("fp8_block", "nvfp4")),
     (StoredExperts(FP8_BLOCKS, "fp8_block"), ("bf16", None), ("bf16", "bf16")),
-    (StoredExperts(FP8_BLOCKS, "fp8_block"), (None, "mxfp4"), ("bf16", "mxfp4")),
+    (StoredExperts(FP8_BLOCKS, "fp8_block"), (None, "mxfp4"), ("fp8_block", "mxfp4")),
     (StoredExperts(FP8_BLOCKS, "fp8_block"), ("mxfp8", "nvfp4"), ("mxfp8", "nvfp4")),
 ]
 

@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-from moe_runtime.checkpoints.checkpoint import Checkpoint, write_qwen3_moe_checkpoint
+from moe_runtime.checkpoints.checkpoint import Checkpoint
 from moe_runtime.checkpoints.conversion import convert_checkpoint
 from moe_runtime.checkpoints.readers import dense
 from moe_runtime.config import MoELayerConfig
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.experts import Experts
 from moe_runtime.kernels.gemm.weights import ExpertWeights, GateUpOrder, fold_into_fp8
+from moe_runtime.launch.common.qwen3_checkpoint import write_qwen3_moe_checkpoint
 from moe_runtime.layer import MoELayer
 from moe_runtime.reference import error_bound, moe_reference, relative_error, rounding_error
 from tests.support import tiny_models as tiny
