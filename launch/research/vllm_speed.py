@@ -76,26 +76,39 @@ def ask(llm: Any, prompts: list[list[int]], **sampling: Any) -> tuple[float, Any
     return time.perf_counter() - begun, answers
 
 
+def covered(spans: list[tuple[float, float]]) -> float:
+    """Length of the union of spans, each a begin and an end: a kernel launched by PDL begins while another ends."""
+    total, reached = 0.0, float("-inf")
+    for begin, end in sorted(spans):
+        total += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return total
+
+
 def kernel_times(folder: Path, ours: re.Pattern[str], steps: int) -> dict[str, Any]:
-    """Microseconds of a step on the GPU of one rank, and by kernel, from the largest trace of a profile of `steps`."""
+    """Microseconds of a step on the GPU of one rank, from the largest trace of a profile of `steps`.
+
+    `gpu_us` is time in which any kernel runs, `experts_us` time in which one of the experts does. Those by kernel are
+    sums.
+    """
     traces = [file for file in folder.rglob("*.json*") if file.stat().st_size]
     if not traces:
         return {"error": "no trace was written"}
     file = max(traces, key=lambda each: each.stat().st_size)
     with gzip.open(file, "rt") if file.suffix == ".gz" else file.open() as text:
         events = json.load(text)["traceEvents"]
-    times: dict[str, list[float]] = {}
+    spans: dict[str, list[tuple[float, float]]] = {}
     for event in events:
         if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
-            times.setdefault(event["name"], []).append(event["dur"])
-    rows = sorted(((name, sum(each) / steps, len(each) / steps) for name, each in times.items()), key=lambda r: -r[1])
-    kinds = {name: "ours" if ours.search(name) else "experts" if EXPERTS.search(name) else "other" for name in times}
-    by_kind = {
-        kind: round(sum(us for name, us, _ in rows if kinds[name] == kind), 1) for kind in ("ours", "experts", "other")
-    }
+            spans.setdefault(event["name"], []).append((event["ts"], event["ts"] + event["dur"]))
+    sums = ((name, sum(end - begin for begin, end in each) / steps, len(each) / steps) for name, each in spans.items())
+    rows = sorted(sums, key=lambda row: -row[1])
+    kinds = {name: "ours" if ours.search(name) else "experts" if EXPERTS.search(name) else "other" for name in spans}
+    everything = [span for each in spans.values() for span in each]
+    of_experts = [span for name, each in spans.items() if kinds[name] != "other" for span in each]
     return {
-        "gpu_us": round(sum(us for _, us, _ in rows), 1),
-        "experts_us": round(by_kind["ours"] + by_kind["experts"], 1),
+        "gpu_us": round(covered(everything) / steps, 1),
+        "experts_us": round(covered(of_experts) / steps, 1),
         "kernels": [
             {"name": name[:120], "kind": kinds[name], "us": round(us, 1), "launches": round(count, 1)}
             for name, us, count in rows[:40]
