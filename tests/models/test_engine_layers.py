@@ -496,13 +496,14 @@ def test_activations_that_sglang_must_not_ask(changes: Any) -> None:
 def test_install_hooks_sglang(seed: int) -> None:
     registered: list[tuple[str, Any, str]] = []
     registry = SimpleNamespace(register=lambda *given: registered.append(given))
-    hooks = {"HookRegistry": registry, "HookType": SimpleNamespace(AROUND="around")}
+    hooks = {"HookRegistry": registry, "HookType": SimpleNamespace(AROUND="around", AFTER="after")}
     data, tokens = make_experts("bf16", seed), draw_tokens(seed, 5)
     layer = sglang_layer(data.of(slice(None)))
     with sglang_modules(**{"sglang.srt.plugins.hook_registry": hooks}):
         sglang_experts.install(LayerSettings(LIMITS, {}))
-        [(target, around, kind)] = registered
+        (target, around, kind), (loaded, _, after) = registered
         assert (target, kind) == (sglang_experts.HOOKED, "around")
+        assert (loaded, after) == (sglang_experts.LOADED, "after")
         method = VllmMethod(None)
         # As SGLang calls what it hooks.
         dispatcher = around(lambda *args, **named: None, layer.moe_runner_config, quant_method=method)
