@@ -114,6 +114,7 @@ def layer_bound(config: MoELayerConfig, *, exact_weights: bool = False, several_
         *formats,
         activation=activation,
         exact_weights=exact_weights,
+        multiplied_format=None if config.fp4_multiplied_in == "bf16" else config.multiplied_format,
         post_expert_norm=config.post_expert_norm is not None,
         several_hosts=several_hosts,
     )

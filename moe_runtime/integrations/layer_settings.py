@@ -29,6 +29,7 @@ ENGINE_FIELDS = (
     "token_buckets",
     "token_format",
     "weight_format",
+    "fp4_multiplied_in",
     "combine_format",
     "expert_row_capacity",
     "host_capacity",
