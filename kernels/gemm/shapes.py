@@ -51,6 +51,8 @@ MAX_STAGES = 4
 MAX_FEW_STAGES = 6
 FEW_STAGING_BYTES = (HALF + 4) * 4
 """Shared memory of a tile's row by which, in a tile of few rows, the threads of a warpgroup share its sums."""
+EXPANSION_TABLE_BYTES = 2048
+"""Eight e4m3 products for each scale code of expanded weights."""
 TILES_AHEAD = 8
 """Tiles that the producers of a block may announce to its math warps in advance."""
 
@@ -99,30 +101,35 @@ class TmaShape:
         """Of a block: one or two warpgroups that multiply, and one that loads."""
         return 128 * (1 + self.halves)
 
-    def stages(self, num_groups: int) -> int:
-        """Stages of the ring: as many as fit into the rest of shared memory, at most MAX_STAGES."""
+    def stages(self, num_groups: int, *, expands: bool = False) -> int:
+        """Stages of the ring: as many as fit into the rest of shared memory, at most MAX_STAGES.
+
+        `expands` is whether the kernel expands the weights.
+        """
         most = MAX_FEW_STAGES if self.few else MAX_STAGES
         bytes_of_block = SM_SHARED_BYTES // self.blocks_per_sm - BLOCK_RESERVED_BYTES
-        return min((bytes_of_block - self._bytes_without_ring(num_groups)) // self._stage_bytes, most)
+        return min((bytes_of_block - self._bytes_without_ring(num_groups, expands)) // self._stage_bytes, most)
 
-    def shared_bytes(self, num_groups: int) -> int:
+    def shared_bytes(self, num_groups: int, *, expands: bool = False) -> int:
         """Dynamic shared memory of a block."""
-        return self.stages(num_groups) * self._stage_bytes + self._bytes_without_ring(num_groups)
+        ring = self.stages(num_groups, expands=expands) * self._stage_bytes
+        return ring + self._bytes_without_ring(num_groups, expands)
 
     @property
     def _stage_bytes(self) -> int:
         """128 bytes of K of each row of a tile."""
         return (self.tile_rows + self.halves * HALF) * 128
 
-    def _bytes_without_ring(self, num_groups: int) -> int:
+    def _bytes_without_ring(self, num_groups: int, expands: bool) -> int:
         """Staging, scales and barriers of the stages, announced tiles, a barrier that tells of the kernel before, the
-        table of groups, numbers of a tile's gathered rows, maxima of two tiles."""
+        table of groups, numbers of a tile's gathered rows, maxima of two tiles, the table by which weights are expanded."""
         staging = self.tile_rows * FEW_STAGING_BYTES if self.few else 8 * STAGING_BYTES
         scales = MAX_FEW_STAGES * (4 * (self.tile_rows + 8) + 16) if self.few else MAX_STAGES * (SCALE_BYTES + 16)
         maxima = 2 * (4 * 8 + 4 * self.tile_rows) if self.few else 0
         numbers = 0 if self.few else 4 * self.tile_rows
         turn = 16 if self.few else 0
-        return staging + scales + TILES_AHEAD * (8 + 16) + turn + 16 * (num_groups + 1) + numbers + maxima
+        table = EXPANSION_TABLE_BYTES if expands else 0
+        return staging + scales + TILES_AHEAD * (8 + 16) + turn + 16 * (num_groups + 1) + numbers + maxima + table
 
 
 TMA_FEW = TmaShape(Regime.FEW, cluster=2, box_rows=8, band=1, tile_rows=8)

@@ -19,7 +19,7 @@
 // (`GateUpOrder.code`, 0 for none), OUT (0 bf16, 1 fp16, 2 fp32, 3 e4m3 with 1x128 scales), EXTRAS (row scale, expert scales
 // or bias exist), A_BOX (rows of a box of the rows' tensor map), TMA_SCALES (TMA copies the scales too, so that one thread
 // produces contiguous rows; needs FP8, 4 stages, scales of a row a multiple of 4), SHORT_BLOCKS (the columns of an activated
-// result end within a block of 128, and so do gate and up unless interleaved).
+// result end within a block of 128, and so do gate and up unless interleaved), EXPAND (of tma_expand.cuh).
 // The last stage of K may be short too: past its end TMA writes zeros, which add nothing.
 //
 // Sizes are in tma_sizes.cuh, copies in tma_loads.cuh, the order of tiles in tma_tiles.cuh, products in tma_products.cuh,
@@ -29,18 +29,24 @@
 #include "tma_tiles.cuh"
 #include "tma_products.cuh"
 #include "tma_epilogue.cuh"
+#include "tma_expand.cuh"
 
 extern __shared__ __align__(1024) u8 shared[];
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(128 * (MATH_WGS + 1), FEW ? 2 : 1)
-tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap w_map,
+tma_gemm(const __grid_constant__ TensorMap a_map,
+#if EXPAND
+         const u8* w_units,
+#else
+         const __grid_constant__ TensorMap w_map,
+#endif
          const __grid_constant__ TensorMap scales_map, const int* row_index, const float* a_scales, const float* w_scales,
          Extras extras, u8* out, long long out_stride, float* out_scales,
          const int* offsets, const int* expert_ids, const int* num_active, int num_groups, int num_experts,
          int capacity, int columns, int k_blocks, int band_width, int settled, float alpha, float gate_limit,
          float up_limit, float up_offset, const void* topk_idx, int num_ids, int id_bytes, int loads_after_ns) {
     u8* staging = shared + STAGES * STAGE_BYTES;
-    float* scales = (float*)(staging + STAGING_BYTES);
+    float* scales = (float*)(staging + STAGING_BYTES + TABLE_BYTES);
     u64* barriers = (u64*)((u8*)scales + STAGES * SCALE_BYTES);
     // Tiles that the producers announce to the math warps: start, rows, expert, column.
     int4* tiles = (int4*)(barriers + 2 * STAGES + TILES_AHEAD + TURN_BARRIERS);
@@ -57,7 +63,7 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
 
     if (threadIdx.x == 32) {
         for (int s = 0; s < STAGES; ++s) {
-            barrier_init(full + 8 * s, 1 + OF_COPIES + OF_ROWS);
+            barrier_init(full + 8 * s, 1 + OF_COPIES + OF_ROWS + OF_EXPANSION);
             barrier_init(empty + 8 * s, MATH_WARPS * TEAM * ARRIVALS_OF_WARP);
         }
         for (int i = 0; i < TILES_AHEAD; ++i) barrier_init(known + 8 * i, 1);
@@ -68,9 +74,15 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
     __syncwarp();
     enter_cluster();
     if (threadIdx.x == 64) {
+#if !EXPAND
         asm volatile("prefetch.tensormap [%0];" ::"l"(&w_map) : "memory");
+#endif
         asm volatile("prefetch.tensormap [%0];" ::"l"(&a_map) : "memory");
     }
+#if EXPAND
+    uint2* table = (uint2*)(staging + STAGING_BYTES);
+    fill_table(table);
+#endif
     // This kernel may have started before the one that writes its rows has ended. If `settled`, that one has not written
     // the table of groups, which then can be read, and the weights of the first tile loaded, before it ends. So they can if
     // there are `ids`, which nobody has written since before it began. Weights are loaded `loads_after_ns` later, unless the one
@@ -114,6 +126,9 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
         // The first stages of the first tile, whose weights wait neither for row numbers nor, if `settled`, for the kernel
         // before this one.
         int ahead = 0;
+#if EXPAND
+        Expander expander(table);
+#endif
         bool begins = FEW;
         // From `whole` on, tiles are halved.
         int total = groups[num_groups].first, rest = total % step;
@@ -139,14 +154,19 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
             bool numbers_wait = begins && ids.given();
             if (!numbers_wait) load_row_numbers();
             auto load_weights = [&](u32 b, u32 ready, int kb) {
+#if !EXPAND
                 for (int h = shared_weights ? rank : 0; h < halves; h += shared_weights ? TEAM : 1)
                     load_half(&w_map, b + h * BOX_BYTES, ready, kb * BK, tile.column, h, tile.expert, shared_weights);
+#endif
             };
+#if EXPAND
+            expander.begin(w_units, tile, columns, k_blocks, halves);
+#endif
             if (begins) {
                 if (leader && loads_after_ns > 0) barrier_wait_for(ended, 0, loads_after_ns);
-                ahead = min(ids.given() ? EARLY_STAGES : STAGES, k_blocks);
+                ahead = EXPAND ? 0 : min(ids.given() ? EARLY_STAGES : STAGES, k_blocks);
                 for (int s = 0; s < ahead && leader; ++s) {
-                    barrier_expect(full + 8 * s, box_bytes + halves * BOX_BYTES);
+                    barrier_expect(full + 8 * s, box_bytes + halves * TMA_BOX_BYTES);
                     load_weights(ring + s * STAGE_BYTES + A_BYTES, full + 8 * s, s);
                 }
                 wait_for_rows();
@@ -167,7 +187,7 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
                 if (leader) {
                     bool scales_too = TMA_SCALES && stage == 0;
                     if (!FEW || ahead <= 0)
-                        barrier_expect(ready, box_bytes + halves * BOX_BYTES + (scales_too ? (BM + 2) * 16 : 0));
+                        barrier_expect(ready, box_bytes + halves * TMA_BOX_BYTES + (scales_too ? (BM + 2) * 16 : 0));
                     for (int i = shared_rows ? rank : 0; i < boxes; i += shared_rows ? TEAM : 1)
                         load_rows(&a_map, a + i * A_BOX * 128, ready, kb * BK, tile.start + i * A_BOX, shared_rows);
                     if (!FEW || ahead <= 0) load_weights(b, ready, kb);
@@ -200,6 +220,9 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
                     if (thread < 2) copy_word(scale + BM * 4 + thread * 4, w_scale + kb);
                     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(ready) : "memory");
                 }
+#if EXPAND
+                expander.expand(b, ready, k_blocks - 1 - kb);
+#endif
                 if (++stage == STAGES) stage = 0, phase = ~phase;
             }
         }

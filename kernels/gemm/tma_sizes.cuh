@@ -55,8 +55,8 @@ constexpr bool HALVES = !GATED && !FEW;  // whether there are tiles of one half
 constexpr int ONE_HALF = 1 << 30;      // marks a tile of one half in the announced column
 // Sums of a thread: of a tile, and of the 128 weight rows that FP8 multiplies at a time.
 constexpr int SUMS = FEW ? BM : 128, PARTIAL_SUMS = FEW ? BM : 64;
-constexpr int PRODUCER_REGISTERS = FP8 && !GATHER ? 24 : 40;  // the rest goes to the math warpgroups, unless FEW
-constexpr int MATH_REGISTERS = FP8 && !GATHER ? 240 : 232;
+constexpr int PRODUCER_REGISTERS = EXPAND ? 64 : FP8 && !GATHER ? 24 : 40;  // the rest goes to the math warpgroups, unless FEW
+constexpr int MATH_REGISTERS = EXPAND ? 224 : FP8 && !GATHER ? 240 : 232;
 constexpr int MATH_WARPS = 4 * MATH_WGS;
 constexpr bool THREADS_COPY = FP8 && !TMA_SCALES;  // scales, by all threads that produce
 constexpr int OF_COPIES = THREADS_COPY ? 128 : 0;  // arrivals at a stage for these copies
@@ -66,7 +66,10 @@ constexpr int NUMBERS = GATHER && !FEW ? BM : 0;
 // Arrivals at a stage for these rows: of all warps, also of those that have none in a tile. One that nobody waited for could fall
 // back by a round of the ring, and would then wait for a phase that does not come.
 constexpr int OF_ROWS = NUMBERS > 0 ? 4 : 0;
-constexpr int PRODUCING_WARPS = THREADS_COPY || OF_ROWS > 0 ? 4 : 1;
+constexpr int OF_EXPANSION = EXPAND ? 4 * ARRIVALS_OF_WARP : 0;  // arrivals at a stage of the warps that write its weights
+constexpr int TMA_BOX_BYTES = EXPAND ? 0 : BOX_BYTES;            // of a box of weights that TMA copies
+constexpr int TABLE_BYTES = EXPAND ? 256 * 8 : 0;                // of products by scale codes
+constexpr int PRODUCING_WARPS = THREADS_COPY || OF_ROWS > 0 || EXPAND ? 4 : 1;
 constexpr float SMALLEST = 1.17549435e-38f, LARGEST = 3.40282347e38f;  // normal numbers
 constexpr int GATE_UP = 1, UP_GATE = 2, INTERLEAVED = 3;
 
