@@ -1,28 +1,28 @@
 """FP4 weights that Hopper's FP8 tensor cores multiply: stored in 4 bits, expanded to e4m3 by `tma_gemm.cu`.
 
-**Value.** The weights are those of `fp8_block`: e4m3 with an fp32 scale for each block of 128 x 128, in which gate and up
-each start with a block. For the block scales `s` (of 16 or 32 along K) in such a block, `f` is the least integer with
-`6 * max(s) * 2^-f <= 448`, or 0 if all are 0. The fp32 scale is `expert scale * 2^f`, rounded once. A weight is
+**Value.** The weights are those of `fp8_block`: e4m3 with an fp32 scale for each block of 128 x 128, in which gate and
+up each start with a block. For the block scales `s` (of 16 or 32 along K) in such a block, `f` is the least integer
+with `6 * max(s) * 2^-f <= 448`, or 0 if all are 0. The fp32 scale is `expert scale * 2^f`, rounded once. A weight is
 `e2m1 * s * 2^-f`, rounded once to e4m3, to nearest with ties to even. Nothing saturates. The `fp8_block` GEMM with the
 weights of `ExpandedWeights.expand` gives the same bits.
 
 **Error.** e4m3 has 4 significant bits from 2^-6 on; below it has multiples of 2^-9.
 
-- `mxfp4`: a weight is exact if `s` is at most 2^14 below the largest of its block of 128 x 128. Smaller ones round to
-  multiples of 2^-9, at last to 0. `ExpandedWeights.exact` tells which experts have no rounded weight.
-- `nvfp4`: `e2m1 * s` has up to 6 significant bits, and 1.5, 3 and 6 times mantissas of 9, 11, 13, 14 and 15 eighths are
-  rounded, by at most 2^-4 of their value. Weights below 2^-6, so below 2^-12 of the largest that their block could
-  hold, round to multiples of 2^-9: those are off by at most 2^-10 * 2^f.
+- `mxfp4`: a weight is exact if `s` is at least 2^-14 times the largest of its block of 128 x 128. With smaller ones it
+  is rounded to a multiple of 2^-9, at last to 0. `ExpandedWeights.exact` tells which experts have no rounded weight.
+- `nvfp4`: `e2m1 * s` has up to 6 significant bits. 1.5, 3 and 6 times mantissas of 9, 11, 13, 14 and 15 eighths are
+  rounded, by at most 2^-4 of their value. A weight below 2^-6 is rounded to a multiple of 2^-9, so it is off by at most
+  `2^-10 * 2^f`; the largest that its block could hold is more than `224 * 2^f`.
 
-**Layout.** A unit has 64 rows of gate, of up or of a plain weight, and 128 columns of K: 256 words of 16 bytes, then scale
-codes. Word `32 * group + 8 * span + row` has the 32 weights of row `8 * group + row` from column `32 * span` on. In each
-of its four 32-bit words, weight `i` has its magnitude at bits `4i .. 4i + 2` and its sign at bit `8i + 7`, or `8i - 29` for
-the last four: a mask makes selectors of bytes, another one puts signs where e4m3 has them. Thread `t` of 128 reads words
-`t` and `t + 128` and finds their scale codes together. Units of a row block follow each other along K.
+**Layout.** A unit has 64 rows of gate, of up or of a plain weight, and 128 columns of K: 256 words of 16 bytes, then
+scale codes. Word `32 * group + 8 * span + row` has the 32 weights of row `8 * group + row` from column `32 * span` on.
+In each of its four 32-bit words, weight `i` has its magnitude at bits `4i .. 4i + 2` and its sign at bit `8i + 7`, or
+`8i - 29` for the last four: a mask makes selectors of bytes, another one puts signs where e4m3 has them. Thread `t` of
+128 reads words `t` and `t + 128` and finds their scale codes together. Units of a row block follow each other along K.
 
-A scale code is `s * 2^-f` as fp16 without its sign and its last 7 bits: 5 bits of exponent, 3 of mantissa. 0 is 0, and so
-are all `s` below `2^-14 * 2^f`, with which every magnitude rounds to 0. 255 is NaN. So the kernel has one table of 256 entries
-for all experts and both formats.
+A scale code is `s * 2^-f` as fp16 without its sign and its last 7 bits: 5 bits of exponent, 3 of mantissa. 0 is 0, and
+so are all `s` below `2^-14 * 2^f`, with which every magnitude rounds to 0. 255 is NaN. So the kernel has one table of
+256 entries for all experts and both formats.
 """
 
 from __future__ import annotations
@@ -109,7 +109,9 @@ class ExpandedWeights:
         experts = int(check_is_tensor("units", self.units).shape[0]) if self.units.ndim == 5 else 0
         scales = scales_shape(FP8_BLOCK, experts, *sizes, self.order)
         assert scales is not None
-        self._check("units", self.units, torch.uint8, (experts, *units_shape(self.stored_format, *sizes, self.num_parts)))
+        self._check(
+            "units", self.units, torch.uint8, (experts, *units_shape(self.stored_format, *sizes, self.num_parts))
+        )
         self._check("scales", self.scales, torch.float32, scales)
         self._check("exact", self.exact, torch.bool, (experts,), torch.device("cpu"))
         if self.bias is not None:
@@ -133,10 +135,10 @@ class ExpandedWeights:
 
     @classmethod
     def prepack(cls, w: ExpertWeights, *, engine: str = "auto") -> ExpandedWeights:
-        """Expand-ready units of `w`, one expert after the other. Waits for the device.
+        """Reorder `w`, one expert after the other. Waits for the device.
 
-        Raises `ValueError` for another format than `nvfp4` and `mxfp4`, and for `nvfp4` block scales that are negative or
-        NaN.
+        Raises `ValueError` for another format than `nvfp4` and `mxfp4`, and for `nvfp4` block scales that are negative
+        or NaN.
         """
         check_kind("w", w, ExpertWeights)
         fmt = _checked_format(w.format, "w.format")
@@ -169,7 +171,7 @@ class ExpandedWeights:
         return cls(fmt, units, scales, exact, w.num_rows, w.num_columns, bias, w.gate_up)
 
     def expand(self) -> ExpertWeights:
-        """The same weights in `fp8_block`, gate above up: a `GateUpOrder.GATE_UP` activation multiplies with the same bits."""
+        """The same weights in `fp8_block`, gate above up, for an activation of `GateUpOrder.GATE_UP`."""
         rows = self.num_rows // self.num_parts
         quants = torch.empty(
             self.num_experts, self.num_rows, self.num_columns, dtype=torch.float8_e4m3fn, device=self.device

@@ -459,7 +459,7 @@ def _plan_tma(p: GemmProblem) -> GemmPlan:
     copies_scales = (
         p.token_format == FP8_BLOCK
         and shape is TMA_PREFILL
-        and shape.stages(p.groups, expands=p.expanded_from is not None) == MAX_STAGES
+        and shape.stages(p.groups, p.expanded_from) == MAX_STAGES
         and ceil_div(p.k, HALF) % MAX_STAGES == 0
         and p.scales_aligned
     )

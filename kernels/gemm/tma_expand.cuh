@@ -1,8 +1,9 @@
-// Four-bit weights that become e4m3 in shared memory, for inclusion by tma_gemm.cu. The threads that produce load them packed
-// into registers and expand a block of K while the next one is on its way.
+// Four-bit weights that become e4m3 in shared memory, for inclusion by tma_gemm.cu. The threads that produce expand a block of K
+// of a tile while others are on their way.
 //
-// Macro EXPAND: weights along K that share a block scale, 16 of `nvfp4` or 32 of `mxfp4`; 0 if weights are stored as they are
-// multiplied. `expanded_weights.py` makes the units that are read here: 64 weight rows times 128 columns of K, then their scale
+// Macros: EXPAND (weights along K that share a block scale, 16 of `nvfp4` or 32 of `mxfp4`; 0 if weights are stored as they are
+// multiplied), PACKED (stages of a ring of packed weights in shared memory; 0 if threads load them into registers).
+// `expanded_weights.py` makes the units that are read here: 64 weight rows times 128 columns of K, then their scale
 // codes. A unit has 256 words of 16 bytes, of 32 weights each; word `32 * group + 8 * span + row` is of row `8 * group + row`
 // and of columns `32 * span` and on. So a warp loads 512 contiguous bytes, and 8 lanes store to all banks.
 //
@@ -16,10 +17,8 @@
 
 #if EXPAND
 
-constexpr int UNIT_ROWS = 64, UNIT_WORDS = 2;  // words of a thread
-constexpr int UNITS = FEW ? 2 : 4;             // of a stage
-constexpr int UNIT_QUANTS = UNIT_ROWS * 64, THREAD_SCALES = 64 / EXPAND;
-constexpr int UNIT_BYTES = UNIT_QUANTS + 128 * THREAD_SCALES;
+constexpr int UNIT_WORDS = 2;                                // of a thread
+constexpr int SCALE_BYTES_OF_THREAD = UNIT_WORDS * SCALES_OF_WORD;  // in a unit
 constexpr int PREFETCHED = 4;  // blocks of K that L2 is asked for in advance
 static_assert(FP8 && (EXPAND == 16 || EXPAND == 32), "only e4m3 rows are multiplied with expanded weights");
 
@@ -70,46 +69,35 @@ __device__ __forceinline__ void expand_word(uint4 word, uint2 table, uint2 next_
     store_16(next, x, y, z, w);
 }
 
-// What a thread has of a block of K, and where its next is.
-struct Expander {
-    const u8* from[UNITS];
-    uint4 words[UNITS][UNIT_WORDS];
-    u32 scales[UNITS];
-    u32 table;     // shared-memory address
-    u32 to, next;  // of the first word of the thread, from the weights of a stage
-    int count;     // units of the tile
+// The 64 x 128 weights of a unit to `to`, by 128 threads: the two words of each and their scale codes.
+struct Unit {
+    uint4 words[UNIT_WORDS];
+    u32 scales;
 
-    __device__ __forceinline__ explicit Expander(const uint2* entries) : table(shared_address(entries)) {
-        int warp = threadIdx.x / 32 % 4, row = threadIdx.x % 8, span = threadIdx.x % 32 / 8;
-        to = (8 * warp + row) * 128 + ((2 * span ^ row) << 4), next = to ^ 16;
+    __device__ __forceinline__ uint2 products(u32 table, int i) const {
+        u32 code = selected_bytes(scales, 0, 0x4440 + i);
+        uint2 found;
+        asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(found.x), "=r"(found.y) : "r"(table + code * 8));
+        return found;
     }
 
-    __device__ __forceinline__ void load(int u) {
-        int thread = threadIdx.x % 128;
+    __device__ __forceinline__ void expand(u32 table, u32 to, u32 next) const {
 #pragma unroll
         for (int j = 0; j < UNIT_WORDS; ++j) {
-            asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-                         : "=r"(words[u][j].x), "=r"(words[u][j].y), "=r"(words[u][j].z), "=r"(words[u][j].w)
-                         : "l"(from[u] + thread * 16 + j * 2048));
-        }
-        const u8* of_thread = from[u] + UNIT_QUANTS + thread * THREAD_SCALES;
-        scales[u] = EXPAND == 16 ? *(const u32*)of_thread : *(const u16*)of_thread;
-        from[u] += UNIT_BYTES;
-    }
-
-    // Asks L2 for `blocks` blocks of K, `ahead` behind the next to be loaded.
-    __device__ __forceinline__ void prefetch(int ahead, int blocks) const {
-#pragma unroll
-        for (int u = 0; u < UNITS; ++u) {
-            if (u >= count) continue;
-            asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from[u] + ahead * UNIT_BYTES),
-                         "r"(blocks * UNIT_BYTES)
-                         : "memory");
+            uint2 first = products(table, SCALES_OF_WORD * j);
+            uint2 last = SCALES_OF_WORD > 1 ? products(table, SCALES_OF_WORD * j + 1) : first;
+            expand_word(words[j], first, last, to + j * 4096, next + j * 4096);
         }
     }
+};
 
-    // Finds the units of a tile of so many halves and loads the first block of K. Past the last column any unit will do.
-    __device__ __forceinline__ void begin(const u8* units, const Tile& tile, int columns, int k_blocks, int halves) {
+// Where the units of a tile are, and how many.
+struct Units {
+    const u8* from[UNITS];
+    int count;
+
+    // From the first block of K on. Past the last column any unit will do.
+    __device__ __forceinline__ void find(const u8* units, const Tile& tile, int columns, int k_blocks, int halves) {
         int blocks = 2 * ceil_div(columns, 2 * UNIT_ROWS);
         count = FEW ? UNITS : 2 * halves;
 #pragma unroll
@@ -119,17 +107,156 @@ struct Expander {
             long long unit = ((long long)tile.expert * (GATED ? 2 : 1) + part) * blocks + block;
             from[u] = units + unit * k_blocks * UNIT_BYTES;
         }
+    }
+};
+
+// What the threads that produce know of the weights. `Find` sets the tile of a number of the walk, and its halves, from a group
+// at or before it; false past the last one.
+struct Weights {
+    const u8* units;
+    int columns, k_blocks;
+    u32 table;     // shared-memory address
+    u32 to, next;  // of the first word of a thread, from the weights of a stage
+
+    __device__ __forceinline__ Weights(const u8* units, int columns, int k_blocks, const uint2* entries)
+        : units(units), columns(columns), k_blocks(k_blocks), table(shared_address(entries)) {
+        int warp = threadIdx.x / 32 % 4, row = threadIdx.x % 8, span = threadIdx.x % 32 / 8;
+        to = (8 * warp + row) * 128 + ((2 * span ^ row) << 4), next = to ^ 16;
+    }
+
+    __device__ __forceinline__ void expand(const Unit& unit, u32 b, int u) const {
+        b += u * UNIT_ROWS * 128;
+        unit.expand(table, b + to, b + next);
+    }
+
+    // All weights of a stage are written.
+    __device__ __forceinline__ static void arrive(u32 ready) {
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+        barrier_arrive_warp(ready);
+    }
+};
+
+#if PACKED
+
+// A ring of packed weights, which the warp of the leader fills across tiles by a walk of its own.
+struct Expander : Weights {
+    u32 ring, full;                    // shared-memory addresses; barriers that a stage may be filled follow
+    int slot = 0, filled = 0, ahead = 0;  // what is read and filled next; stages that are filled or under way
+    u32 phase = 0, of_filled = 0;
+    Units loads;                       // of the tile that is being loaded
+    int left = 0, number, step, group = 0, count;
+    bool more;
+
+    __device__ __forceinline__ Expander(const Weights& weights, u32 ring, u32 full, int number, int step)
+        : Weights(weights), ring(ring), full(full), number(number), step(step), more(threadIdx.x / 32 % 4 == 0) {}
+
+    __device__ __forceinline__ void begin(const Tile&, int halves) { count = FEW ? UNITS : 2 * halves; }
+
+    // Asks for weights until `most` stages are there or under way. Called by whole warps; one of them does it.
+    template <class Find>
+    __device__ __forceinline__ void load(int most, const Find& find) {
+        for (; more && ahead < most; ++ahead) {
+            if (left == 0) {
+                Tile tile;
+                int halves;
+                more = find(number, group, tile, halves);
+                if (!more) return;
+                number += step;
+                loads.find(units, tile, columns, k_blocks, halves);
+                left = k_blocks;
+            }
+            barrier_wait(full + 8 * (PACKED + filled), ~of_filled & 1);
+            __syncwarp();
+            u32 to = ring + filled * PACKED_BYTES, ready = full + 8 * filled;
+            if (threadIdx.x % 32 == 0) barrier_expect(ready, loads.count * UNIT_BYTES);
+#pragma unroll
+            for (int u = 0; u < UNITS; ++u) {
+                if (u >= loads.count) continue;
+                if (threadIdx.x % 32 == 0) bulk_load(to + u * UNIT_BYTES, loads.from[u], UNIT_BYTES, ready);
+                loads.from[u] += UNIT_BYTES;
+            }
+            --left;
+            if (++filled == PACKED) filled = 0, of_filled = ~of_filled;
+        }
+    }
+
+    // Writes the weights of a stage to `b` and arrives at `ready`.
+    __device__ __forceinline__ void expand(u32 b, u32 ready, int) {
+        int thread = threadIdx.x % 128;
+        barrier_wait(full + 8 * slot, phase & 1);
+        u32 words = ring + slot * PACKED_BYTES + thread * 16;
+        u32 scales = ring + slot * PACKED_BYTES + UNIT_QUANTS + thread * SCALE_BYTES_OF_THREAD;
+#pragma unroll
+        for (int u = 0; u < UNITS; ++u) {
+            if (u >= count) continue;
+            Unit unit;
+#pragma unroll
+            for (int j = 0; j < UNIT_WORDS; ++j) {
+                asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                             : "=r"(unit.words[j].x), "=r"(unit.words[j].y), "=r"(unit.words[j].z), "=r"(unit.words[j].w)
+                             : "r"(words + u * UNIT_BYTES + j * 2048));
+            }
+            if (SCALES_OF_WORD == 2) {
+                asm volatile("ld.shared.u32 %0, [%1];" : "=r"(unit.scales) : "r"(scales + u * UNIT_BYTES));
+            } else {
+                u16 both;
+                asm volatile("ld.shared.u16 %0, [%1];" : "=h"(both) : "r"(scales + u * UNIT_BYTES));
+                unit.scales = both;
+            }
+            Weights::expand(unit, b, u);
+        }
+        arrive(ready);
+        barrier_arrive_warp(full + 8 * (PACKED + slot));
+        --ahead;
+        if (++slot == PACKED) slot = 0, phase = ~phase;
+    }
+};
+
+#else  // from registers
+
+// What a thread has of a block of K, and where its next is.
+struct Expander : Weights {
+    Units source;
+    Unit own[UNITS];
+
+    __device__ __forceinline__ Expander(const Weights& weights, u32, u32, int, int) : Weights(weights) {}
+
+    template <class Find>
+    __device__ __forceinline__ void load(int, const Find&) {}
+
+    __device__ __forceinline__ void load_unit(int u) {
+        int thread = threadIdx.x % 128;
+        const u8* from = source.from[u];
+#pragma unroll
+        for (int j = 0; j < UNIT_WORDS; ++j) {
+            uint4& word = own[u].words[j];
+            asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                         : "=r"(word.x), "=r"(word.y), "=r"(word.z), "=r"(word.w)
+                         : "l"(from + thread * 16 + j * 2048));
+        }
+        const u8* scales = from + UNIT_QUANTS + thread * SCALE_BYTES_OF_THREAD;
+        own[u].scales = SCALES_OF_WORD == 2 ? *(const u32*)scales : *(const u16*)scales;
+        source.from[u] += UNIT_BYTES;
+    }
+
+    // Asks L2 for `blocks` blocks of K, `ahead` behind the next to be loaded.
+    __device__ __forceinline__ void prefetch(int ahead, int blocks) const {
+#pragma unroll
+        for (int u = 0; u < UNITS; ++u) {
+            if (u >= source.count) continue;
+            asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source.from[u] + ahead * UNIT_BYTES),
+                         "r"(blocks * UNIT_BYTES)
+                         : "memory");
+        }
+    }
+
+    // Loads the first block of K of a tile.
+    __device__ __forceinline__ void begin(const Tile& tile, int halves) {
+        source.find(units, tile, columns, k_blocks, halves);
         if (threadIdx.x % 128 == 0 && k_blocks > 1) prefetch(1, min(PREFETCHED, k_blocks - 1));
 #pragma unroll
         for (int u = 0; u < UNITS; ++u)
-            if (u < count) load(u);
-    }
-
-    __device__ __forceinline__ uint2 entry(int u, int i) const {
-        u32 code = selected_bytes(scales[u], 0, 0x4440 + i);
-        uint2 products;
-        asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(products.x), "=r"(products.y) : "r"(table + code * 8));
-        return products;
+            if (u < source.count) load_unit(u);
     }
 
     // Writes the weights of a stage to `b`, arrives at `ready`, and loads the next block of K if one is `left`.
@@ -137,20 +264,15 @@ struct Expander {
         if (threadIdx.x % 128 == 0 && left > PREFETCHED) prefetch(PREFETCHED, 1);
 #pragma unroll
         for (int u = 0; u < UNITS; ++u) {
-            if (u >= count) continue;
-#pragma unroll
-            for (int j = 0; j < UNIT_WORDS; ++j) {
-                constexpr int SCALES = 32 / EXPAND;
-                u32 at = b + u * UNIT_ROWS * 128 + j * 4096;
-                uint2 first = entry(u, SCALES * j);
-                expand_word(words[u][j], first, SCALES > 1 ? entry(u, SCALES * j + 1) : first, at + to, at + next);
-            }
-            if (left > 0) load(u);
+            if (u >= source.count) continue;
+            Weights::expand(own[u], b, u);
+            if (left > 0) load_unit(u);
         }
-        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-        barrier_arrive_warp(ready);
+        arrive(ready);
     }
 };
+
+#endif
 
 #endif
 

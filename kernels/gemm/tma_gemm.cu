@@ -45,17 +45,18 @@ tma_gemm(const __grid_constant__ TensorMap a_map,
          const int* offsets, const int* expert_ids, const int* num_active, int num_groups, int num_experts,
          int capacity, int columns, int k_blocks, int band_width, int settled, float alpha, float gate_limit,
          float up_limit, float up_offset, const void* topk_idx, int num_ids, int id_bytes, int loads_after_ns) {
-    u8* staging = shared + STAGES * STAGE_BYTES;
+    u8* staging = shared + STAGES * STAGE_BYTES + PACKED * PACKED_BYTES;
     float* scales = (float*)(staging + STAGING_BYTES + TABLE_BYTES);
     u64* barriers = (u64*)((u8*)scales + STAGES * SCALE_BYTES);
     // Tiles that the producers announce to the math warps: start, rows, expert, column.
-    int4* tiles = (int4*)(barriers + 2 * STAGES + TILES_AHEAD + TURN_BARRIERS);
+    int4* tiles = (int4*)(barriers + 2 * (STAGES + PACKED) + TILES_AHEAD + TURN_BARRIERS);
     Group* groups = (Group*)(tiles + TILES_AHEAD);
     int* numbers = (int*)(groups + num_groups + 1);  // of the rows of the tile that is being loaded, if they are gathered
     u64* told = (u64*)(numbers + NUMBERS);  // barriers of the other block's maxima, of each warp for two tiles
     u32* maxima = (u32*)(told + 2 * MATH_WARPS);
     int2* totals = (int2*)staging;  // of the groups of each warp
     u32 full = shared_address(barriers), empty = full + 8 * STAGES, known = empty + 8 * STAGES, ended = known + 8 * TILES_AHEAD;
+    u32 packed = ended + 8 * TURN_BARRIERS;
     u32 ring = shared_address(shared);
     int wg = uniform(threadIdx.x / 128), warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
     int tiles_n = ceil_div(columns, ITEM_COLUMNS), step = gridDim.x / CLUSTER;  // between work items of a cluster
@@ -68,6 +69,10 @@ tma_gemm(const __grid_constant__ TensorMap a_map,
         }
         for (int i = 0; i < TILES_AHEAD; ++i) barrier_init(known + 8 * i, 1);
         if (FEW) barrier_init(ended, 1);
+        for (int s = 0; s < PACKED; ++s) {
+            barrier_init(packed + 8 * s, 1);
+            barrier_init(packed + 8 * (PACKED + s), 4 * ARRIVALS_OF_WARP);
+        }
         for (int i = 0; i < 2 * MATH_WARPS && PAIRED; ++i) barrier_init(shared_address(told) + 8 * i, 1);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
@@ -126,17 +131,24 @@ tma_gemm(const __grid_constant__ TensorMap a_map,
         // The first stages of the first tile, whose weights wait neither for row numbers nor, if `settled`, for the kernel
         // before this one.
         int ahead = 0;
-#if EXPAND
-        Expander expander(table);
-#endif
         bool begins = FEW;
         // From `whole` on, tiles are halved.
         int total = groups[num_groups].first, rest = total % step;
         int whole = HALVES && 2 * rest <= step ? total - rest : total;
-        for (int t = blockIdx.x / CLUSTER; t < last; t += step) {
-            int halved = max(t - whole, 0), halves = HALVES && t >= whole ? 1 : BOXES;
-            if (!find_tile(groups, num_groups, t - ceil_div(halved, 2), tiles_n, band_width, rank, g, tile)) break;
+        auto find = [&](int t, int& g, Tile& tile, int& halves) {
+            int halved = max(t - whole, 0);
+            halves = HALVES && t >= whole ? 1 : BOXES;
+            if (!find_tile(groups, num_groups, t - ceil_div(halved, 2), tiles_n, band_width, rank, g, tile)) return false;
             tile.column += halved % 2 * HALF;
+            return true;
+        };
+#if EXPAND
+        Expander expander(
+            Weights(w_units, columns, k_blocks, table), ring + STAGES * STAGE_BYTES, packed, blockIdx.x / CLUSTER, step);
+#endif
+        for (int t = blockIdx.x / CLUSTER; t < last; t += step) {
+            int halves;
+            if (!find(t, g, tile, halves)) break;
             bool shared_rows = TEAM > 1 && !tile.pair_rows, shared_weights = TEAM > 1 && tile.pair_rows;
             int boxes = GATHER ? 0 : min(BM / A_BOX, ceil_div(tile.rows, A_BOX)), box_bytes = boxes * A_BOX * 128;
             int gathered = GATHER ? min(BM, tile.rows) : 0, own = max(0, min(32, gathered - first_own));
@@ -160,7 +172,7 @@ tma_gemm(const __grid_constant__ TensorMap a_map,
 #endif
             };
 #if EXPAND
-            expander.begin(w_units, tile, columns, k_blocks, halves);
+            expander.begin(tile, halves);
 #endif
             if (begins) {
                 if (leader && loads_after_ns > 0) barrier_wait_for(ended, 0, loads_after_ns);
@@ -169,6 +181,9 @@ tma_gemm(const __grid_constant__ TensorMap a_map,
                     barrier_expect(full + 8 * s, box_bytes + halves * TMA_BOX_BYTES);
                     load_weights(ring + s * STAGE_BYTES + A_BYTES, full + 8 * s, s);
                 }
+#if EXPAND
+                expander.load(ids.given() ? EARLY_STAGES : PACKED, find);
+#endif
                 wait_for_rows();
                 if (numbers_wait) load_row_numbers();
                 begins = false;
@@ -182,6 +197,9 @@ tma_gemm(const __grid_constant__ TensorMap a_map,
             phases ^= used;
             for (int kb = 0; kb < k_blocks; ++kb) {
                 u32 a = ring + stage * STAGE_BYTES, b = a + A_BYTES, ready = full + 8 * stage;
+#if EXPAND
+                expander.load(PACKED, find);
+#endif
                 barrier_wait(empty + 8 * stage, ~phase >> stage & 1);
                 __syncwarp();  // a late lane would wait for the following round
                 if (leader) {

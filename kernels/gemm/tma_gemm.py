@@ -109,7 +109,8 @@ def macros(
     return nvrtc.Defines(
         {
             "FP8": int(fmt.code == FormatCode.FP8_BLOCK),
-            "STAGES": shape.stages(num_groups, expands=expanded is not None),
+            "STAGES": shape.stages(num_groups, expanded),
+            "PACKED": shape.packed_stages(num_groups, expanded),
             "EXPAND": 0 if expanded is None else expanded.block,
             "ROWS": shape.tile_rows,
             "CLUSTER": shape.blocks_of_cluster(quantized=gated and out_code == 3),
@@ -213,7 +214,7 @@ class TmaProduct:
                 "up_offset": float(formula.up_offset or -0.0),
             },
             device=w.device,
-            shared_bytes=shape.shared_bytes(a.num_groups, expands=expanded is not None),
+            shared_bytes=shape.shared_bytes(a.num_groups, expanded),
             early=plan.tma.starts_early,
         )
 

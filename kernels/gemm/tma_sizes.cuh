@@ -50,12 +50,12 @@ constexpr int EARLY_STAGES = 3;        // stages of weights that are asked for w
 constexpr int TURN_BARRIERS = FEW ? 2 : 0;  // the phase of one ends with the kernel before; the other fills 16 bytes
 constexpr int FEW_PAIRS = 2;           // most pairs of row tiles of a group whose odd tile comes after each band
 constexpr int NO_MORE = -0x7FFFFFFF;   // rows of the announcement after the last tile
-static_assert(!FEW || EARLY_STAGES <= STAGES);
+static_assert(!FEW || EXPAND || EARLY_STAGES <= STAGES);
 constexpr bool HALVES = !GATED && !FEW;  // whether there are tiles of one half
 constexpr int ONE_HALF = 1 << 30;      // marks a tile of one half in the announced column
 // Sums of a thread: of a tile, and of the 128 weight rows that FP8 multiplies at a time.
 constexpr int SUMS = FEW ? BM : 128, PARTIAL_SUMS = FEW ? BM : 64;
-constexpr int PRODUCER_REGISTERS = EXPAND ? 64 : FP8 && !GATHER ? 24 : 40;  // the rest goes to the math warpgroups, unless FEW
+constexpr int PRODUCER_REGISTERS = EXPAND ? (PACKED ? 56 : 64) : FP8 && !GATHER ? 24 : 40;  // the rest goes to the math warpgroups, unless FEW
 constexpr int MATH_REGISTERS = EXPAND ? 224 : FP8 && !GATHER ? 240 : 232;
 constexpr int MATH_WARPS = 4 * MATH_WGS;
 constexpr bool THREADS_COPY = FP8 && !TMA_SCALES;  // scales, by all threads that produce
@@ -69,6 +69,10 @@ constexpr int OF_ROWS = NUMBERS > 0 ? 4 : 0;
 constexpr int OF_EXPANSION = EXPAND ? 4 * ARRIVALS_OF_WARP : 0;  // arrivals at a stage of the warps that write its weights
 constexpr int TMA_BOX_BYTES = EXPAND ? 0 : BOX_BYTES;            // of a box of weights that TMA copies
 constexpr int TABLE_BYTES = EXPAND ? 256 * 8 : 0;                // of products by scale codes
+// Packed weights: a unit has 64 rows of a block of K, quants and then scale codes.
+constexpr int UNIT_ROWS = 64, UNIT_QUANTS = UNIT_ROWS * 64, SCALES_OF_WORD = EXPAND == 16 ? 2 : 1;
+constexpr int UNIT_BYTES = UNIT_QUANTS + 4 * UNIT_ROWS * SCALES_OF_WORD, UNITS = FEW ? 2 : 4;  // of a stage
+constexpr int PACKED_BYTES = UNITS * UNIT_BYTES;
 constexpr int PRODUCING_WARPS = THREADS_COPY || OF_ROWS > 0 || EXPAND ? 4 : 1;
 constexpr float SMALLEST = 1.17549435e-38f, LARGEST = 3.40282347e38f;  // normal numbers
 constexpr int GATE_UP = 1, UP_GATE = 2, INTERLEAVED = 3;
