@@ -232,15 +232,15 @@ tma_gemm(const __grid_constant__ TensorMap a_map,
 #pragma unroll 1
                     for (; i < end; ++i) load_row(i, numbers[i]);
                 }
+#if EXPAND
+                expander.expand(b, ready, k_blocks - 1 - kb);  // before copies by threads, for which its fence would wait
+#endif
                 if (THREADS_COPY) {
                     u32 scale = shared_address(scales) + stage * SCALE_BYTES;
                     if (thread < BM) copy_word(scale + thread * 4, a_scale + kb);
                     if (thread < 2) copy_word(scale + BM * 4 + thread * 4, w_scale + kb);
                     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(ready) : "memory");
                 }
-#if EXPAND
-                expander.expand(b, ready, k_blocks - 1 - kb);
-#endif
                 if (++stage == STAGES) stage = 0, phase = ~phase;
             }
         }

@@ -55,8 +55,10 @@ constexpr bool HALVES = !GATED && !FEW;  // whether there are tiles of one half
 constexpr int ONE_HALF = 1 << 30;      // marks a tile of one half in the announced column
 // Sums of a thread: of a tile, and of the 128 weight rows that FP8 multiplies at a time.
 constexpr int SUMS = FEW ? BM : 128, PARTIAL_SUMS = FEW ? BM : 64;
-constexpr int PRODUCER_REGISTERS = EXPAND ? (PACKED ? 56 : 64) : FP8 && !GATHER ? 24 : 40;  // the rest goes to the math warpgroups, unless FEW
-constexpr int MATH_REGISTERS = EXPAND ? 224 : FP8 && !GATHER ? 240 : 232;
+// Registers of a thread, unless FEW: what those that produce do without goes to the math warpgroups.
+constexpr int PRODUCER_REGISTERS = EXPAND ? (GATHER && !PACKED ? 88 : 72) : FP8 && !GATHER ? 24 : 40;
+constexpr int MATH_REGISTERS = EXPAND ? (GATHER && !PACKED ? 208 : 216) : FP8 && !GATHER ? 240 : 232;
+static_assert(PRODUCER_REGISTERS + 2 * MATH_REGISTERS <= 3 * 168, "a block has no more: it would wait for them for ever");
 constexpr int MATH_WARPS = 4 * MATH_WGS;
 constexpr bool THREADS_COPY = FP8 && !TMA_SCALES;  // scales, by all threads that produce
 constexpr int OF_COPIES = THREADS_COPY ? 128 : 0;  // arrivals at a stage for these copies

@@ -141,5 +141,12 @@ inline void cvt_rn_f16x2_f32(unsigned& pair, float high, float low) {
   pair = bits_as<unsigned short>(_Float16(low)) | bits_as<unsigned short>(_Float16(high)) << 16;
 }
 inline void rcp_approx_f32(float& inverse, float x) { inverse = 1.0f / x; }
+inline float of_fp16(unsigned bits) { return bits_as<_Float16>(static_cast<unsigned short>(bits)); }
+inline void mul_f16x2(unsigned& product, unsigned a, unsigned b) {
+  cvt_rn_f16x2_f32(product, of_fp16(a >> 16) * of_fp16(b >> 16), of_fp16(a & 0xFFFF) * of_fp16(b & 0xFFFF));
+}
+inline void cvt_rn_satfinite_e4m3x2_f16x2(unsigned short& pair, unsigned halves) {
+  cvt_rn_satfinite_e4m3x2_f32(pair, of_fp16(halves >> 16), of_fp16(halves & 0xFFFF));
+}
 
 }  // namespace ptx
