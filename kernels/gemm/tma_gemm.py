@@ -5,7 +5,8 @@ contract is that of `grouped_gemm.py`, whose Triton kernel runs everything else.
 zero in the tensor cores and adds `partial * (row scale * weight scale)` in fp32. Where that product of scales is not a
 normal number, it adds `(partial * row scale) * weight scale`. `bf16` sums in the tensor cores. Every row sums K in
 ascending order, in any shape, tile and neighbourhood, so all shapes give the same bits. So they do where the tensor
-cores take the weights for their operand of 64 rows, as tiles of few rows do.
+cores take the weights for their operand of 64 rows, as tiles of few rows do. `ExpandedWeights` are `fp8_block` weights
+that the kernel makes of FP4 ones in shared memory, with the same bits.
 
 Least times on one H200. Prefill, FP8, 8 groups x 4096 rows, (N, K) = (4096, 7168): 1.92e12 flops take 1.34 ms at the
 1437 TFLOP/s of torch's dense 8192^3, 0.74 GB take 0.17 ms. Decode, FP8, 32 groups x 32 rows, both products of the
@@ -134,7 +135,7 @@ class TmaProduct:
 
     Args:
         a: rows of the size.
-        w: weights, which are kept.
+        w: weights, which are kept; `ExpandedWeights` go with rows in `fp8_block`.
         plan: for these.
         out: a result of the dtype and strides that all have.
         activation: None for a plain product.
