@@ -20,9 +20,10 @@ In each of its four 32-bit words, weight `i` has its magnitude at bits `4i .. 4i
 `8i - 29` for the last four: a mask makes selectors of bytes, another one puts signs where e4m3 has them. Thread `t` of
 128 reads words `t` and `t + 128` and finds their scale codes together. Units of a row block follow each other along K.
 
-A scale code is `s * 2^-f` as fp16 without its sign and its last 7 bits: 5 bits of exponent, 3 of mantissa. 0 is 0, and
-so are all `s` below `2^-14 * 2^f`, with which every magnitude rounds to 0. 255 is NaN. So the kernel has one table of
-256 entries for all experts and both formats.
+A scale code is `s * 2^-f` as fp16 without its sign and its last 7 bits: 5 bits of exponent, 3 of mantissa. That of
+`mxfp4` has one of mantissa, which is 0: codes of 8 exponents lie in different banks of shared memory then. 0 is 0, and
+so are all `s` below `2^-14 * 2^f`, with which every magnitude rounds to 0. If all bits are set, it is NaN. So the
+kernel has one table for all experts, of 256 entries, or of 64.
 """
 
 from __future__ import annotations
@@ -57,6 +58,11 @@ _BIAS = 21
 
 _ZERO, _NAN = -(2**20), 2**20
 """For such a number where a block scale is 0 or NaN."""
+
+
+def _unused_bits(fmt: TokenFormat) -> int:
+    """Bits of mantissa that scale codes of a format do without."""
+    return 2 if fmt is MXFP4 else 0
 
 
 def unit_bytes(fmt: TokenFormat) -> int:
@@ -160,7 +166,7 @@ class ExpandedWeights:
             folds[expert] = _folds(sizes, fmt)
             codes, rounded = _scale_codes(sizes, folds[expert], fmt)
             nibbles = torch.stack((quants & 15, quants >> 4), -1).flatten(-2)
-            units[expert] = _pack(nibbles, codes, fmt)
+            units[expert] = _pack(nibbles, codes >> _unused_bits(fmt), fmt)
             of_weights = rounded.repeat_interleave(fmt.block, -1) >> (nibbles & 7).int() & 1
             exact[expert] = not bool(of_weights.any())
         factors = torch.ones(w.num_experts, parts, dtype=torch.float32, device=w.device)
@@ -179,6 +185,7 @@ class ExpandedWeights:
         table = products_of_codes().to(self.device)
         for expert, units in enumerate(self.units):
             nibbles, codes = _unpack(units, self.stored_format)
+            codes = codes << _unused_bits(self.stored_format)
             found = table[codes.long().repeat_interleave(self.stored_format.block, -1), (nibbles & 7).long()]
             found |= (nibbles & 8) << 4
             quants[expert].view(torch.uint8).copy_(found[:, :rows, : self.num_columns].flatten(0, 1))

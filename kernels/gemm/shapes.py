@@ -52,7 +52,7 @@ MAX_FEW_STAGES = 6
 FEW_STAGING_BYTES = (HALF + 4) * 4
 """Shared memory of a tile's row by which, in a tile of few rows, the threads of a warpgroup share its sums."""
 EXPANSION_TABLE_BYTES = 2048
-"""Eight e4m3 products for each scale code of expanded weights."""
+"""Eight e4m3 products for each scale code of expanded weights; those of MXFP4 take a quarter."""
 MAX_EXPANDED_STAGES = 3
 """Stages of expanded weights behind a ring of packed ones, which hides the latency of memory."""
 MIN_PACKED_STAGES, MAX_PACKED_STAGES = 2, 8

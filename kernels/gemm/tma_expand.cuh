@@ -7,8 +7,8 @@
 // codes. A unit has 256 words of 16 bytes, of 32 weights each; word `32 * group + 8 * span + row` is of row `8 * group + row`
 // and of columns `32 * span` and on. So a warp loads 512 contiguous bytes, and 8 lanes store to all banks.
 //
-// A scale code is the upper byte but the sign of an fp16 number (5 bits of exponent, 3 of mantissa), by which the e2m1
-// magnitudes are multiplied; the products are rounded to e4m3. A table has the 8 products of each code as 8 bytes. With COMPUTED
+// A scale code has the upper bits but the sign of an fp16 number, by which the e2m1 magnitudes are multiplied: 5 of exponent, and
+// of mantissa 3 for `nvfp4`, 1 for `mxfp4`. The products are rounded to e4m3. A table has the 8 products of each code as 8 bytes. With COMPUTED
 // a thread makes them anew for each 16 or 32 weights: 8 more instructions, and no reads of shared memory.
 
 #ifndef MOE_RUNTIME_TMA_EXPAND
@@ -20,6 +20,7 @@
 
 constexpr int UNIT_WORDS = 2;                                // of a thread
 constexpr int SCALE_BYTES_OF_THREAD = UNIT_WORDS * SCALES_OF_WORD;  // in a unit
+constexpr int CODE_SHIFT = SCALES_OF_WORD == 2 ? 7 : 9;             // from scale codes to fp16
 constexpr int PREFETCHED = 4;  // blocks of K that L2 is asked for in advance
 static_assert(FP8 && (EXPAND == 16 || EXPAND == 32), "only e4m3 rows are multiplied with expanded weights");
 
@@ -31,7 +32,8 @@ __device__ __forceinline__ u32 e4m3_codes(float low, float high) {
 
 // The products of a scale code with 0, 0.5, 1, 1.5, 2, 3, 4, 6 as e4m3.
 __device__ __forceinline__ uint2 products_of(u32 code) {
-    float scale = __uint_as_float(code < 8 ? 0 : code >= 248 ? 0x7FC00000 : (code + 112 * 8) << 20);
+    u32 half = code << CODE_SHIFT;  // as fp16
+    float scale = __uint_as_float(half < 1 << 10 ? 0 : half >= 31 << 10 ? 0x7FC00000 : (half + (112 << 10)) << 13);
     return make_uint2(e4m3_codes(0.0f * scale, 0.5f * scale) | e4m3_codes(scale, 1.5f * scale) << 16,
                       e4m3_codes(2.0f * scale, 3.0f * scale) | e4m3_codes(4.0f * scale, 6.0f * scale) << 16);
 }
@@ -77,7 +79,7 @@ struct Unit {
 
 #if COMPUTED
     __device__ __forceinline__ uint2 products(u32, int i) const {
-        u32 scale = selected_bytes(scales, 0, 0x4440 + i) * 0x00800080;
+        u32 scale = selected_bytes(scales, 0, 0x4440 + i) * (0x00010001 << CODE_SHIFT);
         auto two = [&](u32 magnitudes) {
             u32 pair;
             u16 codes;

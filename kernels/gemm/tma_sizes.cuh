@@ -70,7 +70,7 @@ constexpr int NUMBERS = GATHER && !FEW ? BM : 0;
 constexpr int OF_ROWS = NUMBERS > 0 ? 4 : 0;
 constexpr int OF_EXPANSION = EXPAND ? 4 * ARRIVALS_OF_WARP : 0;  // arrivals at a stage of the warps that write its weights
 constexpr int TMA_BOX_BYTES = EXPAND ? 0 : BOX_BYTES;            // of a box of weights that TMA copies
-constexpr int TABLE_BYTES = EXPAND ? 256 * 8 : 0;                // of products by scale codes
+constexpr int TABLE_BYTES = EXPAND ? (EXPAND == 16 ? 256 : 64) * 8 : 0;  // of products by scale codes
 // Packed weights: a unit has 64 rows of a block of K, quants and then scale codes.
 constexpr int UNIT_ROWS = 64, UNIT_QUANTS = UNIT_ROWS * 64, SCALES_OF_WORD = EXPAND == 16 ? 2 : 1;
 constexpr int UNIT_BYTES = UNIT_QUANTS + 4 * UNIT_ROWS * SCALES_OF_WORD, UNITS = FEW ? 2 : 4;  // of a stage

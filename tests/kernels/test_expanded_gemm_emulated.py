@@ -15,6 +15,7 @@ from moe_runtime.kernels import nvrtc
 from moe_runtime.kernels.formats.number_formats import MXFP4, NVFP4, TokenFormat
 from moe_runtime.kernels.gemm import tma_gemm as tma
 from moe_runtime.kernels.gemm.expanded_gemm import expanded_gemm, expanded_gemm_swiglu, plan_expanded
+from moe_runtime.kernels.gemm.expanded_weights import ExpandedWeights
 from moe_runtime.kernels.gemm.plan import MAX_TMA_GROUPS
 from moe_runtime.kernels.gemm.shapes import TMA_DECODE, TMA_FEW, TMA_PREFILL, TMA_SHAPES, TMA_SOME, TmaShape
 from moe_runtime.kernels.gemm.weights import Activation, GateUpOrder, SwiGLU
@@ -31,7 +32,7 @@ from tests.support.expanded_cases import (
     in_shape,
     rows_for,
 )
-from tests.support.gemm_cases import UNIT, check_inside, exact_gemm, make_rows
+from tests.support.gemm_cases import UNIT, check_inside, exact_gemm, make_rows, random_weights
 from tests.support.gemm_checks import poisoned
 from tests.support.gemm_plans import tma_grouped_gemm, tma_grouped_gemm_swiglu
 
@@ -189,6 +190,25 @@ def test_both_products_of_a_layer(
         with emulator.together():
             got = run(gate_up, down, expanded_gemm_swiglu, expanded_gemm)
         assert_same_bits(got, want, name)
+
+
+@pytest.mark.parametrize("computed", [0, 1], ids=["table", "computed"])
+def test_scales_that_are_nan_and_far_ones(
+    computed: int, emulator: Emulator, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A NaN stays in its columns. Scales of 2^-100 and 2^90 beside each other lose the smaller weights."""
+    emulator.defines = {"COMPUTED": computed}
+    raw = random_weights("mxfp4", 3, 264, 384, rng, CPU)
+    assert raw.scales is not None
+    scales = raw.scales.clone()
+    scales[1, 0, 0, 5, 1, 2], scales[1, 1, 1, 7, 0, 1] = 255, 255
+    scales[2, 0, :, ::3], scales[2, 0, 1, 4] = 27, 217
+    w = ExpandedWeights.prepack(replace(raw, scales=scales), engine="torch")
+    assert w.exact.tolist() == [True, True, False]
+    for shape in (TMA_FEW, TMA_PREFILL):
+        found = compare_plain(few(384, rng, False, CPU), w, shape, monkeypatch)
+        assert found[3:40].isnan().any(0).nonzero().flatten().tolist() == [37, 135]
+    check_runs(emulator, 4)
 
 
 @names
