@@ -7,10 +7,12 @@
 #define MOE_RUNTIME_TMA_PRODUCER
 
 #include "tma_block.cuh"
+#include "tma_expand.cuh"
 
 // Where operands come from.
 struct Sources {
   const TensorMap *rows, *weights, *scales;
+  const u8* units;  // of weights that are expanded
   const int* row_index;
   const float *row_scales, *weight_scales;
 };
@@ -49,6 +51,7 @@ struct Loading {
 
   __device__ __forceinline__ void load_weights(const Block& block, const TensorMap* map, u32 to, u32 ready,
                                                int kb) const {
+    if (EXPAND) return;
     for (int h = shared_weights ? block.rank : 0; h < halves; h += shared_weights ? TEAM : 1)
       load_half(map, to + h * BOX_BYTES, ready, kb * BK, tile.column, h, tile.expert, shared_weights);
   }
@@ -82,6 +85,28 @@ struct Loading {
   }
 };
 
+// The tiles of a block, by their numbers. From `whole` on, they are halved.
+struct Walk {
+  const Block& block;
+  int num_groups, tiles_n, band_width, step, whole;
+
+  __device__ __forceinline__ Walk(const Block& block, int num_groups, int tiles_n, int band_width)
+      : block(block), num_groups(num_groups), tiles_n(tiles_n), band_width(band_width), step(gridDim.x / CLUSTER) {
+    int total = block.groups[num_groups].first, rest = total % step;
+    whole = HALVES && 2 * rest <= step ? total - rest : total;
+  }
+
+  // Tile `t`, in `group` or a later one, and how many halves it has; false past the last tile.
+  __device__ __forceinline__ bool find(int t, int& group, Tile& tile, int& halves) const {
+    int halved = max(t - whole, 0);
+    halves = HALVES && t >= whole ? 1 : BOXES;
+    int number = t - ceil_div(halved, 2);
+    if (!find_tile(block.groups, num_groups, number, tiles_n, band_width, block.rank, group, tile)) return false;
+    tile.column += halved % 2 * HALF;
+    return true;
+  }
+};
+
 // Tells the math warps of tiles, in order. An announcement overwrites the one of TILES_AHEAD tiles ago. That is safe: a
 // warp that had not read it would still hold the stages of the later tiles.
 struct Announcements {
@@ -100,7 +125,7 @@ struct Announcements {
 __device__ __forceinline__ void load_tiles(const Block& block, const Sources& from, const RoutedIds& ids,
                                            RingPhases phases, int num_groups, int tiles_n, int columns, int k_blocks,
                                            int band_width, int loads_after_ns) {
-  int thread = threadIdx.x % 128, step = gridDim.x / CLUSTER;  // between work items of a cluster
+  int thread = threadIdx.x % 128;
   bool leader = thread == 0;
   Announcements tiles;
   u32 round = 0;
@@ -111,25 +136,30 @@ __device__ __forceinline__ void load_tiles(const Block& block, const Sources& fr
   // before this one.
   int ahead = 0;
   bool begins = FEW;
-  // From `whole` on, tiles are halved.
-  int total = block.groups[num_groups].first, rest = total % step;
-  int whole = HALVES && 2 * rest <= step ? total - rest : total;
-  int g = 0;
+  const Walk walk(block, num_groups, tiles_n, band_width);
+#if EXPAND
+  Expander expander(block, from.units, columns, k_blocks);
+#endif
+  int g = 0, halves;
   Tile tile;
-  for (int t = blockIdx.x / CLUSTER; t < last; t += step) {
-    int halved = max(t - whole, 0), halves = HALVES && t >= whole ? 1 : BOXES;
-    if (!find_tile(block.groups, num_groups, t - ceil_div(halved, 2), tiles_n, band_width, block.rank, g, tile)) break;
-    tile.column += halved % 2 * HALF;
+  for (int t = blockIdx.x / CLUSTER; t < last; t += walk.step) {
+    if (!walk.find(t, g, tile, halves)) break;
     Loading loading(tile, halves, block.warp % 4 * 32);
     bool index_waits = begins && ids.given();
     if (!index_waits) loading.load_row_index(block, from.row_index);
+#if EXPAND
+    expander.begin(tile, halves);
+#endif
     if (begins) {
       if (leader && loads_after_ns > 0) barrier_wait_for(block.ended, 0, loads_after_ns);
-      ahead = min(ids.given() ? EARLY_STAGES : STAGES, k_blocks);
+      ahead = EXPAND ? 0 : min(ids.given() ? EARLY_STAGES : STAGES, k_blocks);
       for (int s = 0; s < ahead && leader; ++s) {
-        barrier_expect(block.full + 8 * s, loading.row_bytes + halves * BOX_BYTES);
+        barrier_expect(block.full + 8 * s, loading.row_bytes + halves * TMA_BOX_BYTES);
         loading.load_weights(block, from.weights, block.ring + s * STAGE_BYTES + A_BYTES, block.full + 8 * s, s);
       }
+#if EXPAND
+      expander.load(ids.given() ? EARLY_STAGES : PACKED, walk);
+#endif
       wait_for_rows();
       if (index_waits) loading.load_row_index(block, from.row_index);
       begins = false;
@@ -143,12 +173,15 @@ __device__ __forceinline__ void load_tiles(const Block& block, const Sources& fr
     u32 phase = phases.of_next_tile();
     for (int kb = 0; kb < k_blocks; ++kb) {
       u32 a = block.ring + stage * STAGE_BYTES, b = a + A_BYTES, ready = block.full + 8 * stage;
+#if EXPAND
+      expander.load(PACKED, walk);
+#endif
       barrier_wait(block.empty + 8 * stage, ~phase >> stage & 1);
       __syncwarp();  // a late lane would wait for the following round
       if (leader) {
         bool scales_too = TMA_SCALES && stage == 0, weights_too = !FEW || ahead <= 0;
         if (weights_too)
-          barrier_expect(ready, loading.row_bytes + halves * BOX_BYTES + (scales_too ? (BM + 2) * 16 : 0));
+          barrier_expect(ready, loading.row_bytes + halves * TMA_BOX_BYTES + (scales_too ? (BM + 2) * 16 : 0));
         loading.load_boxes(block, from.rows, a, ready, kb);
         if (weights_too) loading.load_weights(block, from.weights, b, ready, kb);
         if (scales_too) {
@@ -161,6 +194,9 @@ __device__ __forceinline__ void load_tiles(const Block& block, const Sources& fr
       }
       --ahead;
       loading.gather_rows(block, from.rows, a, ready, kb);
+#if EXPAND
+      expander.expand(b, ready, k_blocks - 1 - kb);  // before copies by threads, for which its fence would wait
+#endif
       if (THREADS_COPY) {
         u32 scale = shared_address(block.scales) + stage * SCALE_BYTES;
         if (thread < BM) copy_word(scale + thread * 4, a_scale + kb);
