@@ -56,6 +56,8 @@ EXPANSION_TABLE_BYTES = 2048
 MAX_EXPANDED_STAGES = 3
 """Stages of expanded weights behind a ring of packed ones, which hides the latency of memory."""
 MIN_PACKED_STAGES, MAX_PACKED_STAGES = 2, 8
+EXPANSION: dict[str, int] = {"EXPANDERS": 1, "SHARED": 0}
+"""Macros of `tma_expand.cuh` where threads load packed weights into registers."""
 TILES_AHEAD = 8
 """Tiles that the producers of a block may announce to its math warps in advance."""
 

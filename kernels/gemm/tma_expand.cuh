@@ -41,7 +41,7 @@ __device__ __forceinline__ uint2 products_of(u32 code) {
 
 // Called by the whole block, which must synchronize before the table is used.
 __device__ __forceinline__ void fill_table(uint2* table) {
-  for (int code = threadIdx.x; code < TABLE_BYTES / 8; code += 128 * (MATH_WGS + 1)) table[code] = products_of(code);
+  for (int code = threadIdx.x; code < TABLE_BYTES / 8; code += THREADS) table[code] = products_of(code);
 }
 
 // Bytes of `low` and `high` by the four lower nibbles of `selector`. The compiler looks into an intrinsic, and would
@@ -64,14 +64,48 @@ __device__ __forceinline__ void store_16(u32 to, u32 x, u32 y, u32 z, u32 w) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
 }
 
-// 32 weights with the entries of the first and of the last 16; `to` and `next` are the places of both in the 128-byte
-// swizzle.
-__device__ __forceinline__ void expand_word(uint4 word, uint2 table, uint2 next_table, u32 to, u32 next) {
+// Where a thread writes: the first and the last 16 of 32 weights in the 128-byte swizzle, the same and the barrier in
+// the other block.
+struct Place {
+  u32 to, next, there, next_there, ready;
+  bool copies;
+
+  __device__ __forceinline__ void store(u32 offset, bool second, u32 x, u32 y, u32 z, u32 w) const {
+    store_16((second ? next : to) + offset, x, y, z, w);
+#if SHARED > 1
+    u32 at = (second ? next_there : there) + offset;
+    if (!copies) return;
+#if SHARED == 2
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(at),
+                 "r"(x), "r"(y), "r"(z), "r"(w), "r"(ready)
+                 : "memory");
+#else
+    asm volatile("st.shared::cluster.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(x), "r"(y), "r"(z), "r"(w)
+                 : "memory");
+#endif
+#endif
+  }
+};
+
+// 32 weights with the entries of the first and of the last 16.
+__device__ __forceinline__ void expand_word(uint4 word, uint2 table, uint2 next_table, const Place& place, u32 offset) {
   u32 x, y, z, w;
   expand_8(word.x, table, x, y), expand_8(word.y, table, z, w);
-  store_16(to, x, y, z, w);
+  place.store(offset, false, x, y, z, w);
   expand_8(word.z, next_table, x, y), expand_8(word.w, next_table, z, w);
-  store_16(next, x, y, z, w);
+  place.store(offset, true, x, y, z, w);
+}
+
+// Copies to the other block, whose barrier counts the bytes.
+__device__ __forceinline__ void bulk_copy_there(u32 to, u32 from, u32 bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "r"(from), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+
+// Arrives at a barrier of the other block when the stores before are there.
+__device__ __forceinline__ void barrier_arrive_after_stores(u32 barrier) {
+  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0], 1;" ::"r"(barrier) : "memory");
 }
 
 // The 64 x 128 weights of a unit to `to`, by 128 threads: the two words of each and their scale codes.
@@ -95,7 +129,7 @@ struct Unit {
   __device__ __forceinline__ uint2 products(u32 table, int i) const {
     u32 code = selected_bytes(scales, 0, 0x4440 + i);
     uint2 found;
-    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(found.x), "=r"(found.y) : "r"(table + code * 8));
+    asm("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(found.x), "=r"(found.y) : "r"(table + code * 8));
     return found;
   }
 #endif
@@ -105,29 +139,44 @@ struct Unit {
     for (int j = 0; j < UNIT_WORDS; ++j) {
       uint2 first = products(table, SCALES_OF_WORD * j);
       uint2 last = SCALES_OF_WORD > 1 ? products(table, SCALES_OF_WORD * j + 1) : first;
-      expand_word(words[j], first, last, to + j * 4096, next + j * 4096);
+      expand_word(words[j], first, last, {to, next, 0, 0, 0, false}, j * 4096);
     }
   }
 };
 
-// Where the units of a tile are, and how many.
+// Where units of a tile are, and how many: pairs of neighbours, or, with FEW, of gate and up.
 struct Units {
-  const u8* from[UNITS];
+  const u8* pairs[UNITS / 2];
+  u32 stride;  // bytes between the units of a pair
   int count;
 
-  // From the first block of K on. Past the last column any unit will do.
-  __device__ __forceinline__ void find(const u8* units, const Tile& tile, int columns, int k_blocks, int halves) {
+  // Those of `number` units from the `first` of the tile, from the first block of K on: whole pairs, or one unit. Past
+  // the last column any unit will do.
+  __device__ __forceinline__ void find(const u8* units, const Tile& tile, int columns, int k_blocks, int first,
+                                       int number) {
     int blocks = 2 * ceil_div(columns, 2 * UNIT_ROWS);
-    count = FEW ? UNITS : 2 * halves;
+    count = number;
+    stride = (FEW && GATED ? blocks : 1) * k_blocks * UNIT_BYTES;
 #pragma unroll
-    for (int u = 0; u < UNITS; ++u) {
-      int part = GATED ? u * 2 / UNITS : 0, of_part = GATED ? u % (UNITS / 2) : u;
-      int block = min(tile.column / UNIT_ROWS + of_part, blocks - 1);
+    for (int p = 0; p < UNITS / 2; ++p) {
+      int u = first + 2 * p, part = GATED && !FEW ? u / 2 : 0, of_part = GATED && !FEW ? u % 2 : u;
+      int block = tile.column / UNIT_ROWS + of_part;
+      if (block >= blocks) block = 0;
       long long unit = ((long long)tile.expert * (GATED ? 2 : 1) + part) * blocks + block;
-      from[u] = units + unit * k_blocks * UNIT_BYTES;
+      pairs[p] = units + unit * k_blocks * UNIT_BYTES;
     }
   }
+
+  __device__ __forceinline__ const u8* from(int u) const { return pairs[u / 2] + u % 2 * stride; }
+
+  // Goes on to the next block of K.
+  __device__ __forceinline__ void advance(int pair) { pairs[pair] += UNIT_BYTES; }
 };
+
+// Whether the blocks of a cluster expand weights of a tile for each other.
+__device__ __forceinline__ bool is_shared(const Tile& tile, int halves) {
+  return SHARED && tile.pair_rows && halves == 2;
+}
 
 // What the threads that produce know of the weights.
 struct Weights {
@@ -143,7 +192,7 @@ struct Weights {
   }
 
   __device__ __forceinline__ void expand(const Unit& unit, u32 b, int u) const {
-    b += u * UNIT_ROWS * 128;
+    b += u * UNIT_EXPANDED;
     unit.expand(table, b + to, b + next);
   }
 
@@ -184,7 +233,7 @@ struct Expander : Weights {
         more = walk.find(number, group, tile, halves);
         if (!more) return;
         number += walk.step;
-        loads.find(units, tile, columns, k_blocks, halves);
+        loads.find(units, tile, columns, k_blocks, 0, FEW ? UNITS : 2 * halves);
         left = k_blocks;
       }
       barrier_wait(full + 8 * (PACKED + filled), ~of_filled & 1);
@@ -195,8 +244,8 @@ struct Expander : Weights {
 #pragma unroll
       for (int u = 0; u < UNITS; ++u) {
         if (u >= loads.count) continue;
-        if (one) bulk_load(to + u * UNIT_BYTES, loads.from[u], UNIT_BYTES, ready);
-        loads.from[u] += UNIT_BYTES;
+        if (one) bulk_load(to + u * UNIT_BYTES, loads.from(u), UNIT_BYTES, ready);
+        if (u % 2) loads.advance(u / 2);
       }
       --left;
       if (++filled == PACKED) filled = 0, of_filled = ~of_filled;
@@ -204,7 +253,7 @@ struct Expander : Weights {
   }
 
   // Writes the weights of a stage to `b` and arrives at `ready`.
-  __device__ __forceinline__ void expand(u32 b, u32 ready, int) {
+  __device__ __forceinline__ void expand(int, u32 b, u32 ready, int) {
     int thread = threadIdx.x % 128;
     barrier_wait(full + 8 * slot, phase & 1);
     u32 words = ring + slot * UNITS * UNIT_BYTES + thread * 16;
@@ -237,30 +286,42 @@ struct Expander : Weights {
 
 #else  // from registers
 
-// What a thread has of a block of K, and where its next is.
+// What a thread has of one or two blocks of K, and where its next is. A tile's units are shared by the expanding
+// warpgroups, and, if SHARED, by the blocks of a cluster that multiply with the same weights. A thread with at most two
+// units of a block of K has loaded two blocks in advance.
 struct Expander : Weights {
   Units source;
-  Unit own[UNITS];
+  Unit own[UNITS / EXPANDERS];
+  int expander;  // number of this warpgroup
+  int first;     // of the units of a block of K that it expands
+  bool copies;   // to the other block
 
   __device__ __forceinline__ Expander(const Block& block, const u8* units, int columns, int k_blocks)
-      : Weights(block, units, columns, k_blocks) {}
+      : Weights(block, units, columns, k_blocks), expander(EXPANDERS > 1 ? block.wg - MATH_WGS : 0) {}
 
   template <class Walk>
   __device__ __forceinline__ void load(int, const Walk&) {}
 
+  template <int SLOT>
   __device__ __forceinline__ void load_unit(int u) {
     int thread = threadIdx.x % 128;
-    const u8* from = source.from[u];
+    const u8* from = source.from(u);
 #pragma unroll
     for (int j = 0; j < UNIT_WORDS; ++j) {
-      uint4& word = own[u].words[j];
+      uint4& word = own[SLOT].words[j];
       asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
                    : "=r"(word.x), "=r"(word.y), "=r"(word.z), "=r"(word.w)
                    : "l"(from + thread * 16 + j * 2048));
     }
     const u8* scales = from + UNIT_QUANTS + thread * SCALE_BYTES_OF_THREAD;
-    own[u].scales = SCALES_OF_WORD == 2 ? *(const u32*)scales : *(const u16*)scales;
-    source.from[u] += UNIT_BYTES;
+    own[SLOT].scales = SCALES_OF_WORD == 2 ? *(const u32*)scales : *(const u16*)scales;
+  }
+
+  // The first two units of a block of K into two slots, or the last two of four.
+  template <int SLOT>
+  __device__ __forceinline__ void load_pair(int u) {
+    load_unit<SLOT>(u), load_unit<SLOT + 1>(u + 1);
+    source.advance(u / 2);
   }
 
   // Asks L2 for `blocks` blocks of K, `ahead` behind the next to be loaded.
@@ -268,35 +329,113 @@ struct Expander : Weights {
 #pragma unroll
     for (int u = 0; u < UNITS; ++u) {
       if (u >= source.count) continue;
-      asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source.from[u] + ahead * UNIT_BYTES),
+      asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source.from(u) + ahead * UNIT_BYTES),
                    "r"(blocks * UNIT_BYTES)
                    : "memory");
     }
   }
 
-  // Loads the first block of K of a tile.
+  // Loads the first blocks of K of a tile.
   __device__ __forceinline__ void begin(const Tile& tile, int halves) {
-    source.find(units, tile, columns, k_blocks, halves);
+    copies = is_shared(tile, halves);
+    int all = 2 * halves, count = EXPANDERS > 1 ? (expander < halves ? 2 : 0) : copies ? all / 2 : all;
+    first = EXPANDERS > 1 ? 2 * expander : copies ? 2 * cluster_rank() : 0;
+    source.find(units, tile, columns, k_blocks, first, count);
+    if (count == 0) return;
     if (threadIdx.x % 128 == 0 && k_blocks > 1) prefetch(1, min(PREFETCHED, k_blocks - 1));
-#pragma unroll
-    for (int u = 0; u < UNITS; ++u)
-      if (u < source.count) load_unit(u);
+    load_pair<0>(0);
+#if EXPANDERS == 1
+    if (count > 2) {
+      load_pair<2>(2);
+    } else if (k_blocks > 1) {
+      load_pair<2>(0);
+    }
+#endif
   }
 
-  // Writes the weights of a stage to `b`, arrives at `ready`, and loads the next block of K if one is `left`. The fence
-  // may wait for loads: half of them are asked for before, early enough, and half behind it.
-  __device__ __forceinline__ void expand(u32 b, u32 ready, int left) {
-    if (threadIdx.x % 128 == 0 && left > PREFETCHED) prefetch(PREFETCHED, 1);
+  template <int SLOT>
+  __device__ __forceinline__ void expand_pair(u32 b, u32 ready, int u) {
+    uint2 found[2][UNIT_WORDS * SCALES_OF_WORD];
+    auto look_up = [&](int i) {
 #pragma unroll
-    for (int u = 0; u < UNITS; ++u) {
-      if (u >= source.count) continue;
-      Weights::expand(own[u], b, u);
-      if (left > 0 && u < UNITS / 2) load_unit(u);
+      for (int j = 0; j < UNIT_WORDS * SCALES_OF_WORD; ++j) found[i][j] = own[SLOT + i].products(table, j);
+    };
+    u32 at = b + (first + u) * UNIT_EXPANDED;
+    Place place = {at + to, at + next, 0, 0, 0, copies};
+    if (SHARED > 1 && copies) {
+      u32 change = address_at(at, cluster_rank() ^ 1) - at;
+      place.there = place.to + change, place.next_there = place.next + change, place.ready = ready + change;
     }
-    arrive(ready);
+    look_up(0);
+    if (!SHARED) look_up(1);
 #pragma unroll
-    for (int u = UNITS / 2; u < UNITS; ++u)
-      if (left > 0 && u < source.count) load_unit(u);
+    for (int i = 0; i < 2; ++i) {
+      if (SHARED && i == 1) look_up(1);
+#pragma unroll
+      for (int j = 0; j < UNIT_WORDS; ++j) {
+        uint2 table = found[i][SCALES_OF_WORD * j], next_table = found[i][SCALES_OF_WORD * j + SCALES_OF_WORD - 1];
+        expand_word(own[SLOT + i].words[j], table, next_table, place, i * UNIT_EXPANDED + j * 4096);
+      }
+    }
+  }
+
+  // Says that all weights of a stage are written, here and in the other block.
+  __device__ __forceinline__ void finish(u32 b, u32 ready) {
+    if (SHARED == 3 && copies) {
+      asm volatile("fence.proxy.async;" ::: "memory");
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) {
+        barrier_arrive(ready);
+        barrier_arrive_after_stores(address_at(ready, cluster_rank() ^ 1));
+      }
+      return;
+    }
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    if (SHARED == 1 && copies) {
+      __syncwarp();
+      if (elected()) {
+        u32 from = b + first * UNIT_EXPANDED + threadIdx.x / 32 % 4 * 1024,
+            change = address_at(b, cluster_rank() ^ 1) - b;
+        for (int u = 0; u < source.count; ++u, from += UNIT_EXPANDED) {
+          bulk_copy_there(from + change, from, 1024, ready + change);
+          bulk_copy_there(from + 4096 + change, from + 4096, 1024, ready + change);
+        }
+      }
+    }
+    if (SHARED == 3) {
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) barrier_arrive(ready, 2);
+    } else {
+      barrier_arrive_warp(ready);
+    }
+  }
+
+  // Writes the weights of a stage to `b`, arrives at `ready`, and loads a later block of K if one is `left`. `odd`, a
+  // constant, is of the block of K. The fence waits for loads, too.
+  __device__ __forceinline__ void expand(int odd, u32 b, u32 ready, int left) {
+    bool deep = EXPANDERS == 1 && source.count <= 2;
+    if (threadIdx.x % 128 == 0 && left > PREFETCHED) prefetch(deep ? PREFETCHED - 1 : PREFETCHED, 1);
+#if EXPANDERS == 1
+    if (source.count > 2) {
+      expand_pair<0>(b, ready, 0);
+      if (left > 0) load_pair<0>(0);
+      expand_pair<2>(b, ready, 2);
+      finish(b, ready);
+      if (left > 0) load_pair<2>(2);
+    } else if (odd) {
+      expand_pair<2>(b, ready, 0);
+      finish(b, ready);
+      if (left > 1) load_pair<2>(0);
+    } else {
+      expand_pair<0>(b, ready, 0);
+      finish(b, ready);
+      if (left > 1) load_pair<0>(0);
+    }
+#else
+    if (source.count > 0) expand_pair<0>(b, ready, 0);
+    finish(b, ready);
+    if (source.count > 0 && left > 0) load_pair<0>(0);
+#endif
   }
 };
 

@@ -32,7 +32,7 @@
 #include "tma_consumer.cuh"
 #include "tma_producer.cuh"
 
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(128 * (MATH_WGS + 1), FEW ? 2 : 1)
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, FEW ? 2 : 1)
     tma_gemm(const __grid_constant__ TensorMap a_map,
 #if EXPAND
              const u8* w_units,
@@ -80,6 +80,11 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(128
     const Sources sources = {&a_map, &w_map, &scales_map, nullptr, row_index, a_scales, w_scales};
 #endif
     load_tiles(block, sources, ids, phases, num_groups, tiles_n, columns, k_blocks, band_width, loads_after_ns);
+#if EXPANDERS > 1
+  } else if (block.wg > MATH_WGS) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
+    expand_tiles(block, w_units, phases, num_groups, tiles_n, columns, k_blocks, band_width);
+#endif
   } else {
     if (!FEW) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MATH_REGISTERS));
     if (FEW) wait_for_rows();

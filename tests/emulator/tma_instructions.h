@@ -31,6 +31,24 @@ inline void st_async_shared_cluster_mbarrier_complete_tx_bytes_b32(unsigned to, 
   emulator::async_store(to, value, barrier);
 }
 
+// Weights for the other block.
+inline void st_async_shared_cluster_mbarrier_complete_tx_bytes_v4_b32(unsigned to, unsigned x, unsigned y, unsigned z,
+                                                                      unsigned w, unsigned barrier) {
+  const unsigned values[] = {x, y, z, w};
+  for (unsigned i = 0; i < 4; ++i) emulator::async_store(to + 4 * i, values[i], barrier);
+}
+inline void st_shared_cluster_v4_u32(unsigned to, unsigned x, unsigned y, unsigned z, unsigned w) {
+  *static_cast<uint4*>(emulator::from_shared(to, 16)) = {x, y, z, w};
+}
+inline void fence_proxy_async() {}
+inline void mbarrier_arrive_release_cluster_shared_cluster_b64(unsigned barrier, unsigned count) {
+  emulator::mbarrier_arrive(barrier, count);
+}
+inline void cp_async_bulk_shared_cluster_shared_cta_mbarrier_complete_tx_bytes(unsigned to, unsigned from,
+                                                                               unsigned bytes, unsigned barrier) {
+  emulator::bulk_load(to, emulator::from_shared(from, bytes), bytes, barrier);
+}
+
 // Barriers of some warps.
 inline void bar_arrive(unsigned id, unsigned threads) { emulator::bar_arrive(id, threads); }
 inline void setp_ne_b32__bar_red_and_pred__selp_b32(unsigned& all, unsigned value, unsigned id, unsigned zero,

@@ -17,7 +17,7 @@ from moe_runtime.kernels.gemm import tma_gemm as tma
 from moe_runtime.kernels.gemm.expanded_gemm import expanded_gemm, expanded_gemm_swiglu, plan_expanded
 from moe_runtime.kernels.gemm.expanded_weights import ExpandedWeights
 from moe_runtime.kernels.gemm.plan import MAX_TMA_GROUPS
-from moe_runtime.kernels.gemm.shapes import TMA_DECODE, TMA_FEW, TMA_PREFILL, TMA_SHAPES, TMA_SOME, TmaShape
+from moe_runtime.kernels.gemm.shapes import EXPANSION, TMA_DECODE, TMA_FEW, TMA_PREFILL, TMA_SHAPES, TMA_SOME, TmaShape
 from moe_runtime.kernels.gemm.weights import Activation, GateUpOrder, SwiGLU
 from moe_runtime.kernels.runtime import BLOCK_RESERVED_BYTES, SM_SHARED_BYTES
 from tests.emulator import Emulator, needs_emulator
@@ -30,6 +30,7 @@ from tests.support.expanded_cases import (
     expanded_weights,
     few,
     in_shape,
+    ragged,
     rows_for,
 )
 from tests.support.gemm_cases import UNIT, check_inside, exact_gemm, make_rows, random_weights
@@ -103,6 +104,33 @@ def test_ragged_groups(
         got = compare_plain(a, w, shape, monkeypatch, num_sms=num_sms)
     check_inside(got[: a.capacity], exact_gemm(a, w.expand(), CPU), UNIT[torch.float32])
     check_runs(emulator, 2)
+
+
+WAYS = {
+    "two warpgroups": {"EXPANDERS": 2, "SHARED": 0},
+    "copies to the other block": {"EXPANDERS": 1, "SHARED": 1},
+    "asynchronous stores": {"EXPANDERS": 1, "SHARED": 2},
+    "stores": {"EXPANDERS": 1, "SHARED": 3},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@names
+@gathers
+def test_ways_to_expand(
+    name: str, way: str, gather: bool, emulator: Emulator, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for macro, value in WAYS[way].items():
+        monkeypatch.setitem(EXPANSION, macro, value)
+    tma.macros.cache_clear()
+    for k in (640, 1024) if gather else (512, 416):
+        w = expanded_weights(name, 392, k, rng, CPU)
+        for num_sms in (2, 4):
+            compare_plain(ragged(k, rng, gather, CPU), w, TMA_PREFILL, monkeypatch, num_sms=num_sms)
+    w = expanded_weights(name, 768, 512, rng, CPU, GateUpOrder.GATE_UP)
+    compare_swiglu(ragged(512, rng, gather, CPU), w, SwiGLU(), "fp8_block", TMA_PREFILL, monkeypatch)
+    tma.macros.cache_clear()
+    check_runs(emulator, 10)
 
 
 @names
