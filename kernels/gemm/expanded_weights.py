@@ -1,10 +1,11 @@
 """FP4 weights that Hopper's FP8 tensor cores multiply: stored in 4 bits, expanded to e4m3 by `tma_gemm.cu`.
 
 **Value.** The weights are those of `fp8_block`: e4m3 with an fp32 scale for each block of 128 x 128, in which gate and
-up each start with a block. For the block scales `s` (of 16 or 32 along K) in such a block, `f` is the least integer
-with `6 * max(s) * 2^-f <= 448`, or 0 if all are 0. The fp32 scale is `expert scale * 2^f`, rounded once. A weight is
-`e2m1 * s * 2^-f`, rounded once to e4m3, to nearest with ties to even. Nothing saturates. The `fp8_block` GEMM with the
-weights of `ExpandedWeights.expand` gives the same bits.
+up each start with a block. With block scales `s` (of 16 or 32 along K), `f` is the least integer from -126 on with
+`max(abs(e2m1 * s)) * 2^-f <= 448` in such a block, without its NaNs, or 0 if all are 0. The fp32 scale is
+`expert scale * 2^f`, rounded once. A weight is `e2m1 * s * 2^-f`, rounded once to e4m3, to nearest with ties to even.
+Nothing saturates. So the weights are those of `fold_into_fp8` with gate above up, but for blocks with NaN. The
+`fp8_block` GEMM with the weights of `ExpandedWeights.expand` gives the same bits.
 
 **Error.** e4m3 has 4 significant bits from 2^-6 on; below it has multiples of 2^-9.
 
@@ -12,7 +13,7 @@ weights of `ExpandedWeights.expand` gives the same bits.
   is rounded to a multiple of 2^-9, at last to 0. `ExpandedWeights.exact` tells which experts have no rounded weight.
 - `nvfp4`: `e2m1 * s` has up to 6 significant bits. 1.5, 3 and 6 times mantissas of 9, 11, 13, 14 and 15 eighths are
   rounded, by at most 2^-4 of their value. A weight below 2^-6 is rounded to a multiple of 2^-9, so it is off by at most
-  `2^-10 * 2^f`; the largest that its block could hold is more than `224 * 2^f`.
+  `2^-10 * 2^f`; the largest of its block is more than `224 * 2^f`.
 
 **Layout.** A unit has 64 rows of gate, of up or of a plain weight, and 128 columns of K: 256 words of 16 bytes, then
 scale codes. Word `32 * group + 8 * span + row` has the 32 weights of row `8 * group + row` from column `32 * span` on.
@@ -23,7 +24,7 @@ In each of its four 32-bit words, weight `i` has its magnitude at bits `4i .. 4i
 A scale code is `s * 2^-f` as fp16 without its sign and its last 7 bits: 5 bits of exponent, 3 of mantissa. That of
 `mxfp4` has one of mantissa, which is 0: codes of 8 exponents lie in different banks of shared memory then. 0 is 0, and
 so are all `s` below `2^-14 * 2^f`, with which every magnitude rounds to 0. If all bits are set, it is NaN. So the
-kernel has one table for all experts, of 256 entries, or of 64.
+kernel has one table for all experts, of 256 entries, or of 64. The code is 0, too, where all weights of `s` are 0.
 """
 
 from __future__ import annotations
@@ -163,9 +164,12 @@ class ExpandedWeights:
             columns = shape[2] * UNIT_COLUMNS
             sizes = _padded(sizes[index], shape[1] * UNIT_ROWS, columns // fmt.block, _ZERO)
             quants = _padded(w.quants[expert].view(torch.uint8)[index], shape[1] * UNIT_ROWS, columns // 2, 0)
-            folds[expert] = _folds(sizes, fmt)
-            codes, rounded = _scale_codes(sizes, folds[expert], fmt)
             nibbles = torch.stack((quants & 15, quants >> 4), -1).flatten(-2)
+            # Magnitude codes are in the order of their values.
+            largest = (nibbles & 7).unflatten(-1, (-1, fmt.block)).amax(-1)
+            sizes = torch.where((largest == 0) & (sizes != _NAN), _ZERO, sizes)
+            folds[expert] = _folds(sizes, largest, fmt)
+            codes, rounded = _scale_codes(sizes, folds[expert], fmt)
             units[expert] = _pack(nibbles, codes >> _unused_bits(fmt), fmt)
             of_weights = rounded.repeat_interleave(fmt.block, -1) >> (nibbles & 7).int() & 1
             exact[expert] = not bool(of_weights.any())
@@ -296,13 +300,18 @@ def _blocks(sizes: torch.Tensor, fmt: TokenFormat) -> torch.Tensor:
     return sizes.unflatten(2, (-1, UNIT_COLUMNS // fmt.block)).unflatten(1, (-1, WEIGHT_BLOCK_N))
 
 
-def _folds(sizes: torch.Tensor, fmt: TokenFormat) -> torch.Tensor:
-    """int32 `[parts, blocks of 128 rows, blocks of K]`: `f`, from the largest scale of each block that is a number."""
-    largest = torch.where(sizes == _NAN, _ZERO, sizes)
-    largest = _blocks(largest, fmt).amax((2, 4))
-    # 6 * 2^6 * (1 + mantissa / 8) is at most 448 for mantissas up to 1.
-    folds = (largest >> 3) - _BIAS - 6 + ((largest & 7) > 1).int()
-    return torch.where(largest == _ZERO, 0, folds)
+def _folds(sizes: torch.Tensor, largest: torch.Tensor, fmt: TokenFormat) -> torch.Tensor:
+    """int32 `[parts, blocks of 128 rows, blocks of K]`: `f`, from the largest number of each block.
+
+    `largest` has the largest magnitude code of each scale.
+    """
+    is_number = (sizes != _ZERO) & (sizes != _NAN)
+    magnitudes = torch.tensor(MAGNITUDES, dtype=torch.float64, device="cpu").to(sizes.device)[largest.long()]
+    scales = (1 + (sizes & 7).double() / 8) * torch.exp2(((sizes >> 3) - _BIAS).double())
+    mantissa, exponent = torch.frexp(_blocks(torch.where(is_number, magnitudes * scales, 0.0), fmt).amax((2, 4)))
+    # 448 is 0.875 * 2^9.
+    folds = (exponent - 9 + (mantissa > 0.875)).clamp(min=-126)
+    return torch.where(mantissa == 0, 0, folds).int()
 
 
 def _scale_codes(sizes: torch.Tensor, folds: torch.Tensor, fmt: TokenFormat) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,7 +14,7 @@ from moe_runtime.kernels.formats.number_formats import MXFP4, NVFP4, TokenFormat
 from moe_runtime.kernels.formats.swizzle import swizzle_scales
 from moe_runtime.kernels.gemm.dequant_layout import SCALE_CODES
 from moe_runtime.kernels.gemm.expanded_weights import ExpandedWeights, products_of_codes, units_shape
-from moe_runtime.kernels.gemm.weights import ExpertWeights, GateUpOrder
+from moe_runtime.kernels.gemm.weights import ExpertWeights, GateUpOrder, fold_into_fp8
 from tests.support.comparison import assert_same_bits
 from tests.support.gemm_cases import Array, bits, random_weights, swizzled
 
@@ -62,11 +62,12 @@ def expected(w: ExpertWeights) -> tuple[Array, Array, Array]:
                 for k in range(0, w.num_columns, 128):
                     mine = rows[r : r + 128]
                     s = scales[expert, mine, k // block : (k + 128) // block]
-                    largest = s[~np.isnan(s)].max(initial=0.0)
+                    product = values[expert, mine, k : k + 128] * s.repeat(block, 1)
+                    largest = np.abs(product[~np.isnan(product)]).max(initial=0.0)
                     fold = 0
                     if largest > 0:
-                        fold = min(f for f in range(-200, 200) if largest * 6 * 2.0**-f <= 448)
-                    product = values[expert, mine, k : k + 128] * s.repeat(block, 1) * 2.0**-fold
+                        fold = min(f for f in range(-126, 200) if largest * 2.0**-f <= 448)
+                    product *= 2.0**-fold
                     rounded = product.astype(ml_dtypes.float8_e4m3fn)
                     assert np.isnan(product).sum() == np.isnan(rounded.astype(np.float64)).sum()
                     is_exact &= bool(((rounded.astype(np.float64) == product) | np.isnan(product)).all())
@@ -116,6 +117,27 @@ def test_random_weights(fmt: TokenFormat, order: GateUpOrder | None, n: int, k: 
 
 
 @formats
+@pytest.mark.parametrize("order", [None, GateUpOrder.GATE_UP, GateUpOrder.UP_GATE], ids=str)
+@pytest.mark.parametrize(("n", "k"), [(16, 32), (400, 288), (512, 384)])
+def test_the_same_weights_as_folded_ones(
+    fmt: TokenFormat, order: GateUpOrder | None, n: int, k: int, rng: torch.Generator
+) -> None:
+    """Where rows of gate and of up do not share blocks: there folded weights have one scale for both."""
+    w = torch.randn(2, n, k, generator=rng) * torch.randn(2, n, 1, generator=rng).mul(3).exp()
+    weights = ExpertWeights.quantize(w, fmt, gate_up=order or False, engine="torch")
+    # Blocks without a largest magnitude, of small numbers alone, and of zeros with scales.
+    weights.quants.view(torch.uint8)[0, :128, : k // 4] &= 0xBB
+    weights.quants.view(torch.uint8)[1, n // 2 :, k // 4 :] &= 0x88
+    found, want = ExpandedWeights.prepack(weights, engine="torch").expand(), fold_into_fp8(weights, gate_up=order)
+    assert found.scales is not None and want.scales is not None
+    quants, scales = want.quants, want.scales
+    if order is GateUpOrder.UP_GATE:
+        quants, scales = (torch.cat(t.chunk(2, 1)[::-1], 1) for t in (quants, scales))
+    assert_same_bits(found.quants, quants, "quants")
+    assert_same_bits(found.scales, scales, "scales")
+
+
+@formats
 def test_every_scale_with_every_weight(fmt: TokenFormat) -> None:
     """Each scale beside each other that may be the largest of its block: all folds, and NaN scales of `mxfp4`."""
     scales = torch.arange(127 if fmt is NVFP4 else 256, dtype=torch.uint8)
@@ -157,6 +179,7 @@ def test_mxfp4_is_exact_while_exponents_span_at_most_15_values(rng: torch.Genera
         scales = torch.full((1, 128, 4), 100, dtype=torch.uint8)
         scales[0, 77, 2] = 100 + span
         quants = torch.full((1, 128, 64), 0x11, dtype=torch.uint8)  # 0.5
+        quants[0, 77, 32:48] = 0x77  # 6
         w = weights_of(MXFP4, quants, scales)
         packed = check(w)
         assert packed.exact.tolist() == [exact]
