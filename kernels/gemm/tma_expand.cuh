@@ -288,7 +288,7 @@ struct Expander : Weights {
 
 // What a thread has of one or two blocks of K, and where its next is. A tile's units are shared by the expanding
 // warpgroups, and, if SHARED, by the blocks of a cluster that multiply with the same weights. A thread with at most two
-// units of a block of K has loaded two blocks in advance.
+// units of a block of K has loaded two blocks in advance, but for gathered rows, which need its registers.
 struct Expander : Weights {
   Units source;
   Unit own[UNITS / EXPANDERS];
@@ -347,7 +347,7 @@ struct Expander : Weights {
 #if EXPANDERS == 1
     if (count > 2) {
       load_pair<2>(2);
-    } else if (k_blocks > 1) {
+    } else if (K_BLOCKS_HELD > 1 && k_blocks > 1) {
       load_pair<2>(0);
     }
 #endif
@@ -367,10 +367,10 @@ struct Expander : Weights {
       place.there = place.to + change, place.next_there = place.next + change, place.ready = ready + change;
     }
     look_up(0);
-    if (!SHARED) look_up(1);
+    if (!SHARED && !GATHER) look_up(1);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      if (SHARED && i == 1) look_up(1);
+      if ((SHARED || GATHER) && i == 1) look_up(1);
 #pragma unroll
       for (int j = 0; j < UNIT_WORDS; ++j) {
         uint2 table = found[i][SCALES_OF_WORD * j], next_table = found[i][SCALES_OF_WORD * j + SCALES_OF_WORD - 1];
@@ -413,7 +413,7 @@ struct Expander : Weights {
   // Writes the weights of a stage to `b`, arrives at `ready`, and loads a later block of K if one is `left`. `odd`, a
   // constant, is of the block of K. The fence waits for loads, too.
   __device__ __forceinline__ void expand(int odd, u32 b, u32 ready, int left) {
-    bool deep = EXPANDERS == 1 && source.count <= 2;
+    bool deep = K_BLOCKS_HELD > 1 && source.count <= 2;
     if (threadIdx.x % 128 == 0 && left > PREFETCHED) prefetch(deep ? PREFETCHED - 1 : PREFETCHED, 1);
 #if EXPANDERS == 1
     if (source.count > 2) {
@@ -422,14 +422,14 @@ struct Expander : Weights {
       expand_pair<2>(b, ready, 2);
       finish(b, ready);
       if (left > 0) load_pair<2>(2);
-    } else if (odd) {
+    } else if (K_BLOCKS_HELD > 1 && odd) {
       expand_pair<2>(b, ready, 0);
       finish(b, ready);
       if (left > 1) load_pair<2>(0);
     } else {
       expand_pair<0>(b, ready, 0);
       finish(b, ready);
-      if (left > 1) load_pair<0>(0);
+      if (left >= K_BLOCKS_HELD) load_pair<0>(0);
     }
 #else
     if (source.count > 0) expand_pair<0>(b, ready, 0);

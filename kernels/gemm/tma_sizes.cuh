@@ -80,7 +80,8 @@ constexpr int ROW_INDICES = GATHER && !FEW ? BM : 0;
 constexpr int OF_ROWS = ROW_INDICES > 0 ? 4 : 0;
 constexpr int OF_EXPANSION = EXPAND ? 4 * EXPANDERS * (SHARED == 3 ? 2 : ARRIVALS_OF_WARP)
                                     : 0;  // arrivals at a stage of warps that write its weights
-constexpr int K_BLOCKS_HELD = EXPAND && !PACKED && EXPANDERS == 1 ? 2 : 1;  // that a thread may have packed weights of
+constexpr int K_BLOCKS_HELD =
+    EXPAND && !PACKED && !GATHER && EXPANDERS == 1 ? 2 : 1;  // that a thread may have packed weights of
 constexpr int PRODUCING_WARPS = THREADS_COPY || OF_ROWS > 0 || EXPAND ? 4 : 1;
 constexpr int TABLE_BYTES = EXPAND ? (EXPAND == 16 ? 256 : 64) * 8 : 0;  // of e4m3 numbers by scale codes
 // Packed weights: a unit has 64 rows of a block of K, quants and then scale codes.
