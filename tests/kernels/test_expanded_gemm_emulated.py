@@ -298,8 +298,8 @@ FREE = "barrier_wait(block.empty + 8 * stage, ~phase >> stage & 1);"
 MISTAKES: dict[str, tuple[TmaShape, str, str, str]] = {
     "a warp does not say that it has expanded": (
         TMA_PREFILL,
-        "ptx::fence_proxy_async_shared_cta();\n    barrier_arrive_warp(ready);",
-        "if (threadIdx.x % 128 >= 32) barrier_arrive_warp(ready);",
+        "    } else {\n      barrier_arrive_warp(ready);",
+        "    } else if (threadIdx.x % 128 >= 32) {\n      barrier_arrive_warp(ready);",
         "go on",
     ),
     "weights are written before the stage is free": (
