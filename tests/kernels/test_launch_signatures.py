@@ -19,6 +19,9 @@ from moe_runtime.kernels.exchange.local_ids import local_ids
 from moe_runtime.kernels.exchange.padded_rows import PaddedRows
 from moe_runtime.kernels.gemm import dequant_gemm, grouped_gemm, op_gemm
 from moe_runtime.kernels.gemm import plan as gemm_plan
+from moe_runtime.kernels.gemm.expanded_gemm import expanded_gemm, expanded_gemm_swiglu
+from moe_runtime.kernels.gemm.expanded_weights import ExpandedWeights
+from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.gemm.plan import DequantOverlap
 from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
 from moe_runtime.kernels.gemm.shapes import DEQUANT_DECODE, DEQUANT_FEW, DEQUANT_PREFILL
@@ -112,6 +115,8 @@ def products(rng: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
             for one in (*rows, replace(a, expected_rows=1000)):
                 hidden = grouped_gemm.grouped_gemm_swiglu(one, gate_up, SwiGLU(), out_format=name)
                 grouped_gemm.grouped_gemm(hidden, down)
+            if name == "fp8_block":
+                expanded_products(a, rng)
             continue
         packed = PrepackedWeights.prepack(gate_up), PrepackedWeights.prepack(down)
         for shape in (DEQUANT_FEW, DEQUANT_DECODE, DEQUANT_PREFILL):
@@ -124,6 +129,13 @@ def products(rng: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
                     hidden = grouped_gemm.grouped_gemm_swiglu(one, packed[0], SwiGLU(), out_format=name, then=then)
                     grouped_gemm.grouped_gemm(hidden, packed[1], out=torch.zeros(a.capacity, 256))
         gemm_plan.plan_gemm.cache_clear()
+
+
+def expanded_products(a: GroupedRows, rng: torch.Generator) -> None:
+    gate_up = ExpandedWeights.prepack(random_weights("nvfp4", 4, 512, 256, rng, CPU, gate_up=True))
+    down = ExpandedWeights.prepack(random_weights("mxfp4", 4, 256, 256, rng, CPU))
+    for one in (a, replace(a, expected_rows=1000)):
+        expanded_gemm(expanded_gemm_swiglu(one, gate_up, SwiGLU()), down)
 
 
 def all_launches(rng: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
