@@ -56,8 +56,6 @@ EXPANSION_TABLE_BYTES = 2048
 MAX_EXPANDED_STAGES = 3
 """Stages of expanded weights behind a ring of packed ones, which hides the latency of memory."""
 MIN_PACKED_STAGES, MAX_PACKED_STAGES = 2, 8
-EXPANSION: dict[str, int] = {"EXPANDERS": 1, "SHARED": 0}
-"""Macros of `tma_expand.cuh` where threads load packed weights into registers."""
 TILES_AHEAD = 8
 """Tiles that the producers of a block may announce to its math warps in advance."""
 
@@ -101,10 +99,14 @@ class TmaShape:
         """Blocks that an SM has at a time."""
         return 2 if self.few else 1
 
-    @property
-    def threads(self) -> int:
-        """Of a block: one or two warpgroups that multiply, and one that loads."""
-        return 128 * (1 + self.halves)
+    def threads(self, expanded: TokenFormat | None = None) -> int:
+        """Of a block: one or two warpgroups that multiply, one that loads, and one that only expands weights.
+
+        `expanded` is the format from which the kernel expands weights. Behind a ring of packed ones the warpgroup that
+        loads expands all.
+        """
+        only_expand = int(expanded is not None and not self.rings)
+        return 128 * (1 + self.halves + only_expand)
 
     def stages(self, num_groups: int, expanded: TokenFormat | None = None) -> int:
         """Stages of the ring: as many as fit into the rest of shared memory, at most MAX_STAGES.

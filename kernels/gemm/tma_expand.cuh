@@ -10,8 +10,7 @@
 //
 // A scale code has the upper bits but the sign of an fp16 number, by which the e2m1 magnitudes are multiplied: 5 of
 // exponent, and of mantissa 3 for `nvfp4`, 1 for `mxfp4`. The products are rounded to e4m3. A table has the 8 products
-// of each code as 8 bytes. With COMPUTED a thread makes them anew for each 16 or 32 weights: 8 more instructions, and
-// no reads of shared memory.
+// of each code as 8 bytes.
 
 #ifndef MOE_RUNTIME_TMA_EXPAND
 #define MOE_RUNTIME_TMA_EXPAND
@@ -64,89 +63,42 @@ __device__ __forceinline__ void store_16(u32 to, u32 x, u32 y, u32 z, u32 w) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
 }
 
-// Where a thread writes: the first and the last 16 of 32 weights in the 128-byte swizzle, the same and the barrier in
-// the other block.
-struct Place {
-  u32 to, next, there, next_there, ready;
-  bool copies;
-
-  __device__ __forceinline__ void store(u32 offset, bool second, u32 x, u32 y, u32 z, u32 w) const {
-    store_16((second ? next : to) + offset, x, y, z, w);
-#if SHARED > 1
-    u32 at = (second ? next_there : there) + offset;
-    if (!copies) return;
-#if SHARED == 2
-    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(at),
-                 "r"(x), "r"(y), "r"(z), "r"(w), "r"(ready)
-                 : "memory");
-#else
-    asm volatile("st.shared::cluster.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(x), "r"(y), "r"(z), "r"(w)
-                 : "memory");
-#endif
-#endif
-  }
-};
-
-// 32 weights with the entries of the first and of the last 16.
-__device__ __forceinline__ void expand_word(uint4 word, uint2 table, uint2 next_table, const Place& place, u32 offset) {
+// 32 weights with the entries of the first and of the last 16, which go to `first` and `last`.
+__device__ __forceinline__ void expand_word(uint4 word, uint2 table, uint2 next_table, u32 first, u32 last) {
   u32 x, y, z, w;
   expand_8(word.x, table, x, y), expand_8(word.y, table, z, w);
-  place.store(offset, false, x, y, z, w);
+  store_16(first, x, y, z, w);
   expand_8(word.z, next_table, x, y), expand_8(word.w, next_table, z, w);
-  place.store(offset, true, x, y, z, w);
+  store_16(last, x, y, z, w);
 }
 
-// Copies to the other block, whose barrier counts the bytes.
-__device__ __forceinline__ void bulk_copy_there(u32 to, u32 from, u32 bytes, u32 barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-               "r"(from), "r"(bytes), "r"(barrier)
-               : "memory");
-}
+// Of the table: those of the first and of the last 16 weights of a word.
+struct Entries {
+  uint2 first, last;
+};
 
-// Arrives at a barrier of the other block when the stores before are there.
-__device__ __forceinline__ void barrier_arrive_after_stores(u32 barrier) {
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0], 1;" ::"r"(barrier) : "memory");
-}
-
-// The 64 x 128 weights of a unit to `to`, by 128 threads: the two words of each and their scale codes.
+// What a thread has of the 64 x 128 weights of a unit: two words and their scale codes.
 struct Unit {
   uint4 words[UNIT_WORDS];
   u32 scales;
 
-#if COMPUTED
-  __device__ __forceinline__ uint2 products(u32, int i) const {
-    u32 scale = selected_bytes(scales, 0, 0x4440 + i) * (0x00010001 << CODE_SHIFT);
-    auto two = [&](u32 magnitudes) {
-      u32 pair;
-      u16 codes;
-      asm("mul.f16x2 %0, %1, %2;" : "=r"(pair) : "r"(scale), "r"(magnitudes));
-      asm("cvt.rn.satfinite.e4m3x2.f16x2 %0, %1;" : "=h"(codes) : "r"(pair));
-      return (u32)codes;
-    };
-    return make_uint2(two(0x38000000) | two(0x3E003C00) << 16, two(0x42004000) | two(0x46004400) << 16);
-  }
-#else
   __device__ __forceinline__ uint2 products(u32 table, int i) const {
     u32 code = selected_bytes(scales, 0, 0x4440 + i);
     uint2 found;
     asm("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(found.x), "=r"(found.y) : "r"(table + code * 8));
     return found;
   }
-#endif
 
-  __device__ __forceinline__ void expand(u32 table, u32 to, u32 next) const {
-#pragma unroll
-    for (int j = 0; j < UNIT_WORDS; ++j) {
-      uint2 first = products(table, SCALES_OF_WORD * j);
-      uint2 last = SCALES_OF_WORD > 1 ? products(table, SCALES_OF_WORD * j + 1) : first;
-      expand_word(words[j], first, last, {to, next, 0, 0, 0, false}, j * 4096);
-    }
+  __device__ __forceinline__ Entries look_up(u32 table, int j) const {
+    uint2 first = products(table, SCALES_OF_WORD * j);
+    return {first, SCALES_OF_WORD > 1 ? products(table, SCALES_OF_WORD * j + 1) : first};
   }
 };
 
 // Where units of a tile are, and how many: pairs of neighbours, or, with FEW, of gate and up.
 struct Units {
-  const u8* pairs[UNITS / 2];
+  static constexpr int PAIRS = PACKED ? UNITS / 2 : 1;
+  const u8* pairs[PAIRS];
   u32 stride;  // bytes between the units of a pair
   int count;
 
@@ -158,7 +110,7 @@ struct Units {
     count = number;
     stride = (FEW && GATED ? blocks : 1) * k_blocks * UNIT_BYTES;
 #pragma unroll
-    for (int p = 0; p < UNITS / 2; ++p) {
+    for (int p = 0; p < PAIRS; ++p) {
       int u = first + 2 * p, part = GATED && !FEW ? u / 2 : 0, of_part = GATED && !FEW ? u % 2 : u;
       int block = tile.column / UNIT_ROWS + of_part;
       if (block >= blocks) block = 0;
@@ -173,11 +125,6 @@ struct Units {
   __device__ __forceinline__ void advance(int pair) { pairs[pair] += UNIT_BYTES; }
 };
 
-// Whether the blocks of a cluster expand weights of a tile for each other.
-__device__ __forceinline__ bool is_shared(const Tile& tile, int halves) {
-  return SHARED && tile.pair_rows && halves == 2;
-}
-
 // What the threads that produce know of the weights.
 struct Weights {
   const u8* units;
@@ -191,9 +138,9 @@ struct Weights {
     to = (8 * warp + row) * 128 + ((2 * span ^ row) << 4), next = to ^ 16;
   }
 
-  __device__ __forceinline__ void expand(const Unit& unit, u32 b, int u) const {
-    b += u * UNIT_EXPANDED;
-    unit.expand(table, b + to, b + next);
+  // Word `j` of a unit that begins at `b`, with its entries of the table.
+  __device__ __forceinline__ void expand(const Unit& unit, int j, const Entries& found, u32 b) const {
+    expand_word(unit.words[j], found.first, found.last, b + j * 4096 + to, b + j * 4096 + next);
   }
 
   // All weights of a stage are written.
@@ -253,7 +200,7 @@ struct Expander : Weights {
   }
 
   // Writes the weights of a stage to `b` and arrives at `ready`.
-  __device__ __forceinline__ void expand(int, u32 b, u32 ready, int) {
+  __device__ __forceinline__ void expand(u32 b, u32 ready, int) {
     int thread = threadIdx.x % 128;
     barrier_wait(full + 8 * slot, phase & 1);
     u32 words = ring + slot * UNITS * UNIT_BYTES + thread * 16;
@@ -275,7 +222,8 @@ struct Expander : Weights {
         asm volatile("ld.shared.u16 %0, [%1];" : "=h"(both) : "r"(scales + u * UNIT_BYTES));
         unit.scales = both;
       }
-      Weights::expand(unit, b, u);
+#pragma unroll
+      for (int j = 0; j < UNIT_WORDS; ++j) Weights::expand(unit, j, unit.look_up(table, j), b + u * UNIT_EXPANDED);
     }
     arrive(ready);
     barrier_arrive_warp(full + 8 * (PACKED + slot));
@@ -286,156 +234,73 @@ struct Expander : Weights {
 
 #else  // from registers
 
-// What a thread has of one or two blocks of K, and where its next is. A tile's units are shared by the expanding
-// warpgroups, and, if SHARED, by the blocks of a cluster that multiply with the same weights. A thread with at most two
-// units of a block of K has loaded two blocks in advance, but for gathered rows, which need its registers.
+// What a thread has of a block of K, and where the next is. Each of two warpgroups expands two of the four units, the
+// second none of a tile of one half.
 struct Expander : Weights {
   Units source;
-  Unit own[UNITS / EXPANDERS];
-  int expander;  // number of this warpgroup
-  int first;     // of the units of a block of K that it expands
-  bool copies;   // to the other block
+  Unit own[2];
+  int first;  // of the units that it expands
 
   __device__ __forceinline__ Expander(const Block& block, const u8* units, int columns, int k_blocks)
-      : Weights(block, units, columns, k_blocks), expander(EXPANDERS > 1 ? block.wg - MATH_WGS : 0) {}
+      : Weights(block, units, columns, k_blocks), first(2 * (block.wg - MATH_WGS)) {}
 
   template <class Walk>
   __device__ __forceinline__ void load(int, const Walk&) {}
 
-  template <int SLOT>
-  __device__ __forceinline__ void load_unit(int u) {
+  // Loads the next block of K.
+  __device__ __forceinline__ void load_next() {
     int thread = threadIdx.x % 128;
-    const u8* from = source.from(u);
 #pragma unroll
-    for (int j = 0; j < UNIT_WORDS; ++j) {
-      uint4& word = own[SLOT].words[j];
-      asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(word.x), "=r"(word.y), "=r"(word.z), "=r"(word.w)
-                   : "l"(from + thread * 16 + j * 2048));
+    for (int u = 0; u < 2; ++u) {
+      const u8* from = source.from(u);
+#pragma unroll
+      for (int j = 0; j < UNIT_WORDS; ++j) {
+        uint4& word = own[u].words[j];
+        asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(word.x), "=r"(word.y), "=r"(word.z), "=r"(word.w)
+                     : "l"(from + thread * 16 + j * 2048));
+      }
+      const u8* scales = from + UNIT_QUANTS + thread * SCALE_BYTES_OF_THREAD;
+      own[u].scales = SCALES_OF_WORD == 2 ? *(const u32*)scales : *(const u16*)scales;
     }
-    const u8* scales = from + UNIT_QUANTS + thread * SCALE_BYTES_OF_THREAD;
-    own[SLOT].scales = SCALES_OF_WORD == 2 ? *(const u32*)scales : *(const u16*)scales;
-  }
-
-  // The first two units of a block of K into two slots, or the last two of four.
-  template <int SLOT>
-  __device__ __forceinline__ void load_pair(int u) {
-    load_unit<SLOT>(u), load_unit<SLOT + 1>(u + 1);
-    source.advance(u / 2);
+    source.advance(0);
   }
 
   // Asks L2 for `blocks` blocks of K, `ahead` behind the next to be loaded.
   __device__ __forceinline__ void prefetch(int ahead, int blocks) const {
 #pragma unroll
-    for (int u = 0; u < UNITS; ++u) {
-      if (u >= source.count) continue;
+    for (int u = 0; u < 2; ++u) {
       asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source.from(u) + ahead * UNIT_BYTES),
                    "r"(blocks * UNIT_BYTES)
                    : "memory");
     }
   }
 
-  // Loads the first blocks of K of a tile.
+  // Loads the first block of K of a tile.
   __device__ __forceinline__ void begin(const Tile& tile, int halves) {
-    copies = is_shared(tile, halves);
-    int all = 2 * halves, count = EXPANDERS > 1 ? (expander < halves ? 2 : 0) : copies ? all / 2 : all;
-    first = EXPANDERS > 1 ? 2 * expander : copies ? 2 * cluster_rank() : 0;
-    source.find(units, tile, columns, k_blocks, first, count);
-    if (count == 0) return;
+    source.find(units, tile, columns, k_blocks, first, first < 2 * halves ? 2 : 0);
+    if (source.count == 0) return;
     if (threadIdx.x % 128 == 0 && k_blocks > 1) prefetch(1, min(PREFETCHED, k_blocks - 1));
-    load_pair<0>(0);
-#if EXPANDERS == 1
-    if (count > 2) {
-      load_pair<2>(2);
-    } else if (K_BLOCKS_HELD > 1 && k_blocks > 1) {
-      load_pair<2>(0);
-    }
-#endif
+    load_next();
   }
 
-  template <int SLOT>
-  __device__ __forceinline__ void expand_pair(u32 b, u32 ready, int u) {
-    uint2 found[2][UNIT_WORDS * SCALES_OF_WORD];
-    auto look_up = [&](int i) {
+  // Writes the weights of a stage to `b`, arrives at `ready`, and loads the next block of K if one is `left`. The fence
+  // would wait for that load, too.
+  __device__ __forceinline__ void expand(u32 b, u32 ready, int left) {
+    if (source.count > 0) {
+      if (threadIdx.x % 128 == 0 && left > PREFETCHED) prefetch(PREFETCHED, 1);
+      // Entries are looked up while the word before is expanded; those of all words would take too many registers.
+      Entries found = own[0].look_up(table, 0);
 #pragma unroll
-      for (int j = 0; j < UNIT_WORDS * SCALES_OF_WORD; ++j) found[i][j] = own[SLOT + i].products(table, j);
-    };
-    u32 at = b + (first + u) * UNIT_EXPANDED;
-    Place place = {at + to, at + next, 0, 0, 0, copies};
-    if (SHARED > 1 && copies) {
-      u32 change = address_at(at, cluster_rank() ^ 1) - at;
-      place.there = place.to + change, place.next_there = place.next + change, place.ready = ready + change;
-    }
-    look_up(0);
-    if (!SHARED && !GATHER) look_up(1);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      if ((SHARED || GATHER) && i == 1) look_up(1);
-#pragma unroll
-      for (int j = 0; j < UNIT_WORDS; ++j) {
-        uint2 table = found[i][SCALES_OF_WORD * j], next_table = found[i][SCALES_OF_WORD * j + SCALES_OF_WORD - 1];
-        expand_word(own[SLOT + i].words[j], table, next_table, place, i * UNIT_EXPANDED + j * 4096);
+      for (int i = 0; i < 2 * UNIT_WORDS; ++i) {
+        Entries of_word = found;
+        int after = i + 1, u = i / UNIT_WORDS;
+        if (after < 2 * UNIT_WORDS) found = own[after / UNIT_WORDS].look_up(table, after % UNIT_WORDS);
+        Weights::expand(own[u], i % UNIT_WORDS, of_word, b + (first + u) * UNIT_EXPANDED);
       }
     }
-  }
-
-  // Says that all weights of a stage are written, here and in the other block.
-  __device__ __forceinline__ void finish(u32 b, u32 ready) {
-    if (SHARED == 3 && copies) {
-      asm volatile("fence.proxy.async;" ::: "memory");
-      __syncwarp();
-      if (threadIdx.x % 32 == 0) {
-        barrier_arrive(ready);
-        barrier_arrive_after_stores(address_at(ready, cluster_rank() ^ 1));
-      }
-      return;
-    }
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-    if (SHARED == 1 && copies) {
-      __syncwarp();
-      if (elected()) {
-        u32 from = b + first * UNIT_EXPANDED + threadIdx.x / 32 % 4 * 1024,
-            change = address_at(b, cluster_rank() ^ 1) - b;
-        for (int u = 0; u < source.count; ++u, from += UNIT_EXPANDED) {
-          bulk_copy_there(from + change, from, 1024, ready + change);
-          bulk_copy_there(from + 4096 + change, from + 4096, 1024, ready + change);
-        }
-      }
-    }
-    if (SHARED == 3) {
-      __syncwarp();
-      if (threadIdx.x % 32 == 0) barrier_arrive(ready, 2);
-    } else {
-      barrier_arrive_warp(ready);
-    }
-  }
-
-  // Writes the weights of a stage to `b`, arrives at `ready`, and loads a later block of K if one is `left`. `odd`, a
-  // constant, is of the block of K. The fence waits for loads, too.
-  __device__ __forceinline__ void expand(int odd, u32 b, u32 ready, int left) {
-    bool deep = K_BLOCKS_HELD > 1 && source.count <= 2;
-    if (threadIdx.x % 128 == 0 && left > PREFETCHED) prefetch(deep ? PREFETCHED - 1 : PREFETCHED, 1);
-#if EXPANDERS == 1
-    if (source.count > 2) {
-      expand_pair<0>(b, ready, 0);
-      if (left > 0) load_pair<0>(0);
-      expand_pair<2>(b, ready, 2);
-      finish(b, ready);
-      if (left > 0) load_pair<2>(2);
-    } else if (K_BLOCKS_HELD > 1 && odd) {
-      expand_pair<2>(b, ready, 0);
-      finish(b, ready);
-      if (left > 1) load_pair<2>(0);
-    } else {
-      expand_pair<0>(b, ready, 0);
-      finish(b, ready);
-      if (left >= K_BLOCKS_HELD) load_pair<0>(0);
-    }
-#else
-    if (source.count > 0) expand_pair<0>(b, ready, 0);
-    finish(b, ready);
-    if (source.count > 0 && left > 0) load_pair<0>(0);
-#endif
+    arrive(ready);
+    if (source.count > 0 && left > 0) load_next();
   }
 };
 

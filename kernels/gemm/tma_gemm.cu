@@ -80,9 +80,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     const Sources sources = {&a_map, &w_map, &scales_map, nullptr, row_index, a_scales, w_scales};
 #endif
     load_tiles(block, sources, ids, phases, num_groups, tiles_n, columns, k_blocks, band_width, loads_after_ns);
-#if EXPANDERS > 1
+#if EXPAND && !PACKED
   } else if (block.wg > MATH_WGS) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(EXPANDER_REGISTERS));
     expand_tiles(block, w_units, phases, num_groups, tiles_n, columns, k_blocks, band_width);
 #endif
   } else {

@@ -41,7 +41,7 @@ from moe_runtime.kernels.gemm.arguments import OUT_DTYPES
 from moe_runtime.kernels.gemm.expanded_weights import ExpandedWeights
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.gemm.plan import GemmPlan
-from moe_runtime.kernels.gemm.shapes import EXPANSION, HALF, MAX_STAGES, TILE_ROWS, TmaShape
+from moe_runtime.kernels.gemm.shapes import HALF, MAX_STAGES, TILE_ROWS, TmaShape
 from moe_runtime.kernels.gemm.weights import SILU, Activation, ExpertWeights, GateUpOrder
 
 SOURCE = "tma_gemm.cu"
@@ -113,7 +113,6 @@ def macros(
             "STAGES": shape.stages(num_groups, expanded),
             "PACKED": shape.packed_stages(num_groups, expanded),
             "EXPAND": 0 if expanded is None else expanded.block,
-            **(EXPANSION if expanded is not None and not shape.rings else {}),
             "ROWS": shape.tile_rows,
             "CLUSTER": shape.blocks_of_cluster(quantized=gated and out_code == 3),
             "A_BOX": shape.box_rows,
@@ -197,7 +196,7 @@ class TmaGemm:
             "tma_gemm",
             defines,
             grid=(plan.blocks, 1, 1),
-            block=shape.threads + (0 if expanded is None or shape.rings else 128 * (EXPANSION["EXPANDERS"] - 1)),
+            block=shape.threads(expanded),
             bound={
                 **weights,
                 **({} if self._copies_scales else {"scales_map": any_map}),

@@ -23,7 +23,7 @@ struct Loading {
   int halves;                        // of its weights
   bool shared_rows, shared_weights;  // with the other block of the cluster
   int boxes, row_bytes;              // boxes of rows, and bytes of rows that the leader expects in a stage
-  int weight_bytes;                  // of weights
+  int weight_bytes;                  // of weights, if TMA brings them
   int first_own, own;                // gathered rows that this warp loads
   int row_of_lane = 0;               // index of the one of this lane
 
@@ -34,14 +34,11 @@ struct Loading {
         shared_weights(TEAM > 1 && tile.pair_rows),
         boxes(GATHER ? 0 : min(BM / A_BOX, ceil_div(tile.rows, A_BOX))),
         row_bytes(boxes * A_BOX * 128),
-        weight_bytes(!EXPAND ? halves * BOX_BYTES : 0),
+        weight_bytes(EXPAND ? 0 : halves * BOX_BYTES),
         first_own(first_own) {
     int gathered = GATHER ? min(BM, tile.rows) : 0;
     own = max(0, min(32, gathered - first_own));
     if (FEW) row_bytes += gathered * 128;
-#if EXPAND
-    if (SHARED < 3 && is_shared(tile, halves)) weight_bytes = 2 * UNIT_EXPANDED;
-#endif
   }
 
   __device__ __forceinline__ void load_row_index(const Block& block, const int* row_index) {
@@ -126,9 +123,9 @@ struct Announcements {
   }
 };
 
-#if EXPANDERS > 1
+#if EXPAND && !PACKED
 
-// Expands weights of all tiles of this block. Called by the warpgroups that do nothing else.
+// Expands weights of all tiles of this block. Called by the warpgroup that does nothing else.
 __device__ __forceinline__ void expand_tiles(const Block& block, const u8* units, RingPhases phases, int num_groups,
                                              int tiles_n, int columns, int k_blocks, int band_width) {
   const Walk walk(block, num_groups, tiles_n, band_width);
@@ -142,7 +139,7 @@ __device__ __forceinline__ void expand_tiles(const Block& block, const u8* units
     for (int kb = 0; kb < k_blocks; ++kb) {
       barrier_wait(block.empty + 8 * stage, ~phase >> stage & 1);
       __syncwarp();
-      expander.expand(0, block.ring + stage * STAGE_BYTES + A_BYTES, block.full + 8 * stage, k_blocks - 1 - kb);
+      expander.expand(block.ring + stage * STAGE_BYTES + A_BYTES, block.full + 8 * stage, k_blocks - 1 - kb);
       if (++stage == STAGES) stage = 0, phase = ~phase;
     }
   }
@@ -200,44 +197,39 @@ __device__ __forceinline__ void load_tiles(const Block& block, const Sources& fr
     const float* of_second = from.weight_scales + weight_scales(tile.expert, tile.column, columns, 1) * k_blocks;
     int stage = 0;
     u32 phase = phases.of_next_tile();
-    for (int first = 0; first < k_blocks; first += K_BLOCKS_HELD) {
-#pragma unroll
-      for (int odd = 0; odd < K_BLOCKS_HELD; ++odd) {
-        int kb = first + odd;
-        if (K_BLOCKS_HELD > 1 && kb >= k_blocks) break;
-        u32 a = block.ring + stage * STAGE_BYTES, b = a + A_BYTES, ready = block.full + 8 * stage;
+    for (int kb = 0; kb < k_blocks; ++kb) {
+      u32 a = block.ring + stage * STAGE_BYTES, b = a + A_BYTES, ready = block.full + 8 * stage;
 #if EXPAND
-        expander.load(PACKED, walk);
+      expander.load(PACKED, walk);
 #endif
-        barrier_wait(block.empty + 8 * stage, ~phase >> stage & 1);
-        __syncwarp();  // a late lane would wait for the following round
-        if (leader) {
-          bool scales_too = TMA_SCALES && stage == 0, weights_too = !FEW || ahead <= 0;
-          if (weights_too)
-            barrier_expect(ready, loading.row_bytes + loading.weight_bytes + (scales_too ? (BM + 2) * 16 : 0));
-          loading.load_boxes(block, from.rows, a, ready, kb);
-          if (weights_too) loading.load_weights(block, from.weights, b, ready, kb);
-          if (scales_too) {
-            u32 scale = shared_address(block.scales) + round;
-            load_rows(from.scales, scale, ready, kb, tile.start, false);
-            bulk_load(scale + BM * 16, w_scale + kb, 16, ready);
-            bulk_load(scale + BM * 16 + 16, of_second + kb, 16, ready);
-            round = ROUND_BYTES - round;
-          }
+      barrier_wait(block.empty + 8 * stage, ~phase >> stage & 1);
+      __syncwarp();  // a late lane would wait for the following round
+      if (leader) {
+        bool scales_too = TMA_SCALES && stage == 0, weights_too = !FEW || ahead <= 0;
+        if (weights_too)
+          barrier_expect(ready, loading.row_bytes + loading.weight_bytes + (scales_too ? (BM + 2) * 16 : 0));
+        loading.load_boxes(block, from.rows, a, ready, kb);
+        if (weights_too) loading.load_weights(block, from.weights, b, ready, kb);
+        if (scales_too) {
+          u32 scale = shared_address(block.scales) + round;
+          load_rows(from.scales, scale, ready, kb, tile.start, false);
+          bulk_load(scale + BM * 16, w_scale + kb, 16, ready);
+          bulk_load(scale + BM * 16 + 16, of_second + kb, 16, ready);
+          round = ROUND_BYTES - round;
         }
-        --ahead;
-        loading.gather_rows(block, from.rows, a, ready, kb);
-#if EXPAND
-        expander.expand(odd, b, ready, k_blocks - 1 - kb);  // before copies by threads, for which its fence would wait
-#endif
-        if (THREADS_COPY) {
-          u32 scale = shared_address(block.scales) + stage * SCALE_BYTES;
-          if (thread < BM) copy_word(scale + thread * 4, a_scale + kb);
-          if (thread < 2) copy_word(scale + BM * 4 + thread * 4, w_scale + kb);
-          asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(ready) : "memory");
-        }
-        if (++stage == STAGES) stage = 0, phase = ~phase;
       }
+      --ahead;
+      loading.gather_rows(block, from.rows, a, ready, kb);
+#if EXPAND
+      expander.expand(b, ready, k_blocks - 1 - kb);  // before copies by threads, for which its fence would wait
+#endif
+      if (THREADS_COPY) {
+        u32 scale = shared_address(block.scales) + stage * SCALE_BYTES;
+        if (thread < BM) copy_word(scale + thread * 4, a_scale + kb);
+        if (thread < 2) copy_word(scale + BM * 4 + thread * 4, w_scale + kb);
+        asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(ready) : "memory");
+      }
+      if (++stage == STAGES) stage = 0, phase = ~phase;
     }
   }
   if (begins) wait_for_rows();  // the next kernel takes the end of this one for the end of the one before, too

@@ -3,13 +3,6 @@
 #ifndef MOE_RUNTIME_TMA_SIZES
 #define MOE_RUNTIME_TMA_SIZES
 
-#ifndef EXPANDERS
-#define EXPANDERS 1
-#endif
-#ifndef SHARED
-#define SHARED 0
-#endif
-
 #include "activation.cuh"
 #include "mbarrier.cuh"
 #include "routed_ids.cuh"
@@ -59,17 +52,15 @@ constexpr bool HALVES = !GATED && !FEW;     // whether there are tiles of one ha
 constexpr int ONE_HALF = 1 << 30;           // marks a tile of one half in the announced column
 // Sums of a thread: of a tile, and of the 128 weight rows that FP8 multiplies at a time.
 constexpr int SUMS = FEW ? BM : 128, PARTIAL_SUMS = FEW ? BM : 64;
-// Registers of a thread, unless FEW: what those that produce do without goes to the math warpgroups.
-#ifndef EXPANDING_REGISTERS
-#define EXPANDING_REGISTERS (EXPANDERS > 1 ? 48 : !PACKED ? 88 : 72)
-#endif
-constexpr int PRODUCER_REGISTERS = EXPAND ? EXPANDING_REGISTERS : FP8 && !GATHER ? 24 : 40;
-constexpr int MATH_REGISTERS =
-    EXPAND           ? (EXPANDERS > 1 ? (512 - 2 * PRODUCER_REGISTERS) / 2 : (504 - PRODUCER_REGISTERS) / 2)
-    : FP8 && !GATHER ? 240
-                     : 232;
+// Warpgroups that fill the ring. The second one only expands weights.
+constexpr int PRODUCER_WGS = EXPAND && !PACKED ? 2 : 1;
 constexpr int MATH_WARPS = 4 * MATH_WGS;
-constexpr int THREADS = 128 * (MATH_WGS + EXPANDERS);
+constexpr int THREADS = 128 * (MATH_WGS + PRODUCER_WGS);
+// Registers of a thread, unless FEW: what those that produce do without goes to the math warpgroups.
+constexpr int REGISTERS = PRODUCER_WGS > 1 ? 512 : 504;  // of a thread of each warpgroup together
+constexpr int PRODUCER_REGISTERS = EXPAND ? (PACKED ? 72 : 56) : FP8 && !GATHER ? 24 : 40;
+constexpr int EXPANDER_REGISTERS = PRODUCER_WGS > 1 ? 40 : 0;
+constexpr int MATH_REGISTERS = (REGISTERS - PRODUCER_REGISTERS - EXPANDER_REGISTERS) / 16 * 8;
 constexpr bool THREADS_COPY = FP8 && !TMA_SCALES;  // scales, by all threads that produce
 constexpr int OF_COPIES = THREADS_COPY ? 128 : 0;  // arrivals at a stage for these copies
 // A warp loads up to 32 gathered rows of a tile. With FEW each lane starts the copy of its row, one lane after the
@@ -78,10 +69,7 @@ constexpr int ROW_INDICES = GATHER && !FEW ? BM : 0;
 // Arrivals at a stage for these rows: of all warps, also of those that have none in a tile. One that nobody waited for
 // could fall back by a round of the ring, and would then wait for a phase that does not come.
 constexpr int OF_ROWS = ROW_INDICES > 0 ? 4 : 0;
-constexpr int OF_EXPANSION = EXPAND ? 4 * EXPANDERS * (SHARED == 3 ? 2 : ARRIVALS_OF_WARP)
-                                    : 0;  // arrivals at a stage of warps that write its weights
-constexpr int K_BLOCKS_HELD =
-    EXPAND && !PACKED && !GATHER && EXPANDERS == 1 ? 2 : 1;  // that a thread may have packed weights of
+constexpr int OF_EXPANSION = EXPAND ? 4 * PRODUCER_WGS * ARRIVALS_OF_WARP : 0;  // and for weights that they write
 constexpr int PRODUCING_WARPS = THREADS_COPY || OF_ROWS > 0 || EXPAND ? 4 : 1;
 constexpr int TABLE_BYTES = EXPAND ? (EXPAND == 16 ? 256 : 64) * 8 : 0;  // of e4m3 numbers by scale codes
 // Packed weights: a unit has 64 rows of a block of K, quants and then scale codes.
@@ -114,10 +102,8 @@ static_assert(!FEW || EXPAND || EARLY_STAGES <= STAGES, "STAGES: fewer than are 
 static_assert(EXPAND == 0 || EXPAND == 16 || EXPAND == 32, "EXPAND: weights of a block scale, of nvfp4 or mxfp4");
 static_assert(!EXPAND || FP8, "EXPAND: weights are expanded for FP8 alone");
 static_assert(!PACKED || EXPAND, "PACKED: a ring of weights that are expanded");
-static_assert(!SHARED || (CLUSTER == 2 && !FEW && !PACKED), "SHARED: blocks of a cluster expand for each other");
-static_assert(EXPANDERS == 1 || (EXPANDERS == 2 && EXPAND && !FEW && !PACKED && !SHARED),
-              "EXPANDERS: warpgroups that expand a stage of registers");
-static_assert(FEW || EXPANDERS * PRODUCER_REGISTERS + 2 * MATH_REGISTERS <= (EXPANDERS > 1 ? 512 : 3 * 168),
+static_assert(!EXPAND || PACKED || !FEW, "PACKED: tiles of few rows have no registers for packed weights");
+static_assert(FEW || PRODUCER_REGISTERS + EXPANDER_REGISTERS + 2 * MATH_REGISTERS <= REGISTERS,
               "EXPAND: a block has no more registers, and would wait for them for ever");
 
 // Blocks of 128 columns of an activated result.
