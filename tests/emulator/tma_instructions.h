@@ -31,24 +31,6 @@ inline void st_async_shared_cluster_mbarrier_complete_tx_bytes_b32(unsigned to, 
   emulator::async_store(to, value, barrier);
 }
 
-// Weights for the other block.
-inline void st_async_shared_cluster_mbarrier_complete_tx_bytes_v4_b32(unsigned to, unsigned x, unsigned y, unsigned z,
-                                                                      unsigned w, unsigned barrier) {
-  const unsigned values[] = {x, y, z, w};
-  for (unsigned i = 0; i < 4; ++i) emulator::async_store(to + 4 * i, values[i], barrier);
-}
-inline void st_shared_cluster_v4_u32(unsigned to, unsigned x, unsigned y, unsigned z, unsigned w) {
-  *static_cast<uint4*>(emulator::from_shared(to, 16)) = {x, y, z, w};
-}
-inline void fence_proxy_async() {}
-inline void mbarrier_arrive_release_cluster_shared_cluster_b64(unsigned barrier, unsigned count) {
-  emulator::mbarrier_arrive(barrier, count);
-}
-inline void cp_async_bulk_shared_cluster_shared_cta_mbarrier_complete_tx_bytes(unsigned to, unsigned from,
-                                                                               unsigned bytes, unsigned barrier) {
-  emulator::bulk_load(to, emulator::from_shared(from, bytes), bytes, barrier);
-}
-
 // Barriers of some warps.
 inline void bar_arrive(unsigned id, unsigned threads) { emulator::bar_arrive(id, threads); }
 inline void setp_ne_b32__bar_red_and_pred__selp_b32(unsigned& all, unsigned value, unsigned id, unsigned zero,
@@ -161,12 +143,5 @@ inline void cvt_rn_f16x2_f32(unsigned& pair, float high, float low) {
   pair = bits_as<unsigned short>(_Float16(low)) | bits_as<unsigned short>(_Float16(high)) << 16;
 }
 inline void rcp_approx_f32(float& inverse, float x) { inverse = 1.0f / x; }
-inline float of_fp16(unsigned bits) { return bits_as<_Float16>(static_cast<unsigned short>(bits)); }
-inline void mul_f16x2(unsigned& product, unsigned a, unsigned b) {
-  cvt_rn_f16x2_f32(product, of_fp16(a >> 16) * of_fp16(b >> 16), of_fp16(a & 0xFFFF) * of_fp16(b & 0xFFFF));
-}
-inline void cvt_rn_satfinite_e4m3x2_f16x2(unsigned short& pair, unsigned halves) {
-  cvt_rn_satfinite_e4m3x2_f32(pair, of_fp16(halves >> 16), of_fp16(halves & 0xFFFF));
-}
 
 }  // namespace ptx

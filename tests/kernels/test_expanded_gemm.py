@@ -47,6 +47,20 @@ def _variants() -> list[tuple[TokenFormat, nvrtc.Defines]]:
     return found
 
 
+INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+([^;]*);", re.MULTILINE)
+MASK = re.compile(r"LOP3\.LUT \S+, \S+, (?:0x77777777|0x80808080), \S+")
+
+
+def loops_that_expand(code: list[tuple[int, str]]) -> set[tuple[int, int]]:
+    """First and last address of the innermost loops around masks of weights."""
+    ends = [(re.match(r"@\S+ BRA (0x[0-9a-f]+)", text), at) for at, text in code]
+    loops = [(int(end[1], 16), at) for end, at in ends if end is not None and int(end[1], 16) < at]
+    masks = [at for at, text in code if MASK.match(text)]
+    return {
+        min((loop for loop in loops if loop[0] <= at <= loop[1]), key=lambda loop: loop[1] - loop[0]) for at in masks
+    }
+
+
 @pytest.mark.cpu_only
 @pytest.mark.timeout(600)
 def test_variants_expand_in_few_instructions_and_keep_everything_in_registers() -> None:
@@ -62,18 +76,22 @@ def test_variants_expand_in_few_instructions_and_keep_everything_in_registers() 
         # TMA brings rows, and packed weights only through a ring.
         assert "UTMALDG.4D" not in sass and "UTMALDG.2D" in sass, variant
         assert ("LDG.E.NA.128" in sass) == (variant["PACKED"] == 0), variant
-        names = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@\S+\s+)?(\w+)", sass, re.MULTILINE)
-        # One value may be kept in memory while a warp learns its role: no loop reads it.
-        wide = variant["GATHER"] and variant["PACKED"] == 0 and not variant["GATED"]
-        assert names.count("STL") <= wide and names.count("LDL") <= 2 * wide, variant
+        code = [(int(at, 16), text) for at, text in INSTRUCTION.findall(sass)]
+        count = Counter(re.sub(r"^@\S+\s+", "", text).split()[0].split(".")[0] for _, text in code)
+        in_memory = [at for at, text in code if re.search(r"\b(STL|LDL)\b", text)]
+        if variant["GATHER"] and not variant["PACKED"]:
+            # Values of a tile may be kept in memory: the loops over its blocks of K do not read them.
+            loops = loops_that_expand(code)
+            assert len(loops) == 2 and not any(low <= at <= high for at in in_memory for low, high in loops), variant
+        else:
+            assert not in_memory, variant
         # A thread expands 32 weights of each of two words of a unit: 8 selections a word, one for each of its scales.
-        # From registers there is code up to four units, once or for an even and an odd block of K.
-        count = Counter(names)
-        masks = re.findall(r"LOP3\.LUT \S+, \S+, (?:0x77777777|0x80808080), \S+", sass)
-        least, most = (4, 4) if few else (8, 8) if variant["PACKED"] else (8, 24)
+        # There is code for the two or four units of a tile.
+        masks = [text for _, text in code if MASK.match(text)]
+        words = 4 if few else 8
         selections = 8 + 32 // fmt.block
-        assert least * selections <= count["PRMT"] <= most * selections + 16, (variant, count["PRMT"])
-        assert least * (4 + 8) <= len(masks) <= most * (4 + 8), (variant, len(masks))
+        assert words * selections <= count["PRMT"] <= words * selections + 16, (variant, count["PRMT"])
+        assert len(masks) == words * (4 + 8), (variant, len(masks))
 
 
 @gpu
