@@ -1,5 +1,6 @@
 // Grouped GEMM for Hopper that feeds operands to the tensor cores as they are stored. One warpgroup of producers fills
-// a ring in shared memory by TMA (gathered rows one by one); two warpgroups multiply by wgmma.
+// a ring in shared memory by TMA (gathered rows one by one); two warpgroups multiply by wgmma. Where threads load
+// packed weights into registers (EXPAND without PACKED), a fourth warpgroup expands half of them.
 //
 // A tile is 128 rows times two halves of 128 weight rows: 256 columns of a result, or gate and up of the same 128
 // columns of a gated one. Each math warpgroup multiplies 64 of the rows. Tiles of at most 64 rows alternate between the
@@ -20,8 +21,10 @@
 // (`GateUpOrder.code`, 0 for none), OUT (0 bf16, 1 fp16, 2 fp32, 3 e4m3 with 1x128 scales), EXTRAS (row scale, expert
 // scales or bias exist), A_BOX (rows of a box of the rows' tensor map), TMA_SCALES (TMA copies the scales too, so that
 // one thread produces contiguous rows; needs FP8, 4 stages, scales of a row a multiple of 4), SHORT_BLOCKS (the columns
-// of an activated result end within a block of 128, and so do gate and up unless interleaved), EXPAND and PACKED (of
-// tma_expand.cuh).
+// of an activated result end within a block of 128, and so do gate and up unless interleaved), EXPAND (weights along K
+// that share a block scale where weights are expanded, 16 of `nvfp4` or 32 of `mxfp4`; 0 if they are stored as they are
+// multiplied), PACKED (stages of a ring of packed weights; 0 if threads load them into registers), EACH_LANE_ARRIVES
+// (of mbarrier.cuh; not defined but by `research.sanitize`).
 //
 // The last stage of K may be short, too: past its end TMA writes zeros, which add nothing.
 //

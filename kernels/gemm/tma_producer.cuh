@@ -1,7 +1,9 @@
-// The warpgroup that fills the ring, for inclusion by tma_gemm.cu.
+// The warpgroups that fill the ring, for inclusion by tma_gemm.cu.
 //
 // One thread starts the copies by TMA, but for gathered rows: a thread of each warp starts those of its rows. All
-// threads copy scales that TMA does not copy.
+// threads copy scales that TMA does not copy, and expand weights if these are expanded.
+//
+// Macros: those of tma_gemm.cu.
 
 #ifndef MOE_RUNTIME_TMA_PRODUCER
 #define MOE_RUNTIME_TMA_PRODUCER

@@ -51,14 +51,12 @@ INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+([^;]*);", re.MULTILINE)
 MASK = re.compile(r"LOP3\.LUT \S+, \S+, (?:0x77777777|0x80808080), \S+")
 
 
-def loops_that_expand(code: list[tuple[int, str]]) -> set[tuple[int, int]]:
-    """First and last address of the innermost loops around masks of weights."""
+def loops_around(code: list[tuple[int, str]], wanted: re.Pattern[str]) -> set[tuple[int, int]]:
+    """First and last address of the innermost loop around each instruction that is in one."""
     ends = [(re.match(r"@\S+ BRA (0x[0-9a-f]+)", text), at) for at, text in code]
     loops = [(int(end[1], 16), at) for end, at in ends if end is not None and int(end[1], 16) < at]
-    masks = [at for at, text in code if MASK.match(text)]
-    return {
-        min((loop for loop in loops if loop[0] <= at <= loop[1]), key=lambda loop: loop[1] - loop[0]) for at in masks
-    }
+    around = [[loop for loop in loops if loop[0] <= at <= loop[1]] for at, text in code if wanted.match(text)]
+    return {min(found, key=lambda loop: loop[1] - loop[0]) for found in around if found}
 
 
 @pytest.mark.cpu_only
@@ -80,9 +78,10 @@ def test_variants_expand_in_few_instructions_and_keep_everything_in_registers() 
         count = Counter(re.sub(r"^@\S+\s+", "", text).split()[0].split(".")[0] for _, text in code)
         in_memory = [at for at, text in code if re.search(r"\b(STL|LDL)\b", text)]
         if variant["GATHER"] and not variant["PACKED"]:
-            # Values of a tile may be kept in memory: the loops over its blocks of K do not read them.
-            loops = loops_that_expand(code)
-            assert len(loops) == 2 and not any(low <= at <= high for at in in_memory for low, high in loops), variant
+            # Values of a tile may be kept in memory: the loops over its blocks of K do not use them.
+            expanding, multiplying = loops_around(code, MASK), loops_around(code, re.compile("QGMMA"))
+            assert len(expanding) == 2 and multiplying, variant
+            assert not any(low <= at <= high for at in in_memory for low, high in expanding | multiplying), variant
         else:
             assert not in_memory, variant
         # A thread expands 32 weights of each of two words of a unit: 8 selections a word, one for each of its scales.
