@@ -225,8 +225,11 @@ def _rows() -> Iterator[AotCase]:
         fmt, constexprs = "fp8_block" if packed.num_scales else "bf16", payload._constexprs(packed)
         pack = constexprs | {"WORDS": packed.words}
         yield row_case("dispatch_pack", fmt, payload._dispatch_pack_kernel, pack, _PAYLOAD_TYPES)
-        unpack = constexprs | {"HAS_PLACE": False}
+        unpack = constexprs | {"HAS_PLACE": False, "HAS_TOKENS": True}
         yield row_case("dispatch_unpack", fmt, payload._dispatch_unpack_kernel, unpack, _PAYLOAD_TYPES)
+        expand = constexprs | {"K": 8, "HAS_WEIGHTS": True}
+        types = _PAYLOAD_TYPES | {"row_weights_ptr": "*fp32"}
+        yield row_case("dispatch_expand", fmt, payload._dispatch_expand_kernel, expand, types)
 
 
 def _others() -> Iterator[CudaCase]:

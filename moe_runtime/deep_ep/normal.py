@@ -22,8 +22,11 @@ from moe_runtime.dispatcher.token_dispatcher import RoutingDispatcher, TokenDisp
 from moe_runtime.kernels.exchange.landing import LandedTokens
 from moe_runtime.kernels.exchange.payload import (
     WORD,
+    ExpandedRows,
     PayloadLayout,
     UnpackedRows,
+    allocate_scales,
+    expand_rows,
     pack_tokens,
     unpack_rows,
 )
@@ -37,23 +40,29 @@ Tokens = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class _Step:
-    """Tokens that travelled in one step.
+class Step:
+    """Tokens that travelled in one step, and where their rows are.
+
+    Each entry of a token has a row of its own. An entry is a rank that the token goes to, or, where rows are expanded,
+    an expert.
 
     Attributes:
         start, end: of this rank's tokens.
         room: most tokens of a rank, for which the step was made.
-        ranks: int64 `[T, W]`, rank `r` where the token goes there, else -1.
-        weights: fp32 ones `[T, W]`.
-        positions: int32 `[W * room, W]`, row of each landing slot, -1 for none.
+        entries: int `[T, W]`, rank `r` where the token goes there, else -1. Expanded: `[T, K]`, experts of the token,
+            -1 for none.
+        weights: fp32 ones of this shape.
+        positions: int32 `[W * room, W]`, or `[W * room, K]`: row of each landing slot and entry, -1 for none.
+        num_experts: `E` of expanded rows; None where entries are ranks.
     """
 
     start: int
     end: int
     room: int
-    ranks: torch.Tensor
+    entries: torch.Tensor
     weights: torch.Tensor
     positions: torch.Tensor
+    num_experts: int | None = None
 
 
 class NormalHandle(tuple[torch.Tensor | None, ...]):
@@ -71,7 +80,7 @@ class NormalHandle(tuple[torch.Tensor | None, ...]):
         tokens_of_experts: tokens that came for each local expert; None with `num_worst_tokens`.
     """
 
-    steps: list[_Step]
+    steps: list[Step]
     num_tokens: int
     num_rows: int
     tokens_of_experts: list[int] | None
@@ -87,13 +96,23 @@ class Received:
         topk_idx: int64 `[R, K]`, local expert ids, -1 for experts of other ranks; None without top-k.
         topk_weights: fp32 `[R, K]`, 0 where the id is -1; None without top-k.
         handle: for combine.
+        layout: of what travelled.
+        landed: with rows that are to be expanded, in place of `x` and `scales`; until the next dispatch.
     """
 
-    x: torch.Tensor
+    x: torch.Tensor | None
     scales: torch.Tensor | None
     topk_idx: torch.Tensor | None
     topk_weights: torch.Tensor | None
     handle: NormalHandle
+    layout: PayloadLayout
+    landed: LandedTokens | None
+
+    @property
+    def tokens(self) -> Tokens:
+        """The rows that came, in the form in which they were sent."""
+        assert self.x is not None
+        return self.x if self.scales is None else (self.x, self.scales)
 
 
 class NormalExchange:
@@ -112,7 +131,7 @@ class NormalExchange:
         self.context, self.hidden, self.max_tokens = context, hidden, max_tokens
         self.num_sms: int | None = None
         self._dispatchers: dict[tuple[int, int, int | None], TokenDispatcher] = {}
-        self._combiners: dict[tuple[int, int, int | None], RoutingDispatcher] = {}
+        self._combiners: dict[tuple[int, ...], RoutingDispatcher] = {}
         self._counts: dict[tuple[int, int | None], CountsExchange] = {}
         self._rank_numbers = torch.arange(context.world_size, dtype=torch.int64, device=context.device)
         self._ones = torch.ones(max_tokens, context.world_size, dtype=torch.float32, device=context.device)
@@ -134,11 +153,14 @@ class NormalExchange:
             )
         return self._dispatchers[key]
 
-    def _combiner(self, output: int, room: int) -> RoutingDispatcher:
-        """The exchange of routing alone, for combines of rows of `output` elements."""
-        key = output, room, self.num_sms
+    def _combiner(self, output: int, step: Step) -> RoutingDispatcher:
+        """The exchange of routing alone, for combines of rows of `output` elements that came in `step`."""
+        key = output, step.room, self.num_sms or 0, step.num_experts or 0, step.entries.shape[1]
         if key not in self._combiners:
-            self._combiners[key] = RoutingDispatcher(self.context, **self._sizes(output, room))
+            sizes = self._sizes(output, step.room)
+            if step.num_experts is not None:
+                sizes |= {"num_experts": step.num_experts, "top_k": step.entries.shape[1], "accepts_repeats": True}
+            self._combiners[key] = RoutingDispatcher(self.context, **sizes)
         return self._combiners[key]
 
     def _sizes(self, output: int, room: int) -> dict[str, Any]:
@@ -165,11 +187,23 @@ class NormalExchange:
         num_tokens_per_expert: torch.Tensor,
         topk_idx: torch.Tensor | None,
         topk_weights: torch.Tensor | None,
-        num_worst_tokens: int,
+        num_worst_tokens: int = 0,
+        *,
+        max_tokens: int | None = None,
+        to_expand: bool = False,
+        scales_by_column: bool = False,
     ) -> Received:
         """Send tokens, and receive those that all ranks send, by source rank and then by token.
 
         Waits for the host unless `num_worst_tokens` says how many rows to make room for.
+
+        Args:
+            x, topk_idx, topk_weights: as of `Buffer.dispatch`.
+            is_token_in_rank, num_tokens_per_rank, num_tokens_per_expert: as of `Buffer.dispatch`.
+            num_worst_tokens: rows to make room for; 0 for those that come.
+            max_tokens: with `num_worst_tokens`, most tokens of a rank, equal on all ranks; None for all that fit.
+            to_expand: whether rows stay where they land, for `expand`; of one step.
+            scales_by_column: as of `allocate_scales`.
         """
         num_tokens = is_token_in_rank.shape[0]
         table: torch.Tensor | None = None
@@ -182,7 +216,8 @@ class NormalExchange:
                         f"x: expected at most {self.max_tokens} tokens with num_worst_tokens (num_nvl_bytes has room "
                         f"for no more in one step), got {num_tokens}"
                     )
-            steps, num_rows, room = 1, num_worst_tokens, self.max_tokens
+            room = self.max_tokens if max_tokens is None else self._room_for(max_tokens)
+            steps, num_rows = 1, num_worst_tokens
         else:
             table, sums = self._exchange_counts(num_tokens, num_tokens_per_rank, num_tokens_per_expert)
             prefix = sums[:, 1 : 1 + self.context.world_size].clone(memory_format=torch.contiguous_format)
@@ -196,21 +231,37 @@ class NormalExchange:
             of_experts = counts[:, first : first + local].sum(axis=0).tolist()
         layout = self._layout(x, topk_idx)
         packed = self._packed(layout, x, topk_idx, topk_weights)
-        out = UnpackedRows.allocate(layout, num_rows, self.context.device)
-        done = self._steps(layout, packed, is_token_in_rank, steps, room, table, out, num_tokens_per_expert.numel())
+        out = self._rows(layout, num_rows, to_expand, scales_by_column)
+        done, landed = self._steps(
+            layout, packed, is_token_in_rank, steps, room, table, out, num_tokens_per_expert.numel()
+        )
         handle = NormalHandle((prefix, None, None, out.source_tokens, is_token_in_rank, None))
         handle.steps, handle.num_tokens, handle.num_rows = done, num_tokens, num_rows
         handle.tokens_of_experts = of_experts
-        return Received(self._tokens(layout, out), out.scales, out.ids, out.weights, handle)
+        return self._received(layout, out, handle, landed)
 
-    def dispatch_again(self, x: Tokens, handle: NormalHandle) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Send other tokens the way of `handle`; `(rows, scales)`. One step does not wait for the host."""
-        layout = self._layout(x, None)
-        packed = self._packed(layout, x, None, None)
-        out = UnpackedRows.allocate(layout, handle.num_rows, self.context.device)
+    def dispatch_again(
+        self,
+        x: Tokens,
+        handle: NormalHandle,
+        topk_idx: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+        num_experts: int = 0,
+        *,
+        to_expand: bool = False,
+        scales_by_column: bool = False,
+    ) -> Received:
+        """Send other tokens the way of `handle`, with other weights if given. One step does not wait for the host.
+
+        `num_experts` comes with `topk_idx`; other arguments are as of `dispatch`.
+        """
+        layout = self._layout(x, topk_idx)
+        packed = self._packed(layout, x, topk_idx, topk_weights)
+        out = self._rows(layout, handle.num_rows, to_expand, scales_by_column)
+        landed: LandedTokens | None = None
         for step in handle.steps:
             dispatcher = self._dispatcher(layout.words, step.room)
-            arrived = dispatcher.dispatch(packed[step.start : step.end], step.ranks, step.weights)
+            arrived = dispatcher.dispatch(packed[step.start : step.end], step.entries, step.weights)
             place = None
             if len(handle.steps) > 1:
                 # Rows of this step to rows of all steps: the same slots, by their new positions and by the old.
@@ -218,8 +269,8 @@ class NormalExchange:
                 came = new >= 0
                 place = torch.empty(int(came.sum()), dtype=torch.int64, device=old.device)
                 place[new[came].to(torch.int64)] = old[came].to(torch.int64)
-            self._unpack(layout, arrived, out, place, 0)
-        return self._tokens(layout, out), out.scales
+            landed = self._unpack(layout, arrived, out, place, num_experts)
+        return self._received(layout, out, handle, landed)
 
     def _steps(
         self,
@@ -231,8 +282,8 @@ class NormalExchange:
         table: torch.Tensor | None,
         out: UnpackedRows,
         num_experts: int,
-    ) -> list[_Step]:
-        """Send in `steps` steps of `room` tokens, and receive into `out`."""
+    ) -> tuple[list[Step], LandedTokens]:
+        """Send in `steps` steps of `room` tokens, and receive into `out`; what landed last."""
         # Each rank is one expert of the exchange.
         ranks = torch.where(is_token_in_rank, self._rank_numbers, -1)
         weights = self._ones_for(ranks.shape[0])
@@ -240,23 +291,23 @@ class NormalExchange:
         if steps == 1:
             arrived = dispatcher.dispatch(packed, ranks, weights)
             if table is None:
-                torch._assert_async((arrived.group_offsets[1] <= out.tokens.shape[0]).squeeze())
-            self._unpack(layout, arrived, out, None, num_experts)
-            return [_Step(0, packed.shape[0], room, ranks, weights, arrived.handle.positions)]
+                torch._assert_async((arrived.group_offsets[1] <= out.source_tokens.shape[0]).squeeze())
+            landed = self._unpack(layout, arrived, out, None, num_experts)
+            return [Step(0, packed.shape[0], room, ranks, weights, arrived.handle.positions)], landed
         assert table is not None
-        done: list[_Step] = []
+        done: list[Step] = []
         filled = torch.zeros(len(table), dtype=torch.int64, device=ranks.device)
         for start, end in self._bounds(packed.shape[0], steps):
             arrived = dispatcher.dispatch(packed[start:end], ranks[start:end], weights[start:end])
             place = self._place(table, self._sources(arrived), filled)
-            self._unpack(layout, arrived, out, place, num_experts)
+            landed = self._unpack(layout, arrived, out, place, num_experts)
             out.source_tokens[place] += len(done) * self.max_tokens
             positions = arrived.handle.positions
             if place.numel():
                 moved = place[positions.clamp(min=0).to(torch.int64)].to(torch.int32)
                 positions = torch.where(positions >= 0, moved, -1)
-            done.append(_Step(start, end, room, ranks[start:end], weights[start:end], positions))
-        return done
+            done.append(Step(start, end, room, ranks[start:end], weights[start:end], positions))
+        return done, landed
 
     def _bounds(self, num_tokens: int, steps: int) -> list[tuple[int, int]]:
         """The tokens of each step; a rank with few tokens has none in the last ones."""
@@ -304,8 +355,17 @@ class NormalExchange:
         how = {"engine": self.context.engine, "num_sms": self.num_sms}
         return pack_tokens(layout, quants, scales, topk_idx, topk_weights, **how)  # type: ignore[arg-type]
 
-    def _tokens(self, layout: PayloadLayout, out: UnpackedRows) -> torch.Tensor:
-        return out.tokens.view(torch.float8_e4m3fn if layout.num_scales else torch.bfloat16)
+    def _rows(self, layout: PayloadLayout, num_rows: int, to_expand: bool, scales_by_column: bool) -> UnpackedRows:
+        how = {"with_tokens": not to_expand, "scales_by_column": scales_by_column}
+        return UnpackedRows.allocate(layout, num_rows, self.context.device, **how)
+
+    def _received(
+        self, layout: PayloadLayout, out: UnpackedRows, handle: NormalHandle, landed: LandedTokens | None
+    ) -> Received:
+        if out.tokens is not None:
+            return Received(_typed(layout, out.tokens), out.scales, out.ids, out.weights, handle, layout, None)
+        assert len(handle.steps) == 1
+        return Received(None, None, out.ids, out.weights, handle, layout, landed)
 
     def _unpack(
         self,
@@ -314,11 +374,11 @@ class NormalExchange:
         out: UnpackedRows,
         place: torch.Tensor | None,
         num_experts: int,
-    ) -> None:
-        local = num_experts // self.context.world_size
+    ) -> LandedTokens:
+        local, landed = num_experts // self.context.world_size, self._landed(arrived)
         unpack_rows(
             layout,
-            self._landed(arrived),
+            landed,
             out,
             place,
             first_expert=local * self.context.rank,
@@ -326,6 +386,7 @@ class NormalExchange:
             engine=self.context.engine,
             num_sms=self.num_sms,
         )
+        return landed
 
     def _landed(self, arrived: DispatchedTokens) -> LandedTokens:
         handle = arrived.handle
@@ -339,38 +400,96 @@ class NormalExchange:
         index = landed.row_index[: int(landed.group_offsets[1])].to(torch.int64)
         return (index - (landed.epoch & 1) * landed.first_row) // self.max_tokens
 
+    # Expanded rows
+
+    def expand(
+        self, got: Received, slots: torch.Tensor, num_rows: int, *, zero_padding: bool, scales_by_column: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """A row for each expert of each row that `got` has left where it landed; before the next dispatch.
+
+        Args:
+            got: of a dispatch with `to_expand`.
+            slots: int32 `[R, K]`, rows of the result, -1 for none.
+            num_rows: `N`.
+            zero_padding: whether rows that `slots` does not name are zeroed; else they hold anything.
+            scales_by_column: as of `allocate_scales`.
+
+        Returns:
+            `[N, H]` in bf16 or e4m3; fp32 `[N, V]`, or None for bf16; fp32 `[N]` weights, 0 in rows that `slots` does
+            not name, or None where `got` has none.
+        """
+        assert got.landed is not None
+        device, layout = self.context.device, got.layout
+        tokens = torch.empty(num_rows, layout.token_bytes, dtype=torch.uint8, device=device)
+        scales = allocate_scales(layout, num_rows, device, scales_by_column)
+        if zero_padding:
+            tokens.zero_()
+            if scales is not None:
+                scales.zero_()
+        weights = None if got.topk_weights is None else torch.zeros(num_rows, dtype=torch.float32, device=device)
+        out = ExpandedRows(tokens, scales, weights)
+        how = {"engine": self.context.engine, "num_sms": self.num_sms}
+        expand_rows(layout, got.landed, slots, got.topk_weights, out, **how)  # type: ignore[arg-type]
+        return _typed(layout, tokens), scales, weights
+
+    def expanded_steps(
+        self, handle: NormalHandle, slots: torch.Tensor, topk_idx: torch.Tensor, num_experts: int
+    ) -> list[Step]:
+        """The steps of `handle` for combines of expanded rows.
+
+        Args:
+            handle: of a dispatch with `to_expand`.
+            slots: as of `expand`.
+            topk_idx: int32 `[T, K]`, experts of this rank's tokens, -1 for none.
+            num_experts: `E`.
+        """
+        (step,) = handle.steps
+        # A landing slot has one row at most: that of this rank.
+        row = step.positions[:, self.context.rank]
+        positions = torch.full((row.shape[0], slots.shape[1]), -1, dtype=torch.int32, device=slots.device)
+        if slots.shape[0]:
+            there = (row >= 0)[:, None]
+            positions = torch.where(there, slots[row.clamp(min=0).to(torch.int64)], positions)
+        ones = torch.ones(topk_idx.shape, dtype=torch.float32, device=topk_idx.device)
+        return [Step(step.start, step.end, step.room, topk_idx, ones, positions, num_experts)]
+
+    def rows_by_source(self, handle: NormalHandle) -> torch.Tensor:
+        """int32 `[W]`: entry `i` counts the rows that came from ranks 0 to `i`. Does not wait for the host."""
+        prefix, rank = handle[0], self.context.rank
+        if prefix is not None:
+            return prefix[:, rank].contiguous()
+        (step,) = handle.steps
+        came = step.positions.view(self.context.world_size, step.room, -1)[:, :, rank] >= 0
+        return came.sum(dim=1).cumsum(0, dtype=torch.int32)
+
     # Combine
 
-    def combine(
-        self,
-        x: torch.Tensor,
-        handle: NormalHandle,
-        topk_weights: torch.Tensor | None,
-        bias: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """bf16 `[T, H]`, the unweighted sum of each token's rows, `bias` first; fp32 `[T, K]`, of its weights."""
-        sums, weights = [], []
-        for step in handle.steps:
-            combiner = self._combiner(self.hidden, step.room)
+    def combine(self, x: torch.Tensor, steps: list[Step], bias: torch.Tensor | None) -> torch.Tensor:
+        """bf16 `[T, H]`, the unweighted sum of each token's rows, `bias` first."""
+        sums = []
+        for step in steps:
+            combiner = self._combiner(self.hidden, step)
             shared = None if bias is None else bias[step.start : step.end]
-            renewed = combiner.send_routing(step.ranks, step.weights, step.positions, x.shape[0])
+            renewed = combiner.send_routing(step.entries, step.weights, step.positions, x.shape[0])
             sums.append(combiner.combine(x, renewed, shared=shared))
-            if topk_weights is not None:
-                weights.append(self._combine_weights(topk_weights, step))
-        y = sums[0] if len(sums) == 1 else torch.cat(sums)
-        return y, (torch.cat(weights) if weights else None)
+        return sums[0] if len(sums) == 1 else torch.cat(sums)
 
-    def _combine_weights(self, topk_weights: torch.Tensor, step: _Step) -> torch.Tensor:
+    def combine_weights(self, topk_weights: torch.Tensor, handle: NormalHandle) -> torch.Tensor:
+        """fp32 `[T, K]`, the sums of the weights `[R, K]` of each token's rows."""
+        parts = [self._combine_weights(topk_weights, step) for step in handle.steps]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _combine_weights(self, topk_weights: torch.Tensor, step: Step) -> torch.Tensor:
         """fp32 `[T, K]`: the weights of a token's rows on all ranks, summed in fp32, ranks ascending.
 
         A weight travels as three bf16 values whose sum it is. The partial results are read where they landed.
         """
         top_k = topk_weights.shape[1]
         width = align(3 * top_k, 16)
-        combiner, context = self._combiner(width, step.room), self.context
+        combiner, context = self._combiner(width, step), self.context
         parts = torch.zeros(topk_weights.shape[0], width, dtype=torch.bfloat16, device=topk_weights.device)
         parts[:, : 3 * top_k] = bf16_parts(topk_weights).transpose(0, 1).flatten(1)
-        renewed = combiner.send_routing(step.ranks, step.weights, step.positions, parts.shape[0])
+        renewed = combiner.send_routing(step.entries, step.weights, step.positions, parts.shape[0])
         combiner.combine(parts, renewed)
         geometry, num_tokens = renewed.geometry, step.end - step.start
         half = context.half_bytes["combine"]
@@ -386,3 +505,7 @@ class NormalExchange:
         for part in range(geometry.parts):
             total = torch.where(renewed.num_parts[:, None] > part, total + values[:, part], total)
         return total
+
+
+def _typed(layout: PayloadLayout, tokens: torch.Tensor) -> torch.Tensor:
+    return tokens.view(torch.float8_e4m3fn if layout.num_scales else torch.bfloat16)

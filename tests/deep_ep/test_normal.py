@@ -10,8 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_runtime.deep_ep import Buffer, Config, normal
-from moe_runtime.deep_ep import buffer as buffer_module
+from moe_runtime.deep_ep import Buffer, Config, group_buffer, normal
 from moe_runtime.deep_ep.sizes import normal_bytes
 from moe_runtime.deep_ep.utils.math import per_token_cast_to_fp8
 
@@ -200,14 +199,14 @@ def test_worst_case_rows_are_marked(get_pool: Any, seed: int) -> None:
 
 
 def interpreted(rank: int, world: int, counts: list[int], room: int, seed: int) -> None:
-    contexts = buffer_module.ExpertParallelContext
+    contexts = group_buffer.ExpertParallelContext
     try:
-        buffer_module.ExpertParallelContext = partial(contexts, engine="triton")  # type: ignore[misc, assignment]
+        group_buffer.ExpertParallelContext = partial(contexts, engine="triton")  # type: ignore[misc, assignment]
         for fp8 in (False, True):
             dispatch_and_combine(rank, world, counts, fp8, room, seed)
         worst_case(rank, world, seed)
     finally:
-        buffer_module.ExpertParallelContext = contexts  # type: ignore[misc]
+        group_buffer.ExpertParallelContext = contexts  # type: ignore[misc]
 
 
 @pytest.mark.cpu_only
