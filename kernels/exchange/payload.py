@@ -150,7 +150,8 @@ def pack_tokens(
     if engine == "torch":
         parts = [tokens.view(torch.bfloat16)]
         if scales is not None:
-            parts.append(scales.contiguous().view(torch.bfloat16))
+            # A single column or row counts as contiguous whatever its strides are.
+            parts.append(scales.clone(memory_format=torch.contiguous_format).view(torch.bfloat16))
         if ids is not None and weights is not None:
             parts += [ids.to(torch.int32).contiguous().view(torch.bfloat16), weights.contiguous().view(torch.bfloat16)]
         at = 0

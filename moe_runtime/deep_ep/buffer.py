@@ -13,10 +13,14 @@ from moe_runtime.deep_ep.arguments import (
     BF16,
     FP32,
     IDS,
+    Bias,
+    check_bias,
     check_experts,
+    check_hidden,
     check_layout,
     check_matrix,
     check_routing,
+    check_statistics,
     check_tokens,
     payload_of,
 )
@@ -230,7 +234,7 @@ class Buffer(GroupBuffer):
         x: torch.Tensor,
         handle: NormalHandle,
         topk_weights: torch.Tensor | None = None,
-        bias: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+        bias: Bias = None,
         config: Config | None = None,
         previous_event: EventOverlap | None = None,
         async_finish: bool = False,
@@ -254,16 +258,11 @@ class Buffer(GroupBuffer):
         check_matrix("x", x, self.device, BF16, handle.num_rows)
         if topk_weights is not None:
             check_matrix("topk_weights", topk_weights, self.device, FP32, handle.num_rows)
-        biases = bias if isinstance(bias, tuple) else () if bias is None else (bias,)
-        if len(biases) > 2:
-            raise ValueError(f"bias: expected at most two tensors, got {len(biases)}")
-        for one in biases:
-            check_matrix("bias", one, self.device, BF16, handle.num_tokens, x.shape[1])
+        biases = check_bias(bias, self.device, handle.num_tokens, x.shape[1])
         beside = runs_beside(previous_event, async_finish, allocate_on_comm_stream)
         with self._comm.running(beside, previous_event):
-            added = biases[0] + biases[1] if len(biases) == 2 else biases[0] if biases else None
-            exchange = self._exchange(x.shape[1])
-            y = exchange.combine(x.contiguous(), handle.steps, added)
+            exchange = self._exchange(check_hidden(x.shape[1]))
+            y = exchange.combine(x.contiguous(), handle.steps, biases)
             weights = None if topk_weights is None else exchange.combine_weights(topk_weights, handle)
         return y, weights, self._comm.finish(beside, async_finish, (x, topk_weights, *biases, y, weights))
 
@@ -345,14 +344,7 @@ class Buffer(GroupBuffer):
         exchange = self._low_latency_exchange(
             num_max_dispatch_tokens_per_rank, x.shape[1], num_experts, topk_idx.shape[1]
         )
-        if statistics is not None:
-            check_is_tensor("cumulative_local_expert_recv_stats", statistics)
-            fits = statistics.shape == (exchange.num_local_experts,) and statistics.dtype == torch.int32
-            if not fits or not statistics.is_contiguous():
-                raise ValueError(
-                    f"cumulative_local_expert_recv_stats: expected contiguous int32 "
-                    f"[{exchange.num_local_experts}], got {statistics.dtype} {list(statistics.shape)}"
-                )
+        check_statistics(statistics, exchange.num_local_experts, self.device)
         payload, gsf = payload_of(use_fp8, round_scale, use_ue8m0, use_nvfp4, x_global_scale, use_mxfp8, self.device)
         with self._comm.running(async_finish, None):
             step = exchange.dispatch_send(x, topk_idx, payload, gsf)

@@ -8,7 +8,7 @@ size of the tokens that travel, and more tokens than the buffer has room for tra
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -432,40 +432,18 @@ class NormalExchange:
         expand_rows(layout, got.landed, slots, got.topk_weights, out, **how)  # type: ignore[arg-type]
         return _typed(layout, tokens), scales, weights
 
-    def expanded_steps(
-        self, handle: NormalHandle, slots: torch.Tensor, topk_idx: torch.Tensor, num_experts: int
-    ) -> list[Step]:
-        """The steps of `handle` for combines of expanded rows.
-
-        Args:
-            handle: of a dispatch with `to_expand`.
-            slots: as of `expand`.
-            topk_idx: int32 `[T, K]`, experts of this rank's tokens, -1 for none.
-            num_experts: `E`.
-        """
-        (step,) = handle.steps
-        # A landing slot has one row at most: that of this rank.
-        row = step.positions[:, self.context.rank]
-        positions = torch.full((row.shape[0], slots.shape[1]), -1, dtype=torch.int32, device=slots.device)
-        if slots.shape[0]:
-            there = (row >= 0)[:, None]
-            positions = torch.where(there, slots[row.clamp(min=0).to(torch.int64)], positions)
-        ones = torch.ones(topk_idx.shape, dtype=torch.float32, device=topk_idx.device)
-        return [Step(step.start, step.end, step.room, topk_idx, ones, positions, num_experts)]
-
-    def rows_by_source(self, handle: NormalHandle) -> torch.Tensor:
-        """int32 `[W]`: entry `i` counts the rows that came from ranks 0 to `i`. Does not wait for the host."""
-        prefix, rank = handle[0], self.context.rank
-        if prefix is not None:
-            return prefix[:, rank].contiguous()
-        (step,) = handle.steps
-        came = step.positions.view(self.context.world_size, step.room, -1)[:, :, rank] >= 0
-        return came.sum(dim=1).cumsum(0, dtype=torch.int32)
+    def meet(self) -> None:
+        """Wait, on the device, until every rank has come to this call."""
+        dispatcher = self._dispatcher(16, 1)
+        nobody = self._rank_numbers.new_empty(0, self.context.world_size)
+        no_tokens = torch.empty(0, 16, dtype=torch.bfloat16, device=self.context.device)
+        dispatcher.dispatch(no_tokens, nobody, self._ones[:0])
 
     # Combine
 
-    def combine(self, x: torch.Tensor, steps: list[Step], bias: torch.Tensor | None) -> torch.Tensor:
-        """bf16 `[T, H]`, the unweighted sum of each token's rows, `bias` first."""
+    def combine(self, x: torch.Tensor, steps: list[Step], biases: tuple[torch.Tensor, ...] = ()) -> torch.Tensor:
+        """bf16 `[T, H]`, the unweighted sum of the `biases`, two of them rounded to one, and of each token's rows."""
+        bias = biases[0] + biases[1] if len(biases) == 2 else biases[0] if biases else None
         sums = []
         for step in steps:
             combiner = self._combiner(self.hidden, step)
@@ -473,6 +451,26 @@ class NormalExchange:
             renewed = combiner.send_routing(step.entries, step.weights, step.positions, x.shape[0])
             sums.append(combiner.combine(x, renewed, shared=shared))
         return sums[0] if len(sums) == 1 else torch.cat(sums)
+
+    def combine_once(self, x: torch.Tensor, steps: list[Step], biases: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """`combine` of expanded rows of which each travels by itself: `K` exchanges, and one rounding, at home.
+
+        The sum is in fp32: the `biases`, then the rows by entry.
+        """
+        (step,) = steps
+        total = torch.zeros(step.entries.shape[0], self.hidden, dtype=torch.float32, device=x.device)
+        for bias in biases:
+            total += bias
+        for k in range(step.entries.shape[1]):
+            entry = slice(k, k + 1)
+            one = replace(
+                step,
+                entries=step.entries[:, entry],
+                weights=step.weights[:, entry],
+                positions=step.positions[:, entry].contiguous(),
+            )
+            total += self.combine(x, [one])
+        return total.to(torch.bfloat16)
 
     def combine_weights(self, topk_weights: torch.Tensor, handle: NormalHandle) -> torch.Tensor:
         """fp32 `[T, K]`, the sums of the weights `[R, K]` of each token's rows."""

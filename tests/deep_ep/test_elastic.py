@@ -1,0 +1,370 @@
+"""`moe_runtime.deep_ep.ElasticBuffer` over processes, against a plain model of DeepEP's layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moe_runtime.deep_ep import ElasticBuffer, EPHandle, group_buffer
+from moe_runtime.deep_ep.utils.math import per_token_cast_to_fp8
+
+HIDDEN, EXPERTS, TOP_K, MOST = 256, 16, 4, 12
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What a rank brings: bf16 `[T, H]`, int64 `[T, K]`, fp32 `[T, K]`."""
+
+    x: torch.Tensor
+    ids: torch.Tensor
+    weights: torch.Tensor
+
+
+def random_tokens(seed: int, rank: int, count: int) -> Tokens:
+    g = torch.Generator().manual_seed(seed * 7919 + rank)
+    x = torch.randn(count, HIDDEN, generator=g).to(torch.bfloat16)
+    ids = torch.rand(count, EXPERTS, generator=g).argsort(dim=1)[:, :TOP_K]
+    ids = torch.where(torch.rand(ids.shape, generator=g) < 0.3, -1, ids)
+    return Tokens(x, ids, torch.randn(count, TOP_K, generator=g))
+
+
+def routed(seed: int, rank: int, count: int, change: Callable[[torch.Tensor], torch.Tensor]) -> Tokens:
+    tokens = random_tokens(seed, rank, count)
+    return Tokens(tokens.x, change(tokens.ids), tokens.weights)
+
+
+CASES: dict[str, Callable[[int, int], Tokens]] = {
+    "ragged": lambda seed, rank: random_tokens(seed, rank, (5, 0, 12, 1)[rank % 4]),
+    "as many as may come": lambda seed, rank: random_tokens(seed, rank, MOST),
+    "one token": lambda seed, rank: random_tokens(seed, rank, int(rank == 0)),
+    "no tokens": lambda seed, rank: random_tokens(seed, rank, 0),
+    "one expert": lambda seed, rank: routed(seed, rank, 7, lambda ids: only(ids, EXPERTS - 1)),
+    "no experts": lambda seed, rank: routed(seed, rank, 7, lambda ids: torch.full_like(ids, -1)),
+    "ids without an expert": lambda seed, rank: routed(
+        seed, rank, 6, lambda ids: torch.where(ids % 3 == 0, torch.tensor([EXPERTS, -(2**31), -7, EXPERTS + 5]), ids)
+    ),
+    "ids by column": lambda seed, rank: routed(seed, rank, 6, lambda ids: ids.t().contiguous().t()),
+}
+
+
+def only(ids: torch.Tensor, expert: int) -> torch.Tensor:
+    changed = torch.full_like(ids, -1)
+    changed[:, 1] = expert
+    return changed
+
+
+class Model:
+    """The layouts of a dispatch on one rank, from their definition.
+
+    `rows` are `(rank, token)` in the order in which they come. `entries` are `(expert, row, k)` in the order of
+    expanded rows, and `at` says where each lies.
+    """
+
+    def __init__(self, everyone: list[Tokens], rank: int, alignment: int) -> None:
+        self.everyone, self.rank, self.alignment = everyone, rank, alignment
+        self.local = EXPERTS // len(everyone)
+        self.rows = [
+            (r, t)
+            for r, tokens in enumerate(everyone)
+            for t, ids in enumerate(tokens.ids.tolist())
+            if any(self.here(id) for id in ids)
+        ]
+        self.entries = sorted(
+            (everyone[r].ids[t, k].item() - rank * self.local, row, k)
+            for row, (r, t) in enumerate(self.rows)
+            for k in range(TOP_K)
+            if self.here(everyone[r].ids[t, k].item())
+        )
+        self.counts = [sum(e == expert for e, _, _ in self.entries) for expert in range(self.local)]
+        self.rounded = [-(-count // alignment) * alignment for count in self.counts]
+        starts = [sum(self.rounded[:e]) for e in range(self.local)]
+        before = [sum(self.counts[:e]) for e in range(self.local)]
+        self.at = [starts[e] + i - before[e] for i, (e, _, _) in enumerate(self.entries)]
+        self.ends = [start + count for start, count in zip(starts, self.counts, strict=True)]
+
+    def here(self, id: int) -> bool:
+        return self.rank * self.local <= id < (self.rank + 1) * self.local
+
+    @property
+    def slots(self) -> torch.Tensor:
+        slots = torch.full((len(self.rows), TOP_K), -1, dtype=torch.int32)
+        for (_, row, k), at in zip(self.entries, self.at, strict=True):
+            slots[row, k] = at
+        return slots
+
+    def of_rows(self, each: list[torch.Tensor]) -> torch.Tensor:
+        """What the rows have of `each` rank's tokens."""
+        empty = each[0][:0]
+        return torch.stack([each[r][t] for r, t in self.rows]) if self.rows else empty
+
+    def ids(self) -> torch.Tensor:
+        ids = self.of_rows([tokens.ids for tokens in self.everyone]) - self.rank * self.local
+        return torch.where((ids >= 0) & (ids < self.local), ids, -1)
+
+    def weights(self, everyone: list[Tokens]) -> torch.Tensor:
+        return torch.where(self.ids() >= 0, self.of_rows([tokens.weights for tokens in everyone]), 0.0)
+
+    def most(self) -> int:
+        most = len(self.everyone) * MOST * min(TOP_K, self.local) + (self.alignment - 1) * self.local
+        return -(-most // self.alignment) * self.alignment
+
+
+def a_buffer(**settings: Any) -> ElasticBuffer:
+    assert dist.group.WORLD is not None
+    sizes = {"num_max_tokens_per_rank": MOST, "hidden": HIDDEN, "num_topk": TOP_K}
+    return ElasticBuffer(dist.group.WORLD, **sizes, explicitly_destroy=True, **settings)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(bytes_of(a), bytes_of(b))
+
+
+def bytes_of(a: torch.Tensor) -> torch.Tensor:
+    return a.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+
+
+def parts(x: Any) -> tuple[torch.Tensor, ...]:
+    return x if isinstance(x, tuple) else (x,)
+
+
+def sent_as(fmt: str, x: torch.Tensor) -> Any:
+    if fmt == "bf16":
+        return x
+    quants, scales = per_token_cast_to_fp8(x)
+    if fmt == "packed":
+        return quants, scales[:, :1].contiguous().view(torch.int32)
+    return quants, scales.t().contiguous().t()
+
+
+def poison(buffer: ElasticBuffer) -> None:
+    """What is not written must not be read: between two calls of all ranks, memory that they share gets NaN."""
+    dist.barrier()
+    for context in buffer._contexts:
+        for region in ("landing", "combine"):
+            if context.allocated:
+                context.heap.tensor(region).fill_(255)
+    dist.barrier()
+
+
+def check_rows(
+    model: Model, got: tuple[Any, ...], everyone: list[Tokens], fmt: str, form: dict[str, Any], with_weights: bool
+) -> None:
+    """Rows, ids and weights of a dispatch of `everyone`, on the way of `model`."""
+    rows, ids, weights, handle, _ = got
+    expand, sync = form.get("do_expand", False), form.get("do_cpu_sync", True)
+    num_rows, num_expanded = len(model.rows), sum(model.rounded)
+    if not sync:
+        num_rows, num_expanded = len(model.everyone) * MOST, model.most()
+    assert (handle.num_recv_tokens, handle.num_expanded_tokens) == (num_rows, num_expanded)
+    shown = num_expanded if expand else num_rows
+    each = [parts(sent_as(fmt, tokens.x)) for tokens in everyone]
+    for part, came in enumerate(parts(rows)):
+        assert came.shape[0] == shown and came.dtype == each[0][part].dtype
+        want = model.of_rows([of_rank[part] for of_rank in each])
+        if not expand:
+            assert same_bits(came[: len(model.rows)], want)
+            continue
+        for (_, row, _), at in zip(model.entries, model.at, strict=True):
+            assert same_bits(came[at], want[row])
+        if form.get("do_zero_padding"):
+            padding = sorted(set(range(shown)) - set(model.at))
+            assert not bytes_of(came[padding]).any()
+    if fmt != "bf16":
+        by_column = form.get("use_tma_aligned_col_major_sf", False)
+        assert shown == 0 or rows[1].stride() == ((1, -(-shown // 4) * 4) if by_column else (rows[1].shape[1], 1))
+    count = len(model.rows)
+    if expand:
+        assert ids is None
+    else:
+        assert ids.shape == (shown, TOP_K) and ids.dtype == torch.int64
+        assert torch.equal(ids[:count], model.ids()) and (ids[count:] == -1).all()
+    assert (weights is not None) == with_weights
+    if with_weights and not expand:
+        assert torch.equal(weights[:count], model.weights(everyone)) and not weights[count:].any()
+    elif with_weights:
+        want = torch.zeros(shown)
+        for (_, row, k), at in zip(model.entries, model.at, strict=True):
+            want[at] = model.weights(everyone)[row, k]
+        assert torch.equal(weights, want)
+
+
+def check_handle(model: Model, handle: EPHandle, topk_idx: torch.Tensor, sync: bool) -> None:
+    """All that DeepEP's handle has."""
+    count, world = len(model.rows), len(model.everyone)
+    assert handle.num_recv_tokens_per_expert_list == (model.rounded if sync else [])
+    assert handle.num_unaligned_recv_tokens_per_expert.tolist() == model.counts
+    ends = model.ends if handle.do_expand else [sum(model.rounded[: e + 1]) for e in range(model.local)]
+    assert handle.psum_num_recv_tokens_per_expert.tolist() == ends
+    of_ranks = [sum(r <= rank for r, _ in model.rows) for rank in range(world)]
+    assert handle.psum_num_recv_tokens_per_scaleup_rank.tolist() == of_ranks
+    metadata = handle.recv_src_metadata
+    assert metadata.shape == (handle.num_recv_tokens, 2 + TOP_K) and (metadata[count:] == -1).all()
+    assert metadata[:count, 0].tolist() == [r * MOST + t for r, t in model.rows]
+    last = [max(k for k in range(TOP_K) if row[k] >= 0) for row in model.ids().tolist()]
+    assert metadata[:count, 1].tolist() == [r * TOP_K + k for (r, _), k in zip(model.rows, last, strict=True)]
+    slots = model.slots if handle.do_expand else torch.full((count, TOP_K), -1, dtype=torch.int32)
+    assert torch.equal(metadata[:count, 2:], slots)
+    for tensor in (ends, of_ranks):
+        assert isinstance(tensor, list)
+    assert torch.equal(handle.topk_idx, topk_idx)
+    landed = handle.dst_buffer_slot_idx
+    assert torch.equal(landed >= 0, (topk_idx.int() >= 0) & (topk_idx.int() < EXPERTS))
+    assert handle.token_metadata_at_forward is None and handle.channel_linked_list is None
+    for made in (handle.psum_num_recv_tokens_per_scaleup_rank, handle.psum_num_recv_tokens_per_expert, metadata):
+        assert made.dtype == torch.int32
+
+
+def output_of(seed: int, rank: int, token: int, entry: int) -> torch.Tensor:
+    g = torch.Generator().manual_seed((seed * 64 + rank * MOST + token) * 64 + entry)
+    return torch.randn(HIDDEN, generator=g).to(torch.bfloat16)
+
+
+def check_combine(
+    buffer: ElasticBuffer, models: list[Model], handle: EPHandle, seed: int, num_biases: int, with_weights: bool
+) -> None:
+    """Rows and weights that depend on their source go home; each rank knows what must come."""
+    rank, mine = buffer.rank_idx, models[buffer.rank_idx].everyone[buffer.rank_idx]
+    model, num_tokens = models[rank], mine.x.shape[0]
+    shown = handle.num_expanded_tokens if handle.do_expand else handle.num_recv_tokens
+    x = torch.full((shown, HIDDEN), float("nan"), dtype=torch.bfloat16)
+    weights = torch.full((shown,) if handle.do_expand else (shown, TOP_K), float("nan"))
+    for (_, row, k), at in zip(model.entries, model.at, strict=True):
+        r, t = model.rows[row]
+        if handle.do_expand:
+            x[at], weights[at] = output_of(seed, r, t, k), float(r * 1000 + t * 10 + k)
+        else:
+            weights[row, k] = float(r * 1000 + t * 10 + k)
+    for row, (r, t) in enumerate(model.rows if not handle.do_expand else []):
+        x[row] = output_of(seed, r, t, TOP_K + rank)
+    biases = tuple(torch.randn(num_tokens, HIDDEN).to(torch.bfloat16) for _ in range(num_biases))
+    bias: Any = biases if num_biases == 2 else biases[0] if biases else None
+    y, home, _ = buffer.combine(x, handle, topk_weights=weights if with_weights else None, bias=bias)
+
+    once = handle.do_expand and not buffer.allow_multiple_reduction
+    want, want_weights = torch.zeros(num_tokens, HIDDEN), torch.zeros(num_tokens, TOP_K)
+    if biases:
+        want = sum(bias.float() for bias in biases) if once else (sum(biases) if num_biases == 2 else biases[0]).float()
+    for t in range(num_tokens):
+        ids = mine.ids[t].to(torch.int32).tolist()
+        owners = [id // models[0].local if 0 <= id < EXPERTS else -1 for id in ids]
+        for k, owner in enumerate(owners):
+            if owner >= 0:
+                want_weights[t, k] = float(rank * 1000 + t * 10 + k)
+            if once and owner >= 0:
+                want[t] += output_of(seed, rank, t, k).float()
+        for owner in range(len(models)) if not once else ():
+            of_owner = [k for k, other in enumerate(owners) if other == owner]
+            if handle.do_expand and of_owner:
+                local = torch.zeros(HIDDEN)
+                for k in of_owner:
+                    local += output_of(seed, rank, t, k).float()
+                want[t] += local.to(torch.bfloat16).float()
+            elif of_owner:
+                want[t] += output_of(seed, rank, t, TOP_K + owner).float()
+    assert same_bits(y, want.to(torch.bfloat16))
+    assert (home is not None) == with_weights
+    if home is not None:
+        assert torch.equal(home, want_weights)
+
+
+FORMS: tuple[dict[str, Any], ...] = (
+    {},
+    {"do_cpu_sync": False, "use_tma_aligned_col_major_sf": True},
+    {"do_expand": True, "expert_alignment": 8, "do_zero_padding": True},
+    {"do_expand": True, "expert_alignment": 1, "use_tma_aligned_col_major_sf": True},
+    {"do_expand": True, "expert_alignment": 8, "do_cpu_sync": False, "do_zero_padding": True},
+    {"do_expand": True, "do_cpu_sync": False},
+)
+
+
+def every_call(rank: int, world: int, names: list[str], formats: list[str], seed: int, **settings: Any) -> None:
+    buffer = a_buffer(**settings)
+    for name in names:
+        everyone = [CASES[name](seed, r) for r in range(world)]
+        others = [CASES[name](seed + 1, r) for r in range(world)]
+        mine, again = everyone[rank], others[rank]
+        for number, form in enumerate(FORMS):
+            fmt = formats[number % len(formats)]
+            models = [Model(everyone, r, form.get("expert_alignment", 1)) for r in range(world)]
+            model, sync = models[rank], form.get("do_cpu_sync", True)
+            statistics = torch.full((EXPERTS // world,), 5, dtype=torch.int32)
+            with_weights = number % 3 != 1
+            poison(buffer)
+            got = buffer.dispatch(
+                sent_as(fmt, mine.x),
+                topk_idx=mine.ids,
+                topk_weights=mine.weights if with_weights else None,
+                cumulative_local_expert_recv_stats=statistics,
+                num_experts=EXPERTS,
+                do_handle_copy=number % 2,
+                **form,
+            )
+            handle = got[3]
+            check_rows(model, got, everyone, fmt, form, with_weights)
+            check_handle(model, handle, mine.ids, sync)
+            assert (statistics - 5).tolist() == model.counts
+            assert (handle.topk_idx.data_ptr() != mine.ids.data_ptr()) == bool(number % 2) or mine.ids.numel() == 0
+
+            # Other tokens take the same way, with other weights or none; callers may have written to what they got.
+            if got[1] is not None:
+                got[1].fill_(-7)
+            for weighted in (True, False):
+                forms = {key: value for key, value in form.items() if key not in ("do_cpu_sync", "expert_alignment")}
+                changed = [Tokens(o.x, e.ids, o.weights) for o, e in zip(others, everyone, strict=True)]
+                poison(buffer)
+                cached = buffer.dispatch(
+                    sent_as(fmt, again.x), topk_weights=again.weights if weighted else None, handle=handle, **forms
+                )
+                assert cached[3] is handle
+                check_rows(model, cached, changed, fmt, form, weighted)
+            # A handle of expanded rows has those that are not expanded, too.
+            if handle.do_expand:
+                plain = buffer.dispatch(sent_as(fmt, again.x), handle=handle)
+                check_rows(model, plain, others, fmt, {"do_cpu_sync": sync}, False)
+            for turn in range(2):
+                poison(buffer)
+                check_combine(buffer, models, handle, seed + turn, (number + turn) % 3, turn == 0)
+        buffer.barrier()
+    buffer.destroy()
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_every_layout_and_option(world: int, get_pool: Any, seed: int) -> None:
+    get_pool(world).run(every_call, list(CASES), ["bf16", "fp8", "packed"], seed)
+
+
+@pytest.mark.cpu_only
+def test_eight_ranks(get_pool: Any, seed: int) -> None:
+    get_pool(8).run(every_call, ["ragged"], ["fp8", "bf16"], seed)
+
+
+def rounded_once(rank: int, world: int, seed: int) -> None:
+    every_call(rank, world, ["ragged", "one expert"], ["bf16"], seed, allow_multiple_reduction=False)
+
+
+@pytest.mark.cpu_only
+def test_sums_that_are_rounded_once(get_pool: Any, seed: int) -> None:
+    get_pool(2).run(rounded_once, seed)
+
+
+def interpreted(rank: int, world: int, seed: int) -> None:
+    contexts = group_buffer.ExpertParallelContext
+    try:
+        group_buffer.ExpertParallelContext = partial(contexts, engine="triton")  # type: ignore[misc, assignment]
+        every_call(rank, world, ["ragged"], ["packed", "bf16", "fp8"], seed)
+    finally:
+        group_buffer.ExpertParallelContext = contexts  # type: ignore[misc]
+
+
+@pytest.mark.cpu_only
+def test_interpreted_kernels_give_the_same_rows(get_pool: Any, seed: int) -> None:
+    get_pool(2).run(interpreted, seed)
