@@ -15,11 +15,13 @@ topk_idx_t = torch.int64
 """dtype of expert ids."""
 IDS, BF16, FP32 = (topk_idx_t,), (torch.bfloat16,), (torch.float32,)
 
+Bit = bool | int
+"""True or False, or, as DeepEP's tests pass them, 1 or 0."""
 Bias = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
 
 
 def check_bit(name: str, value: object) -> bool:
-    """`value` as a bool, if it is True or False, or, as DeepEP's tests pass them, 1 or 0."""
+    """`value` as a bool, if it is a `Bit`."""
     if not isinstance(value, int) or value not in (0, 1):
         raise ValueError(f"{name}: expected True or False, got {describe(value)}")
     return bool(value)

@@ -17,6 +17,7 @@ from moe_runtime.deep_ep.arguments import (
     FP32,
     IDS,
     Bias,
+    Bit,
     check_bias,
     check_bit,
     check_experts,
@@ -34,10 +35,20 @@ from moe_runtime.deep_ep.normal import NormalExchange, Received, Tokens
 from moe_runtime.deep_ep.sizes import normal_bytes
 from moe_runtime.kernels.exchange.layout import dispatch_layout
 from moe_runtime.kernels.formats.number_formats import align
-from moe_runtime.support.arguments import check_integer, check_is_tensor, check_kind, check_seconds
+from moe_runtime.support.arguments import (
+    check_apart,
+    check_integer,
+    check_is_tensor,
+    check_kind,
+    check_no_grad,
+    check_number,
+    check_seconds,
+)
 
 BUFFER_ALIGNMENT = 2 << 20
 """What DeepEP rounds sizes of buffers up to."""
+MOST = 2**31 - 1
+"""Of numbers that kernels get as int32."""
 OVERLAPPED_SMS = 24
 """SMs with which an exchange beside other kernels takes about a third longer than with all (docs/deep_ep.md)."""
 
@@ -92,26 +103,25 @@ class ElasticBuffer(GroupBuffer):
         num_max_tokens_per_rank: int = 0,
         hidden: int = 0,
         num_topk: int = 0,
-        use_fp8_dispatch: bool = False,
-        deterministic: bool = False,
-        allow_hybrid_mode: bool = True,
-        allow_multiple_reduction: bool = True,
-        prefer_overlap_with_compute: bool = True,
+        use_fp8_dispatch: Bit = False,
+        deterministic: Bit = False,
+        allow_hybrid_mode: Bit = True,
+        allow_multiple_reduction: Bit = True,
+        prefer_overlap_with_compute: Bit = True,
         sl_idx: int = 3,
         num_allocated_qps: int = 0,
-        num_cpu_timeout_secs: int = 300,
-        num_gpu_timeout_secs: int = 100,
-        explicitly_destroy: bool = False,
+        num_cpu_timeout_secs: float = 300,
+        num_gpu_timeout_secs: float = 100,
+        explicitly_destroy: Bit = False,
     ) -> None:
-        check_integer("num_max_tokens_per_rank", num_max_tokens_per_rank, 0)
-        check_integer("hidden", hidden, 0)
-        check_integer("num_topk", num_topk, 0)
-        if num_cpu_bytes != 0:
-            raise ValueError(f"num_cpu_bytes: expected 0, there is no Engram, got {num_cpu_bytes!r}")
+        check_integer("num_max_tokens_per_rank", num_max_tokens_per_rank, 0, MOST)
+        check_integer("hidden", hidden, 0, MOST)
+        check_integer("num_topk", num_topk, 0, MOST)
+        check_integer("num_cpu_bytes", num_cpu_bytes, 0, 0)
         check_bit("use_fp8_dispatch", use_fp8_dispatch)
         check_bit("allow_hybrid_mode", allow_hybrid_mode)
-        check_integer("sl_idx", sl_idx, 0)
-        check_integer("num_allocated_qps", num_allocated_qps, 0)
+        check_integer("sl_idx", sl_idx, 0, MOST)
+        check_integer("num_allocated_qps", num_allocated_qps, 0, MOST)
         check_seconds("num_cpu_timeout_secs", num_cpu_timeout_secs)
         seconds = check_seconds("num_gpu_timeout_secs", num_gpu_timeout_secs, MAX_SECONDS)
         self.deterministic = check_bit("deterministic", deterministic)
@@ -122,7 +132,7 @@ class ElasticBuffer(GroupBuffer):
             if not (num_max_tokens_per_rank and hidden):
                 raise ValueError("num_bytes: expected it, or num_max_tokens_per_rank and hidden")
             num_bytes = self.get_buffer_size_hint(group, num_max_tokens_per_rank, hidden)
-        self.num_bytes = check_integer("num_bytes", num_bytes, 0)
+        self.num_bytes = check_integer("num_bytes", num_bytes, 0, 2**60)
         super().__init__(group, bool(check_bit("explicitly_destroy", explicitly_destroy)), timeout_s=seconds)
         self.num_max_tokens_per_rank, self.num_allocated_qps = num_max_tokens_per_rank, num_allocated_qps or 1
         self.rank_idx, self.num_ranks = self.group.rank(), self.group.size()
@@ -137,14 +147,18 @@ class ElasticBuffer(GroupBuffer):
         num_max_tokens_per_rank: int,
         hidden: int,
         num_topk: int = 0,
-        use_fp8_dispatch: bool = False,
-        allow_hybrid_mode: bool = True,
-        allow_multiple_reduction: bool = True,
+        use_fp8_dispatch: Bit = False,
+        allow_hybrid_mode: Bit = True,
+        allow_multiple_reduction: Bit = True,
     ) -> int:
         """`num_bytes` that suffice for these sizes, a multiple of 2 MiB; what follows `hidden` is without effect."""
+        check_integer("num_topk", num_topk, 0, MOST)
+        check_bit("use_fp8_dispatch", use_fp8_dispatch)
+        check_bit("allow_hybrid_mode", allow_hybrid_mode)
+        check_bit("allow_multiple_reduction", allow_multiple_reduction)
         check_kind("group", group, dist.ProcessGroup)
-        check_integer("num_max_tokens_per_rank", num_max_tokens_per_rank)
-        check_integer("hidden", hidden, 16)
+        check_integer("num_max_tokens_per_rank", num_max_tokens_per_rank, 1, MOST)
+        check_integer("hidden", hidden, 16, MOST)
         if hidden % 16:
             raise ValueError(f"hidden: expected a multiple of 16, got {hidden}")
         return align(normal_bytes(hidden, group.size(), num_max_tokens_per_rank), BUFFER_ALIGNMENT)
@@ -173,6 +187,18 @@ class ElasticBuffer(GroupBuffer):
         sm_write_gbs: float = 50,
     ) -> int:
         """24 SMs with `prefer_overlap_with_compute`, else all of the GPU; the arguments are without effect."""
+        check_integer("num_experts", num_experts, 1, MOST)
+        check_integer("num_topk", num_topk, 1, MOST)
+        check_integer("num_scaleout_topk", num_scaleout_topk, 0, MOST)
+        speeds = {
+            "rdma_gbs": rdma_gbs,
+            "nvlink_gbs": nvlink_gbs,
+            "sm_read_gbs": sm_read_gbs,
+            "sm_write_gbs": sm_write_gbs,
+        }
+        for name, speed in speeds.items():
+            if check_number(name, speed) < 0:
+                raise ValueError(f"{name}: expected a number from 0, got {speed}")
         if self.device.type != "cuda":
             return OVERLAPPED_SMS
         there: int = torch.cuda.get_device_properties(self.device).multi_processor_count
@@ -180,9 +206,10 @@ class ElasticBuffer(GroupBuffer):
 
     def get_theoretical_num_qps(self, num_sms: int) -> int:
         """1, which no call looks at: there are no queue pairs."""
+        check_integer("num_sms", num_sms, 0, MOST)
         return 1
 
-    def barrier(self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True) -> None:
+    def barrier(self, use_comm_stream: Bit = True, with_cpu_sync: Bit = False, sequential: Bit = True) -> None:
         """Let the current stream wait until every rank has come to this call. Collective.
 
         Args:
@@ -215,14 +242,14 @@ class ElasticBuffer(GroupBuffer):
         num_qps: int = 0,
         previous_event: Event = None,
         previous_event_before_epilogue: Event = None,
-        async_with_compute_stream: bool = False,
-        allocate_on_comm_stream: bool = False,
+        async_with_compute_stream: Bit = False,
+        allocate_on_comm_stream: Bit = False,
         handle: EPHandle | None = None,
-        do_handle_copy: bool = True,
-        do_cpu_sync: bool | None = None,
-        do_expand: bool = False,
-        do_zero_padding: bool = False,
-        use_tma_aligned_col_major_sf: bool = False,
+        do_handle_copy: Bit = True,
+        do_cpu_sync: Bit | None = None,
+        do_expand: Bit = False,
+        do_zero_padding: Bit = False,
+        use_tma_aligned_col_major_sf: Bit = False,
     ) -> tuple[Tokens, torch.Tensor | None, torch.Tensor | None, EPHandle, EventOverlap]:
         """Send each token once to each rank of its experts. Collective.
 
@@ -263,8 +290,9 @@ class ElasticBuffer(GroupBuffer):
             MoERuntimeError: a rank that failed or did not come.
         """
         hidden = check_tokens(x, self.device, packed=True)
-        check_integer("num_sms", num_sms, 0)
-        check_integer("num_qps", num_qps, 0)
+        _check_no_grads(x=x, topk_weights=topk_weights)
+        check_integer("num_sms", num_sms, 0, MOST)
+        check_integer("num_qps", num_qps, 0, MOST)
         form = _Form(
             check_bit("do_expand", do_expand),
             check_bit("do_zero_padding", do_zero_padding),
@@ -328,7 +356,11 @@ class ElasticBuffer(GroupBuffer):
         num_experts = check_experts(sizes[0], self.num_ranks)
         local = num_experts // self.num_ranks
         check_statistics(statistics, local, self.device)
-        alignment = 1 if sizes[2] is None else check_integer("expert_alignment", sizes[2])
+        if statistics is not None:
+            check_apart(
+                "cumulative_local_expert_recv_stats", statistics[None], {"topk_idx": ids, "topk_weights": weights}
+            )
+        alignment = 1 if sizes[2] is None else check_integer("expert_alignment", sizes[2], 1, MOST)
         max_tokens = self.num_max_tokens_per_rank if sizes[1] is None else sizes[1]
         check_integer("num_max_tokens_per_rank", max_tokens)
         if max_tokens > exchange.max_tokens:
@@ -377,7 +409,9 @@ class ElasticBuffer(GroupBuffer):
         if form.expand and not sync and top_k > local:
             check_room(handle)
         if statistics is not None:
-            statistics += handle.num_unaligned_recv_tokens_per_expert
+            counts = handle.num_unaligned_recv_tokens_per_expert
+            with torch.inference_mode():  # in which a tensor of such a mode may be written, and any other
+                statistics += counts
         return got, handle
 
     def _again(
@@ -393,8 +427,8 @@ class ElasticBuffer(GroupBuffer):
         self._check_handle(handle, exchange)
         names = "num_experts", "num_max_tokens_per_rank", "expert_alignment"
         for name, given in zip(names, sizes, strict=True):
-            if given is not None and given != getattr(handle, name):
-                raise ValueError(f"{name}: expected None, or {getattr(handle, name)} as in handle, got {given!r}")
+            if given is not None and check_integer(name, given) != getattr(handle, name):
+                raise ValueError(f"{name}: expected None, or {getattr(handle, name)} as in handle, got {given}")
         if form.expand and not handle.do_expand:
             raise ValueError("do_expand: expected False with a handle of a dispatch without it")
         num_tokens = (x[0] if isinstance(x, tuple) else x).shape[0]
@@ -423,8 +457,8 @@ class ElasticBuffer(GroupBuffer):
         num_qps: int = 0,
         previous_event: Event = None,
         previous_event_before_epilogue: Event = None,
-        async_with_compute_stream: bool = False,
-        allocate_on_comm_stream: bool = False,
+        async_with_compute_stream: Bit = False,
+        allocate_on_comm_stream: Bit = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
         """Sum the rows of each token, unweighted, in fp32, ranks ascending. Collective; does not wait for the host.
 
@@ -447,8 +481,8 @@ class ElasticBuffer(GroupBuffer):
         Raises: as `dispatch`.
         """
         check_kind("handle", handle, EPHandle)
-        check_integer("num_sms", num_sms, 0)
-        check_integer("num_qps", num_qps, 0)
+        check_integer("num_sms", num_sms, 0, MOST)
+        check_integer("num_qps", num_qps, 0, MOST)
         num_rows = handle.num_expanded_tokens if handle.do_expand else handle.num_recv_tokens
         check_matrix("x", x, self.device, BF16, num_rows)
         if topk_weights is not None and handle.do_expand:
@@ -456,6 +490,7 @@ class ElasticBuffer(GroupBuffer):
         elif topk_weights is not None:
             check_matrix("topk_weights", topk_weights, self.device, FP32, num_rows, handle.topk_idx.shape[1])
         biases = check_bias(bias, self.device, handle._rows.num_tokens, x.shape[1])
+        _check_no_grads(x=x, topk_weights=topk_weights, bias=biases)
         waits_for, beside = _streams(
             previous_event, previous_event_before_epilogue, async_with_compute_stream, allocate_on_comm_stream
         )
@@ -524,8 +559,15 @@ def _in_form(
     return rows if scales is None else (rows, scales), None, weights
 
 
+def _check_no_grads(**arguments: torch.Tensor | tuple[torch.Tensor, ...] | None) -> None:
+    for name, given in arguments.items():
+        for tensor in given if isinstance(given, tuple) else (given,):
+            if isinstance(tensor, torch.Tensor):
+                check_no_grad(name, tensor)
+
+
 def _streams(
-    previous_event: Event, before_epilogue: Event, is_async: bool, on_comm_stream: bool
+    previous_event: Event, before_epilogue: Event, is_async: Bit, on_comm_stream: Bit
 ) -> tuple[tuple[EventOverlap | None, EventOverlap | None], bool]:
     """What a call waits for, and whether it runs on the communication stream."""
     asked = check_bit("async_with_compute_stream", is_async), check_bit("allocate_on_comm_stream", on_comm_stream)

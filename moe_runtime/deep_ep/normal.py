@@ -447,7 +447,7 @@ class NormalExchange:
         sums = []
         for step in steps:
             combiner = self._combiner(self.hidden, step)
-            shared = None if bias is None else bias[step.start : step.end]
+            shared = None if bias is None else bias[step.start : step.end].contiguous()
             renewed = combiner.send_routing(step.entries, step.weights, step.positions, x.shape[0])
             sums.append(combiner.combine(x, renewed, shared=shared))
         return sums[0] if len(sums) == 1 else torch.cat(sums)
