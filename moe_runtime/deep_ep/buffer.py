@@ -246,7 +246,7 @@ class Buffer(GroupBuffer):
             x: bf16 `[R, H]`, a row for each row of the dispatch.
             handle: of a dispatch; it may be combined several times.
             topk_weights: fp32 `[R, K]`, summed likewise.
-            bias: bf16 `[T, H]`, added first, or two of them, whose sum is rounded to bf16 and added first.
+            bias: bf16 `[T, H]`, added first, or two of them, which take two passes more over the partial sums.
             config, previous_event, async_finish, allocate_on_comm_stream: as in `dispatch`.
 
         Returns:

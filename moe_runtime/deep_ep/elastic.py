@@ -470,7 +470,7 @@ class ElasticBuffer(GroupBuffer):
             handle: of a dispatch; it may be combined several times.
             topk_weights: fp32 `[R, K]`, or `[N]` expanded: of each entry of a token, that of its expert's rank comes
                 home.
-            bias: bf16 `[T, H]`, added first, or two of them, whose sum is rounded to bf16 and added first.
+            bias: bf16 `[T, H]`, added first, or two of them, which take two passes more over the partial sums.
             num_sms: most SMs; 0 for as many as of the dispatch.
             num_qps, previous_event, previous_event_before_epilogue, async_with_compute_stream,
                 allocate_on_comm_stream: as in `dispatch`.

@@ -8,6 +8,7 @@ size of the tokens that travel, and more tokens than the buffer has room for tra
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.context.peers import collective_step
 from moe_runtime.deep_ep.counts import CountsExchange, count_words
 from moe_runtime.deep_ep.sizes import MOST_TOP_K, normal_words
-from moe_runtime.dispatcher.handle import DispatchedTokens
+from moe_runtime.dispatcher.handle import DispatchedTokens, DispatchHandle
 from moe_runtime.dispatcher.token_dispatcher import RoutingDispatcher, TokenDispatcher
 from moe_runtime.kernels.exchange.landing import LandedTokens
 from moe_runtime.kernels.exchange.payload import (
@@ -442,14 +443,18 @@ class NormalExchange:
     # Combine
 
     def combine(self, x: torch.Tensor, steps: list[Step], biases: tuple[torch.Tensor, ...] = ()) -> torch.Tensor:
-        """bf16 `[T, H]`, the unweighted sum of the `biases`, two of them rounded to one, and of each token's rows."""
-        bias = biases[0] + biases[1] if len(biases) == 2 else biases[0] if biases else None
+        """bf16 `[T, H]`, the unweighted sum in fp32 of the `biases` and of each token's rows."""
         sums = []
         for step in steps:
+            added = [bias[step.start : step.end].contiguous() for bias in biases]
+            # The exchange adds one. Two are summed in fp32 too, with the partial results where they landed.
+            shared = added[0] if len(added) == 1 else None
             combiner = self._combiner(self.hidden, step)
-            shared = None if bias is None else bias[step.start : step.end].contiguous()
             renewed = combiner.send_routing(step.entries, step.weights, step.positions, x.shape[0])
-            sums.append(combiner.combine(x, renewed, shared=shared))
+            y = combiner.combine(x, renewed, shared=shared)
+            if len(added) == 2:
+                y = self._add_parts(added[0].float() + added[1], renewed).to(torch.bfloat16)
+            sums.append(y)
         return sums[0] if len(sums) == 1 else torch.cat(sums)
 
     def combine_once(self, x: torch.Tensor, steps: list[Step], biases: tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -482,26 +487,36 @@ class NormalExchange:
 
         A weight travels as three bf16 values whose sum it is. The partial results are read where they landed.
         """
-        top_k = topk_weights.shape[1]
+        (num_rows, top_k), device = topk_weights.shape, topk_weights.device
         width = align(3 * top_k, 16)
-        combiner, context = self._combiner(width, step), self.context
-        parts = torch.zeros(topk_weights.shape[0], width, dtype=torch.bfloat16, device=topk_weights.device)
-        parts[:, : 3 * top_k] = bf16_parts(topk_weights).transpose(0, 1).flatten(1)
-        renewed = combiner.send_routing(step.entries, step.weights, step.positions, parts.shape[0])
-        combiner.combine(parts, renewed)
-        geometry, num_tokens = renewed.geometry, step.end - step.start
-        half = context.half_bytes["combine"]
-        flat = context.heap.tensor("combine")
-        shape = (geometry.max_tokens, geometry.parts, geometry.partial_bytes // WORD)
+        rows = torch.zeros(num_rows, width, dtype=torch.bfloat16, device=device)
+        rows[:, : 3 * top_k] = bf16_parts(topk_weights).transpose(0, 1).flatten(1)
+        combiner = self._combiner(width, step)
+        renewed = combiner.send_routing(step.entries, step.weights, step.positions, num_rows)
+        combiner.combine(rows, renewed)
+        zeros = torch.zeros(step.end - step.start, top_k, dtype=torch.float32, device=device)
+        return self._add_parts(zeros, renewed, lambda part: part[:, : 3 * top_k].unflatten(1, (3, top_k)).sum(dim=1))
+
+    def _add_parts(
+        self,
+        total: torch.Tensor,
+        renewed: DispatchHandle,
+        values: Callable[[torch.Tensor], torch.Tensor] = lambda part: part,
+    ) -> torch.Tensor:
+        """fp32 `total` `[T, ...]` and the partial results of the combine that has just ended, ranks ascending.
+
+        `values` gives what is added of those of one rank, fp32 `[T, elements]`.
+        """
+        geometry, context, num_tokens = renewed.geometry, self.context, total.shape[0]
+        half, flat = context.half_bytes["combine"], context.heap.tensor("combine")
+        shape = geometry.max_tokens, geometry.parts, geometry.partial_bytes // WORD
         num_bytes = geometry.max_tokens * geometry.parts * geometry.partial_bytes
-        halves = [flat[i * half : i * half + num_bytes].view(torch.bfloat16).view(shape) for i in (0, 1)]
-        odd = (renewed.epoch & 1).to(torch.bool)
-        landed = torch.where(odd, halves[1][:num_tokens, :, :width], halves[0][:num_tokens, :, :width]).float()
-        thirds = landed[:, :, : 3 * top_k].view(num_tokens, geometry.parts, 3, top_k)
-        values = thirds[:, :, 0] + thirds[:, :, 1] + thirds[:, :, 2]
-        total = torch.zeros(num_tokens, top_k, dtype=torch.float32, device=topk_weights.device)
+        even, odd = (flat[i * half : i * half + num_bytes].view(torch.bfloat16).view(shape) for i in (0, 1))
+        is_odd = (renewed.epoch & 1).to(torch.bool)
         for part in range(geometry.parts):
-            total = torch.where(renewed.num_parts[:, None] > part, total + values[:, part], total)
+            landed = torch.where(is_odd, odd[:num_tokens, part], even[:num_tokens, part])[:, : geometry.output_hidden]
+            there = renewed.num_parts[:, None] > part
+            total = torch.where(there, total + values(landed.float()), total)
         return total
 
 

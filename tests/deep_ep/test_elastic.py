@@ -251,7 +251,7 @@ def check_combine(
     once = handle.do_expand and not buffer.allow_multiple_reduction
     want, want_weights = torch.zeros(num_tokens, HIDDEN), torch.zeros(num_tokens, TOP_K)
     if biases:
-        want = sum(bias.float() for bias in biases) if once else (sum(biases) if num_biases == 2 else biases[0]).float()
+        want = torch.stack([bias.float() for bias in biases]).sum(dim=0)
     for t in range(num_tokens):
         ids = mine.ids[t].to(torch.int32).tolist()
         owners = [id // models[0].local if 0 <= id < EXPERTS else -1 for id in ids]

@@ -108,9 +108,12 @@ def dispatch_and_combine(rank: int, world: int, counts: list[int], fp8: bool, ro
             ]
             out = torch.stack(outputs).to(torch.bfloat16) if outputs else torch.empty(0, HIDDEN, dtype=torch.bfloat16)
             row_weights = torch.randn(len(arriving), TOP_K, generator=torch.Generator().manual_seed(rank + turn))
-            bias = tokens_of(seed + 5, rank, counts[rank % len(counts)]).x if turn == 1 else None
+            biases = tuple(tokens_of(seed + 5 + b, rank, counts[rank % len(counts)]).x for b in range(turn))
+            bias: Any = biases if turn == 2 else biases[0] if biases else None
             y, y_weights, _ = buffer.combine(out, handle, topk_weights=row_weights if turn else None, bias=bias)
-            expected = torch.zeros(mine.x.shape[0], HIDDEN) if bias is None else bias.float()
+            expected = torch.zeros(mine.x.shape[0], HIDDEN)
+            for one in biases:
+                expected += one.float()
             expected_weights = torch.zeros(mine.x.shape[0], TOP_K)
             for r in range(world):
                 rows_of = [
