@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
@@ -11,8 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from moe_runtime.comm.errors import MoERuntimeError, PeerAbortedError
 from moe_runtime.deep_ep import ElasticBuffer, EPHandle, group_buffer
 from moe_runtime.deep_ep.utils.math import per_token_cast_to_fp8
+from tests.support.pool import run_once
 
 HIDDEN, EXPERTS, TOP_K, MOST = 256, 16, 4, 12
 
@@ -356,15 +360,199 @@ def test_sums_that_are_rounded_once(get_pool: Any, seed: int) -> None:
     get_pool(2).run(rounded_once, seed)
 
 
-def interpreted(rank: int, world: int, seed: int) -> None:
+def other_contexts(rank: int, world: int, how: dict[str, str], formats: list[str], seed: int) -> None:
     contexts = group_buffer.ExpertParallelContext
     try:
-        group_buffer.ExpertParallelContext = partial(contexts, engine="triton")  # type: ignore[misc, assignment]
-        every_call(rank, world, ["ragged"], ["packed", "bf16", "fp8"], seed)
+        group_buffer.ExpertParallelContext = partial(contexts, **how)  # type: ignore[misc, assignment]
+        every_call(rank, world, ["ragged"], formats, seed)
     finally:
         group_buffer.ExpertParallelContext = contexts  # type: ignore[misc]
 
 
 @pytest.mark.cpu_only
-def test_interpreted_kernels_give_the_same_rows(get_pool: Any, seed: int) -> None:
-    get_pool(2).run(interpreted, seed)
+@pytest.mark.parametrize("how", [{"engine": "triton"}, {"transport": "collective"}])
+def test_interpreted_kernels_and_ranks_without_common_memory(how: dict[str, str], get_pool: Any, seed: int) -> None:
+    get_pool(2).run(other_contexts, how, ["packed", "bf16", "fp8"], seed)
+
+
+def named_twice(rank: int, world: int) -> None:
+    """An expert that a token names twice has a row for each, for which there may be no room where nobody waits."""
+    buffer = a_buffer()
+    x = torch.full((2, HIDDEN), rank + 1.0, dtype=torch.bfloat16)
+    ids = torch.tensor([[0, 1, 0, -1], [1, 1, 1, 0]])
+    weights = torch.arange(8.0).view(2, 4)
+    rows, _, row_weights, handle, _ = buffer.dispatch(
+        x, topk_idx=ids, topk_weights=weights, num_experts=world, do_expand=True
+    )
+    count = [3, 4][rank]
+    assert rows.shape == (world * count, HIDDEN)
+    y, home, _ = buffer.combine(rows, handle, topk_weights=row_weights)
+    assert torch.equal(y, x * (ids >= 0).sum(dim=1, keepdim=True))
+    assert home is not None and torch.equal(home, torch.where(ids >= 0, weights, 0.0))
+    most = dict(num_experts=world, do_expand=True, do_cpu_sync=False)
+    buffer.dispatch(x, topk_idx=ids, **most)
+    with pytest.raises(ValueError, match="topk_idx: expected each expert of a token once"):
+        everything = torch.tensor([0, 1, 1, 0]).expand(MOST, TOP_K)
+        buffer.dispatch(x.new_zeros(MOST, HIDDEN), topk_idx=everything, **most)
+    buffer.destroy()
+
+
+@pytest.mark.cpu_only
+def test_experts_that_a_token_names_twice(get_pool: Any) -> None:
+    get_pool(2).run(named_twice)
+
+
+def other_buffers(rank: int, world: int, seed: int) -> None:
+    """A handle outlives its buffer, as where a caller makes a larger one between forward and backward."""
+    mine = random_tokens(seed, rank, 5 + rank)
+    small = a_buffer()
+    rows, _, _, handle, _ = small.dispatch(mine.x, topk_idx=mine.ids, num_experts=EXPERTS)
+    small.destroy()
+    assert dist.group.WORLD is not None
+    large = ElasticBuffer(dist.group.WORLD, a_buffer_bytes(10 * MOST), explicitly_destroy=True)
+    again, *_ = large.dispatch(mine.x, handle=handle)
+    assert torch.equal(again, rows)
+    y, _, _ = large.combine(again, handle)
+    owners = torch.where(mine.ids >= 0, mine.ids // (EXPERTS // world), -1)
+    times = sum((owners == r).any(dim=1, keepdim=True).int() for r in range(world))
+    assert torch.equal(y, (mine.x.float() * times).to(torch.bfloat16))
+    # Room is for tokens of other widths, too; few tokens of many elements.
+    wide = torch.randn(1, 4 * HIDDEN).to(torch.bfloat16)
+    rows, *_ = large.dispatch(wide, topk_idx=mine.ids[:1], num_experts=EXPERTS, num_max_tokens_per_rank=1)
+    assert rows.shape[1] == 4 * HIDDEN
+    large.destroy()
+
+
+def a_buffer_bytes(tokens: int) -> int:
+    assert dist.group.WORLD is not None
+    return ElasticBuffer.get_buffer_size_hint(dist.group.WORLD, tokens, HIDDEN)
+
+
+@pytest.mark.cpu_only
+def test_handles_in_other_buffers(get_pool: Any, seed: int) -> None:
+    get_pool(2).run(other_buffers, seed)
+
+
+def refuse(rank: int, world: int) -> None:
+    buffer, group = a_buffer(), dist.group.WORLD
+    x, ids = torch.zeros(2, HIDDEN, dtype=torch.bfloat16), torch.zeros(2, TOP_K, dtype=torch.int64)
+    fp8 = x.to(torch.float8_e4m3fn), torch.ones(2, 2)
+    given: dict[str, Any] = {"topk_idx": ids, "num_experts": EXPERTS}
+    *_, plain, event = buffer.dispatch(x, **given)
+    *_, expanded, _ = buffer.dispatch(x, **given, do_expand=True)
+    assert event.event is None
+    wrong: list[tuple[str, Callable[[], object]]] = [
+        ("group: expected", lambda: ElasticBuffer(None, 1 << 20)),  # type: ignore[arg-type]
+        ("num_bytes: expected it, or", lambda: ElasticBuffer(group, hidden=HIDDEN)),
+        ("num_cpu_bytes: expected", lambda: ElasticBuffer(group, 1 << 20, 1 << 20)),
+        ("num_gpu_timeout_secs: expected", lambda: ElasticBuffer(group, 1 << 20, num_gpu_timeout_secs=0)),
+        ("hidden: expected a multiple of 16", lambda: ElasticBuffer.get_buffer_size_hint(group, 8, 40)),
+        ("explicitly_destroy: expected", lambda: ElasticBuffer(group, 1 << 20).destroy()),
+        ("get_comm_stream: expected a GPU", buffer.get_comm_stream),
+        ("x: expected a hidden size", lambda: buffer.dispatch(x[:, :8].contiguous(), **given)),
+        (r"x\[1\]: expected 1 to 2 columns", lambda: buffer.dispatch((fp8[0], torch.ones(2, 3)), **given)),
+        (r"x\[1\]: expected torch.float32 or", lambda: buffer.dispatch((fp8[0], fp8[1].double()), **given)),
+        ("topk_idx: expected a tensor", lambda: buffer.dispatch(x, num_experts=EXPERTS)),
+        ("topk_idx: expected 1 to 32", lambda: buffer.dispatch(x, topk_idx=ids[:, :0], num_experts=EXPERTS)),
+        ("topk_weights: expected shape", lambda: buffer.dispatch(x, **given, topk_weights=torch.ones(2, 1))),
+        ("num_experts: expected", lambda: buffer.dispatch(x, topk_idx=ids)),
+        (
+            "num_experts: expected",
+            lambda: buffer.dispatch(x, topk_idx=ids, num_experts=EXPERTS + 1 if world > 1 else 0),
+        ),
+        (
+            "num_max_tokens_per_rank: expected at most",
+            lambda: buffer.dispatch(x, **given, num_max_tokens_per_rank=4096),
+        ),
+        ("expert_alignment: expected", lambda: buffer.dispatch(x, **given, expert_alignment=0)),
+        ("do_zero_padding: expected False", lambda: buffer.dispatch(x, **given, do_zero_padding=True)),
+        ("do_expand: expected True or False", lambda: buffer.dispatch(x, **given, do_expand=2)),
+        (
+            "cumulative_local_expert_recv_stats: expected",
+            lambda: buffer.dispatch(x, **given, cumulative_local_expert_recv_stats=torch.zeros(EXPERTS // world)),
+        ),
+        (
+            "cumulative_local_expert_recv_stats: expected None",
+            lambda: buffer.dispatch(x, handle=plain, cumulative_local_expert_recv_stats=ids[0].int()),
+        ),
+        ("topk_idx: expected None", lambda: buffer.dispatch(x, topk_idx=ids, handle=plain)),
+        ("do_cpu_sync: expected False or None", lambda: buffer.dispatch(x, handle=plain, do_cpu_sync=True)),
+        ("do_expand: expected False", lambda: buffer.dispatch(x, handle=plain, do_expand=True)),
+        ("num_experts: expected None, or", lambda: buffer.dispatch(x, handle=plain, num_experts=2 * EXPERTS)),
+        ("expert_alignment: expected None, or", lambda: buffer.dispatch(x, handle=plain, expert_alignment=8)),
+        ("x: expected 2 tokens", lambda: buffer.dispatch(x[:1], handle=plain)),
+        ("handle: expected an EPHandle", lambda: buffer.dispatch(x, handle=())),  # type: ignore[arg-type]
+        ("previous_event: expected", lambda: buffer.dispatch(x, **given, previous_event=1)),  # type: ignore[arg-type]
+        ("handle: expected an EPHandle", lambda: buffer.combine(x, ())),  # type: ignore[arg-type]
+        ("x: expected shape", lambda: buffer.combine(x.new_zeros(999, HIDDEN), expanded)),
+        ("x: expected torch.bfloat16", lambda: buffer.combine(torch.zeros(plain.num_recv_tokens, HIDDEN), plain)),
+        (
+            "topk_weights: expected torch.float32",
+            lambda: buffer.combine(
+                x.new_zeros(expanded.num_expanded_tokens, HIDDEN), expanded, topk_weights=torch.zeros(999)
+            ),
+        ),
+        (
+            "bias: expected at most two",
+            lambda: buffer.combine(x.new_zeros(plain.num_recv_tokens, HIDDEN), plain, bias=(x, x, x)),  # type: ignore[arg-type]
+        ),
+    ]
+    for message, call in wrong:
+        with pytest.raises(ValueError, match=message):
+            call()
+    absent = [name for name, value in vars(ElasticBuffer).items() if (value.__doc__ or "").startswith("Not there")]
+    absent += ["get_engram_storage_size_hint", "get_pp_buffer_size_hint", "get_agrs_buffer_size_hint"]
+    assert {"engram_write", "engram_fetch", "pp_set_config", "pp_send", "pp_recv", "all_gather"} <= set(absent)
+    assert {"create_agrs_session", "destroy_agrs_session", "agrs_new_session", "agrs_set_config"} <= set(absent)
+    for name in absent:
+        with pytest.raises(NotImplementedError, match=name):
+            getattr(buffer, name)(x, 1)
+    # Nothing of this has disturbed the ranks.
+    assert torch.equal(buffer.dispatch(x, handle=plain)[0], x.new_zeros(plain.num_recv_tokens, HIDDEN))
+    buffer.destroy()
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_is_wrong_or_absent_is_named(world: int, get_pool: Any) -> None:
+    get_pool(world).run(refuse)
+
+
+def too_many(rank: int, world: int, sync: bool) -> str:
+    buffer = a_buffer()
+    x = torch.zeros(2 + MOST * rank, HIDDEN, dtype=torch.bfloat16)
+    ids = torch.zeros(x.shape[0], 1, dtype=torch.int64)
+    try:
+        buffer.dispatch(x, topk_idx=ids, num_experts=world, do_cpu_sync=sync)
+    except (ValueError, PeerAbortedError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("sync", [False, True])
+def test_peers_learn_of_a_rank_with_too_many_tokens(sync: bool, get_pool: Any) -> None:
+    peer, own = get_pool(2).run(too_many, sync)
+    assert own.startswith(f"ValueError: x: expected at most num_max_tokens_per_rank = {MOST} tokens")
+    assert peer.startswith("PeerAbortedError") and "rank 1" in peer and "num_max_tokens_per_rank" in peer
+
+
+def die(rank: int, world: int, place: int, seed: int) -> None:
+    buffer = a_buffer(num_gpu_timeout_secs=3)
+    mine = random_tokens(seed, rank, 6)
+    handle: EPHandle | None = None
+    for step in range(5):
+        if rank == 1 and step == place:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if handle is None or step % 2 == 0:
+            rows, *_, handle, _ = buffer.dispatch(mine.x, topk_idx=mine.ids, num_experts=EXPERTS, do_expand=step > 0)
+        else:
+            rows, *_ = buffer.dispatch(mine.x, handle=handle, do_expand=handle.do_expand)
+        buffer.combine(rows, handle)
+
+
+@pytest.mark.cpu_only
+def test_survivors_name_a_rank_that_dies(seed: int) -> None:
+    survivor, dead = run_once(die, 2, 1 + seed % 4, seed)
+    assert dead.exitcode == -signal.SIGKILL
+    assert isinstance(survivor.error, MoERuntimeError) and "rank 1" in str(survivor.error), survivor.trace

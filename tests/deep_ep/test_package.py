@@ -32,12 +32,13 @@ def test_a_package_deep_ep_is_written_only_where_asked_for(tmp_path: Path, capsy
     assert main(["--write-alias", str(tmp_path)]) == 0  # again
     code = (
         "import deep_ep, moe_runtime.deep_ep as ours\n"
-        "from deep_ep import Buffer, Config, EventOverlap, topk_idx_t\n"
+        "from deep_ep import Buffer, Config, ElasticBuffer, EPHandle, EventOverlap, topk_idx_t\n"
         "from deep_ep.utils import EventHandle\n"
         "from deep_ep.utils.envs import init_dist\n"
         "from deep_ep.utils.math import calc_diff\n"
         "from deep_ep.utils.testing import bench\n"
         "assert deep_ep is ours and deep_ep.Buffer is Buffer is ours.Buffer, deep_ep\n"
+        "assert (ElasticBuffer, EPHandle) == (ours.ElasticBuffer, ours.EPHandle)\n"
     )
     result = run(tmp_path, code)
     assert result.returncode == 0, result.stderr
