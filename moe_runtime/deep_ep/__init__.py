@@ -12,6 +12,7 @@ from moe_runtime.deep_ep.elastic import ElasticBuffer
 from moe_runtime.deep_ep.ep_handle import EPHandle
 from moe_runtime.deep_ep.events import EventHandle, EventOverlap
 from moe_runtime.deep_ep.sizes import Config
+from moe_runtime.deep_ep.utils.envs import get_logical_domain_size, get_physical_domain_size
 
 __all__ = [
     "Buffer",
@@ -20,6 +21,8 @@ __all__ = [
     "ElasticBuffer",
     "EventHandle",
     "EventOverlap",
+    "get_logical_domain_size",
+    "get_physical_domain_size",
     "install_alias",
     "topk_idx_t",
 ]

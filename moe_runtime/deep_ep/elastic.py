@@ -33,6 +33,7 @@ from moe_runtime.deep_ep.events import EventHandle, EventOverlap, overlap_of
 from moe_runtime.deep_ep.group_buffer import GroupBuffer, not_there, runs_beside
 from moe_runtime.deep_ep.normal import NormalExchange, Received, Tokens
 from moe_runtime.deep_ep.sizes import normal_bytes
+from moe_runtime.deep_ep.utils.envs import get_logical_domain_size, get_physical_domain_size
 from moe_runtime.kernels.exchange.layout import dispatch_layout
 from moe_runtime.kernels.formats.number_formats import align
 from moe_runtime.support.arguments import (
@@ -170,11 +171,11 @@ class ElasticBuffer(GroupBuffer):
 
     def get_physical_domain_size(self) -> tuple[int, int]:
         """`(1, W)`: all ranks are one domain."""
-        return 1, self.num_ranks
+        return get_physical_domain_size(self.group)
 
     def get_logical_domain_size(self) -> tuple[int, int]:
         """`(1, W)`: all ranks are one domain."""
-        return 1, self.num_ranks
+        return get_logical_domain_size(self.group)
 
     def get_theoretical_num_sms(
         self,

@@ -119,6 +119,20 @@ class Model:
         return -(-most // self.alignment) * self.alignment
 
 
+def placed(value: Any) -> Any:
+    """Tensors where buffers of this process are."""
+    if isinstance(value, tuple):
+        return tuple(placed(part) for part in value)
+    return value.cuda() if isinstance(value, torch.Tensor) and torch.cuda.is_available() else value
+
+
+def on_cpu(value: Any) -> Any:
+    """Tensors of a tuple on the CPU, for comparison."""
+    if isinstance(value, tuple):
+        return tuple(on_cpu(part) for part in value)
+    return value.cpu() if isinstance(value, torch.Tensor) else value
+
+
 def a_buffer(**settings: Any) -> ElasticBuffer:
     assert dist.group.WORLD is not None
     sizes = {"num_max_tokens_per_rank": MOST, "hidden": HIDDEN, "num_topk": TOP_K}
@@ -150,11 +164,17 @@ def sent_as(fmt: str, x: torch.Tensor) -> Any:
 
 def poison(buffer: ElasticBuffer) -> None:
     """What is not written must not be read: between two calls of all ranks, memory that they share gets NaN."""
-    dist.barrier()
+    meet()
     for context in buffer._contexts:
         for region in ("landing", "combine"):
             if context.allocated:
                 context.heap.tensor(region).fill_(255)
+    meet()
+
+
+def meet() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
     dist.barrier()
 
 
@@ -162,7 +182,8 @@ def check_rows(
     model: Model, got: tuple[Any, ...], everyone: list[Tokens], fmt: str, form: dict[str, Any], with_weights: bool
 ) -> None:
     """Rows, ids and weights of a dispatch of `everyone`, on the way of `model`."""
-    rows, ids, weights, handle, _ = got
+    handle, strides = got[3], parts(got[0])[-1].stride()
+    rows, ids, weights = on_cpu(got[:3])
     expand, sync = form.get("do_expand", False), form.get("do_cpu_sync", True)
     num_rows, num_expanded = len(model.rows), sum(model.rounded)
     if not sync:
@@ -182,7 +203,7 @@ def check_rows(
             assert not bytes_of(came[padding]).any()
     if fmt != "bf16":
         by_column = form.get("use_tma_aligned_col_major_sf", False)
-        assert shown == 0 or rows[1].stride() == ((1, -(-shown // 4) * 4) if by_column else (rows[1].shape[1], 1))
+        assert shown == 0 or strides == ((1, -(-shown // 4) * 4) if by_column else (rows[1].shape[1], 1))
     count = len(model.rows)
     if expand:
         assert ids is None
@@ -209,15 +230,15 @@ def check_handle(model: Model, handle: EPHandle, topk_idx: torch.Tensor, sync: b
     assert handle.psum_num_recv_tokens_per_expert.tolist() == ends
     of_ranks = [sum(r <= rank for r, _ in model.rows) for rank in range(world)]
     assert handle.psum_num_recv_tokens_per_scaleup_rank.tolist() == of_ranks
-    metadata = handle.recv_src_metadata
+    metadata = handle.recv_src_metadata.cpu()
     assert metadata.shape == (handle.num_recv_tokens, 2 + TOP_K) and (metadata[count:] == -1).all()
     assert metadata[:count, 0].tolist() == [r * MOST + t for r, t in model.rows]
     last = [max(k for k in range(TOP_K) if row[k] >= 0) for row in model.ids().tolist()]
     assert metadata[:count, 1].tolist() == [r * TOP_K + k for (r, _), k in zip(model.rows, last, strict=True)]
     slots = model.slots if handle.do_expand else torch.full((count, TOP_K), -1, dtype=torch.int32)
     assert torch.equal(metadata[:count, 2:], slots)
-    assert torch.equal(handle.topk_idx, topk_idx)
-    landed = handle.dst_buffer_slot_idx
+    assert torch.equal(handle.topk_idx.cpu(), topk_idx)
+    landed = handle.dst_buffer_slot_idx.cpu()
     assert torch.equal(landed >= 0, (topk_idx.int() >= 0) & (topk_idx.int() < EXPERTS))
     assert handle.token_metadata_at_forward is None and handle.channel_linked_list is None
     for made in (handle.psum_num_recv_tokens_per_scaleup_rank, handle.psum_num_recv_tokens_per_expert, metadata):
@@ -250,7 +271,9 @@ def check_combine(
         x[row] = out[r, t, TOP_K + rank]
     biases = tuple(torch.randn(num_tokens, HIDDEN).to(torch.bfloat16) for _ in range(num_biases))
     bias: Any = biases if num_biases == 2 else biases[0] if biases else None
-    y, home, _ = buffer.combine(x, handle, topk_weights=weights if with_weights else None, bias=bias)
+    y, home, _ = on_cpu(
+        buffer.combine(placed(x), handle, topk_weights=placed(weights) if with_weights else None, bias=placed(bias))
+    )
 
     once = handle.do_expand and not buffer.allow_multiple_reduction
     want, want_weights = torch.zeros(num_tokens, HIDDEN), torch.zeros(num_tokens, TOP_K)
@@ -299,13 +322,14 @@ def every_call(rank: int, world: int, names: list[str], formats: list[str], seed
             fmt = formats[number % len(formats)]
             models = [Model(everyone, r, form.get("expert_alignment", 1)) for r in range(world)]
             model, sync = models[rank], form.get("do_cpu_sync", True)
-            statistics = torch.full((EXPERTS // world,), 5, dtype=torch.int32)
+            statistics = placed(torch.full((EXPERTS // world,), 5, dtype=torch.int32))
+            sent_ids = placed(mine.ids)
             with_weights = number % 3 != 1
             poison(buffer)
             got = buffer.dispatch(
-                sent_as(fmt, mine.x),
-                topk_idx=mine.ids,
-                topk_weights=mine.weights if with_weights else None,
+                placed(sent_as(fmt, mine.x)),
+                topk_idx=sent_ids,
+                topk_weights=placed(mine.weights) if with_weights else None,
                 cumulative_local_expert_recv_stats=statistics,
                 num_experts=EXPERTS,
                 do_handle_copy=number % 2,
@@ -315,7 +339,7 @@ def every_call(rank: int, world: int, names: list[str], formats: list[str], seed
             check_rows(model, got, everyone, fmt, form, with_weights)
             check_handle(model, handle, mine.ids, sync)
             assert (statistics - 5).tolist() == model.counts
-            assert (handle.topk_idx.data_ptr() != mine.ids.data_ptr()) == bool(number % 2) or mine.ids.numel() == 0
+            assert (handle.topk_idx.data_ptr() != sent_ids.data_ptr()) == bool(number % 2) or sent_ids.numel() == 0
 
             # Other tokens take the same way, with other weights or none; callers may have written to what they got.
             if got[1] is not None:
@@ -324,14 +348,14 @@ def every_call(rank: int, world: int, names: list[str], formats: list[str], seed
                 forms = {key: value for key, value in form.items() if key not in ("do_cpu_sync", "expert_alignment")}
                 changed = [Tokens(o.x, e.ids, o.weights) for o, e in zip(others, everyone, strict=True)]
                 poison(buffer)
-                cached = buffer.dispatch(
-                    sent_as(fmt, again.x), topk_weights=again.weights if weighted else None, handle=handle, **forms
-                )
+                new_weights = placed(again.weights) if weighted else None
+                x = placed(sent_as(fmt, again.x))
+                cached = buffer.dispatch(x, topk_weights=new_weights, handle=handle, **forms)
                 assert cached[3] is handle
                 check_rows(model, cached, changed, fmt, form, weighted)
             # A handle of expanded rows has those that are not expanded, too.
             if handle.do_expand:
-                plain = buffer.dispatch(sent_as(fmt, again.x), handle=handle)
+                plain = buffer.dispatch(placed(sent_as(fmt, again.x)), handle=handle)
                 check_rows(model, plain, others, fmt, {"do_cpu_sync": sync}, False)
             for turn in range(2):
                 poison(buffer)

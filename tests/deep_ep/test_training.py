@@ -158,7 +158,7 @@ class _Call:
             return torch.where(self.ids == e, probs, 0.0).sum(dim=1, keepdim=True)
         counts = self.handle.num_unaligned_recv_tokens_per_expert.tolist()
         end = self.handle.psum_num_recv_tokens_per_expert.tolist()[e]
-        row = torch.arange(probs.shape[0])
+        row = torch.arange(probs.shape[0], device=probs.device)
         return torch.where((row >= end - counts[e]) & (row < end), probs, 0.0)[:, None]
 
 
@@ -183,13 +183,14 @@ def train_elastic(rank: int, world: int, counts: list[int], seed: int, form: dic
     ids = torch.where(torch.rand(ids.shape, generator=own) < 0.2, -1, ids)
 
     call = _Call(buffer, form)
-    x, probs = start.clone().requires_grad_(), chances.clone().requires_grad_()
-    rows, got_probs = ElasticDispatch.apply(x, probs, ids, call)
-    out = torch.zeros(rows.shape)
+    x, probs = (part.to(buffer.device).requires_grad_() for part in (start.clone(), chances.clone()))
+    rows, got_probs = ElasticDispatch.apply(x, probs, ids.to(buffer.device), call)
+    out = torch.zeros(rows.shape, device=buffer.device)
     for e in range(per_rank):
-        out = out + call.weights_of(got_probs, e) * (rows.float() @ experts[rank * per_rank + e].float().T)
+        expert = experts[rank * per_rank + e].float().to(buffer.device)
+        out = out + call.weights_of(got_probs, e) * (rows.float() @ expert.T)
     y = ElasticCombine.apply(out.to(torch.bfloat16), call)
-    y.backward(dy)
+    y.backward(dy.to(buffer.device))
 
     exact_x, exact_probs = start.double().requires_grad_(), chances.double().requires_grad_()
     mapped = torch.einsum("eij,tj->tei", experts.double(), exact_x)
@@ -198,7 +199,7 @@ def train_elastic(rank: int, world: int, counts: list[int], seed: int, form: dic
     exact.backward(dy.double())
     for got, want in ((y, exact), (x.grad, exact_x.grad), (probs.grad, exact_probs.grad)):
         assert got is not None and want is not None
-        assert torch.equal(got.detach().double(), want.detach())
+        assert torch.equal(got.detach().double().cpu(), want.detach())
     buffer.destroy()
 
 
