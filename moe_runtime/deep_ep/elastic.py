@@ -32,7 +32,7 @@ from moe_runtime.deep_ep.ep_handle import EPHandle, check_room, most_rows
 from moe_runtime.deep_ep.events import EventHandle, EventOverlap, overlap_of
 from moe_runtime.deep_ep.group_buffer import GroupBuffer, not_there, runs_beside
 from moe_runtime.deep_ep.normal import NormalExchange, Received, Tokens
-from moe_runtime.deep_ep.sizes import normal_bytes
+from moe_runtime.deep_ep.sizes import normal_bytes, normal_tokens
 from moe_runtime.deep_ep.utils.envs import get_logical_domain_size, get_physical_domain_size
 from moe_runtime.kernels.exchange.layout import dispatch_layout
 from moe_runtime.kernels.formats.number_formats import align
@@ -58,6 +58,8 @@ PIPELINE = "there is no exchange of pipeline stages; use torch.distributed"
 GATHER = "there is no all-gather and reduce-scatter; use torch.distributed"
 
 Event = EventOverlap | EventHandle | None
+Sizes = tuple[int | None, int | None, int | None]
+"""`num_experts`, `num_max_tokens_per_rank` and `expert_alignment`."""
 
 
 def _absent(name: str, why: str) -> Callable[..., NoReturn]:
@@ -308,22 +310,32 @@ class ElasticBuffer(GroupBuffer):
         waits_for, beside = _streams(
             previous_event, previous_event_before_epilogue, async_with_compute_stream, allocate_on_comm_stream
         )
+        routing = None
+        if handle is None:
+            routing = self._check_routing(x, topk_idx, topk_weights, statistics, sizes, sync)
+        else:
+            self._check_again(x, topk_idx, topk_weights, statistics, sizes, sync, form, handle)
         exchange = self._exchange(hidden, num_sms)
         with self._comm.running(beside, *waits_for):
             if handle is None:
-                got, handle = self._first(
-                    exchange, x, topk_idx, topk_weights, statistics, sizes, num_sms, copy, sync, form
-                )
+                assert routing is not None
+                got, handle = self._first(exchange, x, routing, num_sms, copy, sync, form)
+                if statistics is not None:
+                    counts = handle.num_unaligned_recv_tokens_per_expert
+                    with torch.inference_mode():  # in which a tensor of such a mode may be written, and any other
+                        statistics += counts
             else:
-                if topk_idx is not None or statistics is not None:
-                    name = "cumulative_local_expert_recv_stats" if topk_idx is None else "topk_idx"
-                    raise ValueError(f"{name}: expected None beside handle")
-                if sync:
-                    raise ValueError("do_cpu_sync: expected False or None beside handle, whose counts are known")
-                got = self._again(exchange, x, topk_weights, handle, sizes, form)
+                got = exchange.dispatch_again(
+                    x,
+                    handle._rows,
+                    None if topk_weights is None else handle.topk_idx,
+                    topk_weights,
+                    handle.num_experts,
+                    to_expand=form.expand,
+                    scales_by_column=form.scales_by_column,
+                )
             rows, ids, weights = _in_form(exchange, got, handle, form)
-            if isinstance(x, tuple):
-                assert isinstance(rows, tuple)
+            if isinstance(x, tuple) and isinstance(rows, tuple):
                 rows = rows[0], rows[1].view(x[1].dtype)
             if topk_weights is None:
                 weights = None
@@ -331,53 +343,91 @@ class ElasticBuffer(GroupBuffer):
         used = *sent, topk_idx, topk_weights, statistics, *came, ids, weights, *handle._tensors
         return rows, ids, weights, handle, self._comm.finish(beside, bool(async_with_compute_stream), used)
 
-    def _first(
+    def _check_routing(
         self,
-        exchange: NormalExchange,
         x: Tokens,
         topk_idx: torch.Tensor | None,
         topk_weights: torch.Tensor | None,
         statistics: torch.Tensor | None,
-        sizes: tuple[int | None, int | None, int | None],
+        sizes: Sizes,
+        sync: bool,
+    ) -> _Routing:
+        """What a dispatch without a handle is told."""
+        ids = check_is_tensor("topk_idx", topk_idx)
+        check_matrix("topk_idx", ids, self.device, IDS, _tokens_of(x).shape[0])
+        check_top_k(ids.shape[1])
+        if topk_weights is not None:
+            check_matrix("topk_weights", topk_weights, self.device, FP32, *ids.shape)
+        num_experts, max_tokens, alignment = sizes
+        num_experts = check_experts(num_experts, self.num_ranks)
+        check_statistics(statistics, num_experts // self.num_ranks, self.device)
+        if statistics is not None:
+            others = {"topk_idx": ids, "topk_weights": topk_weights}
+            check_apart("cumulative_local_expert_recv_stats", statistics[None], others)
+        max_tokens = self.num_max_tokens_per_rank if max_tokens is None else max_tokens
+        check_integer("num_max_tokens_per_rank", max_tokens)
+        room = normal_tokens(self.num_bytes, _tokens_of(x).shape[1], self.num_ranks)
+        if max_tokens > room:
+            raise ValueError(
+                f"num_max_tokens_per_rank: expected at most {room}, for which num_bytes has room, got {max_tokens}"
+            )
+        if sync and is_capturing(self.device):
+            raise ValueError("do_cpu_sync: expected False in a capture, where the host cannot wait for the counts")
+        alignment = 1 if alignment is None else check_integer("expert_alignment", alignment, 1, MOST)
+        return _Routing(ids, topk_weights, num_experts, max_tokens, alignment)
+
+    def _check_again(
+        self,
+        x: Tokens,
+        topk_idx: torch.Tensor | None,
+        topk_weights: torch.Tensor | None,
+        statistics: torch.Tensor | None,
+        sizes: Sizes,
+        sync: bool,
+        form: _Form,
+        handle: EPHandle,
+    ) -> None:
+        """What a dispatch with a handle is told."""
+        self._check_handle(handle, _tokens_of(x).shape[1])
+        for name, given in (("topk_idx", topk_idx), ("cumulative_local_expert_recv_stats", statistics)):
+            if given is not None:
+                raise ValueError(f"{name}: expected None beside handle")
+        for name, size in zip(("num_experts", "num_max_tokens_per_rank", "expert_alignment"), sizes, strict=True):
+            if size is not None and check_integer(name, size) != getattr(handle, name):
+                raise ValueError(f"{name}: expected None, or {getattr(handle, name)} as in handle, got {size}")
+        if sync:
+            raise ValueError("do_cpu_sync: expected False or None beside handle, whose counts are known")
+        if form.expand and not handle.do_expand:
+            raise ValueError("do_expand: expected False with a handle of a dispatch without it")
+        num_tokens = handle._rows.num_tokens
+        if _tokens_of(x).shape[0] != num_tokens:
+            raise ValueError(f"x: expected {num_tokens} tokens as in handle, got {_tokens_of(x).shape[0]}")
+        if topk_weights is not None:
+            check_matrix("topk_weights", topk_weights, self.device, FP32, *handle.topk_idx.shape)
+
+    def _first(
+        self,
+        exchange: NormalExchange,
+        x: Tokens,
+        routing: _Routing,
         num_sms: int,
         copy: bool,
         sync: bool,
         form: _Form,
     ) -> tuple[Received, EPHandle]:
-        """A dispatch without a handle; `sizes` are `num_experts`, `num_max_tokens_per_rank` and `expert_alignment`."""
-        num_tokens = (x[0] if isinstance(x, tuple) else x).shape[0]
-        ids = check_is_tensor("topk_idx", topk_idx)
-        check_matrix("topk_idx", ids, self.device, IDS, num_tokens)
-        top_k = check_top_k(ids.shape[1])
-        if topk_weights is None:
-            weights = torch.zeros(ids.shape, dtype=torch.float32, device=self.device)
-        else:
-            weights = topk_weights
-            check_matrix("topk_weights", weights, self.device, FP32, num_tokens, top_k)
-        num_experts = check_experts(sizes[0], self.num_ranks)
-        local = num_experts // self.num_ranks
-        check_statistics(statistics, local, self.device)
-        if statistics is not None:
-            check_apart(
-                "cumulative_local_expert_recv_stats", statistics[None], {"topk_idx": ids, "topk_weights": weights}
-            )
-        alignment = 1 if sizes[2] is None else check_integer("expert_alignment", sizes[2], 1, MOST)
-        max_tokens = self.num_max_tokens_per_rank if sizes[1] is None else sizes[1]
-        check_integer("num_max_tokens_per_rank", max_tokens)
-        if max_tokens > exchange.max_tokens:
-            raise ValueError(
-                f"num_max_tokens_per_rank: expected at most {exchange.max_tokens}, for which num_bytes has room, got "
-                f"{max_tokens}"
-            )
-        if sync and is_capturing(self.device):
-            raise ValueError("do_cpu_sync: expected False in a capture, where the host cannot wait for the counts")
+        """A dispatch without a handle."""
+        ids, num_experts, max_tokens = routing.topk_idx, routing.num_experts, routing.max_tokens
+        num_tokens, top_k = ids.shape
         with collective_step(exchange.context):
             if num_tokens > max_tokens:
                 raise ValueError(f"x: expected at most num_max_tokens_per_rank = {max_tokens} tokens, got {num_tokens}")
-        most = self.num_ranks * max_tokens
+        weights = routing.topk_weights
+        if weights is None:
+            weights = torch.zeros(ids.shape, dtype=torch.float32, device=self.device)
         per_rank, per_expert, in_rank = dispatch_layout(
             ids, num_experts, self.num_ranks, engine=exchange.context.engine
         )
+        most = self.num_ranks * max_tokens
         got = exchange.dispatch(
             x,
             in_rank,
@@ -391,6 +441,7 @@ class ElasticBuffer(GroupBuffer):
             scales_by_column=form.scales_by_column,
         )
         assert got.topk_idx is not None
+        alignment, local = routing.alignment, num_experts // self.num_ranks
         rounded = [align(count, alignment) for count in got.handle.tokens_of_experts or ()]
         handle = EPHandle(
             do_expand=form.expand,
@@ -409,44 +460,7 @@ class ElasticBuffer(GroupBuffer):
         )
         if form.expand and not sync and top_k > local:
             check_room(handle)
-        if statistics is not None:
-            counts = handle.num_unaligned_recv_tokens_per_expert
-            with torch.inference_mode():  # in which a tensor of such a mode may be written, and any other
-                statistics += counts
         return got, handle
-
-    def _again(
-        self,
-        exchange: NormalExchange,
-        x: Tokens,
-        topk_weights: torch.Tensor | None,
-        handle: EPHandle,
-        sizes: tuple[int | None, int | None, int | None],
-        form: _Form,
-    ) -> Received:
-        """A dispatch the way of `handle`; `sizes` as of `_first`."""
-        self._check_handle(handle, exchange)
-        names = "num_experts", "num_max_tokens_per_rank", "expert_alignment"
-        for name, given in zip(names, sizes, strict=True):
-            if given is not None and check_integer(name, given) != getattr(handle, name):
-                raise ValueError(f"{name}: expected None, or {getattr(handle, name)} as in handle, got {given}")
-        if form.expand and not handle.do_expand:
-            raise ValueError("do_expand: expected False with a handle of a dispatch without it")
-        num_tokens = (x[0] if isinstance(x, tuple) else x).shape[0]
-        if num_tokens != handle._rows.num_tokens:
-            raise ValueError(f"x: expected {handle._rows.num_tokens} tokens as in handle, got {num_tokens}")
-        routing: tuple[torch.Tensor | None, torch.Tensor | None] = None, None
-        if topk_weights is not None:
-            check_matrix("topk_weights", topk_weights, self.device, FP32, *handle.topk_idx.shape)
-            routing = handle.topk_idx, topk_weights
-        return exchange.dispatch_again(
-            x,
-            handle._rows,
-            *routing,
-            handle.num_experts,
-            to_expand=form.expand,
-            scales_by_column=form.scales_by_column,
-        )
 
     def combine(
         self,
@@ -495,8 +509,8 @@ class ElasticBuffer(GroupBuffer):
         waits_for, beside = _streams(
             previous_event, previous_event_before_epilogue, async_with_compute_stream, allocate_on_comm_stream
         )
-        exchange = self._exchange(check_hidden(x.shape[1]), num_sms or handle.num_sms)
-        self._check_handle(handle, exchange)
+        self._check_handle(handle, check_hidden(x.shape[1]))
+        exchange = self._exchange(x.shape[1], num_sms or handle.num_sms)
         with self._comm.running(beside, *waits_for):
             x = x.contiguous()
             if handle.do_expand and not self.allow_multiple_reduction:
@@ -512,12 +526,13 @@ class ElasticBuffer(GroupBuffer):
     def _exchange(self, hidden: int, num_sms: int) -> NormalExchange:
         return self._exchange_of(hidden, "num_bytes", self.num_bytes, num_sms or None)
 
-    def _check_handle(self, handle: EPHandle, exchange: NormalExchange) -> None:
-        """`handle` may be of another buffer of as many ranks, which had room for no more tokens."""
+    def _check_handle(self, handle: EPHandle, hidden: int) -> None:
+        """`handle` may be of another buffer with the same ranks, if there is room for as many tokens of `hidden`."""
         check_kind("handle", handle, EPHandle)
         (step,) = handle._rows.steps
         fits = handle._rank == self.rank_idx and step.positions.shape[1] == self.num_ranks
-        if not fits or step.room > exchange.max_tokens or handle.topk_idx.device != self.device:
+        room = normal_tokens(self.num_bytes, hidden, self.num_ranks)
+        if not fits or step.room > room or handle.topk_idx.device != self.device:
             raise ValueError("handle: expected one of this buffer, or of one with the same ranks and no more room")
 
     # Other jobs
@@ -546,6 +561,21 @@ class _Form:
     expand: bool
     zero_padding: bool
     scales_by_column: bool
+
+
+@dataclass(frozen=True)
+class _Routing:
+    """Of a dispatch without a handle."""
+
+    topk_idx: torch.Tensor
+    topk_weights: torch.Tensor | None
+    num_experts: int
+    max_tokens: int
+    alignment: int
+
+
+def _tokens_of(x: Tokens) -> torch.Tensor:
+    return x[0] if isinstance(x, tuple) else x
 
 
 def _in_form(
