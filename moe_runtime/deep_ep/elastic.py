@@ -92,7 +92,7 @@ class ElasticBuffer(GroupBuffer):
         prefer_overlap_with_compute: what `get_theoretical_num_sms` follows.
         sl_idx, num_allocated_qps: kept, without effect: there are no queue pairs.
         num_cpu_timeout_secs: kept, without effect: the host waits for its kernels.
-        num_gpu_timeout_secs: how long a call waits for a peer.
+        num_gpu_timeout_secs: how long a call waits for a peer; the first of each kind, which may compile, for 120 s.
         explicitly_destroy: whether `destroy` will be called. It frees memory on all ranks together.
 
     Raises `ValueError` for an argument of a wrong kind.

@@ -561,22 +561,27 @@ def test_peers_learn_of_a_rank_with_too_many_tokens(sync: bool, get_pool: Any) -
     assert peer.startswith("PeerAbortedError") and "rank 1" in peer and "num_max_tokens_per_rank" in peer
 
 
-def die(rank: int, world: int, place: int, seed: int) -> None:
-    buffer = a_buffer(num_gpu_timeout_secs=3)
-    mine = random_tokens(seed, rank, 6)
-    handle: EPHandle | None = None
-    for step in range(5):
-        if rank == 1 and step == place:
+def die(rank: int, world: int, last: int, seed: int) -> None:
+    """Rank 1 dies before its call `last`, after a round of calls: the first of each kind wait for longer."""
+    buffer, mine = a_buffer(num_gpu_timeout_secs=3), random_tokens(seed, rank, 6)
+    calls = 0
+
+    def call(name: str, *args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        if rank == 1 and calls == last:
             os.kill(os.getpid(), signal.SIGKILL)
-        if handle is None or step % 2 == 0:
-            rows, *_, handle, _ = buffer.dispatch(mine.x, topk_idx=mine.ids, num_experts=EXPERTS, do_expand=step > 0)
-        else:
-            rows, *_ = buffer.dispatch(mine.x, handle=handle, do_expand=handle.do_expand)
-        buffer.combine(rows, handle)
+        calls += 1
+        return getattr(buffer, name)(*args, **kwargs)
+
+    for step in range(4):
+        expand = step % 2 == 1
+        rows, *_, handle, _ = call("dispatch", mine.x, topk_idx=mine.ids, num_experts=EXPERTS, do_expand=expand)
+        call("dispatch", mine.x, handle=handle, do_expand=expand)
+        call("combine", rows, handle)
 
 
 @pytest.mark.cpu_only
 def test_survivors_name_a_rank_that_dies(seed: int) -> None:
-    survivor, dead = run_once(die, 2, 1 + seed % 4, seed)
+    survivor, dead = run_once(die, 2, 6 + seed % 6, seed)
     assert dead.exitcode == -signal.SIGKILL
     assert isinstance(survivor.error, MoERuntimeError) and "rank 1" in str(survivor.error), survivor.trace
