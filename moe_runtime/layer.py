@@ -697,9 +697,10 @@ class MoELayer(nn.Module):
 
     def extra_repr(self) -> str:
         config = self.config
+        multiplied = ", fp4_multiplied_in=fp8" if config.fp4_multiplied_in == "fp8" else ""
         return (
             f"hidden_size={config.hidden_size}, intermediate_size={config.intermediate_size}, "
             f"num_experts={config.num_experts}, top_k={config.top_k}, token_format={config.token_format}, "
-            f"weight_format={config.weight_format}, combine_format={config.combine_format}, "
+            f"weight_format={config.weight_format}{multiplied}, combine_format={config.combine_format}, "
             f"rank={self.context.rank} of {self.context.world_size}"
         )

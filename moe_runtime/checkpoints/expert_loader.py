@@ -92,7 +92,8 @@ class ExpertLoader:
         """As `make`, in the order of the formats."""
         config, context = self._config, self._context
         gate_up, down = quantize_experts(experts, config, count, context.device, buffers)
-        return Experts(
+        make = Experts.expanded if config.fp4_multiplied_in == "fp8" else Experts
+        return make(
             gate_up,
             down,
             activation_of(config.activation),

@@ -19,7 +19,6 @@ from moe_runtime.kernels.exchange.local_ids import local_ids
 from moe_runtime.kernels.exchange.padded_rows import PaddedRows
 from moe_runtime.kernels.gemm import dequant_gemm, grouped_gemm, op_gemm
 from moe_runtime.kernels.gemm import plan as gemm_plan
-from moe_runtime.kernels.gemm.expanded_gemm import expanded_gemm, expanded_gemm_swiglu
 from moe_runtime.kernels.gemm.expanded_weights import ExpandedWeights
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.gemm.plan import DequantOverlap
@@ -36,6 +35,7 @@ from tests.emulator.tensor_maps import encode_tiled
 from tests.exchange.test_hierarchical_emulated import VirtualHosts, inputs_of
 from tests.support.exchange_data import rank_input
 from tests.support.gemm_cases import make_rows, random_weights
+from tests.support.gemm_plans import tma_grouped_gemm, tma_grouped_gemm_swiglu
 from tests.support.token_parts import forget_plans
 from tests.support.virtual_exchange import HOPPER, Ranks
 
@@ -135,7 +135,8 @@ def expanded_products(a: GroupedRows, rng: torch.Generator) -> None:
     gate_up = ExpandedWeights.prepack(random_weights("nvfp4", 4, 512, 256, rng, CPU, gate_up=True))
     down = ExpandedWeights.prepack(random_weights("mxfp4", 4, 256, 256, rng, CPU))
     for one in (a, replace(a, expected_rows=1000)):
-        expanded_gemm(expanded_gemm_swiglu(one, gate_up, SwiGLU()), down)
+        hidden = tma_grouped_gemm_swiglu(one, gate_up, SwiGLU(), out_format="fp8_block")
+        tma_grouped_gemm(hidden, down)
 
 
 def all_launches(rng: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
