@@ -132,20 +132,6 @@ class Experts:
             down = PrepackedWeights.prepack(replace(down, gate_up=None))
         return replace(self, gate_up=gate_up, down=down)
 
-    @classmethod
-    def expanded(cls, gate_up: ExpertWeights, down: ExpertWeights, activation: Activation, **more: Any) -> Experts:
-        """Experts whose `nvfp4` or `mxfp4` weights are multiplied in FP8 (`ExpandedWeights`); `more` are attributes.
-
-        Hopper's kernels expand them in each step. For other engines they are expanded here, once.
-
-        Raises `ValueError` as `ExpandedWeights.prepack` and `Experts`. Waits for the device.
-        """
-        first = ExpandedWeights.prepack(replace(gate_up, gate_up=activation.gate_up))
-        second = ExpandedWeights.prepack(replace(down, gate_up=None))
-        if resolve_engine(more.get("engine", "auto"), down.device) == "cuda":
-            return cls(first, second, activation, **more)
-        return cls(first.expand(), second.expand(), expanded_activation(activation), **more)
-
     def _wanted(self, w: StoredWeights) -> TypeGuard[ExpertWeights]:
         return isinstance(w, ExpertWeights) and PrepackedWeights.wanted(w, self.engine)
 
@@ -239,6 +225,20 @@ class Experts:
         if self.norm is not None:
             with phase("post_expert_norm"):
                 expert_norm(out, rows, self.num_experts, self.norm, engine=self.engine)
+
+
+def expanded_experts(gate_up: ExpertWeights, down: ExpertWeights, activation: Activation, **more: Any) -> Experts:
+    """Experts whose `nvfp4` or `mxfp4` weights are multiplied in FP8 (`ExpandedWeights`); `more` are attributes.
+
+    Hopper's kernels expand them in each step. For other engines they are expanded here, once.
+
+    Raises `ValueError` as `ExpandedWeights.prepack` and `Experts`. Waits for the device.
+    """
+    first = ExpandedWeights.prepack(replace(gate_up, gate_up=activation.gate_up))
+    second = ExpandedWeights.prepack(replace(down, gate_up=None))
+    if resolve_engine(more.get("engine", "auto"), down.device) == "cuda":
+        return Experts(first, second, activation, **more)
+    return Experts(first.expand(), second.expand(), expanded_activation(activation), **more)
 
 
 def plan_experts(
