@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
+import torch
+
 from moe_runtime.comm.hosts import Hosts
-from moe_runtime.kernels import clock
+from moe_runtime.kernels import clock, recorded_routes
 from moe_runtime.kernels.exchange import hierarchical_cuda, layout, local_ids, padded, payload
 from moe_runtime.kernels.exchange.geometry import ExchangeGeometry, worst_case_rows
 from moe_runtime.kernels.exchange.hierarchical import HostGeometry
@@ -233,6 +236,9 @@ def _others() -> Iterator[CudaCase]:
     yield CudaCase("write_clock", "any", "clock.cu", "write_clock", clock.DEFINES, instruction={90: "globaltimer"})
     for ids_64 in (False, True):
         yield CudaCase("local_ids", "any", "local_ids.cu", "local_ids", local_ids._macros(ids_64), ALL_ARCHS)
+    for ids, ring in product((torch.int32, torch.int64), (torch.int16, torch.int32)):
+        macros = recorded_routes._macros(ids, ring)
+        yield CudaCase("record_routes", "any", "record_routes.cu", "record_routes", macros, ALL_ARCHS)
 
 
 AOT_CASES: tuple[AotCase | CudaCase, ...] = (

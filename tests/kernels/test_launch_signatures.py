@@ -26,6 +26,7 @@ from moe_runtime.kernels.gemm.tma_gemm import Extras
 from moe_runtime.kernels.gemm.weights import SwiGLU
 from moe_runtime.kernels.launch_order import LaunchOrder
 from moe_runtime.kernels.nvrtc import Defines
+from moe_runtime.kernels.recorded_routes import record_routes
 from moe_runtime.kernels.signature import Kind, Parameter, kernels_of, parameters_of
 from moe_runtime.launch.research import aot, copy_ways
 from moe_runtime.launch.research.aot_cases import CudaCase
@@ -140,6 +141,8 @@ def all_launches(rng: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     products(rng, monkeypatch)
     clock.write_clock(torch.zeros(1, dtype=torch.int64))
     local_ids(torch.zeros(3, 2, dtype=torch.int64), torch.zeros(3, 2), 8, 0, 4, "cuda")
+    ring, words = torch.zeros(2, 3, 2, dtype=torch.int16), torch.zeros(4, dtype=torch.int64)
+    record_routes(torch.zeros(3, 2).int(), torch.zeros(3, 2), ring, None, words, 8, engine="cuda")
     copy_ways.copy(Ranks(2, CPU, HOPPER, max_tokens_per_rank=4, **SIZES).contexts[0], "bulk", 2, 4096)
 
 
