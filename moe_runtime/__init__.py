@@ -67,7 +67,7 @@ if TYPE_CHECKING:
     from moe_runtime.kernels.gemm.weights import Activation, ExpertWeights, GateUpOrder, SwiGLU
     from moe_runtime.layer import MoELayer
     from moe_runtime.observation.counters import LayerCounters, LayerCounts, imbalance
-    from moe_runtime.observation.routes import RecordedRoutes, StepRoutes
+    from moe_runtime.observation.routes import RecordedRoutes
     from moe_runtime.ops.token_format import NVFP4TokenFormat
     from moe_runtime.placement.placement import Placement, plan_placement
     from moe_runtime.router import Router
@@ -109,7 +109,6 @@ __all__ = [
     "RunConfig",
     "StaleHandleError",
     "StepMismatchError",
-    "StepRoutes",
     "StoreLostError",
     "SwiGLU",
     "TokenDispatcher",
@@ -160,7 +159,6 @@ _MODULE_OF = {
     "RunConfig": "config",
     "StaleHandleError": "comm.errors",
     "StepMismatchError": "comm.errors",
-    "StepRoutes": "observation.routes",
     "StoreLostError": "comm.errors",
     "SwiGLU": "kernels.gemm.weights",
     "TokenDispatcher": "dispatcher.token_dispatcher",

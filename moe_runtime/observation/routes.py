@@ -90,7 +90,7 @@ class RecordedRoutes:
             self.words = torch.zeros(HEAD + ids.shape[0], dtype=torch.int64, device=device)
         # A graph may be captured next: load the kernels.
         for dtype in (torch.int32, torch.int64):
-            self.add(ids.new_empty(0, top_k, dtype=dtype), torch.empty(0, top_k, device=device))
+            self.add(ids.new_empty(0, top_k, dtype=dtype), torch.empty(0, top_k, dtype=torch.float32, device=device))
         self.words.zero_()
 
     @torch.inference_mode()
