@@ -10,14 +10,14 @@ Layers, from the top. A module imports from its own layer or from those below it
     launch.kernel_bench
     launch.benchmarks
     launch.common
-    virtual, integrations
+    virtual, integrations, observation.metrics
     layer, ops, checkpoints.conversion
     resilience.layer_members, checkpoints.expert_loader
     build, resilience.lost_experts, placement.rebalance
     checkpoints.kept_experts, checkpoints.converted_experts, checkpoints.calibration
     placement.migration
     experts, placement.rail
-    step, warming
+    step, warming, observation.waits
     deep_ep
     dispatcher
     expert_slots

@@ -40,6 +40,7 @@ from moe_runtime.kernels.launch_order import IN_ORDER, ONLY_ROWS_PENDING, Launch
 from moe_runtime.observation.counters import LayerCounters
 from moe_runtime.observation.phases import PhaseTimes, phase
 from moe_runtime.observation.routes import RecordedRoutes
+from moe_runtime.observation.waits import LayerWaits
 from moe_runtime.placement.migration import move_experts
 from moe_runtime.placement.physical_experts import SlotTable
 from moe_runtime.placement.placement import Placement, placement_from_config
@@ -96,6 +97,7 @@ class MoELayer(nn.Module):
         times: set to a `PhaseTimes` to time each phase.
         counters: what `count_steps` made, None before.
         routes: what `record_routes` made, None before; set it to None to end recording.
+        waits: what `count_waits` made, None before.
         layer_id: of the layer in its context, equal on all ranks.
     """
 
@@ -148,6 +150,7 @@ class MoELayer(nn.Module):
         self.times: PhaseTimes | None = None
         self.counters: LayerCounters | None = None
         self.routes: RecordedRoutes | None = None
+        self.waits: LayerWaits | None = None
         absent = set() if self.context.hosts is not None else {"dispatch_forward", "combine_forward"}
         if self.shared_expert is None:
             absent.add("shared_expert")
@@ -612,7 +615,8 @@ class MoELayer(nn.Module):
         self.counters = self.routes = self.times = None
         try:
             self.count_steps()
-            yield
+            with nullcontext() if self.waits is None else self.waits._unchanged():
+                yield
         finally:
             self.counters, self.routes, self.times = observed
 
@@ -633,6 +637,20 @@ class MoELayer(nn.Module):
             experts = self.config.num_experts
             self.counters = LayerCounters(geometry, experts, context.device, context.engine, context.hosts)
         return self.counters
+
+    def count_waits(self) -> LayerWaits:
+        """Count how long dispatch and combine wait for each peer from now on; what to `poll`, kept in `waits` too.
+
+        It takes kernels of its own, so call it before `warm_up`; a step that was captured in a graph before is replayed
+        uncounted. It changes no bit, and ranks may differ in it. After the death of a rank it counts from zero. A rank
+        alone waits for nobody.
+
+        Raises `ValueError` over several hosts, and with the transport `collective`, where nothing is waited for by
+        peer.
+        """
+        if self.waits is None:
+            self.waits = LayerWaits(self.context, self.dispatchers)
+        return self.waits
 
     def record_routes(self, ids: torch.Tensor, weights: torch.Tensor | None = None) -> RecordedRoutes:
         """Record the experts of each token of each step from now on into a ring of steps; what to `read`, kept in
@@ -709,6 +727,8 @@ class MoELayer(nn.Module):
         self.dispatcher = self.dispatchers[self.config.max_tokens_per_rank]
         if self.counters is not None:
             self.counters._follow(self.dispatcher.geometry)
+        if self.waits is not None:
+            self.waits._begin(self.dispatchers)
 
     def _check_placement(self, placement: Placement) -> None:
         if not isinstance(placement, Placement):
