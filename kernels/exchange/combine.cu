@@ -35,12 +35,15 @@
 #include "partial.cuh"
 #include "expert_output.cuh"
 #include "row_ring.cuh"
+// Of the blocks that sum in combine_recv.
 #if WAITS
 #include "waits.cuh"
+#define BLOCK (blockIdx.x - 1)
+#define BLOCKS (gridDim.x - 1)
+#else
+#define BLOCK blockIdx.x
+#define BLOCKS gridDim.x
 #endif
-// Of the blocks that sum in combine_recv.
-#define BLOCK (blockIdx.x - WAITS)
-#define BLOCKS (gridDim.x - WAITS)
 
 constexpr int UNIT = unit_numbers(WIRE), UNITS = HIDDEN / UNIT,
               PER_THREAD = (UNITS + 32 * READERS - 1) / (32 * READERS);

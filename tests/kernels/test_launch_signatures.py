@@ -30,6 +30,7 @@ from moe_runtime.kernels.recorded_routes import record_routes
 from moe_runtime.kernels.signature import Kind, Parameter, kernels_of, parameters_of
 from moe_runtime.launch.research import aot, copy_ways
 from moe_runtime.launch.research.aot_cases import CudaCase
+from moe_runtime.observation.waits import LayerWaits
 from tests.emulator.tensor_maps import encode_tiled
 from tests.exchange.test_hierarchical_emulated import VirtualHosts, inputs_of
 from tests.support.exchange_data import rank_input
@@ -68,10 +69,14 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Variant]:
     return found
 
 
-def exchange(world: int, tokens: int, *, mode: str = "gathered", token_format: str = "nvfp4", **more: Any) -> None:
-    """One step of each rank, without and with a shared expert's output."""
+def exchange(
+    world: int, tokens: int, *, mode: str = "gathered", token_format: str = "nvfp4", waits: bool = False, **more: Any
+) -> None:
+    """One step of each rank, without and with a shared expert's output, and with waits counted or not."""
     ranks = Ranks(world, CPU, HOPPER, max_tokens_per_rank=tokens, mode=mode, token_format=token_format, **SIZES, **more)
     for dispatcher in ranks.dispatchers:
+        if waits:
+            LayerWaits(dispatcher.context, {tokens: dispatcher})
         for shared in (False, True):
             data = rank_input(1, 0, tokens, 256, 7, 3, "random")
             rows = dispatcher.dispatch(data.x, data.topk_idx, data.topk_weights)
@@ -135,6 +140,8 @@ def all_launches(rng: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     forget_plans()
     exchange(1, 400)
     exchange(2, 5, mode="contiguous")
+    exchange(2, 5, waits=True)
+    exchange(2, 2000, waits=True)
     exchange(2, 2000, reusable_handles=True)
     padded_exchange()
     hosts(monkeypatch)
