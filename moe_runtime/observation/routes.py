@@ -13,7 +13,7 @@ import torch
 
 from moe_runtime.config import MAX_EXPERTS
 from moe_runtime.kernels.recorded_routes import HEAD, STEPS, record_routes
-from moe_runtime.support.arguments import check_choice, check_device, check_integer, check_is_tensor
+from moe_runtime.support.arguments import check_choice, check_device, check_flag, check_integer, check_is_tensor
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,7 @@ class RecordedRoutes:
         _, most, top_k = self.ids.shape
         check_is_tensor("topk_idx", topk_idx)
         check_is_tensor("topk_weights", topk_weights)
+        check_flag("settled", settled)
         shape = (topk_idx.shape[0] if topk_idx.ndim else 0, top_k)
         for name, tensor, dtypes in (
             ("topk_idx", topk_idx, (torch.int32, torch.int64)),

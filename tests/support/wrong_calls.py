@@ -135,6 +135,7 @@ MAY_BE_CLOSED = {
     "ExpertParallelContext.next_layer_id",
     "MoELayer.close",
     "MoELayer.count_steps",
+    "MoELayer.count_waits",
     "MoELayer.extra_repr",
     "MoELayer.record_routes",
     "VirtualRanks.close",
