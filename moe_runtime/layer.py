@@ -642,8 +642,8 @@ class MoELayer(nn.Module):
         """Count how long dispatch and combine wait for each peer from now on; what to `poll`, kept in `waits` too.
 
         It takes kernels of its own, so call it before `warm_up`; a step that was captured in a graph before is replayed
-        uncounted. It changes no bit, and ranks may differ in it. After the death of a rank it counts from zero. A rank
-        alone waits for nobody.
+        uncounted. Kernels that wait have one block more, besides those that `num_sms` allows. It changes no bit, and
+        ranks may differ in it. After the death of a rank it counts from zero. A rank alone waits for nobody.
 
         Raises `ValueError` over several hosts, and with the transport `collective`, where nothing is waited for by
         peer.
@@ -661,8 +661,8 @@ class MoELayer(nn.Module):
 
         Args:
             ids: int16 or int32 `[S, M, K]` on the device of the layer, contiguous, for `S` steps of up to
-                `M >= max_tokens_per_rank` tokens. It belongs to the caller, and is to be kept as long as graphs that
-                were captured since may be replayed.
+                `M >= max_tokens_per_rank` tokens. Keep it, and what this returns, as long as graphs that were captured
+                since may be replayed.
             weights: fp32 of the same shape for the weights of these experts; None to record ids alone.
 
         Raises:

@@ -99,7 +99,7 @@ def test_a_slow_rank_is_named(world: int, cause: str, get_pool: Any, seed: int) 
     # The others waited for it in each step: most of the pause, but for what they themselves took.
     for rank, counts in enumerate(results[0]):
         of_slow = counts.peers[slow]
-        assert counts.peers[rank] == PeerWaits(late_ns=0)
+        assert counts.peers[rank] == PeerWaits()
         if rank != slow:
             longest = of_slow.combine_max_ns if cause == SLOW_TO_RETURN else of_slow.dispatch_max_ns
             assert longest > PAUSE_S * 1e9 / 2 and of_slow.total_ns <= counts.step_ns
