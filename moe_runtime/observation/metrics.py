@@ -71,13 +71,15 @@ def _metrics(layers: Mapping[str, MoELayer], contexts: Sequence[ExpertParallelCo
     yield from _of_steps(layers, labels)
     yield from _of_waits(layers, labels)
     dropped = [(labels[name], one.without_expert) for name, one in layers.items() if one.context.lost_experts == "drop"]
-    about = "to no expert, since it had died."
-    yield "dropped_choices_total", COUNTER, f"Choices that went {about}", [(on, both[0]) for on, both in dropped]
+    choices, tokens = ([(on, both[at]) for on, both in dropped] for at in (0, 1))
+    yield "dropped_choices_total", COUNTER, "Choices that went to no expert, since it had died.", choices
+    yield "dropped_tokens_total", COUNTER, "Tokens with such choices.", tokens
+    lost = [(labels[name], one.routes.overwritten) for name, one in layers.items() if one.routes is not None]
     yield (
-        "dropped_tokens_total",
+        "overwritten_routes_total",
         COUNTER,
-        f"Tokens with choices that went {about}",
-        [(on, both[1]) for on, both in dropped],
+        "Steps whose recorded routes were overwritten before they were read.",
+        lost,
     )
 
     numbered: list[tuple[Labels, ExpertParallelContext]] = [({"context": n}, one) for n, one in enumerate(contexts)]

@@ -120,6 +120,8 @@ def test_what_is_not_counted_is_left_out_and_names_are_escaped() -> None:
             )
         }
         layer.count_steps()
+        layer.record_routes(torch.zeros(1, TOKENS, 3, dtype=torch.int16)).overwritten = 7
+        assert read(metrics_text([layer]))["moe_runtime_overwritten_routes_total", 'layer="0",rank="0"'] == 7
         (labels,) = (at for name, at in read(metrics_text({'a"b\\c\nd': layer})) if name == "moe_runtime_steps_total")
         assert labels == r'layer="a\"b\\c\nd",rank="0"'
 
