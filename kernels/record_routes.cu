@@ -1,5 +1,5 @@
-// Copies the experts of a step's tokens into a ring of steps. Which place of the ring comes next is counted here, on the
-// device, so that each replay of a graph takes a place of its own.
+// Copies the experts of a step's tokens into a ring of steps. Which place of the ring comes next is counted here, on
+// the device, so that each replay of a graph takes a place of its own.
 //
 // Ids that no expert has become -1. Places beyond a step's tokens stay as they were.
 //

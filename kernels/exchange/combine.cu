@@ -19,7 +19,8 @@
 // token by itself, and `positions` are rows of an earlier dispatch of the same tokens. An entry without an expert has
 // no part in the sum. One warp brings rows, by their positions alone, while another waits for the weights.
 //
-// With WAITS, the first block of combine_recv does nothing but count how long this rank waits for its peers (waits.cuh).
+// With WAITS, the first block of combine_recv does nothing but count how long this rank waits for its peers
+// (waits.cuh).
 //
 // Macros: those of signalling.cuh (with AWAIT_TOKENS those of arrival.cuh), AWAIT_TOKENS, BOTH_HALVES, HIDDEN, WIRE
 // (FormatCode), PARTS (partial results of a token), PARTIAL_BYTES, PARTIAL_SCALES_AT, COMBINE_FLAG, PARTIAL_FLAGS,

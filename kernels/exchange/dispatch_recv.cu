@@ -29,8 +29,8 @@
 // With REPEATS a token may name an expert several times: each entry is a row, and a slot counts as often as it has
 // entries for the expert. No expert may have more than `num_slots` rows then.
 //
-// With WAITS, the first block of `recv_count` and of `recv_permute` does no such work. It counts how long this rank waits
-// for its peers (waits.cuh), in the first of the kernels that are launched, which gets the words.
+// With WAITS, the first block of `recv_count` and of `recv_permute` does no such work. It counts how long this rank
+// waits for its peers (waits.cuh), in the first of the kernels that are launched, which gets the words.
 //
 // Macros: those of arrival.cuh, PADDED, REPEATS, FMT (FormatCode), K, EXPERTS (of this rank, at least 1), CHUNK (a
 // multiple of 32), WARPS (of a block), LOOPED (a block takes several tasks; for few SMs), PLACES_BYTES (shared memory
@@ -46,11 +46,11 @@
 #endif
 #if WAITS
 #include "waits.cuh"
-#define COUNT_WAITS()                                                                              \
-  if (blockIdx.x < FIRST_BLOCK) {                                                                  \
-    const int sent = DISPATCH_FLAG + (epoch & 1) * WORLD;                                          \
-    if (waits != nullptr) count_dispatch_waits(x, own, READY, sent, epoch, waits);                 \
-    return;                                                                                        \
+#define COUNT_WAITS()                                                              \
+  if (blockIdx.x < FIRST_BLOCK) {                                                  \
+    const int sent = DISPATCH_FLAG + (epoch & 1) * WORLD;                          \
+    if (waits != nullptr) count_dispatch_waits(x, own, READY, sent, epoch, waits); \
+    return;                                                                        \
   }
 #else
 #define COUNT_WAITS()
@@ -67,8 +67,7 @@
 extern "C" __global__ void __launch_bounds__(THREADS)
     recv_count(int* chunk_counts, const u64* landing, const u64* token_flags, const u64* signals, const int* epoch_ptr,
                const int* handle_epoch, int* error, int* latch, int rank, int max_tokens, int count_tag, int num_slots,
-               int first_expert, int num_local, long long landing_half, long long token_flags_half,
-               long long timeout_ns
+               int first_expert, int num_local, long long landing_half, long long token_flags_half, long long timeout_ns
 #if WAITS
                ,
                long long* waits

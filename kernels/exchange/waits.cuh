@@ -23,8 +23,7 @@ struct Watch {
       const bool has_sent = ahead(load_acquire(sent_flag), epoch) >= 0;
       if (entered == 0 && ahead(load_relaxed(entered_flag), epoch) >= 0) entered = now;
       if (sent == 0 && has_sent) sent = now;
-      if (spin % 16 == 0)
-        complete = !Glance(x, own).trouble() && !__any_sync(ALL, now - began > x.timeout_ns);
+      if (spin % 16 == 0) complete = !Glance(x, own).trouble() && !__any_sync(ALL, now - began > x.timeout_ns);
     }
     // What kernels before have counted is there then.
     asm volatile("griddepcontrol.wait;" ::: "memory");

@@ -71,16 +71,15 @@ def _metrics(layers: Mapping[str, MoELayer], contexts: Sequence[ExpertParallelCo
     yield from _of_steps(layers, labels)
     yield from _of_waits(layers, labels)
     dropped = [(labels[name], one.without_expert) for name, one in layers.items() if one.context.lost_experts == "drop"]
-    choices, tokens = ([(on, both[at]) for on, both in dropped] for at in (0, 1))
+    choices: list[Sample] = [(on, both[0]) for on, both in dropped]
+    tokens: list[Sample] = [(on, both[1]) for on, both in dropped]
     yield "dropped_choices_total", COUNTER, "Choices that went to no expert, since it had died.", choices
     yield "dropped_tokens_total", COUNTER, "Tokens with such choices.", tokens
-    lost = [(labels[name], one.routes.overwritten) for name, one in layers.items() if one.routes is not None]
-    yield (
-        "overwritten_routes_total",
-        COUNTER,
-        "Steps whose recorded routes were overwritten before they were read.",
-        lost,
-    )
+    lost: list[Sample] = [
+        (labels[name], one.routes.overwritten) for name, one in layers.items() if one.routes is not None
+    ]
+    about = "Steps whose recorded routes were overwritten before they were read."
+    yield "overwritten_routes_total", COUNTER, about, lost
 
     numbered: list[tuple[Labels, ExpertParallelContext]] = [({"context": n}, one) for n, one in enumerate(contexts)]
 
