@@ -280,6 +280,11 @@ class MoELayerConfig(_Model):
         description="weights as stored; when not given (or auto or null) that of the checkpoint if it goes with "
         "token_format, else token_format",
     )
+    fp4_multiplied_in: Literal["bf16", "fp8"] = Field(
+        default="bf16",
+        description="nvfp4 and mxfp4 weights: numbers that tensor cores multiply. fp8 is for fp8_block tokens; each "
+        "weight is then rounded once to e4m3 with a scale for a block of 128x128",
+    )
     combine_format: CombineFormatName = Field(default="bf16", description="partial sums that combine sends back")
     expert_row_capacity: _Positive | None = Field(
         default=None, description="most (token, expert) rows a rank receives in one step; the worst case when not given"
@@ -320,6 +325,11 @@ class MoELayerConfig(_Model):
                 f"weight_format: expected {' or '.join(possible)}, got {self.weight_format} with {self.token_format} "
                 "tokens"
             )
+        if self.fp4_multiplied_in == "fp8" and (self.token_format != "fp8_block" or not self._has_fp4_weights):
+            raise ValueError(
+                "fp4_multiplied_in: expected fp8 with fp8_block tokens and nvfp4 or mxfp4 weights alone, got it with "
+                f"{self.token_format} tokens and {self.weight_format} weights"
+            )
         for name in (self.token_format, self.weight_format, self.combine_format):
             weight_format_named(name).check_columns(self.hidden_size, "hidden_size")
         for name in (self.token_format, self.weight_format):
@@ -358,10 +368,21 @@ class MoELayerConfig(_Model):
         return (*sorted({size for size in self.token_buckets if size < limit}), limit)
 
     @property
+    def _has_fp4_weights(self) -> bool:
+        return weight_format_named(self.weight_format).element_bits == 4
+
+    @property
+    def multiplied_format(self) -> str:
+        """The format of the weights that the GEMMs multiply: `weight_format`, or `fp8_block` where `fp4_multiplied_in`
+        is fp8."""
+        return "fp8_block" if self.fp4_multiplied_in == "fp8" else self.weight_format
+
+    @property
     def intermediate_format(self) -> str:
         """The format between both GEMMs of an expert: `token_format`, but `bf16` for `fp8_block` tokens with `nvfp4` or
-        `mxfp4` weights."""
-        return intermediate_format_for(format_named(self.token_format), weight_format_named(self.weight_format)).name
+        `mxfp4` weights that are multiplied in bf16."""
+        weights = weight_format_named(self.multiplied_format)
+        return intermediate_format_for(format_named(self.token_format), weights).name
 
     def mode_on(self, world_size: int) -> ResolvedMode:
         """How rows lie after dispatch of the largest steps on so many ranks, by `resolve_mode`.
@@ -370,7 +391,7 @@ class MoELayerConfig(_Model):
         """
         check_integer("world_size", world_size, high=_MOST)
         rows = rows_per_expert(world_size, self.max_tokens_per_rank, self.top_k, self.num_experts)
-        return resolve_mode("auto", self.max_tokens_per_rank, self.token_format, rows, self.weight_format)
+        return resolve_mode("auto", self.max_tokens_per_rank, self.token_format, rows, self.multiplied_format)
 
     def flat(self) -> dict[str, int | float | str | bool | None]:
         """Every value by dotted key (`router.kind`), to compare configs between ranks."""
@@ -435,6 +456,13 @@ class PlacementConfig(_Model):
         if self.file is not None and (self.spare_slots or self.load is not None):
             raise ValueError("file: expected neither spare_slots nor load with it, it holds a whole placement")
         return self
+
+
+class RecordedRoutesConfig(_Model):
+    """What an inference engine's layers record of the experts that tokens take (docs/engines.md)."""
+
+    steps: _Positive = Field(description="steps of a layer's ring; the oldest are overwritten")
+    weights: bool = Field(default=False, description="record the weights of the experts, too")
 
 
 class RunConfig(_Model):

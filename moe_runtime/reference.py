@@ -201,6 +201,7 @@ def error_bound(
     activation: Activation | None = None,
     *,
     exact_weights: bool = False,
+    multiplied_format: str | TokenFormat | None = None,
     post_expert_norm: bool = False,
     several_hosts: bool = False,
 ) -> float:
@@ -208,7 +209,8 @@ def error_bound(
 
     The reference takes the bf16 tokens and bf16 weights before they are quantized, so a bf16 operand adds nothing.
     `weight_format` is `token_format` when None, `intermediate_format` what a layer of these has, `activation`
-    `silu(gate) * up`. With `exact_weights` the reference has the weights as they are stored.
+    `silu(gate) * up`. With `exact_weights` the reference has the weights as they are stored. With a `multiplied_format`
+    they are rounded to it once more.
 
     What is assumed: rounding errors have zero mean, do not depend on each other or on what they are multiplied with,
     and lie anywhere between two neighbours alike (`rounding_error`); gates are distributed symmetrically about 0 and
@@ -253,9 +255,12 @@ def error_bound(
 
     tokens = format_named(token_format, "token_format")
     weights = tokens if weight_format is None else weight_format_named(weight_format, "weight_format")
-    token = operand(tokens) * (growth(BF16) if rounds_tokens(tokens, weights) else 1.0)
     weight = 1.0 if exact_weights else operand(weights)
+    if multiplied_format is not None:
+        weights = weight_format_named(multiplied_format, "multiplied_format")
+        weight *= operand(weights)
     between = intermediate_format_for(tokens, weights) if intermediate_format is None else intermediate_format
+    token = operand(tokens) * (growth(BF16) if rounds_tokens(tokens, weights) else 1.0)
     intermediate = growth(between)
     projected = token * weight
     formula = activation or Activation()

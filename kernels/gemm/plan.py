@@ -338,6 +338,8 @@ class GemmProblem(NamedTuple):
             be unaligned.
         max_tile_n: widest Triton tile of an operation.
         rows_per_scale, e5m2: of an operation's FP8 operands.
+        expanded_from: the format from which the kernel expands `fp8_block` weights (`ExpandedWeights`); None where they
+            are stored so.
     """
 
     engine: Engine
@@ -367,6 +369,7 @@ class GemmProblem(NamedTuple):
     max_tile_n: int = 128
     rows_per_scale: int = 1
     e5m2: bool = False
+    expanded_from: TokenFormat | None = None
 
     @property
     def columns(self) -> int:
@@ -475,7 +478,7 @@ def _plan_tma(p: GemmProblem) -> GemmPlan:
     copies_scales = (
         p.token_format == FP8_BLOCK
         and shape is TMA_PREFILL
-        and shape.stages(p.groups) == MAX_STAGES
+        and shape.stages(p.groups, p.expanded_from) == MAX_STAGES
         and ceil_div(p.k, HALF) % MAX_STAGES == 0
         and p.scales_aligned
     )
@@ -489,7 +492,7 @@ def _plan_tma(p: GemmProblem) -> GemmPlan:
     # Where some SMs have more tiles than others, memory has room for the second GEMM before the first has loaded
     # all.
     tiles = p.rows * ceil_div(p.n, HALF)  # if each row has an expert of its own
-    weight_bytes = p.rows * p.n * p.weight_format.quant_bytes(p.k)
+    weight_bytes = p.rows * p.n * (p.expanded_from or p.weight_format).quant_bytes(p.k)
     later = next_loads_ns(weight_bytes) if shape.few and tiles <= p.sms else 0
     how = TmaPlan(shape, copies_scales, starts_early, later)
     return GemmPlan(GemmKernel.TMA, shape.regime, tile, blocks, tma=how)

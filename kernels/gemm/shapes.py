@@ -51,6 +51,13 @@ MAX_STAGES = 4
 MAX_FEW_STAGES = 6
 FEW_STAGING_BYTES = (HALF + 4) * 4
 """Shared memory of a tile's row by which, in a tile of few rows, the threads of a warpgroup share its sums."""
+EXPANSION_TABLE_BYTES = 2048
+"""Eight e4m3 products for each scale code of expanded weights; those of MXFP4 take a quarter."""
+MAX_EXPANDED_STAGES = 3
+"""Stages of expanded weights behind a ring of packed ones, which hides the latency of memory."""
+MIN_PACKED_STAGES, MAX_PACKED_STAGES = 2, 8
+EXPANSION: dict[str, int] = {"EXPANDERS": 1, "SHARED": 0}
+"""Macros of `tma_expand.cuh` where threads load packed weights into registers."""
 TILES_AHEAD = 8
 """Tiles that the producers of a block may announce to its math warps in advance."""
 
@@ -99,30 +106,65 @@ class TmaShape:
         """Of a block: one or two warpgroups that multiply, and one that loads."""
         return 128 * (1 + self.halves)
 
-    def stages(self, num_groups: int) -> int:
-        """Stages of the ring: as many as fit into the rest of shared memory, at most MAX_STAGES."""
-        most = MAX_FEW_STAGES if self.few else MAX_STAGES
-        bytes_of_block = SM_SHARED_BYTES // self.blocks_per_sm - BLOCK_RESERVED_BYTES
-        return min((bytes_of_block - self._bytes_without_ring(num_groups)) // self._stage_bytes, most)
+    def stages(self, num_groups: int, expanded: TokenFormat | None = None) -> int:
+        """Stages of the ring: as many as fit into the rest of shared memory, at most MAX_STAGES.
 
-    def shared_bytes(self, num_groups: int) -> int:
+        `expanded` is the format from which the kernel expands weights. With `packed_stages` there are at most three.
+        """
+        most = MAX_FEW_STAGES if self.few else MAX_STAGES
+        room = self._ring_bytes(num_groups, expanded)
+        if expanded is not None and self.rings:
+            least = MIN_PACKED_STAGES * self._packed_bytes(expanded)
+            return min((room - least) // self._stage_bytes, MAX_EXPANDED_STAGES)
+        return min(room // self._stage_bytes, most)
+
+    def packed_stages(self, num_groups: int, expanded: TokenFormat | None) -> int:
+        """Stages of the ring of packed weights; 0 where threads load those into registers, and without expansion."""
+        if expanded is None or not self.rings:
+            return 0
+        room = self._ring_bytes(num_groups, expanded) - self.stages(num_groups, expanded) * self._stage_bytes
+        return min(room // self._packed_bytes(expanded), MAX_PACKED_STAGES)
+
+    def shared_bytes(self, num_groups: int, expanded: TokenFormat | None = None) -> int:
         """Dynamic shared memory of a block."""
-        return self.stages(num_groups) * self._stage_bytes + self._bytes_without_ring(num_groups)
+        ring = self.stages(num_groups, expanded) * self._stage_bytes
+        if expanded is not None:
+            ring += self.packed_stages(num_groups, expanded) * self._packed_bytes(expanded)
+        return ring + self._bytes_without_ring(num_groups, expanded)
+
+    @property
+    def rings(self) -> bool:
+        """Whether weights that are expanded come packed through a ring of their own.
+
+        There they stream from memory. With many rows registers do, and save shared memory, whose bandwidth bounds it.
+        """
+        return self.tile_rows < TILE_ROWS or self.cluster == 1
+
+    def _ring_bytes(self, num_groups: int, expanded: TokenFormat | None) -> int:
+        """Room for both rings."""
+        bytes_of_block = SM_SHARED_BYTES // self.blocks_per_sm - BLOCK_RESERVED_BYTES
+        return bytes_of_block - self._bytes_without_ring(num_groups, expanded)
+
+    def _packed_bytes(self, fmt: TokenFormat) -> int:
+        """Packed weights of a stage, and two barriers."""
+        rows = self.halves * HALF
+        return rows * (fmt.quant_bytes(128) + fmt.scale_columns(128)) + 16
 
     @property
     def _stage_bytes(self) -> int:
         """128 bytes of K of each row of a tile."""
         return (self.tile_rows + self.halves * HALF) * 128
 
-    def _bytes_without_ring(self, num_groups: int) -> int:
+    def _bytes_without_ring(self, num_groups: int, expanded: TokenFormat | None) -> int:
         """Staging, scales and barriers of the stages, announced tiles, a barrier that tells of the kernel before, the
-        table of groups, indices of a tile's gathered rows, maxima of two tiles."""
+        table of groups, indices of a tile's gathered rows, maxima of two tiles, the table that expands weights."""
         staging = self.tile_rows * FEW_STAGING_BYTES if self.few else 8 * STAGING_BYTES
         scales = MAX_FEW_STAGES * (4 * (self.tile_rows + 8) + 16) if self.few else MAX_STAGES * (SCALE_BYTES + 16)
         maxima = 2 * (4 * 8 + 4 * self.tile_rows) if self.few else 0
         numbers = 0 if self.few else 4 * self.tile_rows
         turn = 16 if self.few else 0
-        return staging + scales + TILES_AHEAD * (8 + 16) + turn + 16 * (num_groups + 1) + numbers + maxima
+        table = 0 if expanded is None else EXPANSION_TABLE_BYTES
+        return staging + scales + TILES_AHEAD * (8 + 16) + turn + 16 * (num_groups + 1) + numbers + maxima + table
 
 
 TMA_FEW = TmaShape(Regime.FEW, cluster=2, box_rows=8, band=1, tile_rows=8)

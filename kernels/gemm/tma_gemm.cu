@@ -20,19 +20,25 @@
 // (`GateUpOrder.code`, 0 for none), OUT (0 bf16, 1 fp16, 2 fp32, 3 e4m3 with 1x128 scales), EXTRAS (row scale, expert
 // scales or bias exist), A_BOX (rows of a box of the rows' tensor map), TMA_SCALES (TMA copies the scales too, so that
 // one thread produces contiguous rows; needs FP8, 4 stages, scales of a row a multiple of 4), SHORT_BLOCKS (the columns
-// of an activated result end within a block of 128, and so do gate and up unless interleaved).
+// of an activated result end within a block of 128, and so do gate and up unless interleaved), EXPAND and PACKED (of
+// tma_expand.cuh).
 //
 // The last stage of K may be short, too: past its end TMA writes zeros, which add nothing.
 //
 // Sizes are in tma_sizes.cuh, shared memory and barriers in tma_block.cuh, the order of tiles in tma_tiles.cuh.
-// Producers are in tma_producer.cuh, their copies in tma_loads.cuh. Consumers are in tma_consumer.cuh, products in
-// tma_products.cuh, what is stored in tma_epilogue.cuh.
+// Producers are in tma_producer.cuh, their copies in tma_loads.cuh, weights that they expand in tma_expand.cuh.
+// Consumers are in tma_consumer.cuh, products in tma_products.cuh, what is stored in tma_epilogue.cuh.
 
 #include "tma_consumer.cuh"
 #include "tma_producer.cuh"
 
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(128 * (MATH_WGS + 1), FEW ? 2 : 1)
-    tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap w_map,
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, FEW ? 2 : 1)
+    tma_gemm(const __grid_constant__ TensorMap a_map,
+#if EXPAND
+             const u8* w_units,
+#else
+             const __grid_constant__ TensorMap w_map,
+#endif
              const __grid_constant__ TensorMap scales_map, const int* row_index, const float* a_scales,
              const float* w_scales, Extras extras, u8* out, long long out_stride, float* out_scales, const int* offsets,
              const int* expert_ids, const int* num_active, int num_groups, int num_experts, int capacity, int columns,
@@ -44,9 +50,14 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(128
   __syncwarp();
   enter_cluster();
   if (threadIdx.x == 64) {
+#if !EXPAND
     asm volatile("prefetch.tensormap [%0];" ::"l"(&w_map) : "memory");
+#endif
     asm volatile("prefetch.tensormap [%0];" ::"l"(&a_map) : "memory");
   }
+#if EXPAND
+  fill_table(block.table);
+#endif
   // This kernel may have started before the one that writes its rows has ended. If `settled`, that one has not written
   // the table of groups, which then can be read, and the weights of the first tile loaded, before it ends. So they can
   // if there are `ids`, which nobody has written since before it began. Weights are loaded `loads_after_ns` later,
@@ -63,8 +74,17 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(128
   const RingPhases phases(k_blocks);
   if (block.wg == MATH_WGS) {
     if (!FEW) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
-    const Sources sources = {&a_map, &w_map, &scales_map, row_index, a_scales, w_scales};
+#if EXPAND
+    const Sources sources = {&a_map, nullptr, &scales_map, w_units, row_index, a_scales, w_scales};
+#else
+    const Sources sources = {&a_map, &w_map, &scales_map, nullptr, row_index, a_scales, w_scales};
+#endif
     load_tiles(block, sources, ids, phases, num_groups, tiles_n, columns, k_blocks, band_width, loads_after_ns);
+#if EXPANDERS > 1
+  } else if (block.wg > MATH_WGS) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
+    expand_tiles(block, w_units, phases, num_groups, tiles_n, columns, k_blocks, band_width);
+#endif
   } else {
     if (!FEW) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MATH_REGISTERS));
     if (FEW) wait_for_rows();

@@ -5,7 +5,8 @@ contract is that of `grouped_gemm.py`, whose Triton kernel runs everything else.
 zero in the tensor cores and adds `partial * (row scale * weight scale)` in fp32. Where that product of scales is not a
 normal number, it adds `(partial * row scale) * weight scale`. `bf16` sums in the tensor cores. Every row sums K in
 ascending order, in any shape, tile and neighbourhood, so all shapes give the same bits. So they do where the tensor
-cores take the weights for their operand of 64 rows, as tiles of few rows do.
+cores take the weights for their operand of 64 rows, as tiles of few rows do. `ExpandedWeights` are `fp8_block` weights
+that the kernel makes of FP4 ones in shared memory, with the same bits.
 
 Least times on one H200. Prefill, FP8, 8 groups x 4096 rows, (N, K) = (4096, 7168): 1.92e12 flops take 1.34 ms at the
 1437 TFLOP/s of torch's dense 8192^3, 0.74 GB take 0.17 ms. Decode, FP8, 32 groups x 32 rows, both GEMMs of the
@@ -37,9 +38,10 @@ from moe_runtime.kernels.bound_kernel import Argument, BoundKernel, OneLaunch
 from moe_runtime.kernels.formats.number_formats import FormatCode, TokenFormat, ceil_div
 from moe_runtime.kernels.gemm.activation import softcap_macros
 from moe_runtime.kernels.gemm.arguments import OUT_DTYPES
+from moe_runtime.kernels.gemm.expanded_weights import ExpandedWeights
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.gemm.plan import GemmPlan
-from moe_runtime.kernels.gemm.shapes import HALF, MAX_STAGES, TILE_ROWS, TmaShape
+from moe_runtime.kernels.gemm.shapes import EXPANSION, HALF, MAX_STAGES, TILE_ROWS, TmaShape
 from moe_runtime.kernels.gemm.weights import SILU, Activation, ExpertWeights, GateUpOrder
 
 SOURCE = "tma_gemm.cu"
@@ -62,12 +64,14 @@ def scales_aligned(a: torch.Tensor | None, w: torch.Tensor | None) -> bool:
     return a is not None and w is not None and a.data_ptr() % 16 == w.data_ptr() % 16 == 0
 
 
-def multiply(a: GroupedRows, w: ExpertWeights, out: torch.Tensor, plan: GemmPlan) -> None:
+def multiply(a: GroupedRows, w: ExpertWeights | ExpandedWeights, out: torch.Tensor, plan: GemmPlan) -> None:
     """`grouped_gemm` of checked operands into `out`."""
     TmaGemm(a, w, plan, out=out, kernel=OneLaunch).launch(a, out)
 
 
-def multiply_swiglu(a: GroupedRows, w: ExpertWeights, activation: Activation, out: GroupedRows, plan: GemmPlan) -> None:
+def multiply_swiglu(
+    a: GroupedRows, w: ExpertWeights | ExpandedWeights, activation: Activation, out: GroupedRows, plan: GemmPlan
+) -> None:
     """`grouped_gemm_swiglu` of checked operands into `out`."""
     TmaGemm(a, w, plan, out=out.rows, activation=activation, result=out, kernel=OneLaunch).launch(a, out.rows, out)
 
@@ -96,13 +100,20 @@ def macros(
     extras: bool,
     copied_scales: bool = False,
     short_blocks: bool = False,
+    expanded: TokenFormat | None = None,
 ) -> nvrtc.Defines:
-    """Macros of `tma_gemm.cu`; `out_code` is 0 bf16, 1 fp16, 2 fp32, 3 e4m3 with block scales."""
+    """Macros of `tma_gemm.cu`; `out_code` is 0 bf16, 1 fp16, 2 fp32, 3 e4m3 with block scales.
+
+    `expanded` is the format from which weights are expanded.
+    """
     gated = activation is not None and activation.gated
     return nvrtc.Defines(
         {
             "FP8": int(fmt.code == FormatCode.FP8_BLOCK),
-            "STAGES": shape.stages(num_groups),
+            "STAGES": shape.stages(num_groups, expanded),
+            "PACKED": shape.packed_stages(num_groups, expanded),
+            "EXPAND": 0 if expanded is None else expanded.block,
+            **(EXPANSION if expanded is not None and not shape.rings else {}),
             "ROWS": shape.tile_rows,
             "CLUSTER": shape.blocks_of_cluster(quantized=gated and out_code == 3),
             "A_BOX": shape.box_rows,
@@ -125,7 +136,7 @@ class TmaGemm:
 
     Args:
         a: rows of the size.
-        w: weights, which are kept.
+        w: weights, which are kept; `ExpandedWeights` go with rows in `fp8_block`.
         plan: for these.
         out: a result of the dtype and strides that all have.
         activation: None for a plain GEMM.
@@ -136,7 +147,7 @@ class TmaGemm:
     def __init__(
         self,
         a: GroupedRows,
-        w: ExpertWeights,
+        w: ExpertWeights | ExpandedWeights,
         plan: GemmPlan,
         *,
         out: torch.Tensor,
@@ -151,7 +162,10 @@ class TmaGemm:
         quantized = result is not None and result.scales is not None
         out_code = 3 if quantized else OUT_DTYPES.index(out.dtype)
         scales_per_expert = 0 if w.expert_scales is None else w.expert_scales.ndim
+        expanded = w.stored_format if isinstance(w, ExpandedWeights) else None
         order = activation.gate_up if activation is not None else (w.gate_up if scales_per_expert == 2 else None)
+        if isinstance(w, ExpandedWeights):
+            order = w.order
         # The weights are kept: the kernel has only their addresses.
         self._w, self._of_weights = w, (_pointer(w.expert_scales), _pointer(w.bias), scales_per_expert)
         defines = macros(
@@ -165,10 +179,16 @@ class TmaGemm:
             extras=not (a.row_scale is None and w.expert_scales is None and w.bias is None),
             copied_scales=plan.tma.copies_scales,
             short_blocks=w.blocks_apart or (quantized and columns % HALF != 0),
+            expanded=expanded,
         )
         # A tile of a gated result has as many rows of gate as of up.
         gate_up = None if activation is None else activation.gate_up
-        w_map = _weight_map(w, gate_up, HALF if gate_up is None else shape.halves * HALF // 2)
+        weights: dict[str, Argument]
+        if isinstance(w, ExpandedWeights):
+            weights, any_map = {"w_units": w.units}, _units_map(w)
+        else:
+            any_map = _weight_map(w, gate_up, HALF if gate_up is None else shape.halves * HALF // 2)
+            weights = {"w_map": any_map}
         # Gathered rows are copied one by one.
         self._box_rows = 1 if gather else shape.box_rows
         formula = activation or SILU
@@ -177,10 +197,10 @@ class TmaGemm:
             "tma_gemm",
             defines,
             grid=(plan.blocks, 1, 1),
-            block=shape.threads,
+            block=shape.threads + (0 if expanded is None or shape.rings else 128 * (EXPANSION["EXPANDERS"] - 1)),
             bound={
-                "w_map": w_map,
-                **({} if self._copies_scales else {"scales_map": w_map}),
+                **weights,
+                **({} if self._copies_scales else {"scales_map": any_map}),
                 "w_scales": w.scales,
                 "out_stride": out.stride(0),
                 "num_groups": a.max_active_groups,
@@ -196,7 +216,7 @@ class TmaGemm:
                 "up_offset": float(formula.up_offset or -0.0),
             },
             device=w.device,
-            shared_bytes=shape.shared_bytes(a.num_groups),
+            shared_bytes=shape.shared_bytes(a.num_groups, expanded),
             early=plan.tma.starts_early,
         )
 
@@ -265,6 +285,11 @@ def _weight_map(w: ExpertWeights, order: GateUpOrder | None, box_rows: int) -> A
     else:
         dims, strides, box = (k, n // 2, 2, experts), (row, n // 2 * row, expert), (box_k, box_rows, 1, 1)
     return _tensor_map(w.quants.data_ptr(), size, dims, strides, box)
+
+
+def _units_map(w: ExpandedWeights) -> Any:
+    """A map that no kernel reads, for one that takes no other."""
+    return _tensor_map(w.units.data_ptr(), 1, (128, w.units.numel() // 128), (128,), (128, 1))
 
 
 @lru_cache(MAPS_KEPT)

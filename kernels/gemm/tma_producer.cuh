@@ -7,10 +7,12 @@
 #define MOE_RUNTIME_TMA_PRODUCER
 
 #include "tma_block.cuh"
+#include "tma_expand.cuh"
 
 // Where operands come from.
 struct Sources {
   const TensorMap *rows, *weights, *scales;
+  const u8* units;  // of weights that are expanded
   const int* row_index;
   const float *row_scales, *weight_scales;
 };
@@ -21,6 +23,7 @@ struct Loading {
   int halves;                        // of its weights
   bool shared_rows, shared_weights;  // with the other block of the cluster
   int boxes, row_bytes;              // boxes of rows, and bytes of rows that the leader expects in a stage
+  int weight_bytes;                  // of weights
   int first_own, own;                // gathered rows that this warp loads
   int row_of_lane = 0;               // index of the one of this lane
 
@@ -31,10 +34,14 @@ struct Loading {
         shared_weights(TEAM > 1 && tile.pair_rows),
         boxes(GATHER ? 0 : min(BM / A_BOX, ceil_div(tile.rows, A_BOX))),
         row_bytes(boxes * A_BOX * 128),
+        weight_bytes(!EXPAND ? halves * BOX_BYTES : 0),
         first_own(first_own) {
     int gathered = GATHER ? min(BM, tile.rows) : 0;
     own = max(0, min(32, gathered - first_own));
     if (FEW) row_bytes += gathered * 128;
+#if EXPAND
+    if (SHARED < 3 && is_shared(tile, halves)) weight_bytes = 2 * UNIT_EXPANDED;
+#endif
   }
 
   __device__ __forceinline__ void load_row_index(const Block& block, const int* row_index) {
@@ -49,6 +56,7 @@ struct Loading {
 
   __device__ __forceinline__ void load_weights(const Block& block, const TensorMap* map, u32 to, u32 ready,
                                                int kb) const {
+    if (EXPAND) return;
     for (int h = shared_weights ? block.rank : 0; h < halves; h += shared_weights ? TEAM : 1)
       load_half(map, to + h * BOX_BYTES, ready, kb * BK, tile.column, h, tile.expert, shared_weights);
   }
@@ -82,6 +90,28 @@ struct Loading {
   }
 };
 
+// The tiles of a block, by their numbers. From `whole` on, they are halved.
+struct Walk {
+  const Block& block;
+  int num_groups, tiles_n, band_width, step, whole;
+
+  __device__ __forceinline__ Walk(const Block& block, int num_groups, int tiles_n, int band_width)
+      : block(block), num_groups(num_groups), tiles_n(tiles_n), band_width(band_width), step(gridDim.x / CLUSTER) {
+    int total = block.groups[num_groups].first, rest = total % step;
+    whole = HALVES && 2 * rest <= step ? total - rest : total;
+  }
+
+  // Tile `t`, in `group` or a later one, and how many halves it has; false past the last tile.
+  __device__ __forceinline__ bool find(int t, int& group, Tile& tile, int& halves) const {
+    int halved = max(t - whole, 0);
+    halves = HALVES && t >= whole ? 1 : BOXES;
+    int number = t - ceil_div(halved, 2);
+    if (!find_tile(block.groups, num_groups, number, tiles_n, band_width, block.rank, group, tile)) return false;
+    tile.column += halved % 2 * HALF;
+    return true;
+  }
+};
+
 // Tells the math warps of tiles, in order. An announcement overwrites the one of TILES_AHEAD tiles ago. That is safe: a
 // warp that had not read it would still hold the stages of the later tiles.
 struct Announcements {
@@ -96,11 +126,35 @@ struct Announcements {
   }
 };
 
+#if EXPANDERS > 1
+
+// Expands weights of all tiles of this block. Called by the warpgroups that do nothing else.
+__device__ __forceinline__ void expand_tiles(const Block& block, const u8* units, RingPhases phases, int num_groups,
+                                             int tiles_n, int columns, int k_blocks, int band_width) {
+  const Walk walk(block, num_groups, tiles_n, band_width);
+  Expander expander(block, units, columns, k_blocks);
+  int g = 0, halves;
+  Tile tile;
+  for (int t = blockIdx.x / CLUSTER; walk.find(t, g, tile, halves); t += walk.step) {
+    expander.begin(tile, halves);
+    int stage = 0;
+    u32 phase = phases.of_next_tile();
+    for (int kb = 0; kb < k_blocks; ++kb) {
+      barrier_wait(block.empty + 8 * stage, ~phase >> stage & 1);
+      __syncwarp();
+      expander.expand(0, block.ring + stage * STAGE_BYTES + A_BYTES, block.full + 8 * stage, k_blocks - 1 - kb);
+      if (++stage == STAGES) stage = 0, phase = ~phase;
+    }
+  }
+}
+
+#endif
+
 // Loads all tiles of this block. Called by the warpgroup.
 __device__ __forceinline__ void load_tiles(const Block& block, const Sources& from, const RoutedIds& ids,
                                            RingPhases phases, int num_groups, int tiles_n, int columns, int k_blocks,
                                            int band_width, int loads_after_ns) {
-  int thread = threadIdx.x % 128, step = gridDim.x / CLUSTER;  // between work items of a cluster
+  int thread = threadIdx.x % 128;
   bool leader = thread == 0;
   Announcements tiles;
   u32 round = 0;
@@ -111,25 +165,30 @@ __device__ __forceinline__ void load_tiles(const Block& block, const Sources& fr
   // before this one.
   int ahead = 0;
   bool begins = FEW;
-  // From `whole` on, tiles are halved.
-  int total = block.groups[num_groups].first, rest = total % step;
-  int whole = HALVES && 2 * rest <= step ? total - rest : total;
-  int g = 0;
+  const Walk walk(block, num_groups, tiles_n, band_width);
+#if EXPAND
+  Expander expander(block, from.units, columns, k_blocks);
+#endif
+  int g = 0, halves;
   Tile tile;
-  for (int t = blockIdx.x / CLUSTER; t < last; t += step) {
-    int halved = max(t - whole, 0), halves = HALVES && t >= whole ? 1 : BOXES;
-    if (!find_tile(block.groups, num_groups, t - ceil_div(halved, 2), tiles_n, band_width, block.rank, g, tile)) break;
-    tile.column += halved % 2 * HALF;
+  for (int t = blockIdx.x / CLUSTER; t < last; t += walk.step) {
+    if (!walk.find(t, g, tile, halves)) break;
     Loading loading(tile, halves, block.warp % 4 * 32);
     bool index_waits = begins && ids.given();
     if (!index_waits) loading.load_row_index(block, from.row_index);
+#if EXPAND
+    expander.begin(tile, halves);
+#endif
     if (begins) {
       if (leader && loads_after_ns > 0) barrier_wait_for(block.ended, 0, loads_after_ns);
-      ahead = min(ids.given() ? EARLY_STAGES : STAGES, k_blocks);
+      ahead = EXPAND ? 0 : min(ids.given() ? EARLY_STAGES : STAGES, k_blocks);
       for (int s = 0; s < ahead && leader; ++s) {
-        barrier_expect(block.full + 8 * s, loading.row_bytes + halves * BOX_BYTES);
+        barrier_expect(block.full + 8 * s, loading.row_bytes + loading.weight_bytes);
         loading.load_weights(block, from.weights, block.ring + s * STAGE_BYTES + A_BYTES, block.full + 8 * s, s);
       }
+#if EXPAND
+      expander.load(ids.given() ? EARLY_STAGES : PACKED, walk);
+#endif
       wait_for_rows();
       if (index_waits) loading.load_row_index(block, from.row_index);
       begins = false;
@@ -141,33 +200,44 @@ __device__ __forceinline__ void load_tiles(const Block& block, const Sources& fr
     const float* of_second = from.weight_scales + weight_scales(tile.expert, tile.column, columns, 1) * k_blocks;
     int stage = 0;
     u32 phase = phases.of_next_tile();
-    for (int kb = 0; kb < k_blocks; ++kb) {
-      u32 a = block.ring + stage * STAGE_BYTES, b = a + A_BYTES, ready = block.full + 8 * stage;
-      barrier_wait(block.empty + 8 * stage, ~phase >> stage & 1);
-      __syncwarp();  // a late lane would wait for the following round
-      if (leader) {
-        bool scales_too = TMA_SCALES && stage == 0, weights_too = !FEW || ahead <= 0;
-        if (weights_too)
-          barrier_expect(ready, loading.row_bytes + halves * BOX_BYTES + (scales_too ? (BM + 2) * 16 : 0));
-        loading.load_boxes(block, from.rows, a, ready, kb);
-        if (weights_too) loading.load_weights(block, from.weights, b, ready, kb);
-        if (scales_too) {
-          u32 scale = shared_address(block.scales) + round;
-          load_rows(from.scales, scale, ready, kb, tile.start, false);
-          bulk_load(scale + BM * 16, w_scale + kb, 16, ready);
-          bulk_load(scale + BM * 16 + 16, of_second + kb, 16, ready);
-          round = ROUND_BYTES - round;
+    for (int first = 0; first < k_blocks; first += K_BLOCKS_HELD) {
+#pragma unroll
+      for (int odd = 0; odd < K_BLOCKS_HELD; ++odd) {
+        int kb = first + odd;
+        if (K_BLOCKS_HELD > 1 && kb >= k_blocks) break;
+        u32 a = block.ring + stage * STAGE_BYTES, b = a + A_BYTES, ready = block.full + 8 * stage;
+#if EXPAND
+        expander.load(PACKED, walk);
+#endif
+        barrier_wait(block.empty + 8 * stage, ~phase >> stage & 1);
+        __syncwarp();  // a late lane would wait for the following round
+        if (leader) {
+          bool scales_too = TMA_SCALES && stage == 0, weights_too = !FEW || ahead <= 0;
+          if (weights_too)
+            barrier_expect(ready, loading.row_bytes + loading.weight_bytes + (scales_too ? (BM + 2) * 16 : 0));
+          loading.load_boxes(block, from.rows, a, ready, kb);
+          if (weights_too) loading.load_weights(block, from.weights, b, ready, kb);
+          if (scales_too) {
+            u32 scale = shared_address(block.scales) + round;
+            load_rows(from.scales, scale, ready, kb, tile.start, false);
+            bulk_load(scale + BM * 16, w_scale + kb, 16, ready);
+            bulk_load(scale + BM * 16 + 16, of_second + kb, 16, ready);
+            round = ROUND_BYTES - round;
+          }
         }
+        --ahead;
+        loading.gather_rows(block, from.rows, a, ready, kb);
+#if EXPAND
+        expander.expand(odd, b, ready, k_blocks - 1 - kb);  // before copies by threads, for which its fence would wait
+#endif
+        if (THREADS_COPY) {
+          u32 scale = shared_address(block.scales) + stage * SCALE_BYTES;
+          if (thread < BM) copy_word(scale + thread * 4, a_scale + kb);
+          if (thread < 2) copy_word(scale + BM * 4 + thread * 4, w_scale + kb);
+          asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(ready) : "memory");
+        }
+        if (++stage == STAGES) stage = 0, phase = ~phase;
       }
-      --ahead;
-      loading.gather_rows(block, from.rows, a, ready, kb);
-      if (THREADS_COPY) {
-        u32 scale = shared_address(block.scales) + stage * SCALE_BYTES;
-        if (thread < BM) copy_word(scale + thread * 4, a_scale + kb);
-        if (thread < 2) copy_word(scale + BM * 4 + thread * 4, w_scale + kb);
-        asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(ready) : "memory");
-      }
-      if (++stage == STAGES) stage = 0, phase = ~phase;
     }
   }
   if (begins) wait_for_rows();  // the next kernel takes the end of this one for the end of the one before, too

@@ -3,6 +3,13 @@
 #ifndef MOE_RUNTIME_TMA_SIZES
 #define MOE_RUNTIME_TMA_SIZES
 
+#ifndef EXPANDERS
+#define EXPANDERS 1
+#endif
+#ifndef SHARED
+#define SHARED 0
+#endif
+
 #include "activation.cuh"
 #include "mbarrier.cuh"
 #include "routed_ids.cuh"
@@ -52,9 +59,17 @@ constexpr bool HALVES = !GATED && !FEW;     // whether there are tiles of one ha
 constexpr int ONE_HALF = 1 << 30;           // marks a tile of one half in the announced column
 // Sums of a thread: of a tile, and of the 128 weight rows that FP8 multiplies at a time.
 constexpr int SUMS = FEW ? BM : 128, PARTIAL_SUMS = FEW ? BM : 64;
-constexpr int PRODUCER_REGISTERS = FP8 && !GATHER ? 24 : 40;  // the rest goes to the math warpgroups, unless FEW
-constexpr int MATH_REGISTERS = FP8 && !GATHER ? 240 : 232;
+// Registers of a thread, unless FEW: what those that produce do without goes to the math warpgroups.
+#ifndef EXPANDING_REGISTERS
+#define EXPANDING_REGISTERS (EXPANDERS > 1 ? 48 : !PACKED ? 88 : 72)
+#endif
+constexpr int PRODUCER_REGISTERS = EXPAND ? EXPANDING_REGISTERS : FP8 && !GATHER ? 24 : 40;
+constexpr int MATH_REGISTERS =
+    EXPAND           ? (EXPANDERS > 1 ? (512 - 2 * PRODUCER_REGISTERS) / 2 : (504 - PRODUCER_REGISTERS) / 2)
+    : FP8 && !GATHER ? 240
+                     : 232;
 constexpr int MATH_WARPS = 4 * MATH_WGS;
+constexpr int THREADS = 128 * (MATH_WGS + EXPANDERS);
 constexpr bool THREADS_COPY = FP8 && !TMA_SCALES;  // scales, by all threads that produce
 constexpr int OF_COPIES = THREADS_COPY ? 128 : 0;  // arrivals at a stage for these copies
 // A warp loads up to 32 gathered rows of a tile. With FEW each lane starts the copy of its row, one lane after the
@@ -63,11 +78,21 @@ constexpr int ROW_INDICES = GATHER && !FEW ? BM : 0;
 // Arrivals at a stage for these rows: of all warps, also of those that have none in a tile. One that nobody waited for
 // could fall back by a round of the ring, and would then wait for a phase that does not come.
 constexpr int OF_ROWS = ROW_INDICES > 0 ? 4 : 0;
-constexpr int PRODUCING_WARPS = THREADS_COPY || OF_ROWS > 0 ? 4 : 1;
-constexpr float SMALLEST = 1.17549435e-38f, LARGEST = 3.40282347e38f;  // normal numbers
+constexpr int OF_EXPANSION = EXPAND ? 4 * EXPANDERS * (SHARED == 3 ? 2 : ARRIVALS_OF_WARP)
+                                    : 0;  // arrivals at a stage of warps that write its weights
+constexpr int K_BLOCKS_HELD =
+    EXPAND && !PACKED && !GATHER && EXPANDERS == 1 ? 2 : 1;  // that a thread may have packed weights of
+constexpr int PRODUCING_WARPS = THREADS_COPY || OF_ROWS > 0 || EXPAND ? 4 : 1;
+constexpr int TABLE_BYTES = EXPAND ? (EXPAND == 16 ? 256 : 64) * 8 : 0;  // of e4m3 numbers by scale codes
+// Packed weights: a unit has 64 rows of a block of K, quants and then scale codes.
+constexpr int UNIT_ROWS = 64, UNIT_EXPANDED = UNIT_ROWS * 128, UNIT_QUANTS = UNIT_ROWS * 64,
+              SCALES_OF_WORD = EXPAND == 16 ? 2 : 1;
+constexpr int UNIT_BYTES = UNIT_QUANTS + 4 * UNIT_ROWS * SCALES_OF_WORD, UNITS = FEW ? 2 : 4;  // of a stage
+constexpr int PACKED_BYTES = PACKED * UNITS * UNIT_BYTES;                                      // of the ring of them
+constexpr float SMALLEST = 1.17549435e-38f, LARGEST = 3.40282347e38f;                          // normal numbers
 constexpr int GATE_UP = 1, UP_GATE = 2, INTERLEAVED = 3;
 
-constexpr int RING_BYTES = STAGES * (STAGE_BYTES + SCALE_BYTES) + STAGING_BYTES;
+constexpr int RING_BYTES = STAGES * (STAGE_BYTES + SCALE_BYTES) + PACKED_BYTES + STAGING_BYTES + TABLE_BYTES;
 
 static_assert(ROWS == 8 || ROWS == 16 || ROWS == 32 || ROWS == 128, "ROWS: wgmma has no such tile here");
 static_assert(STAGES >= 2 && STAGES < TILES_AHEAD,
@@ -84,7 +109,16 @@ static_assert(!TMA_SCALES || (FP8 && !FEW && STAGES == 4), "TMA_SCALES: one copy
 static_assert(OUT >= 0 && OUT <= 3 && (OUT != 3 || ACTIVATED), "OUT: 0 to 3, and 3 for activated results");
 static_assert(!GATED || ACTIVATED, "GATED: a gated result is activated");
 static_assert(!GATED || (ORDER >= GATE_UP && ORDER <= INTERLEAVED), "ORDER: of gate and up of a gated result");
-static_assert(!FEW || EARLY_STAGES <= STAGES, "STAGES: fewer than are loaded before the rows are there");
+static_assert(!FEW || EXPAND || EARLY_STAGES <= STAGES, "STAGES: fewer than are loaded before the rows are there");
+
+static_assert(EXPAND == 0 || EXPAND == 16 || EXPAND == 32, "EXPAND: weights of a block scale, of nvfp4 or mxfp4");
+static_assert(!EXPAND || FP8, "EXPAND: weights are expanded for FP8 alone");
+static_assert(!PACKED || EXPAND, "PACKED: a ring of weights that are expanded");
+static_assert(!SHARED || (CLUSTER == 2 && !FEW && !PACKED), "SHARED: blocks of a cluster expand for each other");
+static_assert(EXPANDERS == 1 || (EXPANDERS == 2 && EXPAND && !FEW && !PACKED && !SHARED),
+              "EXPANDERS: warpgroups that expand a stage of registers");
+static_assert(FEW || EXPANDERS * PRODUCER_REGISTERS + 2 * MATH_REGISTERS <= (EXPANDERS > 1 ? 512 : 3 * 168),
+              "EXPAND: a block has no more registers, and would wait for them for ever");
 
 // Blocks of 128 columns of an activated result.
 __device__ __forceinline__ int blocks_of(int columns) { return SHORT_BLOCKS ? (columns + 127) / 128 : columns / 128; }

@@ -31,7 +31,7 @@ __device__ __forceinline__ int tiles_of(int rows, int tiles_n) {
 __device__ void count_tiles(Group* groups, int2* totals, const int* offsets, const RoutedIds& ids,
                             const int* expert_ids, const int* num_active, int num_groups, int num_experts, int capacity,
                             int tiles_n) {
-  constexpr int WARPS = MATH_WARPS + 4;
+  constexpr int WARPS = THREADS / 32;
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32, total = 0, listed = 0;
   for (int base = 0; base < num_groups; base += 32 * WARPS) {
     int g = base + threadIdx.x, rows = 0, expert = -1, active = num_groups;

@@ -114,6 +114,7 @@ def layer_bound(config: MoELayerConfig, *, exact_weights: bool = False, several_
         *formats,
         activation=activation,
         exact_weights=exact_weights,
+        multiplied_format=None if config.fp4_multiplied_in == "bf16" else config.multiplied_format,
         post_expert_norm=config.post_expert_norm is not None,
         several_hosts=several_hosts,
     )
@@ -130,6 +131,10 @@ def with_token_format(config: MoELayerConfig, name: str, weights: str | None = N
 
     Raises `ValueError` where its sizes do not fit, or the formats do not go together.
     """
-    gsf = config.intermediate_gsf if name == "nvfp4" else None
-    changed: MoELayerConfig = config.replace(token_format=name, weight_format=weights, intermediate_gsf=gsf)
+    changed: MoELayerConfig = config.replace(
+        token_format=name,
+        weight_format=weights,
+        fp4_multiplied_in="bf16",
+        intermediate_gsf=config.intermediate_gsf if name == "nvfp4" else None,
+    )
     return changed

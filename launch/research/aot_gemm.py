@@ -240,9 +240,10 @@ def _tma(
     gather: bool,
     copied: bool = False,
     activation: Activation | None = None,
+    expanded: TokenFormat | None = None,
 ) -> CudaCase:
     order = None if activation is None else activation.gate_up
-    more = {"gather": gather, "extras": False, "copied_scales": copied}
+    more: dict[str, Any] = {"gather": gather, "extras": False, "copied_scales": copied, "expanded": expanded}
     defines = tma_gemm.macros(fmt, shape, GROUPS, activation=activation, order=order, out_code=out_code, **more)
     wgmma = FP8_WGMMA if fmt is FP8_BLOCK else BF16_WGMMA
     return CudaCase(operation, fmt.name, tma_gemm.SOURCE, "tma_gemm", defines, instruction=wgmma)
@@ -280,6 +281,10 @@ def _hopper_cases() -> Iterator[CudaCase]:
                 if fmt is FP8_BLOCK and tma_shape is TMA_PREFILL:
                     for gather in (False, True):
                         yield _tma(operation, fmt, tma_shape, out_code, gather=gather, copied=True, activation=formula)
+    for expanded in (NVFP4, MXFP4):
+        for tma_shape in TMA_SHAPES:
+            yield _tma(PLAIN, FP8_BLOCK, tma_shape, 0, False, copied=tma_shape is TMA_PREFILL, expanded=expanded)
+            yield _tma(GATED, FP8_BLOCK, tma_shape, 3, gather=True, activation=SILU, expanded=expanded)
     for formula in (GEGLU, GEGLU_TANH, SQUARED_RELU, STEP_3P5):
         more = {"out_dequantized": True, "keep_tokens": True}
         yield _dequant(GATED, NVFP4, DEQUANT_DECODE, torch.bfloat16, formula, **more)

@@ -29,11 +29,13 @@ from moe_runtime.integrations.engine_layers import (
     TokenShare,
     replace_members,
 )
+from moe_runtime.integrations.engine_report import report
 from moe_runtime.integrations.engine_weights import read_weights
 from moe_runtime.integrations.layer_settings import LayerSettings
 from moe_runtime.kernels.formats.number_formats import ceil_div
 
 HOOKED = "sglang.srt.layers.moe.fused_moe_triton.layer.create_moe_dispatcher"
+LOADED = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
 
 MAX_TOKENS = 8192
 """Tokens of a call that a step holds, unless the settings say otherwise; calls with more are split."""
@@ -45,14 +47,22 @@ _LOG = logging.getLogger(__name__)
 
 
 def install(settings: LayerSettings) -> None:
-    """Hook the making of SGLang's dispatchers in this process. SGLang applies the hook once all plugins are loaded."""
+    """Hook the making of SGLang's dispatchers in this process, and its loading of models, which are reported.
+
+    SGLang applies hooks once all plugins are loaded.
+    """
     hooks = import_module("sglang.srt.plugins.hook_registry")
     layers = EngineLayers(settings)
 
     def around(original: Any, moe_runner_config: Any, quant_method: Any) -> Any:
         return take_over(layers, moe_runner_config, quant_method)
 
+    def after(_: Any, runner: Any) -> None:
+        experts = import_module("sglang.srt.layers.moe.fused_moe_triton.layer").FusedMoE
+        report(runner.model, experts, "SGLang", _LOG)
+
     hooks.HookRegistry.register(HOOKED, around, hooks.HookType.AROUND)
+    hooks.HookRegistry.register(LOADED, after, hooks.HookType.AFTER)
     # Not information: engines show only that of their own loggers.
     _LOG.warning("MoE layers of SGLang run in moe_runtime, with %s", settings)
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from moe_runtime.config import ActivationConfig
-from moe_runtime.integrations import vllm_config, vllm_report
+from moe_runtime.integrations import vllm_config
 from moe_runtime.integrations.engine_layers import (
     EngineExperts,
     EngineLayer,
@@ -28,6 +28,7 @@ from moe_runtime.integrations.engine_layers import (
     TokenShare,
     replace_members,
 )
+from moe_runtime.integrations.engine_report import report
 from moe_runtime.integrations.engine_weights import read_weights
 from moe_runtime.integrations.layer_settings import LayerSettings
 from moe_runtime.kernels.formats.number_formats import ceil_div
@@ -52,10 +53,26 @@ def install(settings: LayerSettings) -> None:
     vllm_config.check_version(import_module("vllm").__version__)
     layers = EngineLayers(settings)
     vllm_config.install(settings)
-    vllm_report.install()
+    report_models()
     for name, module in ROUTED_EXPERTS.items():
         original = getattr(import_module(module), name)
         original.register_oot(_taking_over(original, layers), name=name)
+
+
+def report_models() -> None:
+    """Have vLLM's loaders report each model that they load in this process."""
+    routed_experts = import_module(ROUTED_EXPERTS["RoutedExperts"]).RoutedExperts
+
+    def reported(load_model: Any) -> Any:
+        def load_and_report(self: Any, *given: Any, **named: Any) -> Any:
+            model = load_model(self, *given, **named)
+            report(model, routed_experts, "vLLM", vllm_config.LOG)
+            return model
+
+        return load_and_report
+
+    loader = import_module("vllm.model_executor.model_loader.base_loader").BaseModelLoader
+    vllm_config.replace_method(loader, "load_model", reported)
 
 
 def _taking_over(original: Any, layers: EngineLayers) -> Any:

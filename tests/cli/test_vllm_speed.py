@@ -40,23 +40,28 @@ def test_sizes_are_those_of_published_models() -> None:
         write_model(Path("nowhere"), SIZES["gpt_oss_20b"], "bf16")
 
 
-def test_kernels_of_a_profile_are_summed(tmp_path: Path) -> None:
+def test_times_of_a_profile(tmp_path: Path) -> None:
     ours = vllm_speed.own_kernels()
     for name in ("tma_gemm", "dequant_few", "one_rank_dispatch", "dispatch_send", "_grouped_gemm_kernel"):
         assert ours.fullmatch(name), name
     assert not ours.search("__launch_bounds__") and not ours.search("fused_moe_kernel")
     steps = vllm_speed.PROFILED_STEPS
     events = [
-        {"cat": "kernel", "name": name, "dur": us}
-        for name, us, count in (("fused_moe_kernel", 3.0, 2), ("flash_fwd", 5.0, 1), ("nvjet_tst", 1.0, 4))
-        for _ in range(count * steps)
+        {"cat": "kernel", "name": name, "ts": 20.0 * step + begin, "dur": us}
+        for step in range(steps)
+        for name, begin, us in (
+            ("fused_moe_kernel", 0.0, 3.0),
+            ("fused_moe_kernel", 2.0, 3.0),  # Begins before the first one has ended.
+            ("flash_fwd", 4.0, 5.0),
+            ("nvjet_tst", 12.0, 1.0),
+        )
     ]
-    events.append({"cat": "cpu_op", "name": "fused_moe_kernel", "dur": 100.0})
+    events.append({"cat": "cpu_op", "name": "fused_moe_kernel", "ts": 0.0, "dur": 100.0})
     with gzip.open(tmp_path / "rank0.pt.trace.json.gz", "wt") as file:
         json.dump({"traceEvents": events}, file)
     (tmp_path / "small.json").write_text('{"traceEvents": []}')
     found = vllm_speed.kernel_times(tmp_path, ours, steps)
-    assert (found["gpu_us"], found["experts_us"]) == (15.0, 6.0)
+    assert (found["gpu_us"], found["experts_us"]) == (10.0, 5.0)
     assert found["kernels"][0] == {"name": "fused_moe_kernel", "kind": "experts", "us": 6.0, "launches": 2.0}
     assert vllm_speed.kernel_times(tmp_path / "none", ours, 1) == {"error": "no trace was written"}
 

@@ -31,6 +31,24 @@ inline void st_async_shared_cluster_mbarrier_complete_tx_bytes_b32(unsigned to, 
   emulator::async_store(to, value, barrier);
 }
 
+// Weights for the other block.
+inline void st_async_shared_cluster_mbarrier_complete_tx_bytes_v4_b32(unsigned to, unsigned x, unsigned y, unsigned z,
+                                                                      unsigned w, unsigned barrier) {
+  const unsigned values[] = {x, y, z, w};
+  for (unsigned i = 0; i < 4; ++i) emulator::async_store(to + 4 * i, values[i], barrier);
+}
+inline void st_shared_cluster_v4_u32(unsigned to, unsigned x, unsigned y, unsigned z, unsigned w) {
+  *static_cast<uint4*>(emulator::from_shared(to, 16)) = {x, y, z, w};
+}
+inline void fence_proxy_async() {}
+inline void mbarrier_arrive_release_cluster_shared_cluster_b64(unsigned barrier, unsigned count) {
+  emulator::mbarrier_arrive(barrier, count);
+}
+inline void cp_async_bulk_shared_cluster_shared_cta_mbarrier_complete_tx_bytes(unsigned to, unsigned from,
+                                                                               unsigned bytes, unsigned barrier) {
+  emulator::bulk_load(to, emulator::from_shared(from, bytes), bytes, barrier);
+}
+
 // Barriers of some warps.
 inline void bar_arrive(unsigned id, unsigned threads) { emulator::bar_arrive(id, threads); }
 inline void setp_ne_b32__bar_red_and_pred__selp_b32(unsigned& all, unsigned value, unsigned id, unsigned zero,
@@ -86,7 +104,25 @@ inline void cp_async_commit_group() { emulator::async_commit(); }
 inline void cp_async_wait_group(unsigned pending) { emulator::async_await(pending); }
 inline void cp_async_mbarrier_arrive_noinc_shared_cta_b64(unsigned barrier) { emulator::async_arrive(barrier); }
 
+// Loads of what nobody writes.
+inline void ld_global_nc_L1_no_allocate_v4_u32(unsigned& x, unsigned& y, unsigned& z, unsigned& w, const void* at) {
+  const uint4 value = *static_cast<const uint4*>(at);
+  x = value.x, y = value.y, z = value.z, w = value.w;
+}
+inline void cp_async_bulk_prefetch_L2_global(const void* at, unsigned bytes) {
+  if (reinterpret_cast<size_t>(at) % 16 != 0 || bytes % 16 != 0 || bytes == 0)
+    emulator::fail("%u bytes from %p", bytes, at);
+}
+
 // Shared memory and registers.
+inline void prmt_b32(unsigned& bytes, unsigned low, unsigned high, unsigned selector) {
+  bytes = __byte_perm(low, high, selector);
+}
+inline void ld_shared_v2_u32(unsigned& x, unsigned& y, unsigned from) {
+  if (from % 8 != 0) emulator::fail("shared address %08x, not a multiple of 8", from);
+  const unsigned* words = static_cast<const unsigned*>(emulator::from_shared(from, 8));
+  x = words[0], y = words[1];
+}
 inline void setp_ne_b32__ld_shared_f32(float& to, unsigned from, unsigned now, unsigned zero) {
   if (now != zero) memcpy(&to, emulator::from_shared(from, 4), 4);
 }
@@ -125,5 +161,12 @@ inline void cvt_rn_f16x2_f32(unsigned& pair, float high, float low) {
   pair = bits_as<unsigned short>(_Float16(low)) | bits_as<unsigned short>(_Float16(high)) << 16;
 }
 inline void rcp_approx_f32(float& inverse, float x) { inverse = 1.0f / x; }
+inline float of_fp16(unsigned bits) { return bits_as<_Float16>(static_cast<unsigned short>(bits)); }
+inline void mul_f16x2(unsigned& product, unsigned a, unsigned b) {
+  cvt_rn_f16x2_f32(product, of_fp16(a >> 16) * of_fp16(b >> 16), of_fp16(a & 0xFFFF) * of_fp16(b & 0xFFFF));
+}
+inline void cvt_rn_satfinite_e4m3x2_f16x2(unsigned short& pair, unsigned halves) {
+  cvt_rn_satfinite_e4m3x2_f32(pair, of_fp16(halves >> 16), of_fp16(halves & 0xFFFF));
+}
 
 }  // namespace ptx

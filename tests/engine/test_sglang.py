@@ -79,3 +79,5 @@ def test_the_log_tells_what_runs(sglang_adapter: tuple[dict[str, Any], str]) -> 
     engines = len(MODELS) + 1
     assert len(alone) == 2 * engines + 2 * 2 * (len(MODELS) - 1)
     assert len(together) == 2
+    lines = re.findall(r"moe_runtime: 2 of 2 MoE layers taken over: weights (\w+), .*", sglang_adapter[1])
+    assert lines.count("fp8_block") == 2 and len(lines) == 2 * engines + 2 * len(MODELS)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from moe_runtime.kernels.formats.number_formats import FORMATS, token_formats_for
+from moe_runtime.kernels.formats.number_formats import FORMATS, intermediate_format_for, token_formats_for
 from moe_runtime.kernels.formats.swizzle import swizzle_scales
 from moe_runtime.kernels.gemm import dequant_tokens, plan, shapes
 from moe_runtime.kernels.gemm import grouped_gemm as gemm_module
@@ -524,12 +524,12 @@ def test_repeated_calls_give_the_same_bits(
     w = random_weights(weight, 8, n, k, rng, device, gate_up=GateUpOrder.GATE_UP)
     gated, plain = PrepackedWeights.prepack(w), PrepackedWeights.prepack(replace(w, gate_up=None, expert_scales=None))
     a = for_shape(make_rows(token, sizes, k, rng, device, num_experts=8, spare=7), shape)
-    count = sum(sizes)
-    first, hidden = grouped_gemm(a, plain), grouped_gemm_swiglu(a, gated, SwiGLU(), out_format=token)
+    count, between = sum(sizes), intermediate_format_for(FORMATS[token], w.format).name
+    first, hidden = grouped_gemm(a, plain), grouped_gemm_swiglu(a, gated, SwiGLU(), out_format=between)
     assert hidden.rows[:count].view(torch.uint8).count_nonzero() > count * n // 16
     for turn in range(20):
         assert_same_bits(grouped_gemm(a, plain)[:count], first[:count], f"turn {turn}")
-        again = grouped_gemm_swiglu(a, gated, SwiGLU(), out_format=token)
+        again = grouped_gemm_swiglu(a, gated, SwiGLU(), out_format=between)
         assert_same_bits(again.rows[:count], hidden.rows[:count], f"turn {turn}")
 
 

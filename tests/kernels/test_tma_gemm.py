@@ -100,7 +100,7 @@ def _variants() -> list[dict[str, int]]:
     return found
 
 
-def _disassembled(cubin: bytes, cuobjdump: Path) -> str:
+def disassembled(cubin: bytes, cuobjdump: Path) -> str:
     """Text of the machine code, from the cache of tests where it is there: the disassembler takes 0.4 s to start."""
 
     def write(text: Path) -> None:
@@ -121,7 +121,7 @@ def test_variants_multiply_in_tensor_cores_and_keep_their_sums_in_registers() ->
     if not cuobjdump.is_file():
         pytest.skip("this triton brings no cuobjdump")
     for variant in _variants():
-        sass = _disassembled(nvrtc.compile_source(tma.SOURCE, variant), cuobjdump)
+        sass = disassembled(nvrtc.compile_source(tma.SOURCE, variant), cuobjdump)
         few = variant["ROWS"] < TILE_ROWS
         columns = variant["ROWS"] if few else 128 if variant["FP8"] else 256
         wgmma = f"QGMMA.64x{columns}x32.F32.E4M3.E4M3" if variant["FP8"] else f"HGMMA.64x{columns}x16.F32.BF16"

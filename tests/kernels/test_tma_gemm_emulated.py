@@ -367,8 +367,8 @@ MISTAKES = {
         "outside|changed while|nothing can go on",
     ),
     "a stage is there when all but one have arrived": (
-        "barrier_init(full + 8 * s, 1 + OF_COPIES + OF_ROWS)",
-        "barrier_init(full + 8 * s, OF_COPIES + OF_ROWS)",
+        "barrier_init(full + 8 * s, 1 + OF_COPIES + OF_ROWS + OF_EXPANSION)",
+        "barrier_init(full + 8 * s, OF_COPIES + OF_ROWS + OF_EXPANSION)",
         "changed while their product was under way|outside|waits for|nothing can go on",
     ),
     "a block ends before the other of its cluster": ("leave_cluster();\n}", "}", "of a block that has ended"),

@@ -98,7 +98,7 @@ def test_vllm_s_own_classes_with_the_adapter(seed: int) -> None:
     assert relative_error(found, plain_moe(data, x, ids, weights))[0] <= error_bound("bf16")
 
 
-def test_sglang_s_own_hooks_with_the_adapter(seed: int) -> None:
+def test_sglang_s_own_hooks_with_the_adapter(seed: int, caplog: pytest.LogCaptureFixture) -> None:
     """Its registry of hooks, its base of dispatchers and its outputs, run from its sources."""
     sources = sources_of("sglang")
     spec = importlib.util.spec_from_file_location("hook_registry", sources.path(f"{SRT}.plugins.hook_registry"))
@@ -113,13 +113,25 @@ def test_sglang_s_own_hooks_with_the_adapter(seed: int) -> None:
     base: dict[str, Any] = {"__name__": "token_dispatcher_base"}
     exec(compile(base_path.read_text(), str(base_path), "exec"), base)
     module, _, function = sglang_experts.HOOKED.rpartition(".")
+    runner_module, owner, _ = sglang_experts.LOADED.rsplit(".", 2)
     data, (x, ids, weights) = make_experts("bf16", seed), draw_tokens(seed, 21)
     layer = sglang_layer(data.of(slice(None)))
+
+    class ModelRunner:
+        model: nn.Module
+
+        def load_model(self) -> None:
+            self.model = nn.Sequential(layer)
+
     named = {
         f"{SRT}.plugins.hook_registry": vars(registry),
         f"{SRT}.layers.moe.token_dispatcher.base": base,
         f"{SRT}.layers.moe.token_dispatcher.standard": standard,
-        module: {function: lambda moe_runner_config, quant_method: "SGLang's own dispatcher"},
+        module: {
+            function: lambda moe_runner_config, quant_method: "SGLang's own dispatcher",
+            "FusedMoE": type(layer),
+        },
+        runner_module: {owner: ModelRunner},
     }
     with sglang_modules(**named):
         sglang_experts.install(LayerSettings(LIMITS, {}))
@@ -133,6 +145,10 @@ def test_sglang_s_own_hooks_with_the_adapter(seed: int) -> None:
         dispatcher = hooked(layer.moe_runner_config, quant_method=method)
         assert isinstance(dispatcher, base["BaseDispatcher"])
         method.process_weights_after_loading(layer)  # type: ignore[attr-defined]
+        layer.quant_method = method
+        with caplog.at_level("INFO"):
+            ModelRunner().load_model()
+        assert "moe_runtime: 1 of 1 MoE layers taken over: weights bf16, tokens bf16, 1 rank" in caplog.text
         dispatched = dispatcher.dispatch(hidden_states=x, topk_output=TopK(weights, ids))
         found = dispatcher.combine(combine_input=method.apply(layer=layer, dispatch_output=dispatched))  # type: ignore[attr-defined]
     assert relative_error(found, plain_moe(data, x, ids, weights))[0] <= error_bound("bf16")

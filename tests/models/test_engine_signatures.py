@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from moe_runtime.integrations import sglang_experts, vllm_experts, vllm_report
+from moe_runtime.integrations import sglang_experts, vllm_experts
 from moe_runtime.integrations import vllm_config as vllm_config_module
 from tests.support.engine_sources import FUSED, QUANTIZATION, SRT, Sources, find_sources, sources_of
 from tests.support.engine_stand_ins import sglang_layer, vllm_config, vllm_layer
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.cpu_only
 
 Check = Callable[[Sources], None]
 
-VLLM_ADAPTERS = (vllm_experts, vllm_config_module, vllm_report)
+VLLM_ADAPTERS = (vllm_experts, vllm_config_module)
 
 
 def overrides(adapter: type, sources: Sources, homes: list[tuple[str, str]]) -> Iterator[str]:
@@ -179,7 +179,10 @@ def hooks_of_sglang(sources: Sources) -> None:
     assert created < made
     registry = f"{SRT}.plugins.hook_registry"
     assert sources.parameters(registry, "HookRegistry.register")[:3] == ["target", "hook", "hook_type"]
-    assert "AROUND" in sources.members(registry, "HookType")
+    assert {"AROUND", "AFTER"} <= set(sources.members(registry, "HookType"))
+    module, owner, method = sglang_experts.LOADED.rsplit(".", 2)
+    assert sources.parameters(module, f"{owner}.{method}") == []
+    assert "self.model = " in ast.unparse(sources.find(module, f"{owner}.{method}"))
     assert "sglang.srt.plugins" in sources.constants(f"{SRT}.plugins", "load_plugins") | {
         node.value for node in ast.walk(sources.tree(f"{SRT}.plugins")) if isinstance(node, ast.Constant)
     }
@@ -256,7 +259,7 @@ def stored_by_sglang(sources: Sources) -> None:
 
 
 def modules_of_sglang(sources: Sources) -> None:
-    for module in modules_named(sglang_experts, "sglang") - {sglang_experts.HOOKED}:
+    for module in modules_named(sglang_experts, "sglang") - {sglang_experts.HOOKED, sglang_experts.LOADED}:
         sources.path(module)
 
 
@@ -312,6 +315,7 @@ ALTERED = [
     (f"{SRT}.layers.moe.token_dispatcher.base", "hidden_states: torch.Tensor, topk", "x: torch.Tensor, topk"),
     (f"{SRT}.layers.quantization.base_config", "dispatch_output: DispatchOutput", "dispatched: DispatchOutput"),
     (f"{SRT}.plugins.hook_registry", "hook: Callable,\n        hook_type", "function: Callable,\n        hook_type"),
+    (f"{SRT}.model_executor.model_runner", "self.model = loaded.model", "self.loaded = loaded.model"),
     (f"{SRT}.layers.moe.topk", "def to_standard", "def standard"),
     (f"{SRT}.layers.quantization.mxfp4", '"w2_weight_scale"', '"w2_scale"'),
 ]

@@ -324,6 +324,9 @@ ARGUMENTS: dict[str, Callable[[World, Any], dict[str, Any]]] = {
         "combine_bytes": 30,
     },
     "LayerCounts.__sub__": lambda w, on: {"earlier": w.counts()},
+    "RecordedRoutes": lambda w, on: w.routes_arguments(),
+    "RecordedRoutes.add": lambda w, on: {**w.routing(3), "settled": False},
+    "MoELayer.record_routes": lambda w, on: w.rings(),
     "MoELayer": _layer_arguments,
     "MoELayer.forward": _step_arguments,
     "MoELayer.from_checkpoint": lambda w, on: {
@@ -428,6 +431,7 @@ ARGUMENTS: dict[str, Callable[[World, Any], dict[str, Any]]] = {
     "Checkpoint.shared_expert": lambda w, on: {"layer": 0},
     "Checkpoint.stored_of": lambda w, on: {"layer": 0},
     "ExpertParallel": lambda w, on: {"context": w.context()},
+    "ExpertParallel.record_routes": lambda w, on: w.rings(2),
     "ExpertParallel.replace_experts": lambda w, on: {
         "placement": w.draw.choice((w.placement(), {0: w.placement(), 1: w.placement()}))
     },

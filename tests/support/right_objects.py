@@ -41,6 +41,7 @@ from moe_runtime.kernels.gemm.weights import ExpertWeights, SwiGLU
 from moe_runtime.launch.common.qwen3_checkpoint import write_qwen3_moe_checkpoint
 from moe_runtime.layer import MoELayer
 from moe_runtime.observation.counters import LayerCounters, LayerCounts
+from moe_runtime.observation.routes import RecordedRoutes
 from moe_runtime.placement import Placement
 from moe_runtime.router import Router
 from moe_runtime.virtual import VirtualRanks
@@ -241,6 +242,15 @@ class World:
     def counters(self) -> LayerCounters:
         return LayerCounters(self.dispatcher().geometry, EXPERTS, CPU, "torch")
 
+    def rings(self, *layers: int) -> dict[str, Any]:
+        dtype = self.draw.choice((torch.int16, torch.int32))
+        shape = *layers, 3, MOST, TOP_K
+        return {"ids": torch.zeros(shape, dtype=dtype), "weights": torch.zeros(shape)}
+
+    def routes_arguments(self) -> dict[str, Any]:
+        sizes = {"max_tokens": MOST, "top_k": TOP_K, "num_experts": EXPERTS}
+        return {**self.rings(), **sizes, "device": CPU, "engine": "torch"}
+
     def checkpoint(self) -> Checkpoint:
         return Checkpoint(self.folder / "checkpoint")
 
@@ -362,6 +372,7 @@ INSTANCES: dict[str, Callable[[World], Any]] = {
     "PrivateHeap": World.allocated_heap,
     "PrepackedWeights": World.prepacked,
     "Router": lambda w: Router(HIDDEN, EXPERTS, TOP_K, router_config(w)),
+    "RecordedRoutes": lambda w: RecordedRoutes(**w.routes_arguments()),
     "RouterConfig": lambda w: RouterConfig(),
     "RunConfig": lambda w: RunConfig(layer=w.config()),
     "SharedExpertConfig": lambda w: SharedExpertConfig(intermediate_size=INNER),

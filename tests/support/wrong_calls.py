@@ -134,6 +134,7 @@ MAY_BE_CLOSED = {
     "ExpertParallel.count_tokens",
     "ExpertParallel.expert_loads",
     "ExpertParallel.join",
+    "ExpertParallel.record_routes",
     "ExpertParallelContext.abort",
     "ExpertParallelContext.close",
     "ExpertParallelContext.fail",
@@ -141,7 +142,9 @@ MAY_BE_CLOSED = {
     "ExpertParallelContext.next_layer_id",
     "MoELayer.close",
     "MoELayer.count_steps",
+    "MoELayer.count_waits",
     "MoELayer.extra_repr",
+    "MoELayer.record_routes",
     "VirtualRanks.close",
 }
 """What needs no memory between ranks."""

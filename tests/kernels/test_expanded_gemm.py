@@ -1,0 +1,151 @@
+"""Expanded FP4 weights in Hopper's GEMM: what it compiles to, and, on a GPU, the bits of the FP8 GEMM."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+
+from moe_runtime.kernels import nvrtc
+from moe_runtime.kernels.formats.number_formats import FP8_BLOCK, MXFP4, NVFP4, TokenFormat
+from moe_runtime.kernels.gemm import tma_gemm as tma
+from moe_runtime.kernels.gemm.shapes import TMA_PREFILL, TMA_SHAPES, TmaShape
+from moe_runtime.kernels.gemm.weights import SILU, Activation
+from tests.kernels.test_tma_gemm import disassembled, gpu
+from tests.support.comparison import assert_same_bits
+from tests.support.expanded_cases import (
+    ACTIVATED,
+    compare_plain,
+    compare_swiglu,
+    expanded_weights,
+    in_shape,
+    rows_for,
+)
+from tests.support.gemm_cases import make_rows
+from tests.support.gemm_plans import tma_grouped_gemm
+
+names = pytest.mark.parametrize("name", ["nvfp4", "mxfp4"])
+gathers = pytest.mark.parametrize("gather", [False, True], ids=["packed", "gathered"])
+regimes = pytest.mark.parametrize("shape", TMA_SHAPES, ids=[shape.regime.name.lower() for shape in TMA_SHAPES])
+
+
+def _variants() -> list[tuple[TokenFormat, nvrtc.Defines]]:
+    """Both products, gathered and packed, with the scales of rows by TMA and by threads."""
+    found = []
+    for fmt in (NVFP4, MXFP4):
+        for shape in TMA_SHAPES:
+            for gather, copied in [(False, False), (True, False)] + [(False, True)] * (shape is TMA_PREFILL):
+                more: dict[str, Any] = {"gather": gather, "extras": False, "copied_scales": copied, "expanded": fmt}
+                gated = {"activation": SILU, "order": SILU.gate_up, "out_code": 3}
+                plain = {"activation": None, "order": None, "out_code": 0}
+                found += [(fmt, tma.macros(FP8_BLOCK, shape, 32, **how, **more)) for how in (gated, plain)]
+    return found
+
+
+@pytest.mark.cpu_only
+@pytest.mark.timeout(600)
+def test_variants_expand_in_few_instructions_and_keep_everything_in_registers() -> None:
+    """8 weights take 7: a mask, two selections, a shift each for the second half and its signs, two to put signs in."""
+    cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    if not cuobjdump.is_file():
+        pytest.skip("this triton brings no cuobjdump")
+    for fmt, variant in _variants():
+        sass = disassembled(nvrtc.compile_source(tma.SOURCE, variant), cuobjdump)
+        few = int(variant["ROWS"]) < 128
+        columns = variant["ROWS"] if few else 128
+        assert f"QGMMA.64x{columns}x32.F32.E4M3.E4M3" in sass and "HGMMA" not in sass, variant
+        # TMA brings rows, and packed weights only through a ring.
+        assert "UTMALDG.4D" not in sass and "UTMALDG.2D" in sass, variant
+        assert ("LDG.E.NA.128" in sass) == (variant["PACKED"] == 0), variant
+        names = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@\S+\s+)?(\w+)", sass, re.MULTILINE)
+        # One value may be kept in memory while a warp learns its role: no loop reads it.
+        wide = variant["GATHER"] and variant["PACKED"] == 0 and not variant["GATED"]
+        assert names.count("STL") <= wide and names.count("LDL") <= 2 * wide, variant
+        # A thread expands 32 weights of each of two words of a unit: 8 selections a word, one for each of its scales.
+        # From registers there is code up to four units, once or for an even and an odd block of K.
+        count = Counter(names)
+        masks = re.findall(r"LOP3\.LUT \S+, \S+, (?:0x77777777|0x80808080), \S+", sass)
+        least, most = (4, 4) if few else (8, 8) if variant["PACKED"] else (8, 24)
+        selections = 8 + 32 // fmt.block
+        assert least * selections <= count["PRMT"] <= most * selections + 16, (variant, count["PRMT"])
+        assert least * (4 + 8) <= len(masks) <= most * (4 + 8), (variant, len(masks))
+
+
+@gpu
+@names
+@gathers
+@regimes
+@pytest.mark.parametrize("k", [16 * 2, 288, 512, 640, 2880, 7168])
+def test_ragged_groups(
+    name: str,
+    k: int,
+    gather: bool,
+    shape: TmaShape,
+    rng: torch.Generator,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    w = expanded_weights(name, 392, k, rng, device)
+    a = rows_for(shape, k, rng, gather, device)
+    for num_sms in (None, 2, 4):
+        compare_plain(a, w, shape, monkeypatch, num_sms=num_sms)
+
+
+@gpu
+@names
+@regimes
+@pytest.mark.parametrize("blocks", range(1, 9))
+def test_tiles_that_end_with_any_stage(
+    name: str,
+    blocks: int,
+    shape: TmaShape,
+    rng: torch.Generator,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Several tiles for every SM."""
+    w = expanded_weights(name, 2 * 256 * 132, 128 * blocks, rng, device)
+    a = make_rows("fp8_block", [130, 5], 128 * blocks, rng, device, num_experts=3, gather=blocks % 2 == 0)
+    compare_plain(a, w, shape, monkeypatch, dtype=torch.bfloat16)
+
+
+@gpu
+@names
+@gathers
+@pytest.mark.parametrize(
+    ("activation", "to", "shape"), ACTIVATED, ids=[f"{shape.regime.name}-{to}" for _, to, shape in ACTIVATED]
+)
+def test_activated(
+    name: str,
+    gather: bool,
+    activation: Activation,
+    to: str,
+    shape: TmaShape,
+    rng: torch.Generator,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for k, inner in ((256, 384), (288, 320), (2880, 1536)):
+        n = activation.num_parts * inner
+        w = expanded_weights(name, n, k, rng, device, activation.gate_up, biased=gather)
+        compare_swiglu(rows_for(shape, k, rng, gather, device), w, activation, to, shape, monkeypatch)
+
+
+@gpu
+@names
+def test_all_shapes_give_the_same_bits(
+    name: str, rng: torch.Generator, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    w = expanded_weights(name, 1544, 7168, rng, device)
+    a = make_rows("fp8_block", [5, 1, 326], 7168, rng, device, num_experts=3)
+    found = []
+    for shape in TMA_SHAPES:
+        in_shape(monkeypatch, shape)
+        found.append(tma_grouped_gemm(a, w, out_dtype=torch.float32))
+    for other in found[1:]:
+        assert_same_bits(other, found[0])

@@ -1,0 +1,370 @@
+"""Expanded FP4 weights in Hopper's GEMM, emulated on the CPU: the bits of the FP8 GEMM with the same e4m3 weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from cuda.bindings import driver
+
+from moe_runtime.kernels import nvrtc
+from moe_runtime.kernels.formats.number_formats import MXFP4, NVFP4, TokenFormat
+from moe_runtime.kernels.gemm import tma_gemm as tma
+from moe_runtime.kernels.gemm.expanded_weights import ExpandedWeights
+from moe_runtime.kernels.gemm.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
+from moe_runtime.kernels.gemm.plan import MAX_TMA_GROUPS
+from moe_runtime.kernels.gemm.shapes import EXPANSION, TMA_DECODE, TMA_FEW, TMA_PREFILL, TMA_SHAPES, TMA_SOME, TmaShape
+from moe_runtime.kernels.gemm.weights import Activation, GateUpOrder, SwiGLU
+from moe_runtime.kernels.runtime import BLOCK_RESERVED_BYTES, SM_SHARED_BYTES
+from tests.emulator import Emulator, needs_emulator
+from tests.emulator.tensor_maps import encode_tiled
+from tests.support.comparison import assert_same_bits
+from tests.support.expanded_cases import (
+    ACTIVATED,
+    compare_plain,
+    compare_swiglu,
+    expanded_weights,
+    few,
+    in_shape,
+    ragged,
+    rows_for,
+)
+from tests.support.gemm_cases import UNIT, check_inside, exact_gemm, make_rows, random_weights
+from tests.support.gemm_checks import poisoned
+from tests.support.gemm_plans import tma_grouped_gemm, tma_grouped_gemm_swiglu, tma_plan
+
+pytestmark = [needs_emulator, pytest.mark.cpu_only]
+
+CPU = torch.device("cpu")
+NAMES = ["nvfp4", "mxfp4"]
+MOST_SCHEDULES = 30
+"""In which a mistake has to show; most do at once."""
+
+names = pytest.mark.parametrize("name", NAMES)
+gathers = pytest.mark.parametrize("gather", [False, True], ids=["packed", "gathered"])
+regimes = pytest.mark.parametrize("shape", TMA_SHAPES, ids=[shape.regime.name.lower() for shape in TMA_SHAPES])
+
+
+@pytest.fixture
+def emulate(monkeypatch: pytest.MonkeyPatch, seed: int) -> Iterator[Callable[..., Emulator]]:
+    """Makes an emulator that stands for the launches of CUDA kernels and for tensor maps, on a GPU of 2 SMs."""
+
+    def emulate(**more: Any) -> Emulator:
+        emulator = Emulator(seed, **more)
+        emulator.stand_in(monkeypatch)
+        return emulator
+
+    monkeypatch.setattr(nvrtc, "most_sms", lambda device, limit=None: limit or 2)
+    monkeypatch.setattr(driver, "cuTensorMapEncodeTiled", encode_tiled)
+    tma._tensor_map.cache_clear()
+    yield emulate
+    tma._tensor_map.cache_clear()
+
+
+@pytest.fixture
+def emulator(emulate: Callable[..., Emulator]) -> Emulator:
+    """One that runs the kernels as they are."""
+    return emulate()
+
+
+def check_runs(emulator: Emulator, least: int) -> None:
+    """Raise unless the kernel ran as often: none of these tests may pass by another way."""
+    assert emulator.launched == {(tma.SOURCE, "tma_gemm")} and emulator.runs >= least
+
+
+@pytest.mark.parametrize(
+    ("name", "k", "gather", "shape"),
+    [
+        *((name, 640, gather, shape) for name, gather, shape in product(NAMES, [False, True], TMA_SHAPES)),
+        ("nvfp4", 512, False, TMA_PREFILL),  # with scales that come by TMA
+        ("mxfp4", 512, True, TMA_PREFILL),
+        ("nvfp4", 400, False, TMA_PREFILL),
+        ("nvfp4", 16, False, TMA_DECODE),
+        ("mxfp4", 32, True, TMA_FEW),
+        ("nvfp4", 272, True, TMA_SOME),
+    ],
+)
+def test_ragged_groups(
+    name: str,
+    k: int,
+    gather: bool,
+    shape: TmaShape,
+    emulator: Emulator,
+    rng: torch.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """N ends within a unit and within a tile; on few SMs and on more, where tiles are taken by halves."""
+    w = expanded_weights(name, 392, k, rng, CPU)
+    a = rows_for(shape, k, rng, gather, CPU)
+    for num_sms in (2,) if shape.few else (2, 4):
+        got = compare_plain(a, w, shape, monkeypatch, num_sms=num_sms)
+    check_inside(got[: a.capacity], exact_gemm(a, w.expand(), CPU), UNIT[torch.float32])
+    check_runs(emulator, 2)
+
+
+WAYS = {
+    "two warpgroups": {"EXPANDERS": 2, "SHARED": 0},
+    "copies to the other block": {"EXPANDERS": 1, "SHARED": 1},
+    "asynchronous stores": {"EXPANDERS": 1, "SHARED": 2},
+    "stores": {"EXPANDERS": 1, "SHARED": 3},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("name", "gather", "k"), [("nvfp4", False, 512), ("mxfp4", True, 640)])
+def test_ways_to_expand(
+    way: str,
+    name: str,
+    gather: bool,
+    k: int,
+    emulator: Emulator,
+    rng: torch.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for macro, value in WAYS[way].items():
+        monkeypatch.setitem(EXPANSION, macro, value)
+    tma.macros.cache_clear()
+    w = expanded_weights(name, 392, k, rng, CPU)
+    for num_sms in (2, 4):
+        compare_plain(ragged(k, rng, gather, CPU), w, TMA_PREFILL, monkeypatch, num_sms=num_sms)
+    w = expanded_weights(name, 768, k, rng, CPU, GateUpOrder.GATE_UP)
+    compare_swiglu(ragged(k, rng, gather, CPU), w, SwiGLU(), "fp8_block", TMA_PREFILL, monkeypatch)
+    tma.macros.cache_clear()
+    check_runs(emulator, 6)
+
+
+@names
+@regimes
+def test_tiles_that_end_with_any_stage(
+    name: str, shape: TmaShape, emulator: Emulator, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for blocks in range(1, 8):
+        w = expanded_weights(name, 520, 128 * blocks, rng, CPU)
+        a = make_rows("fp8_block", [130, 5], 128 * blocks, rng, CPU, num_experts=3, gather=blocks % 2 == 0)
+        compare_plain(a, w, shape, monkeypatch, dtype=torch.bfloat16)
+    check_runs(emulator, 14)
+
+
+@names
+@gathers
+@pytest.mark.parametrize(
+    ("activation", "to", "shape"), ACTIVATED, ids=[f"{shape.regime.name}-{to}" for _, to, shape in ACTIVATED]
+)
+def test_activated(
+    name: str,
+    gather: bool,
+    activation: Activation,
+    to: str,
+    shape: TmaShape,
+    emulator: Emulator,
+    rng: torch.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In whole blocks of 128 columns, and in short ones of gate, up and the result."""
+    for k, inner in ((256, 384), (288, 320)):
+        w = expanded_weights(name, activation.num_parts * inner, k, rng, CPU, activation.gate_up, biased=gather)
+        compare_swiglu(rows_for(shape, k, rng, gather, CPU), w, activation, to, shape, monkeypatch)
+    check_runs(emulator, 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@names
+def test_epilogue(
+    name: str, dtype: torch.dtype, emulator: Emulator, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    w = expanded_weights(name, 264, 256, rng, CPU, biased=True)
+    a = few(256, rng, False, CPU)
+    a = replace(a, row_scale=torch.rand(a.capacity, generator=rng) + 0.5)
+    for shape in (TMA_FEW, TMA_DECODE):
+        compare_plain(a, w, shape, monkeypatch, dtype=dtype)
+    check_runs(emulator, 4)
+
+
+def test_all_shapes_give_the_same_bits(
+    emulator: Emulator, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each row in any company."""
+    w = expanded_weights("nvfp4", 520, 1024, rng, CPU)
+    x = torch.randn(331, 1024, generator=rng)
+    many = make_rows("fp8_block", [5, 326], 1024, rng, CPU, num_experts=3, x=x)
+    one = make_rows("fp8_block", [0, 1], 1024, rng, CPU, num_experts=3, x=x[300:301])
+    want = compare_plain(many, w, TMA_PREFILL, monkeypatch)[:331]
+    for shape in TMA_SHAPES:
+        in_shape(monkeypatch, shape)
+        assert_same_bits(tma_grouped_gemm(one, w, out_dtype=torch.float32)[0], want[300], "alone")
+        if not shape.few:
+            assert_same_bits(tma_grouped_gemm(many, w, out_dtype=torch.float32), want, shape.regime.name)
+
+
+@names
+@pytest.mark.parametrize("shape", [TMA_FEW, TMA_DECODE], ids=["few", "decode"])
+def test_both_products_of_a_layer(
+    name: str, shape: TmaShape, emulator: Emulator, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second may start, and load its weights, while the first runs."""
+    in_shape(monkeypatch, shape)
+    gate_up = expanded_weights(name, 512, 256, rng, CPU, GateUpOrder.GATE_UP)
+    down = expanded_weights(name, 136, 256, rng, CPU)
+    a = make_rows("fp8_block", [3, 0, 70, 5], 256, rng, CPU, num_experts=3)
+
+    def run(w1: Any, w2: Any, first: Any, second: Any, **how: Any) -> torch.Tensor:
+        hidden = first(a, w1, SwiGLU(), out_format="fp8_block", **how)
+        assert hidden.order.only_rows_pending
+        result: torch.Tensor = second(hidden, w2, **how)
+        return result
+
+    want = run(gate_up.expand(), down.expand(), tma_grouped_gemm_swiglu, tma_grouped_gemm, shape=shape)
+    for _ in range(3):
+        with emulator.together():
+            got = run(gate_up, down, tma_grouped_gemm_swiglu, tma_grouped_gemm)
+        assert_same_bits(got, want, name)
+
+
+@pytest.mark.parametrize("computed", [0, 1], ids=["table", "computed"])
+def test_scales_that_are_nan_and_far_ones(
+    computed: int, emulator: Emulator, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A NaN stays in its columns. Scales of 2^-100 and 2^90 beside each other lose the smaller weights."""
+    emulator.defines = {"COMPUTED": computed}
+    raw = random_weights("mxfp4", 3, 264, 384, rng, CPU)
+    assert raw.scales is not None
+    scales = raw.scales.clone()
+    scales[1, 0, 0, 5, 1, 2], scales[1, 1, 1, 7, 0, 1] = 255, 255
+    scales[2, 0, :, ::3], scales[2, 0, 1, 4] = 27, 217
+    w = ExpandedWeights.prepack(replace(raw, scales=scales), engine="torch")
+    assert w.exact.tolist() == [True, True, False]
+    for shape in (TMA_FEW, TMA_PREFILL):
+        found = compare_plain(few(384, rng, False, CPU), w, shape, monkeypatch)
+        assert found[3:40].isnan().any(0).nonzero().flatten().tolist() == [37, 135]
+    check_runs(emulator, 4)
+
+
+@names
+def test_nothing_to_do(name: str, emulator: Emulator, rng: torch.Generator) -> None:
+    w = expanded_weights(name, 264, 128, rng, CPU)
+    a = make_rows("fp8_block", [3, 190, 5], 128, rng, CPU, num_experts=3)
+    for none in (replace(a, capacity=0), replace(a, num_active_experts=0)):
+        out = poisoned(198, 264, torch.bfloat16, CPU)
+        before = out.clone()
+        assert_same_bits(tma_grouped_gemm(none, w, out=out), before)
+
+
+def test_what_is_refused(emulator: Emulator, rng: torch.Generator) -> None:
+    gated = expanded_weights("nvfp4", 256, 128, rng, CPU, GateUpOrder.UP_GATE)
+    plain = expanded_weights("nvfp4", 256, 128, rng, CPU)
+    a = make_rows("fp8_block", [3], 128, rng, CPU, num_experts=3)
+    with pytest.raises(ValueError, match=r"w\.gate_up: expected None without a gate, got up_gate"):
+        grouped_gemm(a, gated)
+    with pytest.raises(ValueError, match=r"w\.gate_up: expected prepacked weights of gate and up, got plain ones"):
+        grouped_gemm_swiglu(a, plain, SwiGLU(), out_format="bf16")
+    with pytest.raises(ValueError, match=r"activation\.order: expected up_gate"):
+        grouped_gemm_swiglu(a, gated, SwiGLU(), out_format="bf16")
+    with pytest.raises(ValueError, match=r"a\.format"):
+        grouped_gemm(make_rows("bf16", [3], 128, rng, CPU, num_experts=3), plain)
+    assert emulator.runs == 0
+
+
+@pytest.mark.parametrize("fmt", [NVFP4, MXFP4], ids=NAMES)
+def test_a_plan_has_room_for_the_table(fmt: TokenFormat, emulator: Emulator, rng: torch.Generator) -> None:
+    """Stages that fit without it may not fit with it."""
+    w = expanded_weights(fmt.name, 256, 512, rng, CPU)
+    a = make_rows("fp8_block", [1] * 900, 512, rng, CPU, num_experts=3)
+    for groups, stages in ((700, 4), (850, 3)):
+        offsets, ids = a.group_offsets[: groups + 1], a.expert_ids[:groups]
+        how = tma_plan(replace(a, group_offsets=offsets, expert_ids=ids, expected_rows=10**6), w).tma
+        assert how is not None and how.shape is TMA_PREFILL and how.copies_scales == (stages == 4)
+        assert how.shape.stages(groups) == 4 and how.shape.stages(groups, fmt) == stages
+
+
+@pytest.mark.parametrize("fmt", [NVFP4, MXFP4], ids=NAMES)
+@regimes
+def test_both_rings_fit(fmt: TokenFormat, shape: TmaShape) -> None:
+    room = SM_SHARED_BYTES // shape.blocks_per_sm - BLOCK_RESERVED_BYTES
+    for groups in (1, 32, 128, 512, MAX_TMA_GROUPS):
+        stages, packed = shape.stages(groups, fmt), shape.packed_stages(groups, fmt)
+        assert shape.shared_bytes(groups, fmt) <= room and stages >= 1
+        assert (packed >= 2) == shape.rings and shape.packed_stages(groups, None) == 0
+        if groups <= 128 and shape.rings:
+            assert stages == 3 and packed >= 3
+
+
+FREE = "barrier_wait(block.empty + 8 * stage, ~phase >> stage & 1);"
+MISTAKES: dict[str, tuple[TmaShape, str, str, str]] = {
+    "a warp does not say that it has expanded": (
+        TMA_PREFILL,
+        "    } else {\n      barrier_arrive_warp(ready);",
+        "    } else if (threadIdx.x % 128 >= 32) {\n      barrier_arrive_warp(ready);",
+        "go on",
+    ),
+    "weights are written before the stage is free": (
+        TMA_PREFILL,
+        FREE,
+        f"if (threadIdx.x % 128 < 32) {FREE}",
+        "changed while|differ|waits for|go on",
+    ),
+    "a stage of few rows is written before it is free": (
+        TMA_FEW,
+        FREE,
+        f"if (threadIdx.x % 128 < 32) {FREE}",
+        "changed while|differ|waits for|go on",
+    ),
+    "packed weights are overwritten before all warps have them": (
+        TMA_FEW,
+        "barrier_init(packed_full + 8 * ({packed} + s), 4 * ARRIVALS_OF_WARP);",
+        "barrier_init(packed_full + 8 * ({packed} + s), 1);",
+        "differ|waits for|go on",
+    ),
+    "packed weights are read before they are there": (
+        TMA_FEW,
+        "barrier_wait(full + 8 * slot, phase & 1);",
+        "",
+        "differ|waits for|go on",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_found(
+    mistake: str, emulate: Callable[..., Emulator], rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape, right, wrong, found = MISTAKES[mistake]
+    packed = shape.packed_stages(2, NVFP4)
+
+    def edit(text: str) -> str:
+        before = right.replace("{packed}", str(packed))
+        assert text.count(before) == 1, text.count(before)
+        return text.replace(before, wrong.replace("{packed}", str(packed)))
+
+    w = expanded_weights("nvfp4", 520, 1280, rng, CPU)
+    a = make_rows("fp8_block", [13, 5] if shape.few else [130, 5], 1280, rng, CPU, num_experts=3, gather=True)
+    in_shape(monkeypatch, shape)
+    emulate()
+    want = tma_grouped_gemm(a, w)
+    emulate(edit=edit)
+    with pytest.raises(AssertionError, match=found):
+        for _ in range(MOST_SCHEDULES):
+            assert_same_bits(tma_grouped_gemm(a, w), want)
+
+
+def test_every_lane_may_arrive(emulator: Emulator, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `launch.sanitize` compiles it; of a cluster the emulator knows only warps that tell both blocks at once."""
+    emulator.defines = {"EACH_LANE_ARRIVES": 1}
+    w = expanded_weights("nvfp4", 264, 640, rng, CPU)
+    for shape in (TMA_FEW, TMA_DECODE):
+        compare_plain(few(640, rng, True, CPU), w, shape, monkeypatch)
+    check_runs(emulator, 4)
+
+
+@pytest.mark.parametrize("shape", [TMA_FEW, TMA_PREFILL], ids=["few", "prefill"])
+@names
+def test_products_of_scales_may_be_computed(
+    name: str, shape: TmaShape, emulator: Emulator, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    emulator.defines = {"COMPUTED": 1}
+    w = expanded_weights(name, 264, 640, rng, CPU)
+    compare_plain(few(640, rng, True, CPU), w, shape, monkeypatch)
+    check_runs(emulator, 2)
