@@ -2,8 +2,9 @@
 
 What travels with a token is payload of bf16 words, of which the exchange copies the bits (`kernels.exchange.payload`).
 
-Ranks tell each other their counts first, one small record each. So the host knows how many rows come, a step has the
-size of the tokens that travel, and more tokens than the buffer has room for travel in several steps.
+Ranks tell each other their counts first, one small record each, so that the host knows how many rows come. Tokens do
+not wait for that: as many as the dispatch before had room for follow at once, which is equal on all ranks. If a rank
+has more, they travel in further steps.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from moe_runtime.kernels.exchange.payload import (
     pack_tokens,
     unpack_rows,
 )
-from moe_runtime.kernels.formats.number_formats import align, ceil_div
+from moe_runtime.kernels.formats.number_formats import align
 from moe_runtime.kernels.formats.reference_quantize import bf16_parts
 
 LEAST_ROOM = 64
@@ -135,6 +136,7 @@ class NormalExchange:
         self._combiners: dict[tuple[int, ...], RoutingDispatcher] = {}
         self._counts: dict[tuple[int, int | None], CountsExchange] = {}
         self._rank_numbers = torch.arange(context.world_size, dtype=torch.int64, device=context.device)
+        self._agreed_room: int | None = None  # From the counts of the last dispatch, equal on all ranks.
         self._ones = torch.ones(max_tokens, context.world_size, dtype=torch.float32, device=context.device)
         # The widest first: the memory for it suffices for all others.
         self._dispatcher(normal_words(hidden), max_tokens)
@@ -202,14 +204,14 @@ class NormalExchange:
             x, topk_idx, topk_weights: as of `Buffer.dispatch`.
             is_token_in_rank, num_tokens_per_rank, num_tokens_per_expert: as of `Buffer.dispatch`.
             num_worst_tokens: rows to make room for; 0 for those that come.
-            max_tokens: with `num_worst_tokens`, most tokens of a rank, equal on all ranks; None for all that fit.
+            max_tokens: most tokens of a rank, equal on all ranks, which fit in one step; None where that is not known.
             to_expand: whether rows stay where they land, for `expand`; of one step.
             scales_by_column: as of `allocate_scales`.
         """
-        num_tokens = is_token_in_rank.shape[0]
-        table: torch.Tensor | None = None
-        prefix: torch.Tensor | None = None
-        of_experts: list[int] | None = None
+        num_tokens, num_experts = is_token_in_rank.shape[0], num_tokens_per_expert.numel()
+        layout = self._layout(x, topk_idx)
+        room = self._agreed_room if max_tokens is None else self._room_for(max_tokens)
+        counts: CountsExchange | None = None
         if num_worst_tokens:
             with collective_step(self.context):
                 if num_tokens > self.max_tokens:
@@ -217,27 +219,41 @@ class NormalExchange:
                         f"x: expected at most {self.max_tokens} tokens with num_worst_tokens (num_nvl_bytes has room "
                         f"for no more in one step), got {num_tokens}"
                     )
-            room = self.max_tokens if max_tokens is None else self._room_for(max_tokens)
-            steps, num_rows = 1, num_worst_tokens
+            room = self.max_tokens if max_tokens is None else room
         else:
-            table, sums = self._exchange_counts(num_tokens, num_tokens_per_rank, num_tokens_per_expert)
+            counts = self._counts_of(num_tokens_per_rank, num_tokens_per_expert)
+            counts.start(num_tokens, (num_tokens_per_rank, num_tokens_per_expert))
+        sent = self._packed(layout, x, topk_idx, topk_weights), *self._entries(is_token_in_rank)
+        first = None if room is None else self._send(layout, sent, 0, room)
+        prefix: torch.Tensor | None = None
+        table: torch.Tensor | None = None
+        of_experts: list[int] | None = None
+        num_rows, most = num_worst_tokens, 0
+        if counts is not None:
+            table, sums = counts.finish()
             prefix = sums[:, 1 : 1 + self.context.world_size].clone(memory_format=torch.contiguous_format)
             # Small arrays, which numpy handles in a fraction of the time.
-            counts = table.numpy()
-            most = int(counts[:, 0].max())
-            steps, room = max(1, ceil_div(most, self.max_tokens)), self._room_for(most)
-            num_rows = int(counts[:, 1 + self.context.rank].sum())
-            local = num_tokens_per_expert.numel() // self.context.world_size
-            first = 1 + self.context.world_size + self.context.rank * local
-            of_experts = counts[:, first : first + local].sum(axis=0).tolist()
-        layout = self._layout(x, topk_idx)
-        packed = self._packed(layout, x, topk_idx, topk_weights)
+            numbers = table.numpy()
+            most = int(numbers[:, 0].max())
+            self._agreed_room = self._room_for(most)
+            num_rows = int(numbers[:, 1 + self.context.rank].sum())
+            local = num_experts // self.context.world_size
+            at = 1 + self.context.world_size + self.context.rank * local
+            of_experts = numbers[:, at : at + local].sum(axis=0).tolist()
+        if first is None:
+            assert self._agreed_room is not None
+            first = self._send(layout, sent, 0, self._agreed_room)
         out = self._rows(layout, num_rows, to_expand, scales_by_column)
-        done, landed = self._steps(
-            layout, packed, is_token_in_rank, steps, room, table, out, num_tokens_per_expert.numel()
-        )
+        step, arrived = first
+        if most <= step.room:
+            if table is None:
+                torch._assert_async((arrived.group_offsets[1] <= out.source_tokens.shape[0]).squeeze())
+            steps, landed = [step], self._unpack(layout, arrived, out, None, num_experts)
+        else:
+            assert table is not None
+            steps, landed = self._steps(layout, sent, first, most, table, out, num_experts)
         handle = NormalHandle((prefix, None, None, out.source_tokens, is_token_in_rank, None))
-        handle.steps, handle.num_tokens, handle.num_rows = done, num_tokens, num_rows
+        handle.steps, handle.num_tokens, handle.num_rows = steps, num_tokens, num_rows
         handle.tokens_of_experts = of_experts
         return self._received(layout, out, handle, landed)
 
@@ -273,56 +289,57 @@ class NormalExchange:
             landed = self._unpack(layout, arrived, out, place, num_experts)
         return self._received(layout, out, handle, landed)
 
+    def _entries(self, is_token_in_rank: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Each rank is one expert of the exchange: `Step.entries` and `Step.weights` of all tokens."""
+        return torch.where(is_token_in_rank, self._rank_numbers, -1), self._ones_for(is_token_in_rank.shape[0])
+
+    def _send(
+        self, layout: PayloadLayout, sent: tuple[torch.Tensor, torch.Tensor, torch.Tensor], start: int, room: int
+    ) -> tuple[Step, DispatchedTokens]:
+        """A step of the `room` tokens from `start` on, of which a rank may have fewer; its positions are of this step.
+
+        `sent` are payload, entries and weights of all tokens.
+        """
+        num_tokens = sent[0].shape[0]
+        place = slice(min(start, num_tokens), min(start + room, num_tokens))
+        packed, ranks, weights = (each[place] for each in sent)
+        arrived = self._dispatcher(layout.words, room).dispatch(packed, ranks, weights)
+        return Step(place.start, place.stop, room, ranks, weights, arrived.handle.positions), arrived
+
     def _steps(
         self,
         layout: PayloadLayout,
-        packed: torch.Tensor,
-        is_token_in_rank: torch.Tensor,
-        steps: int,
-        room: int,
-        table: torch.Tensor | None,
+        sent: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        first: tuple[Step, DispatchedTokens],
+        most: int,
+        table: torch.Tensor,
         out: UnpackedRows,
         num_experts: int,
     ) -> tuple[list[Step], LandedTokens]:
-        """Send in `steps` steps of `room` tokens, and receive into `out`; what landed last."""
-        # Each rank is one expert of the exchange.
-        ranks = torch.where(is_token_in_rank, self._rank_numbers, -1)
-        weights = self._ones_for(ranks.shape[0])
-        dispatcher = self._dispatcher(layout.words, room)
-        if steps == 1:
-            arrived = dispatcher.dispatch(packed, ranks, weights)
-            if table is None:
-                torch._assert_async((arrived.group_offsets[1] <= out.source_tokens.shape[0]).squeeze())
-            landed = self._unpack(layout, arrived, out, None, num_experts)
-            return [Step(0, packed.shape[0], room, ranks, weights, arrived.handle.positions)], landed
-        assert table is not None
+        """Receive the `first` step, and send and receive more, up to `most` tokens of a rank; what landed last."""
         done: list[Step] = []
-        filled = torch.zeros(len(table), dtype=torch.int64, device=ranks.device)
-        for start, end in self._bounds(packed.shape[0], steps):
-            arrived = dispatcher.dispatch(packed[start:end], ranks[start:end], weights[start:end])
-            place = self._place(table, self._sources(arrived), filled)
+        filled = torch.zeros(len(table), dtype=torch.int64, device=out.source_tokens.device)
+        start, (step, arrived) = 0, first
+        while True:
+            place = self._place(table, self._sources(arrived, step.room), filled)
             landed = self._unpack(layout, arrived, out, place, num_experts)
-            out.source_tokens[place] += len(done) * self.max_tokens
-            positions = arrived.handle.positions
+            out.source_tokens[place] += start
+            positions = step.positions
             if place.numel():
                 moved = place[positions.clamp(min=0).to(torch.int64)].to(torch.int32)
                 positions = torch.where(positions >= 0, moved, -1)
-            done.append(Step(start, end, room, ranks[start:end], weights[start:end], positions))
-        return done, landed
+            done.append(replace(step, positions=positions))
+            start += step.room
+            if start >= most:
+                return done, landed
+            step, arrived = self._send(layout, sent, start, self._room_for(most - start))
 
-    def _bounds(self, num_tokens: int, steps: int) -> list[tuple[int, int]]:
-        """The tokens of each step; a rank with few tokens has none in the last ones."""
-        most = self.max_tokens
-        return [(min(i * most, num_tokens), min((i + 1) * most, num_tokens)) for i in range(steps)]
-
-    def _exchange_counts(
-        self, num_tokens: int, per_rank: torch.Tensor, per_expert: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What `CountsExchange` gives of `[W, 1 + W + E]`: of a rank its tokens, those by rank, and by expert."""
+    def _counts_of(self, per_rank: torch.Tensor, per_expert: torch.Tensor) -> CountsExchange:
+        """For counts `[W, 1 + W + E]`: of a rank its tokens, those by rank, and by expert."""
         key = 1 + per_rank.numel() + per_expert.numel(), self.num_sms
         if key not in self._counts:
             self._counts[key] = CountsExchange(self._dispatcher(count_words(key[0]), 1), key[0])
-        return self._counts[key].exchange(num_tokens, (per_rank, per_expert))
+        return self._counts[key]
 
     def _ones_for(self, num_tokens: int) -> torch.Tensor:
         """fp32 ones `[T, W]`, which nobody writes."""
@@ -395,11 +412,11 @@ class NormalExchange:
         found = arrived.row_index, handle.positions, arrived.group_offsets, handle.epoch
         return LandedTokens.of(self.context, handle.geometry, *found)
 
-    def _sources(self, arrived: DispatchedTokens) -> torch.Tensor:
-        """int64 `[R]`, the source rank of each row that came; waits for the host."""
+    def _sources(self, arrived: DispatchedTokens, room: int) -> torch.Tensor:
+        """int64 `[R]`, the source rank of each row that came in a step of `room` tokens; waits for the host."""
         landed = self._landed(arrived)
         index = landed.row_index[: int(landed.group_offsets[1])].to(torch.int64)
-        return (index - (landed.epoch & 1) * landed.first_row) // self.max_tokens
+        return (index - (landed.epoch & 1) * landed.first_row) // room
 
     # Expanded rows
 
