@@ -146,19 +146,35 @@ def test_more_tokens_than_a_step_has_room_for(get_pool: Any, seed: int) -> None:
 
 
 def many_sizes(rank: int, world: int, seed: int) -> None:
-    """Steps of several sizes over the same memory, whose handles are used later and in another order."""
+    """Dispatches of several sizes over the same memory, whose handles are used later and in another order.
+
+    Most bring more or fewer tokens than the one before, whose size the first step has.
+    """
     least, normal.LEAST_ROOM = normal.LEAST_ROOM, 2
     try:
         buffer = a_buffer(16)
         kept = []
         for turn, sizes in enumerate([[3, 2], [9, 0], [1, 1], [40, 5], [0, 0], [16, 7]]):
-            mine = tokens_of(seed + turn, rank, sizes[rank % 2])
+            everyone = [tokens_of(seed + turn, r, sizes[r % 2]) for r in range(world)]
+            mine, local = everyone[rank], EXPERTS // world
             per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(mine.ids, EXPERTS)
             counts = dict(num_tokens_per_rank=per_rank, num_tokens_per_expert=per_expert, is_token_in_rank=in_rank)
             rows, _, _, _, handle, _ = buffer.dispatch(mine.x, **counts)
             assert handle is not None
+            here = [data.goes_to(rank, local).nonzero()[:, 0] for data in everyone]
+            assert torch.equal(rows, torch.cat([data.x[tokens] for data, tokens in zip(everyone, here, strict=True)]))
+            assert handle[3] is not None and handle[3].tolist() == torch.cat(here).tolist()
             kept.append((mine, in_rank, rows, handle))
         assert len({step.room for _, _, _, handle in kept for step in handle.steps}) > 2
+        # 9 after 4, 1 after 16, 40 after 2, 0 after 16, 16 after 2; the memory has room for 16 at a time.
+        assert [[step.room for step in handle.steps] for *_, handle in kept] == [
+            [4],
+            [4, 8],
+            [16],
+            [2, 16, 16, 8],
+            [16],
+            [2, 16],
+        ]
         for mine, in_rank, rows, handle in reversed(kept):
             again, *_ = buffer.dispatch(mine.x, handle=handle)
             assert torch.equal(again, rows)
