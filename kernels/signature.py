@@ -22,6 +22,7 @@ _POINTED_TO: dict[str, frozenset[torch.dtype] | None] = {
     "float": frozenset({torch.float32}),
     "int": frozenset({torch.int32}),
     "u32": frozenset({torch.int32}),
+    "short": frozenset({torch.int16}),
     "long long": frozenset({torch.int64}),
     "u64": frozenset({torch.int64}),
     "u16": frozenset({torch.bfloat16, torch.float16, torch.int16}),

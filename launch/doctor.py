@@ -142,8 +142,11 @@ def reserved_by_format(
     for name in FORMATS:
         gsf = layer.intermediate_gsf if name == "nvfp4" else None
         weights = layer.weight_format if name in token_formats_for(layer.weight_format) else None
+        fields = {"weight_format": weights, "intermediate_gsf": gsf}
+        if name != layer.token_format:
+            fields["fp4_multiplied_in"] = "bf16"
         try:
-            changed = layer.replace(token_format=name, weight_format=weights, intermediate_gsf=gsf)
+            changed = layer.replace(token_format=name, **fields)
         except ValidationError as error:
             reserved[name] = complaints(error)[0]
         else:
@@ -157,7 +160,9 @@ def expert_bytes_by_format(layer: MoELayerConfig, world_size: int) -> dict[str, 
     for name in WEIGHT_FORMATS:
         tokens = token_formats_for(name)[0]
         try:
-            changed = layer.replace(weight_format=name, token_format=tokens, intermediate_gsf=None)
+            changed = layer.replace(
+                weight_format=name, token_format=tokens, fp4_multiplied_in="bf16", intermediate_gsf=None
+            )
         except ValidationError as error:
             found[name] = complaints(error)[0]
         else:
@@ -245,7 +250,7 @@ def gemm_plans(
             found[count][name] = {
                 "rows": rows,
                 "weights": layer.weight_format,
-                "multiplied_in": multiplied_in(plan, weight_format_named(layer.weight_format)),
+                "multiplied_in": multiplied_in(plan, weight_format_named(layer.multiplied_format)),
                 "kernel": plan.kernel.value,
                 "regime": plan.regime.value,
                 "tile": plan.tile,

@@ -10,21 +10,21 @@ Layers, from the top. A module imports from its own layer or from those below it
     launch.kernel_bench
     launch.benchmarks
     launch.common
-    virtual, integrations
+    virtual, integrations, observation.metrics
     layer, ops, checkpoints.conversion
     resilience.layer_members, checkpoints.expert_loader
     build, resilience.lost_experts, placement.rebalance
     checkpoints.kept_experts, checkpoints.converted_experts, checkpoints.calibration
     placement.migration
     experts, placement.rail
-    step, warming
+    step, warming, observation.waits
     deep_ep
     dispatcher
     expert_slots
     context, resilience, checkpoints, router, shared_expert, post_expert_norm, observation, reference
     placement
     config, observation.phases
-    kernels.gemm, kernels.exchange, kernels.route, kernels.step_counts, kernels.clock
+    kernels.gemm, kernels.exchange, kernels.route, kernels.step_counts, kernels.recorded_routes, kernels.clock
     kernels.formats, kernels.launch_order
     kernels
     comm.heaps, comm.transport
@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from moe_runtime.kernels.gemm.weights import Activation, ExpertWeights, GateUpOrder, SwiGLU
     from moe_runtime.layer import MoELayer
     from moe_runtime.observation.counters import LayerCounters, LayerCounts, imbalance
+    from moe_runtime.observation.routes import RecordedRoutes
     from moe_runtime.ops.token_format import NVFP4TokenFormat
     from moe_runtime.placement.placement import Placement, plan_placement
     from moe_runtime.router import Router
@@ -101,6 +102,7 @@ __all__ = [
     "QuantizedRows",
     "RankRemovedError",
     "RecordLayout",
+    "RecordedRoutes",
     "Router",
     "RouterConfig",
     "RoutingError",
@@ -150,6 +152,7 @@ _MODULE_OF = {
     "QuantizedRows": "kernels.formats.number_formats",
     "RankRemovedError": "comm.errors",
     "RecordLayout": "kernels.exchange.record",
+    "RecordedRoutes": "observation.routes",
     "Router": "router",
     "RouterConfig": "config",
     "RoutingError": "comm.errors",

@@ -458,6 +458,13 @@ class PlacementConfig(_Model):
         return self
 
 
+class RecordedRoutesConfig(_Model):
+    """What an inference engine's layers record of the experts that tokens take (docs/engines.md)."""
+
+    steps: _Positive = Field(description="steps of a layer's ring; the oldest are overwritten")
+    weights: bool = Field(default=False, description="record the weights of the experts, too")
+
+
 class RunConfig(_Model):
     """A whole YAML file."""
 

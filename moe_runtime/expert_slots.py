@@ -13,18 +13,17 @@ from typing import Any, Protocol, TypeVar, cast
 import torch
 
 from moe_runtime.checkpoints.loading import populated
-from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
-from moe_runtime.kernels.gemm.weights import ExpertWeights
+from moe_runtime.kernels.gemm.expanded_weights import StoredWeights
 
 
 class HasSlots(Protocol):
     """A frozen dataclass with the weights of some experts. Slots are the first dimension of each tensor."""
 
     @property
-    def gate_up(self) -> ExpertWeights | PrepackedWeights: ...
+    def gate_up(self) -> StoredWeights: ...
 
     @property
-    def down(self) -> ExpertWeights | PrepackedWeights: ...
+    def down(self) -> StoredWeights: ...
 
 
 T = TypeVar("T", bound=HasSlots)
@@ -34,7 +33,7 @@ def tensors_of(experts: HasSlots) -> dict[str, torch.Tensor]:
     """The tensors of the weights by name, such as `gate_up.quants`; slots are the first dimension of each."""
     found = {}
     for part in ("gate_up", "down"):
-        weights: ExpertWeights | PrepackedWeights = getattr(experts, part)
+        weights: StoredWeights = getattr(experts, part)
         for field in fields(weights):
             if isinstance(value := getattr(weights, field.name), torch.Tensor):
                 found[f"{part}.{field.name}"] = value

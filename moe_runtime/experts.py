@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 
@@ -12,6 +12,7 @@ from moe_runtime.kernels.exchange.geometry import ExchangeGeometry
 from moe_runtime.kernels.formats.number_formats import TokenFormat, format_named, token_formats_for, weight_format_named
 from moe_runtime.kernels.gemm.arguments import check_activation, check_formats, encode_scale
 from moe_runtime.kernels.gemm.dequant_layout import DEQUANT_FORMATS, UNIT, unit_columns
+from moe_runtime.kernels.gemm.expanded_weights import ExpandedWeights, StoredWeights, expanded_activation
 from moe_runtime.kernels.gemm.expert_norm import ExpertNorm, expert_norm
 from moe_runtime.kernels.gemm.grouped_gemm import BoundExperts, bind_experts, grouped_gemm, grouped_gemm_swiglu
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
@@ -36,8 +37,8 @@ def activation_of(config: ActivationConfig) -> Activation:
 class Experts:
     """`down @ act(gate_up @ x)` of each row, by the expert of its group.
 
-    Nothing waits for the host, with one exception: where the engine is not `cuda`, prepacked weights are restored in
-    each call, and that waits for the host.
+    Nothing waits for the host, with one exception: where the engine is not `cuda`, prepacked and expanded weights are
+    restored in each call, and that waits for the host.
 
     Attributes:
         gate_up: weights `[E, 2I, H]` of gate and up, or `[E, I, H]` of up where the activation has no gate.
@@ -58,8 +59,8 @@ class Experts:
         ValueError: weights that do not belong together; the message names the argument.
     """
 
-    gate_up: ExpertWeights | PrepackedWeights
-    down: ExpertWeights | PrepackedWeights
+    gate_up: StoredWeights
+    down: StoredWeights
     activation: Activation = SILU
     intermediate_format: str | TokenFormat | None = None
     intermediate_gsf: float | torch.Tensor | None = None
@@ -72,13 +73,13 @@ class Experts:
 
     def __post_init__(self) -> None:
         gate_up, down = self.gate_up, self.down
-        check_kind("gate_up", gate_up, (ExpertWeights, PrepackedWeights))
-        check_kind("down", down, (ExpertWeights, PrepackedWeights))
+        check_kind("gate_up", gate_up, (ExpertWeights, PrepackedWeights, ExpandedWeights))
+        check_kind("down", down, (ExpertWeights, PrepackedWeights, ExpandedWeights))
         check_kind("activation", self.activation, Activation)
         if self.num_sms is not None and (type(self.num_sms) is not int or not 1 <= self.num_sms < 2**31):
             raise ValueError(f"num_sms: expected at least 1 or None, got {describe(self.num_sms)}")
         check_activation(gate_up, self.activation, "gate_up")
-        if isinstance(down, PrepackedWeights) and down.gate_up is not None:
+        if not isinstance(down, ExpertWeights) and down.gate_up is not None:
             raise ValueError("down: expected plain prepacked weights, got some of gate and up")
         if down.num_experts != gate_up.num_experts:
             raise ValueError(f"down: expected {gate_up.num_experts} experts as in gate_up, got {down.num_experts}")
@@ -131,7 +132,7 @@ class Experts:
             down = PrepackedWeights.prepack(replace(down, gate_up=None))
         return replace(self, gate_up=gate_up, down=down)
 
-    def _wanted(self, w: ExpertWeights | PrepackedWeights) -> TypeGuard[ExpertWeights]:
+    def _wanted(self, w: StoredWeights) -> TypeGuard[ExpertWeights]:
         return isinstance(w, ExpertWeights) and PrepackedWeights.wanted(w, self.engine)
 
     def to(self, device: torch.device | str) -> Experts:
@@ -226,6 +227,20 @@ class Experts:
                 expert_norm(out, rows, self.num_experts, self.norm, engine=self.engine)
 
 
+def expanded_experts(gate_up: ExpertWeights, down: ExpertWeights, activation: Activation, **more: Any) -> Experts:
+    """Experts whose `nvfp4` or `mxfp4` weights are multiplied in FP8 (`ExpandedWeights`); `more` are attributes.
+
+    Hopper's kernels expand them in each step. For other engines they are expanded here, once.
+
+    Raises `ValueError` as `ExpandedWeights.prepack` and `Experts`. Waits for the device.
+    """
+    first = ExpandedWeights.prepack(replace(gate_up, gate_up=activation.gate_up))
+    second = ExpandedWeights.prepack(replace(down, gate_up=None))
+    if resolve_engine(more.get("engine", "auto"), down.device) == "cuda":
+        return Experts(first, second, activation, **more)
+    return Experts(first.expand(), second.expand(), expanded_activation(activation), **more)
+
+
 def plan_experts(
     config: MoELayerConfig, geometry: ExchangeGeometry, engine: Engine, capability: tuple[int, int] | None, sms: int
 ) -> tuple[GemmPlan, GemmPlan]:
@@ -238,6 +253,11 @@ def plan_experts(
     prepacks = engine == "cuda" and weights in DEQUANT_FORMATS and geometry.num_local_experts <= MAX_PREPACKED_EXPERTS
     hidden, inner, experts = config.hidden_size, config.intermediate_size, geometry.num_local_experts
     activation = activation_of(config.activation)
+    expanded = None
+    if config.multiplied_format != config.weight_format:
+        # Other engines have them in this format.
+        prepacks, expanded = False, weights if engine == "cuda" else None
+        weights = weight_format_named(config.multiplied_format)
     gate_up = GemmProblem(
         engine,
         capability,
@@ -255,6 +275,7 @@ def plan_experts(
         gated=activation.gated,
         prepacked=prepacks and between.name in RESULT_FORMATS,
         gathered=not geometry.contiguous,
+        expanded_from=expanded,
     )
     dequantized = gate_up.prepacked and unit_columns(inner) * UNIT == inner
     down = gate_up._replace(

@@ -33,11 +33,14 @@ from moe_runtime.context.threads import by_one_thread, is_capturing
 from moe_runtime.dispatcher.arguments import check_shared, flat_shared, flat_tokens
 from moe_runtime.dispatcher.token_dispatcher import TokenDispatcher
 from moe_runtime.experts import Experts
+from moe_runtime.kernels.exchange.plan import exchange_engine
 from moe_runtime.kernels.formats.scale_blocks import expert_starts
 from moe_runtime.kernels.gemm.grouped_rows import MAX_ROUTED_IDS
 from moe_runtime.kernels.launch_order import IN_ORDER, ONLY_ROWS_PENDING, LaunchOrder
 from moe_runtime.observation.counters import LayerCounters
 from moe_runtime.observation.phases import PhaseTimes, phase
+from moe_runtime.observation.routes import RecordedRoutes
+from moe_runtime.observation.waits import LayerWaits
 from moe_runtime.placement.migration import move_experts
 from moe_runtime.placement.physical_experts import SlotTable
 from moe_runtime.placement.placement import Placement, placement_from_config
@@ -93,6 +96,8 @@ class MoELayer(nn.Module):
         post_expert_norm: `moe_runtime.post_expert_norm.PostExpertNorm`; None where the config has none.
         times: set to a `PhaseTimes` to time each phase.
         counters: what `count_steps` made, None before.
+        routes: what `record_routes` made, None before; set it to None to end recording.
+        waits: what `count_waits` made, None before.
         layer_id: of the layer in its context, equal on all ranks.
     """
 
@@ -144,6 +149,8 @@ class MoELayer(nn.Module):
         self._loader = ExpertLoader(config, self.context, self.post_expert_norm)
         self.times: PhaseTimes | None = None
         self.counters: LayerCounters | None = None
+        self.routes: RecordedRoutes | None = None
+        self.waits: LayerWaits | None = None
         absent = set() if self.context.hosts is not None else {"dispatch_forward", "combine_forward"}
         if self.shared_expert is None:
             absent.add("shared_expert")
@@ -307,11 +314,15 @@ class MoELayer(nn.Module):
         order = IN_ORDER if step.handle._received_in is None else ONLY_ROWS_PENDING
         step.dispatcher._combine_send(step.output, step.handle, step.shared, order)
 
-    def _count(self, step: LayerStep) -> None:
-        """Count the step, if it is to be counted: now, while results travel."""
+    def _observe(self, step: LayerStep) -> None:
+        """Count the step and record its routes, if that was asked for: now, while results travel."""
         if self.counters is not None:
             assert step.handle is not None and step.received is not None
             self.counters.add(step.topk_idx, step.slots, step.handle.num_parts, step.received.group_offsets)
+        if self.routes is not None:
+            # Ids were there before the dispatch. Kernels of combine let the next one begin after their wait, and the
+            # one that counts, when it has ended.
+            self.routes.add(step.topk_idx, step.topk_weights, settled=True)
 
     def _combine_forward(self, step: LayerStep) -> None:
         """Between several hosts: send the sums of this host to the others."""
@@ -330,7 +341,7 @@ class MoELayer(nn.Module):
         Stage("dispatch_recv", _dispatch_recv),
         Stage("experts", _run_experts),
         Stage("combine_send", _combine_send),
-        Stage(None, _count),
+        Stage(None, _observe),
         Stage("combine_forward", _combine_forward),
         Stage("combine_recv", _combine_recv),
     )
@@ -600,13 +611,14 @@ class MoELayer(nn.Module):
     @contextmanager
     def _unobserved(self) -> Iterator[None]:
         """Steps inside launch the kernel that counts, but change no counts or times that the caller sees."""
-        counters, times = self.counters, self.times
-        self.counters = self.times = None
+        observed = self.counters, self.routes, self.times
+        self.counters = self.routes = self.times = None
         try:
             self.count_steps()
-            yield
+            with nullcontext() if self.waits is None else self.waits._unchanged():
+                yield
         finally:
-            self.counters, self.times = counters, times
+            self.counters, self.routes, self.times = observed
 
     def _warm_up_steps(self) -> Iterator[WarmUpStep]:
         """The arguments of each step of a warm-up, after the router has run on its token."""
@@ -625,6 +637,49 @@ class MoELayer(nn.Module):
             experts = self.config.num_experts
             self.counters = LayerCounters(geometry, experts, context.device, context.engine, context.hosts)
         return self.counters
+
+    def count_waits(self) -> LayerWaits:
+        """Count how long dispatch and combine wait for each peer from now on; what to `poll`, kept in `waits` too.
+
+        It takes kernels of its own, so call it before `warm_up`; a step that was captured in a graph before is replayed
+        uncounted. Kernels that wait have one block more, besides those that `num_sms` allows. It changes no bit, and
+        ranks may differ in it. After the death of a rank it counts from zero. A rank alone waits for nobody.
+
+        Raises `ValueError` over several hosts, and with the transport `collective`, where nothing is waited for by
+        peer.
+        """
+        if self.waits is None:
+            self.waits = LayerWaits(self.context, self.dispatchers)
+        return self.waits
+
+    def record_routes(self, ids: torch.Tensor, weights: torch.Tensor | None = None) -> RecordedRoutes:
+        """Record the experts of each token of each step from now on into a ring of steps; what to `read`, kept in
+        `routes` too.
+
+        A step that was captured in a graph before is replayed unrecorded. Ids are those of experts, whatever the
+        placement. Warm-up steps are not recorded; a step that is run again after the death of a rank may be twice.
+
+        Args:
+            ids: int16 or int32 `[S, M, K]` on the device of the layer, contiguous, for `S` steps of up to
+                `M >= max_tokens_per_rank` tokens. Keep it, and what this returns, as long as graphs that were captured
+                since may be replayed.
+            weights: fp32 of the same shape for the weights of these experts; None to record ids alone.
+
+        Raises:
+            ValueError: a tensor that is too small, or of another dtype, shape or device; it is named.
+        """
+        config, context = self.config, self.context
+        engine, _ = exchange_engine(context.engine, context.device, self.dispatcher.geometry)
+        self.routes = RecordedRoutes(
+            ids,
+            weights,
+            max_tokens=config.max_tokens_per_rank,
+            top_k=config.top_k,
+            num_experts=config.num_experts,
+            device=context.device,
+            engine=engine,
+        )
+        return self.routes
 
     @property
     def without_expert(self) -> tuple[int, int]:
@@ -672,6 +727,8 @@ class MoELayer(nn.Module):
         self.dispatcher = self.dispatchers[self.config.max_tokens_per_rank]
         if self.counters is not None:
             self.counters._follow(self.dispatcher.geometry)
+        if self.waits is not None:
+            self.waits._begin(self.dispatchers)
 
     def _check_placement(self, placement: Placement) -> None:
         if not isinstance(placement, Placement):
@@ -697,9 +754,10 @@ class MoELayer(nn.Module):
 
     def extra_repr(self) -> str:
         config = self.config
+        multiplied = ", fp4_multiplied_in=fp8" if config.fp4_multiplied_in == "fp8" else ""
         return (
             f"hidden_size={config.hidden_size}, intermediate_size={config.intermediate_size}, "
             f"num_experts={config.num_experts}, top_k={config.top_k}, token_format={config.token_format}, "
-            f"weight_format={config.weight_format}, combine_format={config.combine_format}, "
+            f"weight_format={config.weight_format}{multiplied}, combine_format={config.combine_format}, "
             f"rank={self.context.rank} of {self.context.world_size}"
         )

@@ -19,11 +19,14 @@
 // token by itself, and `positions` are rows of an earlier dispatch of the same tokens. An entry without an expert has
 // no part in the sum. One warp brings rows, by their positions alone, while another waits for the weights.
 //
+// With WAITS, the first block of combine_recv does nothing but count how long this rank waits for its peers
+// (waits.cuh).
+//
 // Macros: those of signalling.cuh (with AWAIT_TOKENS those of arrival.cuh), AWAIT_TOKENS, BOTH_HALVES, HIDDEN, WIRE
 // (FormatCode), PARTS (partial results of a token), PARTIAL_BYTES, PARTIAL_SCALES_AT, COMBINE_FLAG, PARTIAL_FLAGS,
 // PARTIAL_FLAG, PARTIAL_FLAG_TOKENS, PROGRESS, PROGRESS_PARTS, K, READERS (warps of combine_send that read rows),
 // PLACES (of its ring), WAITING (warps of combine_recv that read rows), PARTIALS (places of its ring), OUTPUT_BF16,
-// RECORD_BYTES, IDS_AT, WEIGHTS_AT, HAS_SHARED, STALE_HANDLE (ErrorCode), COMBINE_SEND and COMBINE_RECV (Phase).
+// RECORD_BYTES, IDS_AT, WEIGHTS_AT, HAS_SHARED, WAITS, STALE_HANDLE (ErrorCode), COMBINE_SEND and COMBINE_RECV (Phase).
 
 #if AWAIT_TOKENS
 #include "arrival.cuh"
@@ -33,6 +36,15 @@
 #include "partial.cuh"
 #include "expert_output.cuh"
 #include "row_ring.cuh"
+// Of the blocks that sum in combine_recv.
+#if WAITS
+#include "waits.cuh"
+#define BLOCK (blockIdx.x - 1)
+#define BLOCKS (gridDim.x - 1)
+#else
+#define BLOCK blockIdx.x
+#define BLOCKS gridDim.x
+#endif
 
 constexpr int UNIT = unit_numbers(WIRE), UNITS = HIDDEN / UNIT,
               PER_THREAD = (UNITS + 32 * READERS - 1) / (32 * READERS);
@@ -384,7 +396,12 @@ extern "C" __global__ void __launch_bounds__(32 * READERS + 64 + 32 * AWAIT_TOKE
 extern "C" __global__ void __launch_bounds__(32 * WAITING + 32, 1)
     combine_recv(u16* y_TH, const u16* shared_TH, long long shared_stride, const int* num_parts, int num_tokens,
                  const u64* combine, const u64* signals, const int* epoch_ptr, const int* handle_epoch, int* error,
-                 int* latch, int rank, int early_parts, int part_tokens, long long combine_half, long long timeout_ns) {
+                 int* latch, int rank, int early_parts, int part_tokens, long long combine_half, long long timeout_ns
+#if WAITS
+                 ,
+                 long long* waits
+#endif
+    ) {
   using Rows = Ring<PARTIALS, (HAS_SHARED && HIDDEN * 2 > PARTIAL_BYTES) ? HIDDEN * 2 : PARTIAL_BYTES>;
   extern __shared__ __align__(128) u8 shared[];
   __shared__ Note notes[PARTIALS];
@@ -400,6 +417,12 @@ extern "C" __global__ void __launch_bounds__(32 * WAITING + 32, 1)
   // output of a shared expert may come from any kernel before.
   if (HAS_SHARED) asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;");
+#if WAITS
+  if (blockIdx.x == 0) {
+    const int epoch = load_relaxed(handle_epoch);
+    return count_combine_waits(x, own, COMBINE_FLAG + (epoch & 1) * WORLD, epoch, waits);
+  }
+#endif
 
   if (warp == WAITING) {
     const int epoch = load_relaxed(handle_epoch), half = epoch & 1;
@@ -420,11 +443,11 @@ extern "C" __global__ void __launch_bounds__(32 * WAITING + 32, 1)
       arrived = part + 1;
     };
     const auto parts_from = [&](int first) {
-      const int mine = first + lane * gridDim.x;
+      const int mine = first + lane * BLOCKS;
       return mine < num_tokens ? num_parts[mine] : 0;
     };
     // The dispatch of these tokens had ended when this kernel began.
-    int parts_of_lane = parts_from(blockIdx.x);
+    int parts_of_lane = parts_from(BLOCK);
     // Until all partial results of a token are there: by their flags, or by those of all ranks.
     auto await_partials = [&](int token, int parts) {
       const int* of_token = own + PARTIAL_FLAG + (half * PARTIAL_FLAG_TOKENS + token) * WORLD + peer;
@@ -439,10 +462,10 @@ extern "C" __global__ void __launch_bounds__(32 * WAITING + 32, 1)
     };
     if (!PARTIAL_FLAGS) await_part(0);
     const u8* partials = landed + half * combine_half;
-    for (int first = blockIdx.x; first < num_tokens; first += 32 * gridDim.x) {
-      if (first != blockIdx.x) parts_of_lane = parts_from(first);
-      for (int i = 0; i < 32 && first + i * gridDim.x < num_tokens; ++i) {
-        const int token = first + i * gridDim.x, part = min(token / part_tokens, early_parts);
+    for (int first = BLOCK; first < num_tokens; first += 32 * BLOCKS) {
+      if (first != BLOCK) parts_of_lane = parts_from(first);
+      for (int i = 0; i < 32 && first + i * BLOCKS < num_tokens; ++i) {
+        const int token = first + i * BLOCKS, part = min(token / part_tokens, early_parts);
         const int all_parts = __shfl_sync(ALL, parts_of_lane, i);
         if (PARTIAL_FLAGS && !failed) await_partials(token, all_parts);
         else if (part >= arrived && !failed) await_part(part);
@@ -461,7 +484,7 @@ extern "C" __global__ void __launch_bounds__(32 * WAITING + 32, 1)
       await_part(early_parts);
       // Of a step that fails no token keeps its sum.
       if (PARTIAL_FLAGS && failed)
-        for (u64 token = blockIdx.x; token < num_tokens; token += gridDim.x)
+        for (u64 token = BLOCK; token < num_tokens; token += BLOCKS)
           rows.push(nullptr, 0, {token, 0.0f, LAST | FAILED});
     }
     rows.push(nullptr, 0, {END, 0.0f, 0});

@@ -189,9 +189,11 @@ def dispatch_recv(
     handle_epoch: torch.Tensor,
     timeout_ns: int,
     buffers: RecvBuffers,
+    waits: torch.Tensor | None = None,
 ) -> None:
     """See `interface.ExchangeBackend`."""
-    _receive(context, geometry, count_tag, handle_epoch, timeout_ns, buffers, early=_flags_come_last(context))
+    step = context, geometry, count_tag, handle_epoch, timeout_ns, buffers
+    _receive(*step, early=_flags_come_last(context), waits=waits)
 
 
 def of_one_rank(geometry: ExchangeGeometry) -> OneRankKernels | None:
@@ -250,6 +252,7 @@ def _receive(
     early: bool,
     out: PaddedRows | None = None,
     padded: Mapping[str, Argument] | None = None,
+    waits: torch.Tensor | None = None,
 ) -> None:
     """`dispatch_recv` into `buffers`, or, with `out`, into its rows, scales and positions and into `padded`.
 
@@ -260,7 +263,8 @@ def _receive(
         rows, scales, positions = out.rows, out.scales, out.positions
     # Those of padded rows are copied as they are.
     copies_scales = scales is not None and geometry.token_format.scale_dtype is not None
-    kernels = _recv(geometry, handle_epoch.device, out is not None or copies_scales, out is not None, early)
+    counts = waits is not None
+    kernels = _recv(geometry, handle_epoch.device, out is not None or copies_scales, out is not None, early, counts)
     plan, sms = kernels.plan, most_sms(context.device)
     landing_half = geometry.landing_half(context.half_bytes["landing"])
     # Of both kernels.
@@ -278,12 +282,15 @@ def _receive(
         "token_flags_half": context.half_bytes["token_flags"],
         "timeout_ns": timeout_ns,
     }
+    # Where waits are counted, both have one more block, which counts in the first of them and has an SM for it.
     if plan.num_chunks > 1:
-        kernels.recv_count.launch(shared, (plan.count_blocks(), 1, 1))
-    shares, split = plan.place_split(sms, copies_scales, rows is not None)
+        kernels.recv_count.launch(shared | ({"waits": waits} if counts else {}), (plan.count_blocks() + counts, 1, 1))
+        waits = None
+    shares, split = plan.place_split(max(1, sms - counts), copies_scales, rows is not None)
     kernels.recv_permute.launch(
         {
             **shared,
+            **({"waits": waits} if counts else {}),
             "group_offsets": buffers.group_offsets,
             "group_scale_offsets": buffers.group_scale_offsets,
             "row_index": buffers.row_index,
@@ -296,7 +303,7 @@ def _receive(
             "first_row": landing_half // geometry.record.record_bytes,
             **(padded or {}),
         },
-        (plan.place_blocks(split, padded=out is not None), 1, 1),
+        (plan.place_blocks(split, padded=out is not None) + counts, 1, 1),
     )
     if plan.tiled_scales and scales is not None:
         kernels.recv_scales.launch(
@@ -320,8 +327,10 @@ class _RecvKernels(NamedTuple):
 
 
 @cache
-def _recv(geometry: ExchangeGeometry, device: torch.device, scales: bool, padded: bool, early: bool) -> _RecvKernels:
-    """`scales` and `padded` as of `recv_macros`; `early` as of `_receive`."""
+def _recv(
+    geometry: ExchangeGeometry, device: torch.device, scales: bool, padded: bool, early: bool, waits: bool
+) -> _RecvKernels:
+    """`scales`, `padded` and `waits` as of `recv_macros`; `early` as of `_receive`."""
     plan = required_plan(geometry)
     experts = {"rank": geometry.rank, "num_local": geometry.num_local_experts}
     waiting = experts | {
@@ -335,7 +344,7 @@ def _recv(geometry: ExchangeGeometry, device: torch.device, scales: bool, padded
         return BoundKernel(
             "dispatch_recv.cu",
             geometry.kernel_prefix + name,
-            recv_macros(geometry, scales=scales, padded=padded),
+            recv_macros(geometry, scales=scales, padded=padded, waits=waits),
             block=plan.recv_warps * WARP,
             bound=bound,
             device=device,
@@ -430,15 +439,18 @@ def combine_recv(
     y_TH: torch.Tensor,
     timeout_ns: int,
     combine_pointers: torch.Tensor | None = None,
+    *,
+    waits: torch.Tensor | None = None,
 ) -> None:
     """See `interface.ExchangeBackend`.
 
     `combine_pointers`, int64 `[W]`, are for some of the tokens: where the partial results of the first of them lie. The
     kernel then waits for all partial results before the first.
     """
-    num_tokens, of_some = y_TH.shape[0], combine_pointers is not None
+    num_tokens, of_some, counts = y_TH.shape[0], combine_pointers is not None, waits is not None
     early = not of_some and _flags_come_last(context)
-    kernel, plan = _combine_recv(geometry, handle_epoch.device, shared_TH is not None, of_some, early)
+    kernel, plan = _combine_recv(geometry, handle_epoch.device, shared_TH is not None, of_some, early, counts)
+    sms = most_sms(context.device)
     shared_TH = None if shared_TH is None else aligned(shared_TH)
     kernel.launch(
         {
@@ -455,20 +467,22 @@ def combine_recv(
             "latch": context.latch,
             "combine_half": context.half_bytes["combine"],
             "timeout_ns": timeout_ns,
+            **({"waits": waits} if counts else {}),
         },
-        (plan.combine_recv_blocks(num_tokens, most_sms(context.device)), 1, 1),
+        # One more block counts waits, and has an SM for it.
+        (plan.combine_recv_blocks(num_tokens, max(1, sms - counts)) + counts, 1, 1),
     )
 
 
 @cache
 def _combine_recv(
-    geometry: ExchangeGeometry, device: torch.device, has_shared: bool, of_some: bool, early: bool
+    geometry: ExchangeGeometry, device: torch.device, has_shared: bool, of_some: bool, early: bool, waits: bool
 ) -> tuple[BoundKernel, ExchangePlan]:
     plan = required_plan(geometry)
     kernel = BoundKernel(
         "combine.cu",
         geometry.kernel_prefix + "combine_recv",
-        combine_macros(geometry, output_bf16=True, has_shared=has_shared, of_some=of_some),
+        combine_macros(geometry, output_bf16=True, has_shared=has_shared, of_some=of_some, waits=waits),
         block=(plan.partial_readers + 1) * WARP,
         bound={
             "rank": geometry.rank,

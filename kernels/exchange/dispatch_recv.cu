@@ -29,36 +29,57 @@
 // With REPEATS a token may name an expert several times: each entry is a row, and a slot counts as often as it has
 // entries for the expert. No expert may have more than `num_slots` rows then.
 //
+// With WAITS, the first block of `recv_count` and of `recv_permute` does no such work. It counts how long this rank
+// waits for its peers (waits.cuh), in the first of the kernels that are launched, which gets the words.
+//
 // Macros: those of arrival.cuh, PADDED, REPEATS, FMT (FormatCode), K, EXPERTS (of this rank, at least 1), CHUNK (a
 // multiple of 32), WARPS (of a block), LOOPED (a block takes several tasks; for few SMs), PLACES_BYTES (shared memory
 // of `recv_permute`), CONTIGUOUS (quants are copied), PER_TOKEN_FLAGS (all slots are one chunk), QUANT_BYTES,
 // SCALE_COLUMNS (0 where scales stay in the records), RECORD_BYTES and the *_AT of RecordLayout, words of SignalLayout,
-// COUNT_BITS, TURN_BIT, STALE_HANDLE, MISMATCH, CAPACITY and EXPERT_CAPACITY (ErrorCode), DISPATCH_RECV (Phase).
+// COUNT_BITS, TURN_BIT, WAITS, STALE_HANDLE, MISMATCH, CAPACITY and EXPERT_CAPACITY (ErrorCode), DISPATCH_RECV (Phase).
 
+#define FIRST_BLOCK WAITS
 #if PADDED
 #include "recv_padded.cuh"
 #else
 #include "recv_grouped.cuh"
 #endif
+#if WAITS
+#include "waits.cuh"
+#define COUNT_WAITS()                                                              \
+  if (blockIdx.x < FIRST_BLOCK) {                                                  \
+    const int sent = DISPATCH_FLAG + (epoch & 1) * WORLD;                          \
+    if (waits != nullptr) count_dispatch_waits(x, own, READY, sent, epoch, waits); \
+    return;                                                                        \
+  }
+#else
+#define COUNT_WAITS()
+#endif
 
 // A block takes one task, or, with LOOPED, each task a whole grid further on.
 #if LOOPED
-#define EACH_TASK(task, tasks) for (u32 task = blockIdx.x; task < static_cast<u32>(tasks); task += gridDim.x)
+#define EACH_TASK(task, tasks) \
+  for (u32 task = blockIdx.x - FIRST_BLOCK; task < static_cast<u32>(tasks); task += gridDim.x - FIRST_BLOCK)
 #else
-#define EACH_TASK(task, tasks) if (const u32 task = blockIdx.x; true)
+#define EACH_TASK(task, tasks) if (const u32 task = blockIdx.x - FIRST_BLOCK; true)
 #endif
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     recv_count(int* chunk_counts, const u64* landing, const u64* token_flags, const u64* signals, const int* epoch_ptr,
                const int* handle_epoch, int* error, int* latch, int rank, int max_tokens, int count_tag, int num_slots,
-               int first_expert, int num_local, long long landing_half, long long token_flags_half,
-               long long timeout_ns) {
+               int first_expert, int num_local, long long landing_half, long long token_flags_half, long long timeout_ns
+#if WAITS
+               ,
+               long long* waits
+#endif
+    ) {
   __shared__ int counts[EXPERTS];
   const Exchange x{signals, error, latch, rank, timeout_ns};
   const int* own = x.words(rank);
   const u64 landed = landing[rank], flags = token_flags[rank];
   asm volatile("griddepcontrol.launch_dependents;");
   const int epoch = load_relaxed(handle_epoch);
+  COUNT_WAITS()
   EACH_TASK(chunk, (num_slots + CHUNK - 1) / CHUNK) {
     const int first_slot = chunk * CHUNK;
     for (int e = threadIdx.x; e < EXPERTS; e += THREADS) counts[e] = 0;
@@ -115,6 +136,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, PADDED ? 1 : 2)
                  ,
                  int* counts, int* source_tokens, long long* layout_range, int* statistics
 #endif
+#if WAITS
+                 ,
+                 long long* waits
+#endif
     ) {
   extern __shared__ __align__(16) u8 shared[];
   Places& places = *reinterpret_cast<Places*>(shared);
@@ -123,6 +148,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PADDED ? 1 : 2)
   const u64 landed = landing[rank], flags = token_flags[rank];
   asm volatile("griddepcontrol.launch_dependents;");
   const int epoch = load_relaxed(handle_epoch), warp = threadIdx.x / 32, lane = threadIdx.x & 31;
+  COUNT_WAITS()
 #if PADDED
   const RowLayout layout{group_offsets, group_scale_offsets, scales, counts, source_tokens, layout_range, statistics};
 #else

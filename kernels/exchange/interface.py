@@ -182,11 +182,13 @@ class ExchangeBackend(Protocol):
         handle_epoch: torch.Tensor,
         timeout_ns: int,
         buffers: RecvBuffers,
+        waits: torch.Tensor | None = None,
     ) -> None:
         """Wait for all ranks' tokens of epoch `handle_epoch` (int32 `[1]`) and group them by expert into `buffers`.
 
         More rows than `row_capacity`, or of an expert than `most_rows_of_expert` allows, are recorded as
-        `CapacityError`. After any failure all groups are empty.
+        `CapacityError`. After any failure all groups are empty. Waits for each rank are added to `waits`, the words of
+        `waits.py`.
         """
 
     def dispatch_recv_padded(
@@ -243,6 +245,8 @@ class ExchangeBackend(Protocol):
         shared_TH: torch.Tensor | None,
         y_TH: torch.Tensor,
         timeout_ns: int,
+        *,
+        waits: torch.Tensor | None = None,
     ) -> None:
         """Wait for all ranks' partial results and sum them, ranks ascending, into `y_TH`; NaN after any failure.
 
@@ -252,4 +256,5 @@ class ExchangeBackend(Protocol):
             shared_TH: bf16 `[T, H]`, last dimension contiguous, added first; None where there is no shared expert.
             y_TH: bf16 `[T, H]`, contiguous, written.
             timeout_ns: how long to wait for a peer.
+            waits: as of `dispatch_recv`.
         """

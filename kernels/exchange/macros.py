@@ -82,8 +82,13 @@ def dispatch_macros(geometry: ExchangeGeometry, *, ids_64: bool, static_gsf: boo
 
 
 @cache
-def recv_macros(geometry: ExchangeGeometry, *, scales: bool = True, padded: bool = False) -> Defines:
-    """Macros of `dispatch_recv.cu`; without `scales` those stay in the records, `padded` is for `padded.PaddedRows`."""
+def recv_macros(
+    geometry: ExchangeGeometry, *, scales: bool = True, padded: bool = False, waits: bool = False
+) -> Defines:
+    """Macros of `dispatch_recv.cu`.
+
+    Without `scales` those stay in the records, `padded` is for `padded.PaddedRows`, and with `waits` they are counted.
+    """
     plan, fmt = required_plan(geometry), geometry.token_format
     return Defines(
         {
@@ -98,6 +103,8 @@ def recv_macros(geometry: ExchangeGeometry, *, scales: bool = True, padded: bool
             "PADDED": int(padded),
             "PER_TOKEN_FLAGS": int(plan.per_token_flags),
             "REPEATS": int(geometry.accepts_repeats),
+            "WAITS": int(waits),
+            "READY": SignalLayout(geometry.world_size).ready,
             "QUANT_BYTES": fmt.quant_bytes(geometry.hidden),
             "SCALE_COLUMNS": fmt.scale_columns(geometry.hidden) if scales else 0,
             "STALE_HANDLE": int(ErrorCode.STALE_HANDLE),
@@ -117,11 +124,12 @@ def combine_macros(
     has_shared: bool,
     await_tokens: bool = False,
     of_some: bool = False,
+    waits: bool = False,
 ) -> Defines:
     """Macros of `combine.cu`.
 
     `await_tokens` where `combine_send` follows a dispatch that nothing has received, `of_some` where `combine_recv`
-    sums some of the tokens.
+    sums some of the tokens, `waits` where they are counted.
     """
     plan, signals = required_plan(geometry), SignalLayout(geometry.world_size)
     return Defines(
@@ -141,6 +149,7 @@ def combine_macros(
             "PARTIALS": plan.partial_ring(has_shared).places,
             "OUTPUT_BF16": int(output_bf16),
             "HAS_SHARED": int(has_shared),
+            "WAITS": int(waits),
             "COMBINE_FLAG": signals.combine_flag,
             "PARTIAL_FLAGS": int(plan.partial_flags and not of_some),
             "PARTIAL_FLAG": signals.partial_flag,

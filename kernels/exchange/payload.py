@@ -1,5 +1,7 @@
 """What travels with a token of DeepEP's normal mode, packed into bf16 words before dispatch and unpacked behind it.
 
+A row is unpacked once, or, expanded, once for each expert of the token.
+
 `[token | scales fp32 | expert ids int32 | weights fp32]`: the exchange copies the bits. Each kernel is one pass over
 the rows. They are bound by memory: unpacking 4096 tokens of 7168 bf16 elements on 2 ranks moves 2 x 117 MB,
 80 us at 3 TB/s.
@@ -62,30 +64,62 @@ class UnpackedRows:
     """Where `unpack_rows` writes.
 
     Attributes:
-        tokens: uint8 `[R, token_bytes]`.
-        scales: fp32 `[R, V]`, or None.
+        tokens: uint8 `[R, token_bytes]`; None for ids, weights and source tokens alone.
+        scales: fp32 `[R, V]`, any strides, or None.
         ids: int64 `[R, K]`, local expert ids, -1 for those of other ranks and for rows that did not come; or None.
         weights: fp32 `[R, K]`, 0 where the id is -1; or None.
         source_tokens: int32 `[R]`, token of the row at its rank, less the first token of its step.
     """
 
-    tokens: torch.Tensor
+    tokens: torch.Tensor | None
     scales: torch.Tensor | None
     ids: torch.Tensor | None
     weights: torch.Tensor | None
     source_tokens: torch.Tensor
 
     @classmethod
-    def allocate(cls, layout: PayloadLayout, num_rows: int, device: torch.device) -> UnpackedRows:
-        """Uninitialised memory for `num_rows` rows."""
-        ids = weights = scales = None
-        if layout.num_scales:
-            scales = torch.empty(num_rows, layout.num_scales, dtype=torch.float32, device=device)
+    def allocate(
+        cls,
+        layout: PayloadLayout,
+        num_rows: int,
+        device: torch.device,
+        *,
+        with_tokens: bool = True,
+        scales_by_column: bool = False,
+    ) -> UnpackedRows:
+        """Uninitialised memory for `num_rows` rows; `scales_by_column` as of `allocate_scales`."""
+        ids = weights = scales = tokens = None
+        if with_tokens:
+            tokens = torch.empty(num_rows, layout.token_bytes, dtype=torch.uint8, device=device)
+            scales = allocate_scales(layout, num_rows, device, scales_by_column)
         if layout.top_k:
             ids = torch.empty(num_rows, layout.top_k, dtype=torch.int64, device=device)
             weights = torch.empty(num_rows, layout.top_k, dtype=torch.float32, device=device)
-        tokens = torch.empty(num_rows, layout.token_bytes, dtype=torch.uint8, device=device)
         return cls(tokens, scales, ids, weights, torch.empty(num_rows, dtype=torch.int32, device=device))
+
+
+@dataclass(frozen=True)
+class ExpandedRows:
+    """Where `expand_rows` writes.
+
+    Attributes:
+        tokens: uint8 `[N, token_bytes]`.
+        scales: fp32 `[N, V]`, any strides, or None.
+        weights: fp32 `[N]`, or None.
+    """
+
+    tokens: torch.Tensor
+    scales: torch.Tensor | None
+    weights: torch.Tensor | None
+
+
+def allocate_scales(layout: PayloadLayout, num_rows: int, device: torch.device, by_column: bool) -> torch.Tensor | None:
+    """Uninitialised fp32 `[num_rows, V]`, contiguous; `by_column` with strides `(1, num_rows)`, rounded up for TMA."""
+    if not layout.num_scales:
+        return None
+    if by_column:
+        return torch.empty(layout.num_scales, align(num_rows, 4), dtype=torch.float32, device=device).t()[:num_rows]
+    return torch.empty(num_rows, layout.num_scales, dtype=torch.float32, device=device)
 
 
 def pack_tokens(
@@ -116,7 +150,8 @@ def pack_tokens(
     if engine == "torch":
         parts = [tokens.view(torch.bfloat16)]
         if scales is not None:
-            parts.append(scales.contiguous().view(torch.bfloat16))
+            # A single column or row counts as contiguous whatever its strides are.
+            parts.append(scales.clone(memory_format=torch.contiguous_format).view(torch.bfloat16))
         if ids is not None and weights is not None:
             parts += [ids.to(torch.int32).contiguous().view(torch.bfloat16), weights.contiguous().view(torch.bfloat16)]
         at = 0
@@ -167,7 +202,8 @@ def unpack_rows(
         first_expert, num_experts: ids of this rank's experts begin with `first_expert`, and are `num_experts`.
         engine, num_sms: as of `pack_tokens`.
     """
-    num_rows = out.tokens.shape[0] if place is None else place.shape[0]
+    num_rows = out.source_tokens.shape[0] if place is None else place.shape[0]
+    unused = out.source_tokens
     if engine == "torch":
         _unpack_reference(layout, landed, out, place, first_expert, num_experts)
     elif num_rows:
@@ -177,12 +213,13 @@ def unpack_rows(
             landed.row_index,
             landed.group_offsets,
             landed.epoch,
-            out.source_tokens if place is None else place,
-            out.tokens,
-            out.tokens if out.scales is None else out.scales,
-            out.tokens if out.ids is None else out.ids,
-            out.tokens if out.weights is None else out.weights,
+            unused if place is None else place,
+            unused if out.tokens is None else out.tokens,
+            unused if out.scales is None else out.scales,
+            unused if out.ids is None else out.ids,
+            unused if out.weights is None else out.weights,
             out.source_tokens,
+            *((0, 0) if out.scales is None else out.scales.stride()),
             num_rows,
             landed.row_index.shape[0],
             landed.first_row,
@@ -190,6 +227,7 @@ def unpack_rows(
             first_expert,
             num_experts,
             HAS_PLACE=place is not None,
+            HAS_TOKENS=out.tokens is not None,
             **_constexprs(layout),
             num_warps=4,
         )
@@ -204,11 +242,12 @@ def _unpack_reference(
     num_experts: int,
 ) -> None:
     """`unpack_rows` in torch; waits for the host."""
-    count = min(int(landed.group_offsets[1]), out.tokens.shape[0])
+    count = min(int(landed.group_offsets[1]), out.source_tokens.shape[0])
     index = landed.row_index[:count].to(torch.int64)
     to = torch.arange(count, device=index.device) if place is None else place
     rows = landed.records[index]
-    out.tokens[to] = rows[:, : layout.token_bytes]
+    if out.tokens is not None:
+        out.tokens[to] = rows[:, : layout.token_bytes]
     first = int(landed.epoch[0] & 1) * landed.first_row
     out.source_tokens[to] = ((index - first) % landed.geometry.max_tokens).to(torch.int32)
     if out.scales is not None:
@@ -224,6 +263,66 @@ def _unpack_reference(
             out.weights.zero_()
         out.ids[to] = torch.where(here, local, -1)
         out.weights[to] = torch.where(here, weights, 0.0)
+
+
+def expand_rows(
+    layout: PayloadLayout,
+    landed: LandedTokens,
+    slots: torch.Tensor,
+    weights: torch.Tensor | None,
+    out: ExpandedRows,
+    *,
+    engine: str,
+    num_sms: int | None = None,
+) -> None:
+    """Copy each row that came to the rows of its experts.
+
+    Args:
+        layout: of the payload.
+        landed: the rows.
+        slots: int32 `[R, K]`, rows of `out`, each there once, -1 for none.
+        weights: fp32 `[R, K]`, copied to `out.weights`; None without these.
+        out: written in the rows that `slots` names; others keep what the memory held.
+        engine, num_sms: as of `pack_tokens`.
+    """
+    num_rows, top_k = slots.shape
+    if engine == "torch":
+        _expand_reference(layout, landed, slots, weights, out)
+    elif num_rows:
+        _dispatch_expand_kernel[(_programs(num_rows, num_sms),)](
+            landed.records,
+            landed.records.stride(0) // 8,
+            landed.row_index,
+            landed.group_offsets,
+            slots,
+            slots if weights is None else weights,
+            out.tokens,
+            out.tokens if out.scales is None else out.scales,
+            out.tokens if out.weights is None else out.weights,
+            *((0, 0) if out.scales is None else out.scales.stride()),
+            num_rows,
+            HAS_WEIGHTS=weights is not None,
+            **_constexprs(layout) | {"K": top_k},
+            num_warps=4,
+        )
+
+
+def _expand_reference(
+    layout: PayloadLayout,
+    landed: LandedTokens,
+    slots: torch.Tensor,
+    weights: torch.Tensor | None,
+    out: ExpandedRows,
+) -> None:
+    """`expand_rows` in torch; waits for the host."""
+    row, k = (slots >= 0).nonzero(as_tuple=True)
+    to = slots[row, k].to(torch.int64)
+    records = landed.records[landed.row_index[row].to(torch.int64)]
+    out.tokens[to] = records[:, : layout.token_bytes]
+    if out.scales is not None:
+        out.scales[to] = records[:, layout.token_bytes : layout.ids_at].contiguous().view(torch.float32)
+    if out.weights is not None and weights is not None:
+        out.weights[to] = weights[row, k]
 
 
 def _programs(rows: int, num_sms: int | None) -> int:
@@ -287,6 +386,33 @@ def _dispatch_pack_kernel(
             tl.store(behind + K + k, tl.load(at, mask=k < K, other=0), mask=k < K)
 
 
+@triton.jit
+def _copy_token(
+    source,
+    to,
+    tokens_ptr,
+    scales_ptr,
+    scale_row,
+    scale_column,
+    TOKEN_BYTES: tl.constexpr,
+    NUM_SCALES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SCALES_PAD: tl.constexpr,
+):
+    """Token and scales of the record at `source` to row `to`, an int64."""
+    column = tl.arange(0, WIDTH)
+    target = tokens_ptr.to(tl.pointer_type(tl.int64)) + to * (TOKEN_BYTES // 8)
+    for start in range(0, TOKEN_BYTES // 8, WIDTH):
+        inside = start + column < TOKEN_BYTES // 8
+        value = tl.load(source + start + column, mask=inside, other=0)
+        tl.store(target + start + column, value, mask=inside)
+    if NUM_SCALES > 0:
+        v = tl.arange(0, SCALES_PAD)
+        value = tl.load(source.to(tl.pointer_type(tl.int32)) + TOKEN_BYTES // 4 + v, mask=v < NUM_SCALES, other=0)
+        at = scales_ptr.to(tl.pointer_type(tl.int32)) + to * scale_row + v.to(tl.int64) * scale_column
+        tl.store(at, value, mask=v < NUM_SCALES)
+
+
 @triton.jit(do_not_specialize=["num_rows", "capacity", "first_row", "max_tokens", "first_expert", "num_experts"])
 def _dispatch_unpack_kernel(
     rows_ptr,
@@ -300,6 +426,8 @@ def _dispatch_unpack_kernel(
     ids_ptr,
     weights_ptr,
     source_tokens_ptr,
+    scale_row,
+    scale_column,
     num_rows,
     capacity,
     first_row,
@@ -307,6 +435,7 @@ def _dispatch_unpack_kernel(
     first_expert,
     num_experts,
     HAS_PLACE: tl.constexpr,
+    HAS_TOKENS: tl.constexpr,
     TOKEN_BYTES: tl.constexpr,
     NUM_SCALES: tl.constexpr,
     K: tl.constexpr,
@@ -324,18 +453,19 @@ def _dispatch_unpack_kernel(
             to = tl.load(place_ptr + position)
         source = rows_ptr.to(tl.pointer_type(tl.int64)) + index.to(tl.int64) * row_stride
         if there:
-            column = tl.arange(0, WIDTH)
-            target = tokens_ptr.to(tl.pointer_type(tl.int64)) + to * (TOKEN_BYTES // 8)
-            for start in range(0, TOKEN_BYTES // 8, WIDTH):
-                inside = start + column < TOKEN_BYTES // 8
-                value = tl.load(source + start + column, mask=inside, other=0)
-                tl.store(target + start + column, value, mask=inside)
-            behind = source.to(tl.pointer_type(tl.int32)) + TOKEN_BYTES // 4
-            if NUM_SCALES > 0:
-                v = tl.arange(0, SCALES_PAD)
-                value = tl.load(behind + v, mask=v < NUM_SCALES, other=0)
-                at = scales_ptr.to(tl.pointer_type(tl.int32)) + to * NUM_SCALES + v
-                tl.store(at, value, mask=v < NUM_SCALES)
+            if HAS_TOKENS:
+                _copy_token(
+                    source,
+                    to,
+                    tokens_ptr,
+                    scales_ptr,
+                    scale_row,
+                    scale_column,
+                    TOKEN_BYTES,
+                    NUM_SCALES,
+                    WIDTH,
+                    SCALES_PAD,
+                )
             tl.store(source_tokens_ptr + to, (index - first) % max_tokens)
         if K > 0:
             k = tl.arange(0, K_PAD)
@@ -347,3 +477,51 @@ def _dispatch_unpack_kernel(
             tl.store(at, tl.where(here, local, -1).to(tl.int64), mask=k < K)
             bits = tl.load(of_row + K + k, mask=(k < K) & here, other=0)
             tl.store(weights_ptr.to(tl.pointer_type(tl.int32)) + to * K + k, bits, mask=k < K)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _dispatch_expand_kernel(
+    rows_ptr,
+    row_stride,
+    row_index_ptr,
+    offsets_ptr,
+    slots_ptr,
+    row_weights_ptr,
+    tokens_ptr,
+    scales_ptr,
+    weights_ptr,
+    scale_row,
+    scale_column,
+    num_rows,
+    HAS_WEIGHTS: tl.constexpr,
+    TOKEN_BYTES: tl.constexpr,
+    NUM_SCALES: tl.constexpr,
+    K: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SCALES_PAD: tl.constexpr,
+    K_PAD: tl.constexpr,
+):
+    came = tl.load(offsets_ptr + 1)
+    for position in range(tl.program_id(0), num_rows, tl.num_programs(0)):
+        if position < came:
+            index = tl.load(row_index_ptr + position)
+            source = rows_ptr.to(tl.pointer_type(tl.int64)) + index.to(tl.int64) * row_stride
+            for k in range(K):
+                entry = tl.cast(position, tl.int64) * K + k
+                slot = tl.load(slots_ptr + entry)
+                if slot >= 0:
+                    to = slot.to(tl.int64)
+                    _copy_token(
+                        source,
+                        to,
+                        tokens_ptr,
+                        scales_ptr,
+                        scale_row,
+                        scale_column,
+                        TOKEN_BYTES,
+                        NUM_SCALES,
+                        WIDTH,
+                        SCALES_PAD,
+                    )
+                    if HAS_WEIGHTS:
+                        tl.store(weights_ptr + to, tl.load(row_weights_ptr + entry))

@@ -11,7 +11,7 @@ struct RowLayout {
   int first_row, epoch;
 
   // Whether this block writes the counts.
-  __device__ __forceinline__ bool writes_counts(u32, int) const { return blockIdx.x == 0; }
+  __device__ __forceinline__ bool writes_counts(u32, int) const { return blockIdx.x == FIRST_BLOCK; }
 
   // For a whole block.
   __device__ __forceinline__ void write_counts(const Places& places, bool good, int num_local, int, int) const {

@@ -221,12 +221,12 @@ struct Places {
     good = good && !others;
 #if REPEATS
     const bool crowded = most > num_slots;
-    if (good && crowded && blockIdx.x == 0 && threadIdx.x == 0)
+    if (good && crowded && blockIdx.x == FIRST_BLOCK && threadIdx.x == 0)
       record_failure(x, EXPERT_CAPACITY, x.rank, DISPATCH_RECV, epoch, most, num_slots);
     good = good && !crowded;
 #endif
     const bool fits = rows <= capacity;  // a variable, which takes fewer registers
-    if (good && !fits && blockIdx.x == 0 && threadIdx.x == 0)
+    if (good && !fits && blockIdx.x == FIRST_BLOCK && threadIdx.x == 0)
       record_failure(x, CAPACITY, x.rank, DISPATCH_RECV, epoch, rows, capacity);
     return good && fits;
   }

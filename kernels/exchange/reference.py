@@ -17,6 +17,7 @@ from moe_runtime.kernels.exchange.interface import ExchangeMemory, RecvBuffers
 from moe_runtime.kernels.exchange.landing import LandedTokens
 from moe_runtime.kernels.exchange.padded import place_reference
 from moe_runtime.kernels.exchange.padded_rows import PaddedRows
+from moe_runtime.kernels.exchange.waits import Watch, count_combine_waits, count_dispatch_waits
 from moe_runtime.kernels.formats.number_formats import BF16, FormatCode, QuantizedRows, TokenFormat
 from moe_runtime.kernels.formats.reference_quantize import dequantize_rows, f32_to_bf16_bits, quantize_rows
 
@@ -108,17 +109,25 @@ def _wait(
     phase: Phase,
     epoch: int,
     timeout_ns: int,
+    watch: Watch | None = None,
 ) -> None:
-    """Wait until one of `(word, epoch)` is reached, an abort comes, or the clock runs out (recorded as a timeout)."""
+    """Wait until one of `(word, epoch)` is reached, an abort comes, or the clock runs out (recorded as a timeout).
+
+    `watch` looks meanwhile at what all peers signal.
+    """
     own = _signals_of(context, context.rank)
     deadline = time.monotonic_ns() + timeout_ns
     spins = 0
     while int(context.latch[0]) == 0 and not any(_ahead(int(own[word]), value) for word, value in words):
         adopt_aborts(context)
+        if watch is not None:
+            watch.look()
         if time.monotonic_ns() > deadline:
             record_failure(context, ErrorCode.TIMEOUT, peer, phase, epoch, min(timeout_ns // 1000000, 2**31 - 1))
         spins += 1
         time.sleep(0 if spins < SPINS_BEFORE_SLEEP else 2e-4)
+    if watch is not None:
+        watch.look()
     adopt_aborts(context)
 
 
@@ -290,15 +299,20 @@ def dispatch_recv(
     handle_epoch: torch.Tensor,
     timeout_ns: int,
     buffers: RecvBuffers,
+    waits: torch.Tensor | None = None,
 ) -> None:
     """See `interface.ExchangeBackend`."""
     record, layout, experts = geometry.record, context.signals_layout, geometry.num_local_experts
     epoch = int(handle_epoch[0])
     half, device = epoch & 1, context.device
     _check_fresh(context, epoch, Phase.DISPATCH_RECV)
+    flags, watch = layout.dispatch_flag + half * geometry.world_size, None
+    if waits is not None:
+        watch = Watch(_signals_of(context, context.rank), epoch, geometry.world_size, flags, layout.ready)
     for source in range(geometry.world_size):
-        word = layout.dispatch_flag + half * geometry.world_size + source
-        _wait(context, [(word, epoch)], source, Phase.DISPATCH_RECV, epoch, timeout_ns)
+        _wait(context, [(flags + source, epoch)], source, Phase.DISPATCH_RECV, epoch, timeout_ns, watch)
+    if waits is not None and watch is not None and int(context.latch[0]) == 0:
+        count_dispatch_waits(waits, watch, geometry.rank, epoch)
 
     landed = _landing(context, geometry, geometry.rank, half)
     words = _signals_of(context, geometry.rank)
@@ -468,17 +482,22 @@ def combine_recv(
     y_TH: torch.Tensor,
     timeout_ns: int,
     first_token: int = 0,
+    waits: torch.Tensor | None = None,
 ) -> None:
     """See `interface.ExchangeBackend`. The tokens are those from `first_token` on, as many as `y_TH` has rows."""
     epoch = int(handle_epoch[0])
     half = epoch & 1
     _check_fresh(context, epoch, Phase.COMBINE_RECV)
+    flags, watch = context.signals_layout.combine_flag + half * geometry.world_size, None
+    if waits is not None:
+        watch = Watch(_signals_of(context, context.rank), epoch, geometry.world_size, flags)
     for peer in range(geometry.world_size):
-        word = context.signals_layout.combine_flag + half * geometry.world_size + peer
-        _wait(context, [(word, epoch)], peer, Phase.COMBINE_RECV, epoch, timeout_ns)
+        _wait(context, [(flags + peer, epoch)], peer, Phase.COMBINE_RECV, epoch, timeout_ns, watch)
     if int(context.latch[0]) != 0:
         y_TH.fill_(float("nan"))
         return
+    if waits is not None and watch is not None:
+        count_combine_waits(waits, watch, geometry.rank, epoch)
     num_tokens, wire = y_TH.shape[0], geometry.combine_format
     total = torch.zeros(num_tokens, geometry.output_hidden, dtype=torch.float32, device=context.device)
     if shared_TH is not None:

@@ -17,8 +17,8 @@ from moe_runtime.kernels.formats.number_formats import (
 from moe_runtime.kernels.formats.quantize import check_gsf
 from moe_runtime.kernels.formats.scale_blocks import dense_128_blocks_needed, dense_128_offsets
 from moe_runtime.kernels.gemm.dequant_tokens import dequantized_shape
+from moe_runtime.kernels.gemm.expanded_weights import StoredWeights
 from moe_runtime.kernels.gemm.grouped_rows import MAX_ROUTED_IDS, GroupedRows
-from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
 from moe_runtime.kernels.gemm.weights import Activation, ExpertWeights
 from moe_runtime.kernels.launch_order import IN_ORDER, LaunchOrder
 from moe_runtime.support.arguments import (
@@ -49,7 +49,7 @@ def check_formats(a: TokenFormat, w: TokenFormat, argument: str) -> None:
         raise ValueError(f"{argument}: expected {' or '.join(allowed)} with {w.name} weights, got {a.name}")
 
 
-def check_operands(a: GroupedRows, w: ExpertWeights | PrepackedWeights) -> None:
+def check_operands(a: GroupedRows, w: StoredWeights) -> None:
     """Raise `ValueError` naming the argument unless `a` and `w` can be multiplied."""
     try:
         _check_operands(a, w)
@@ -73,7 +73,7 @@ def _check_kinds(a: GroupedRows) -> None:
         check_is_tensor("a.order.routed_ids", a.order.routed_ids)
 
 
-def _check_operands(a: GroupedRows, w: ExpertWeights | PrepackedWeights) -> None:
+def _check_operands(a: GroupedRows, w: StoredWeights) -> None:
     check_formats(a.format, w.format, "a.format")
     if a.num_columns != w.num_columns:
         raise ValueError(f"w: expected K = {a.num_columns} as in a, got {w.num_columns}")
@@ -193,9 +193,7 @@ def _check_scales_in_record(a: GroupedRows, columns: int) -> None:
         raise ValueError(f"a.scales: expected {[a.rows.shape[0], columns]} on {a.rows.device}, got {found}")
 
 
-def check_out(
-    a: GroupedRows, w: ExpertWeights | PrepackedWeights, out: torch.Tensor | None, out_dtype: torch.dtype
-) -> torch.Tensor:
+def check_out(a: GroupedRows, w: StoredWeights, out: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
     """`out`, or an uninitialized `[capacity, N]`. Raises `ValueError` naming the argument."""
     if out is not None:
         check_no_grad("out", check_is_tensor("out", out))
@@ -217,14 +215,14 @@ def check_out(
     return out
 
 
-def check_activation(w: ExpertWeights | PrepackedWeights, activation: Activation, argument: str = "w") -> None:
+def check_activation(w: StoredWeights, activation: Activation, argument: str = "w") -> None:
     """Raise `ValueError` naming `argument` unless `w` goes with `activation`.
 
     It must be a weight of gate and up in its order, which prepacked weights must say, or of up where it has no gate.
     """
     expected = activation.gate_up
     if w.gate_up is None and expected is not None:
-        if isinstance(w, PrepackedWeights):
+        if not isinstance(w, ExpertWeights):
             raise ValueError(f"{argument}.gate_up: expected prepacked weights of gate and up, got plain ones")
         if w.num_rows % 16:
             raise ValueError(f"{argument}: expected N = 2I with I a multiple of 8, got N = {w.num_rows}")
@@ -258,7 +256,7 @@ class Intermediate:
     @classmethod
     def of(
         cls,
-        w: ExpertWeights | PrepackedWeights,
+        w: StoredWeights,
         activation: Activation,
         out_format: str | TokenFormat,
         out_gsf: float | torch.Tensor | None,
@@ -322,7 +320,7 @@ class Intermediate:
 
 def empty_intermediate(
     a: GroupedRows,
-    w: ExpertWeights | PrepackedWeights,
+    w: StoredWeights,
     activation: Activation,
     out_format: str | TokenFormat,
     out_gsf: float | torch.Tensor | None,

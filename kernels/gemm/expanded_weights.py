@@ -29,6 +29,7 @@ kernel has one table for all experts, of 256 entries, or of 64. The code is 0, t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -45,7 +46,15 @@ from moe_runtime.kernels.formats.number_formats import (
 )
 from moe_runtime.kernels.formats.swizzle import unswizzle_scales
 from moe_runtime.kernels.gemm.dequant_layout import SCALE_CODES
-from moe_runtime.kernels.gemm.weights import ExpertWeights, GateUpOrder, has_blocks_apart, scales_shape
+from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
+from moe_runtime.kernels.gemm.weights import (
+    Activation,
+    ExpertWeights,
+    GateUpOrder,
+    has_blocks_apart,
+    one_of,
+    scales_shape,
+)
 from moe_runtime.support.arguments import check_device, check_is_tensor, check_kind
 
 EXPANDED_FORMATS = (NVFP4, MXFP4)
@@ -88,7 +97,7 @@ class ExpandedWeights:
         units: uint8 `[E, parts, blocks of 64 rows, blocks of K, bytes]`; rows of a part are padded to blocks of 128.
         scales: fp32 as of `fp8_block` weights, with the expert's scale; `[E, ceil(N/128), ceil(K/128)]`, or
             `[E, 2 * ceil(I/128), ceil(K/128)]` with gate above up.
-        exact: bool `[E]`, on the CPU: whether expansion rounds no weight of the expert.
+        exact: bool `[E]`: whether expansion rounds no weight of the expert.
         num_rows: `N`.
         num_columns: `K`.
         bias: fp32 `[E, N]`, with gate above up; None means 0.
@@ -120,25 +129,17 @@ class ExpandedWeights:
             "units", self.units, torch.uint8, (experts, *units_shape(self.stored_format, *sizes, self.num_parts))
         )
         self._check("scales", self.scales, torch.float32, scales)
-        self._check("exact", self.exact, torch.bool, (experts,), torch.device("cpu"))
+        self._check("exact", self.exact, torch.bool, (experts,))
         if self.bias is not None:
             self._check("bias", self.bias, torch.float32, (experts, self.num_rows))
 
-    def _check(
-        self,
-        name: str,
-        tensor: torch.Tensor,
-        dtype: torch.dtype,
-        shape: tuple[int, ...],
-        device: torch.device | None = None,
-    ) -> None:
+    def _check(self, name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         check_is_tensor(name, tensor)
         if tuple(tensor.shape) != shape or tensor.dtype != dtype or not tensor.is_contiguous():
             found = f"{tensor.dtype} {list(tensor.shape)}"
             raise ValueError(f"{name}: expected contiguous {dtype} {list(shape)}, got {found}")
-        expected = self.units.device if device is None else device
-        if tensor.device != expected:
-            raise ValueError(f"{name}: expected device {expected}, got {tensor.device}")
+        if tensor.device != self.units.device:
+            raise ValueError(f"{name}: expected device {self.units.device}, got {tensor.device}")
 
     @classmethod
     def prepack(cls, w: ExpertWeights, *, engine: str = "auto") -> ExpandedWeights:
@@ -155,7 +156,7 @@ class ExpandedWeights:
         shape = units_shape(fmt, w.num_rows, w.num_columns, parts)
         units = torch.empty(w.num_experts, *shape, dtype=torch.uint8, device=w.device)
         folds = torch.empty(w.num_experts, parts, shape[1] // 2, shape[2], dtype=torch.int32, device=w.device)
-        exact = torch.empty(w.num_experts, dtype=torch.bool, device="cpu")
+        exact = torch.empty(w.num_experts, dtype=torch.bool, device=w.device)
         for expert in range(w.num_experts):
             linear = unswizzle_scales(
                 w.scales[expert : expert + 1], w.num_rows, fmt.scale_columns(w.num_columns), engine=engine
@@ -172,16 +173,16 @@ class ExpandedWeights:
             codes, rounded = _scale_codes(sizes, folds[expert], fmt)
             units[expert] = _pack(nibbles, codes >> _unused_bits(fmt), fmt)
             of_weights = rounded.repeat_interleave(fmt.block, -1) >> (nibbles & 7).int() & 1
-            exact[expert] = not bool(of_weights.any())
+            exact[expert] = ~of_weights.any()
         factors = torch.ones(w.num_experts, parts, dtype=torch.float32, device=w.device)
         if w.expert_scales is not None:
-            factors *= w.expert_scales.view(w.num_experts, -1)
+            factors *= w.expert_scales if w.expert_scales.ndim == 2 else w.expert_scales[:, None]
         scales = (factors.double()[:, :, None, None] * torch.exp2(folds.double())).float().flatten(1, 2)
         bias = None if w.bias is None else w.bias[:, index.flatten()].contiguous()
         return cls(fmt, units, scales, exact, w.num_rows, w.num_columns, bias, w.gate_up)
 
     def expand(self) -> ExpertWeights:
-        """The same weights in `fp8_block`, gate above up, for an activation of `GateUpOrder.GATE_UP`."""
+        """The same weights in `fp8_block`, gate above up, for `expanded_activation`."""
         rows = self.num_rows // self.num_parts
         quants = torch.empty(
             self.num_experts, self.num_rows, self.num_columns, dtype=torch.float8_e4m3fn, device=self.device
@@ -231,15 +232,38 @@ class ExpandedWeights:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors on the device."""
+        """Bytes of all tensors that the kernel reads."""
         tensors = (self.units, self.scales, self.bias)
         return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+
+    def expert(self, expert: int) -> ExpandedWeights:
+        """The weights of one expert. Raises `ValueError` if it is out of range."""
+        one = one_of(expert, self.num_experts)
+        return self._each(lambda t: t[one])
+
+    def clone(self) -> ExpandedWeights:
+        """The same weights with quants and scales copied to new memory."""
+        return replace(self, units=self.units.clone(), scales=self.scales.clone())
 
     def to(self, device: torch.device | str) -> ExpandedWeights:
         """The same weights on `device`."""
         place = check_device("device", device)
-        bias = None if self.bias is None else self.bias.to(place)
-        return replace(self, units=self.units.to(place), scales=self.scales.to(place), bias=bias)
+        return self._each(lambda t: t.to(place))
+
+    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> ExpandedWeights:
+        """The same weights with `change` applied to every tensor."""
+        units, scales, exact = (change(t) for t in (self.units, self.scales, self.exact))
+        bias = None if self.bias is None else change(self.bias)
+        return replace(self, units=units, scales=scales, exact=exact, bias=bias)
+
+
+StoredWeights = ExpertWeights | PrepackedWeights | ExpandedWeights
+"""What a grouped GEMM takes as weights."""
+
+
+def expanded_activation(activation: Activation) -> Activation:
+    """The formula for weights that `ExpandedWeights.expand` gives: `activation` with gate above up."""
+    return replace(activation, order=GateUpOrder.GATE_UP) if activation.gated else activation
 
 
 def _checked_format(fmt: str | TokenFormat, argument: str) -> TokenFormat:

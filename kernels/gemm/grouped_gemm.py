@@ -30,6 +30,7 @@ from moe_runtime.kernels.gemm import dequant_gemm, dequant_tokens, plan, referen
 from moe_runtime.kernels.gemm.activation import activated_tile, function_tile
 from moe_runtime.kernels.gemm.arguments import Intermediate, check_activation, check_operands, check_out
 from moe_runtime.kernels.gemm.epilogue import half_rows, scaled, store_plain, store_quantized
+from moe_runtime.kernels.gemm.expanded_weights import ExpandedWeights, StoredWeights, expanded_activation
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.gemm.operands import (
     FP8_BLOCK_K,
@@ -259,7 +260,7 @@ def gemm_bytes(
 
 def grouped_gemm(
     a: GroupedRows,
-    w: ExpertWeights | PrepackedWeights,
+    w: StoredWeights,
     *,
     out: torch.Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
@@ -271,7 +272,8 @@ def grouped_gemm(
     Args:
         a: the rows; formats as in `w`, or `bf16` and `fp8_block` rows with `nvfp4` and `mxfp4` weights, or `mxfp8` rows
             with `mxfp4`.
-        w: the weights `[E, N, K]`. Prepacked weights must be plain (without `gate_up`).
+        w: the weights `[E, N, K]`. Prepacked and expanded weights must be plain (without `gate_up`); expanded ones
+            are multiplied as those in `fp8_block`.
         out: bf16, fp16 or fp32 `[>= capacity, N]`, last dimension contiguous; allocated if None.
         out_dtype: dtype of a new output.
         engine: "auto", "cuda", "triton" or "torch" (`runtime.resolve_engine`).
@@ -285,7 +287,7 @@ def grouped_gemm(
         ValueError: a shape, dtype, device, stride or format that does not fit; the message names the argument.
     """
     check_operands(a, w)
-    if isinstance(w, PrepackedWeights) and w.gate_up is not None:
+    if not isinstance(w, ExpertWeights) and w.gate_up is not None:
         raise ValueError("w.gate_up: expected None: prepacked weights with gate_up are in the order of the activation")
     out = check_out(a, w, out, out_dtype)
     plan = _plan(a, w, engine, num_sms, out=out)
@@ -293,10 +295,11 @@ def grouped_gemm(
         assert isinstance(w, PrepackedWeights)
         dequant_gemm.dequant_gemm(a, w, out, plan)
         return out
-    raw = _restored(w) if isinstance(w, PrepackedWeights) else w
     if plan.kernel is GemmKernel.TMA:
-        tma_gemm.multiply(a, raw, out, plan)
-    elif plan.kernel is GemmKernel.TORCH:
+        tma_gemm.multiply(a, _restored(w) if isinstance(w, PrepackedWeights) else w, out, plan)
+        return out
+    raw = w if isinstance(w, ExpertWeights) else _restored(w)
+    if plan.kernel is GemmKernel.TORCH:
         reference.grouped_gemm(a, raw, out=out)
     else:
         target = raw_bits(out) if out.dtype == torch.bfloat16 else out
@@ -306,12 +309,12 @@ def grouped_gemm(
 
 def grouped_gemm_swiglu(
     a: GroupedRows,
-    w: ExpertWeights | PrepackedWeights,
+    w: StoredWeights,
     activation: Activation,
     *,
     out_format: str | TokenFormat,
     out_gsf: float | torch.Tensor | None = None,
-    then: ExpertWeights | PrepackedWeights | None = None,
+    then: StoredWeights | None = None,
     engine: str = "auto",
     num_sms: int | None = None,
 ) -> GroupedRows:
@@ -322,7 +325,7 @@ def grouped_gemm_swiglu(
     Args:
         a: the rows, as for `grouped_gemm`.
         w: the weights `[E, 2I, K]` of gate and up, or `[E, I, K]` where the activation has no gate. Prepacked weights
-            must have `gate_up`, or none.
+            must have `gate_up`, or none, and so must expanded ones.
         activation: formula and order of gate and up; the order must be that of `w`, if `w` has one.
         out_format: format of the result; `I` must be a multiple of its `unit`.
         out_gsf: encode scale of an `nvfp4` result, a positive number or one fp32 element on the device, clamped to
@@ -346,6 +349,8 @@ def grouped_gemm_swiglu(
     raw = w
     if isinstance(w, PrepackedWeights) and plan.kernel is not GemmKernel.DEQUANT:
         raw = _restored(w)
+    elif isinstance(w, ExpandedWeights) and plan.kernel is not GemmKernel.TMA:
+        raw, activation = _restored(w), expanded_activation(activation)
     if plan.kernel is GemmKernel.TORCH:
         assert isinstance(raw, ExpertWeights)
         return reference.grouped_gemm_swiglu(a, raw, activation, out_format=out_format, out_gsf=out_gsf)
@@ -356,6 +361,7 @@ def grouped_gemm_swiglu(
     elif plan.kernel is GemmKernel.TMA:
         tma_gemm.multiply_swiglu(a, raw, activation, out, plan)
     else:
+        assert isinstance(raw, ExpertWeights)
         scales = None if out.scales is None else raw_bits(out.scales)
         target = (raw_bits(out.rows), scales, stored.gsf, out.group_scale_offsets)
         _launch(a, raw, plan, out.num_columns, target, out.num_columns, int(out.format.code), activation)
@@ -364,11 +370,11 @@ def grouped_gemm_swiglu(
 
 def _intermediate(
     a: GroupedRows,
-    w: ExpertWeights | PrepackedWeights,
+    w: StoredWeights,
     activation: Activation,
     out_format: str | TokenFormat,
     out_gsf: float | torch.Tensor | None,
-    then: ExpertWeights | PrepackedWeights | None,
+    then: StoredWeights | None,
     how: GemmPlan,
 ) -> Intermediate:
     """What the GEMM of the plan `how` stores for the one with `then`."""
@@ -414,8 +420,8 @@ class BoundExperts:
 
 def bind_experts(
     a: GroupedRows,
-    gate_up: ExpertWeights | PrepackedWeights,
-    down: ExpertWeights | PrepackedWeights,
+    gate_up: StoredWeights,
+    down: StoredWeights,
     activation: Activation,
     out: torch.Tensor,
     *,
@@ -448,7 +454,7 @@ HOPPER_KERNELS = (GemmKernel.TMA, GemmKernel.DEQUANT)
 
 def _product(
     a: GroupedRows,
-    w: ExpertWeights | PrepackedWeights,
+    w: StoredWeights,
     how: GemmPlan,
     out: torch.Tensor,
     activation: Activation | None = None,
@@ -463,7 +469,7 @@ def _product(
 
 def _plan(
     a: GroupedRows,
-    w: ExpertWeights | PrepackedWeights,
+    w: StoredWeights,
     engine: str,
     num_sms: int | None,
     *,
@@ -476,8 +482,8 @@ def _plan(
     order = None if activation is None else activation.gate_up
     device, resolved = a.rows.device, resolve_engine(engine, a.rows.device)
     aligned = scales_aligned = True
-    if resolved == "cuda" and isinstance(w, ExpertWeights):
-        aligned = tma_gemm.aligned(a.rows, w.quants, out)
+    if resolved == "cuda" and not isinstance(w, PrepackedWeights):
+        aligned = tma_gemm.aligned(a.rows, w.quants if isinstance(w, ExpertWeights) else w.units, out)
         scales_aligned = tma_gemm.scales_aligned(a.scales, w.scales)
     return plan.plan_gemm(
         GemmProblem(
@@ -495,7 +501,7 @@ def _plan(
             active_groups=a.max_active_groups,
             out_format=out_format,
             gated=activation is None or activation.gated,
-            tiled_blocks=isinstance(w, PrepackedWeights)
+            tiled_blocks=not isinstance(w, ExpertWeights)
             or w.blocks_apart == has_blocks_apart(w.format, w.num_rows, order),
             prepacked=isinstance(w, PrepackedWeights),
             gathered=a.row_index is not None,
@@ -505,22 +511,23 @@ def _plan(
             sm_limit=num_sms,
             aligned=aligned,
             scales_aligned=scales_aligned,
+            expanded_from=w.stored_format if isinstance(w, ExpandedWeights) else None,
         )
     )
 
 
-def _restored(w: PrepackedWeights) -> ExpertWeights:
-    """The raw weights of `w`: the other kernels cannot read prepacked weights."""
+def _restored(w: PrepackedWeights | ExpandedWeights) -> ExpertWeights:
+    """Weights for the other kernels, which cannot read prepacked or expanded ones."""
     _warn_of_restoring()
-    return w.restore()
+    return w.restore() if isinstance(w, PrepackedWeights) else w.expand()
 
 
 @cache
 def _warn_of_restoring() -> None:
     """Warn once per process."""
     _LOG.warning(
-        "prepacked weights are restored in every call, which is slow: only Hopper's CUDA C++ kernels read them, with "
-        'engine "auto" or "cuda" on a Hopper GPU that has NVRTC; elsewhere pass weights that are not prepacked'
+        "prepacked or expanded weights are restored in every call, which is slow: only Hopper's CUDA C++ kernels read "
+        'them, with engine "auto" or "cuda" on a Hopper GPU that has NVRTC; elsewhere pass other weights'
     )
 
 

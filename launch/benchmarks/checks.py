@@ -19,6 +19,7 @@ from moe_runtime.kernels.exchange.geometry import ExchangeGeometry
 from moe_runtime.kernels.formats.number_formats import FormatCode, QuantizedRows, TokenFormat
 from moe_runtime.kernels.formats.quantize import dequantize_rows, quantize_rows
 from moe_runtime.kernels.formats.reference_quantize import raw_bits
+from moe_runtime.kernels.gemm.expanded_weights import ExpandedWeights, StoredWeights, expanded_activation
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
 from moe_runtime.kernels.gemm.weights import Activation, ExpertWeights
@@ -187,17 +188,17 @@ def check_combine(y_TH: torch.Tensor, inputs: Inputs, geometry: ExchangeGeometry
     return Check("combine: relative Frobenius error", error, math.sqrt(growth - 1))
 
 
-def check_gate_up(
-    out: GroupedRows, rows: GroupedRows, w: ExpertWeights | PrepackedWeights, activation: Activation
-) -> Check:
+def check_gate_up(out: GroupedRows, rows: GroupedRows, w: StoredWeights, activation: Activation) -> Check:
     """Error of the quantized intermediate, bounded by its rounding: both sides use the same dequantized operands."""
+    if isinstance(w, ExpandedWeights):
+        activation = expanded_activation(activation)
     expected = [activation_reference(c, activation) for _, c, _ in _products(rows, w)]
     values = dequantize_rows(ungrouped(out), engine="torch")
     error, _ = relative_error(values, torch.cat(expected) if expected else values.double())
     return Check("gate and up: relative Frobenius error", error, rounding_error(out.format))
 
 
-def check_down(out_RH: torch.Tensor, rows: GroupedRows, w: ExpertWeights | PrepackedWeights) -> Check:
+def check_down(out_RH: torch.Tensor, rows: GroupedRows, w: StoredWeights) -> Check:
     """The largest `|error| / (u |c| + g sum |a| |b|)` of an element; `u` is 2^-8 for bf16, `g` by the kind of MMA."""
     gain = math.ceil(rows.num_columns / 16) * FP32_GAIN
     if out_RH.device.type == "cuda" and w.format.code == FormatCode.FP8_BLOCK:
@@ -216,9 +217,7 @@ def expert_factor(experts: torch.Tensor, geometry: ExchangeGeometry) -> torch.Te
     return 1 + experts.float() / geometry.num_experts
 
 
-def _products(
-    rows: GroupedRows, w: ExpertWeights | PrepackedWeights
-) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+def _products(rows: GroupedRows, w: StoredWeights) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
     """`(place, a @ b^T + bias, |a| @ |b|^T + |bias|)` of each group that has rows: float64, of dequantized operands."""
     a_RK = dequantize_rows(ungrouped(rows), engine="torch").double()
     offsets = rows.group_offsets.tolist()
@@ -226,7 +225,8 @@ def _products(
         place = slice(offsets[group], offsets[group + 1])
         if place.start < place.stop and expert >= 0:
             one = w.expert(expert)
-            one = one.restore(engine="torch") if isinstance(one, PrepackedWeights) else one
+            if not isinstance(one, ExpertWeights):
+                one = one.restore(engine="torch") if isinstance(one, PrepackedWeights) else one.expand()
             b_NK = one.dequantize(engine="torch")[0].double()
             bias_N = b_NK.new_zeros(()) if one.bias is None else one.bias[0].double()
             yield place, a_RK[place] @ b_NK.T + bias_N, a_RK[place].abs() @ b_NK.T.abs() + bias_N.abs()

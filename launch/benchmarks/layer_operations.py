@@ -11,10 +11,9 @@ import torch
 import torch.distributed as dist
 
 from moe_runtime.experts import Experts
+from moe_runtime.kernels.gemm.expanded_weights import StoredWeights
 from moe_runtime.kernels.gemm.grouped_gemm import gemm_bytes, gemm_flops, grouped_gemm, grouped_gemm_swiglu
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
-from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
-from moe_runtime.kernels.gemm.weights import ExpertWeights
 from moe_runtime.launch.benchmarks import bounds, checks, network, torch_layer
 from moe_runtime.launch.benchmarks.layer_bench import Bench, Measured, Work
 from moe_runtime.launch.benchmarks.timing import TOTAL, Lap, Step, copies_to_rotate
@@ -237,6 +236,6 @@ def _rows_of_ranks(idx: Sequence[torch.Tensor], starts: Sequence[int]) -> list[i
     return [int(((ids >= first) & (ids < end)).sum()) for first, end in pairwise(starts)]
 
 
-def _rotated(w: ExpertWeights | PrepackedWeights, device: torch.device) -> list[ExpertWeights | PrepackedWeights]:
+def _rotated(w: StoredWeights, device: torch.device) -> list[StoredWeights]:
     """`w`, and copies of it where it would stay in the cache."""
     return [w, *(w.clone() for _ in range(copies_to_rotate(device, w.num_bytes) - 1))]

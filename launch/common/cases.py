@@ -131,6 +131,10 @@ def with_token_format(config: MoELayerConfig, name: str, weights: str | None = N
 
     Raises `ValueError` where its sizes do not fit, or the formats do not go together.
     """
-    gsf = config.intermediate_gsf if name == "nvfp4" else None
-    changed: MoELayerConfig = config.replace(token_format=name, weight_format=weights, intermediate_gsf=gsf)
+    changed: MoELayerConfig = config.replace(
+        token_format=name,
+        weight_format=weights,
+        fp4_multiplied_in="bf16",
+        intermediate_gsf=config.intermediate_gsf if name == "nvfp4" else None,
+    )
     return changed

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
+import torch
+
 from moe_runtime.comm.hosts import Hosts
-from moe_runtime.kernels import clock
+from moe_runtime.kernels import clock, recorded_routes
 from moe_runtime.kernels.exchange import hierarchical_cuda, layout, local_ids, padded, payload
 from moe_runtime.kernels.exchange.geometry import ExchangeGeometry, worst_case_rows
 from moe_runtime.kernels.exchange.hierarchical import HostGeometry
@@ -104,8 +107,9 @@ class _Cases:
         shared_bytes = required_plan(geometry).send_shared_bytes
         return self.case("dispatch_send", "dispatch_send", defines, shared_bytes, instruction=BULK_STORE)
 
-    def recv(self, geometry: ExchangeGeometry, scales: bool = True) -> Iterator[CudaCase]:
-        defines, places_bytes = recv_macros(geometry, scales=scales), required_plan(geometry).place_shared_bytes
+    def recv(self, geometry: ExchangeGeometry, scales: bool = True, waits: bool = False) -> Iterator[CudaCase]:
+        defines = recv_macros(geometry, scales=scales, waits=waits)
+        places_bytes = required_plan(geometry).place_shared_bytes
         for kernel in ("recv_count", "recv_permute", "recv_scales"):
             yield self.case("dispatch_recv", kernel, defines, places_bytes if kernel == "recv_permute" else 0)
 
@@ -146,6 +150,8 @@ class _Cases:
         for sizes in ({}, {"max_tokens": 4096}, {"num_sms": 16}):
             geometry = self.sample(contiguous=True, **sizes)
             yield from self.recv(geometry)
+            if self.fmt == "bf16":
+                yield from self.recv(geometry, waits=True)
             yield self.send(geometry)
         if not fmt.swizzled:
             geometry = self.sample(accepts_repeats=True)
@@ -171,6 +177,8 @@ class _Cases:
             yield self.combine("combine_send", limited, output_bf16=True, has_shared=False)
             for kernel in ("combine_send", "combine_recv"):
                 yield self.combine(kernel, few, output_bf16=True, has_shared=False)
+            for geometry in (few, full) if self.fmt == "bf16" else ():
+                yield self.combine("combine_recv", geometry, output_bf16=True, has_shared=False, waits=True)
 
 
 def _of_hosts(fmt: str, archs: tuple[int, ...]) -> Iterator[CudaCase]:
@@ -225,14 +233,20 @@ def _rows() -> Iterator[AotCase]:
         fmt, constexprs = "fp8_block" if packed.num_scales else "bf16", payload._constexprs(packed)
         pack = constexprs | {"WORDS": packed.words}
         yield row_case("dispatch_pack", fmt, payload._dispatch_pack_kernel, pack, _PAYLOAD_TYPES)
-        unpack = constexprs | {"HAS_PLACE": False}
+        unpack = constexprs | {"HAS_PLACE": False, "HAS_TOKENS": True}
         yield row_case("dispatch_unpack", fmt, payload._dispatch_unpack_kernel, unpack, _PAYLOAD_TYPES)
+        expand = constexprs | {"K": 8, "HAS_WEIGHTS": True}
+        types = _PAYLOAD_TYPES | {"row_weights_ptr": "*fp32"}
+        yield row_case("dispatch_expand", fmt, payload._dispatch_expand_kernel, expand, types)
 
 
 def _others() -> Iterator[CudaCase]:
     yield CudaCase("write_clock", "any", "clock.cu", "write_clock", clock.DEFINES, instruction={90: "globaltimer"})
     for ids_64 in (False, True):
         yield CudaCase("local_ids", "any", "local_ids.cu", "local_ids", local_ids._macros(ids_64), ALL_ARCHS)
+    for ids, ring in product((torch.int32, torch.int64), (torch.int16, torch.int32)):
+        macros = recorded_routes._macros(ids, ring)
+        yield CudaCase("record_routes", "any", "record_routes.cu", "record_routes", macros, ALL_ARCHS)
 
 
 AOT_CASES: tuple[AotCase | CudaCase, ...] = (

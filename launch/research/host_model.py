@@ -180,7 +180,9 @@ def experts_us(where: Deployment, machine: Machine) -> float:
 
 def shared_us(config: MoELayerConfig, machine: Machine, intermediate: int) -> float:
     """The floor of a shared expert of this intermediate size in bf16, which has all tokens of a rank."""
-    plain = config.replace(token_format="bf16", weight_format="bf16", intermediate_size=intermediate)
+    plain = config.replace(
+        token_format="bf16", weight_format="bf16", fp4_multiplied_in="bf16", intermediate_size=intermediate
+    )
     return _products_us(plain, machine, config.max_tokens_per_rank, 1)
 
 

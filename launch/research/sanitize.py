@@ -174,7 +174,10 @@ def run_cases(engine: str, chosen: Sequence[str]) -> None:
 
 
 def run_exchange(name: str, engine: str, device: str = "cuda") -> None:
-    """Two steps of a layer on virtual ranks, then one with an expert id of rank 0 out of range."""
+    """Two steps of a layer on virtual ranks, then one with an expert id of rank 0 out of range.
+
+    From the second on waits are counted and routes recorded.
+    """
     config, mode = exchange_config(name), EXCHANGES[name]["mode"]
 
     def load(layer: MoELayer) -> None:
@@ -189,6 +192,11 @@ def run_exchange(name: str, engine: str, device: str = "cuda") -> None:
                 for rank, layer in enumerate(ranks.layers)
             ]
             xs, routing = [x for x, _, _ in steps], [(idx, weights) for _, idx, weights in steps]
+            if step == 1:
+                for layer in ranks.layers:
+                    layer.count_waits()
+                    shape = 2, config.max_tokens_per_rank, config.top_k
+                    layer.record_routes(torch.empty(shape, dtype=torch.int16, device=device))
             if step == 2:
                 routing[0][0][-1, 0] = config.num_experts
             try:

@@ -13,7 +13,7 @@ from moe_runtime.checkpoints.kept_experts import load_kept
 from moe_runtime.checkpoints.loading import FRESH, ExpertTensors, QuantBuffers, quantize_experts
 from moe_runtime.config import MoELayerConfig
 from moe_runtime.context.expert_parallel import ExpertParallelContext
-from moe_runtime.experts import Experts, activation_of
+from moe_runtime.experts import Experts, activation_of, expanded_experts
 from moe_runtime.kernels.formats.number_formats import format_named
 from moe_runtime.kernels.gemm.prepacked import MAX_PREPACKED_EXPERTS
 from moe_runtime.post_expert_norm import PostExpertNorm
@@ -92,7 +92,8 @@ class ExpertLoader:
         """As `make`, in the order of the formats."""
         config, context = self._config, self._context
         gate_up, down = quantize_experts(experts, config, count, context.device, buffers)
-        return Experts(
+        make = expanded_experts if config.fp4_multiplied_in == "fp8" else Experts
+        return make(
             gate_up,
             down,
             activation_of(config.activation),

@@ -120,6 +120,7 @@ def _about(checkpoint: Checkpoint, layer: int, config: MoELayerConfig, none: Exp
         "checkpoint": str(checkpoint.folder.resolve()),
         "layer": layer,
         "weight_format": config.weight_format,
+        "multiplied_format": config.multiplied_format,
         "sizes": [config.num_experts, config.hidden_size, config.intermediate_size],
         "activation": [config.activation.order, config.activation.gated],
         "bias": config.expert_bias,

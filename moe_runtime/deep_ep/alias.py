@@ -18,8 +18,12 @@ install_alias()
 '''
 
 
-def install_alias() -> None:
+def install_alias(checkout: str | Path | None = None) -> None:
     """Let `import deep_ep` of this process give `moe_runtime.deep_ep`.
+
+    Args:
+        checkout: of DeepEP, for its tests: modules of `deep_ep.utils` that are not here, such as the references of
+            tests/elastic, are imported from there.
 
     Raises `ValueError` where another `deep_ep` was imported before.
     """
@@ -29,17 +33,21 @@ def install_alias() -> None:
         raise ValueError(f"install_alias: expected to come before any import of {NAME}, got {loaded}")
     for module in MODULES:
         sys.modules[NAME + module] = importlib.import_module(OURS + module)
+    if checkout is not None:
+        sys.modules[NAME + ".utils"].__path__.append(str(Path(checkout).resolve() / NAME / "utils"))
 
 
-def write_alias(folder: str | Path) -> Path:
+def write_alias(folder: str | Path, checkout: str | Path | None = None) -> Path:
     """Write a package `deep_ep` into `folder` that imports `moe_runtime.deep_ep`; for `PYTHONPATH`.
 
-    Raises `ValueError` where `folder` has another `deep_ep`.
+    `checkout` is as of `install_alias`. Raises `ValueError` where `folder` has another `deep_ep`.
     """
     package = Path(folder) / NAME
     file = package / "__init__.py"
-    if package.exists() and not (file.is_file() and file.read_text() == PACKAGE):
+    head, _, _ = PACKAGE.partition("install_alias()")
+    if package.exists() and not (file.is_file() and file.read_text().startswith(head)):
         raise ValueError(f"folder: expected one without another {NAME}, got {package}")
     package.mkdir(parents=True, exist_ok=True)
-    file.write_text(PACKAGE)
+    where = "" if checkout is None else repr(str(Path(checkout).resolve()))
+    file.write_text(f"{head}install_alias({where})\n")
     return package

@@ -1,4 +1,4 @@
-"""What `Buffer` accepts: each wrong argument is a `ValueError` with its name, what was expected and what came."""
+"""What the buffers accept: each wrong argument is a `ValueError` with its name, what was expected and what came."""
 
 from __future__ import annotations
 
@@ -8,19 +8,38 @@ import torch
 
 from moe_runtime.deep_ep import low_latency
 from moe_runtime.deep_ep.normal import Tokens
-from moe_runtime.deep_ep.sizes import FP8_BLOCK_SIZE
-from moe_runtime.support.arguments import check_integer, check_is_tensor
+from moe_runtime.deep_ep.sizes import FP8_BLOCK_SIZE, MOST_TOP_K
+from moe_runtime.support.arguments import check_integer, check_is_tensor, describe
 
 topk_idx_t = torch.int64
 """dtype of expert ids."""
 IDS, BF16, FP32 = (topk_idx_t,), (torch.bfloat16,), (torch.float32,)
 
+Bit = bool | int
+"""True or False, or, as DeepEP's tests pass them, 1 or 0."""
+Bias = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
 
-def check_experts(num_experts: int, num_ranks: int) -> None:
-    """`num_experts` is a multiple of the ranks."""
-    check_integer("num_experts", num_experts)
-    if num_experts % num_ranks:
-        raise ValueError(f"num_experts: expected a multiple of {num_ranks} ranks, got {num_experts}")
+
+def check_bit(name: str, value: object) -> bool:
+    """`value` as a bool, if it is a `Bit`."""
+    if not isinstance(value, int) or value not in (0, 1):
+        raise ValueError(f"{name}: expected True or False, got {describe(value)}")
+    return bool(value)
+
+
+def check_experts(num_experts: int | None, num_ranks: int) -> int:
+    """`num_experts`, which is a multiple of the ranks."""
+    found = check_integer("num_experts", num_experts)
+    if found % num_ranks:
+        raise ValueError(f"num_experts: expected a multiple of {num_ranks} ranks, got {found}")
+    return found
+
+
+def check_top_k(top_k: int) -> int:
+    """`top_k`, the columns of `topk_idx`, if normal mode takes as many."""
+    if not 0 < top_k <= MOST_TOP_K:
+        raise ValueError(f"topk_idx: expected 1 to {MOST_TOP_K} experts of a token, got {top_k}")
+    return top_k
 
 
 def check_matrix(
@@ -41,8 +60,21 @@ def check_matrix(
         raise ValueError(f"{name}: expected shape [{expected}], got {list(tensor.shape)}")
 
 
-def check_tokens(x: Tokens, device: torch.device) -> int:
-    """`x` is what normal mode takes: bf16, or e4m3 and fp32 scales. Returns `H`."""
+def check_vector(
+    name: str, tensor: torch.Tensor, device: torch.device, dtypes: Sequence[torch.dtype], size: int
+) -> None:
+    """`tensor` is a vector of these dtypes and this size on `device`."""
+    _check_place(name, tensor, device)
+    if tensor.dtype not in dtypes or tensor.shape != (size,):
+        expected = f"{' or '.join(map(str, dtypes))} [{size}]"
+        raise ValueError(f"{name}: expected {expected}, got {tensor.dtype} {list(tensor.shape)}")
+
+
+def check_tokens(x: Tokens, device: torch.device, *, packed: bool = False) -> int:
+    """`x` is what normal mode takes: bf16, or e4m3 and fp32 scales. Returns `H`.
+
+    `packed` scales may also be int32 words of any meaning, and fewer than one for each 128 elements.
+    """
     if isinstance(x, tuple):
         if len(x) != 2:
             raise ValueError(f"x: expected a tensor, or quants and scales, got {len(x)} tensors")
@@ -50,15 +82,24 @@ def check_tokens(x: Tokens, device: torch.device) -> int:
         check_matrix("x[0]", quants, device, (torch.float8_e4m3fn,))
         if quants.shape[1] % FP8_BLOCK_SIZE:
             raise ValueError(f"x[0]: expected a multiple of {FP8_BLOCK_SIZE} columns, got {quants.shape[1]}")
-        check_matrix("x[1]", scales, device, FP32, quants.shape[0], quants.shape[1] // FP8_BLOCK_SIZE)
+        most = quants.shape[1] // FP8_BLOCK_SIZE
+        dtypes = (*FP32, torch.int32) if packed else FP32
+        check_matrix("x[1]", scales, device, dtypes, quants.shape[0], None if packed else most)
+        if not 0 < scales.shape[1] <= most:
+            raise ValueError(f"x[1]: expected 1 to {most} columns, got {scales.shape[1]}")
     else:
         quants = x
         check_matrix("x", x, device, BF16)
-    if quants.shape[1] == 0 or quants.shape[1] % 16:
-        raise ValueError(f"x: expected a hidden size that is a multiple of 16, got {quants.shape[1]}")
     if not quants.is_contiguous():
         raise ValueError(f"x: expected contiguous rows, got strides {list(quants.stride())}")
-    return int(quants.shape[1])
+    return check_hidden(quants.shape[1])
+
+
+def check_hidden(hidden: int) -> int:
+    """`hidden`, the columns of `x`, if normal mode takes them."""
+    if hidden == 0 or hidden % 16:
+        raise ValueError(f"x: expected a hidden size that is a multiple of 16, got {hidden}")
+    return hidden
 
 
 def check_layout(
@@ -95,6 +136,25 @@ def check_routing(
     if topk_idx is not None and topk_weights is not None:
         check_matrix("topk_idx", topk_idx, device, IDS, num_tokens)
         check_matrix("topk_weights", topk_weights, device, FP32, num_tokens, topk_idx.shape[1])
+
+
+def check_statistics(statistics: torch.Tensor | None, num_local_experts: int, device: torch.device) -> None:
+    """`statistics` is None, or a count of each local expert that can be added to."""
+    if statistics is not None:
+        name = "cumulative_local_expert_recv_stats"
+        check_vector(name, statistics, device, (torch.int32,), num_local_experts)
+        if not statistics.is_contiguous():
+            raise ValueError(f"{name}: expected a contiguous tensor, got strides {list(statistics.stride())}")
+
+
+def check_bias(bias: Bias, device: torch.device, rows: int, columns: int) -> tuple[torch.Tensor, ...]:
+    """The tensors of `bias`, two at most."""
+    biases = bias if isinstance(bias, tuple) else () if bias is None else (bias,)
+    if len(biases) > 2:
+        raise ValueError(f"bias: expected at most two tensors, got {len(biases)}")
+    for one in biases:
+        check_matrix("bias", one, device, BF16, rows, columns)
+    return biases
 
 
 def payload_of(

@@ -3,42 +3,38 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable
 from typing import ClassVar, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.deep_ep.arguments import (
     BF16,
     FP32,
     IDS,
+    Bias,
+    check_bias,
     check_experts,
+    check_hidden,
     check_layout,
     check_matrix,
     check_routing,
+    check_statistics,
     check_tokens,
     payload_of,
 )
-from moe_runtime.deep_ep.events import CommStream, EventHandle, EventOverlap
+from moe_runtime.deep_ep.events import EventHandle, EventOverlap
+from moe_runtime.deep_ep.group_buffer import GroupBuffer, not_there, runs_beside
 from moe_runtime.deep_ep.low_latency import LowLatencyExchange, LowLatencyHandle
 from moe_runtime.deep_ep.normal import NormalExchange, NormalHandle, Tokens
-from moe_runtime.deep_ep.sizes import FP8_BLOCK_SIZE, Config, low_latency_bytes, normal_bytes, normal_tokens
+from moe_runtime.deep_ep.sizes import FP8_BLOCK_SIZE, Config, low_latency_bytes
 from moe_runtime.kernels.exchange.layout import dispatch_layout
 from moe_runtime.kernels.formats.number_formats import align
-from moe_runtime.support.arguments import check_flag, check_integer, check_is_tensor, check_kind
-
-_LOG = logging.getLogger(__name__)
+from moe_runtime.support.arguments import check_integer, check_is_tensor, check_kind
 
 
-@functools.cache
-def _warn_once(text: str) -> None:
-    _LOG.warning(text)
-
-
-class Buffer:
+class Buffer(GroupBuffer):
     """Memory of a group of ranks for exchanging tokens. Constructing it is collective.
 
     Memory is reserved at the first dispatch of each mode and size, from `num_nvl_bytes` for normal mode and from
@@ -79,53 +75,18 @@ class Buffer:
         comm: object = None,
     ) -> None:
         if comm is not None:
-            _not_there("comm", "pass group, a process group of torch.distributed")
+            not_there("comm", "pass group, a process group of torch.distributed")
         if enable_shrink:
-            _not_there("enable_shrink", "ranks cannot be masked")
+            not_there("enable_shrink", "ranks cannot be masked")
         if not allow_nvlink_for_low_latency_mode:
-            _not_there("allow_nvlink_for_low_latency_mode", "ranks exchange tokens over NVLink alone")
-        if group is None:
-            raise ValueError("group: expected a process group, got None")
+            not_there("allow_nvlink_for_low_latency_mode", "ranks exchange tokens over NVLink alone")
         check_integer("num_nvl_bytes", num_nvl_bytes, 0)
         check_integer("num_rdma_bytes", num_rdma_bytes, 0)
-        check_flag("explicitly_destroy", explicitly_destroy)
-        self.group = group
-        self.rank, self.group_size = group.rank(), group.size()
+        super().__init__(group, explicitly_destroy)
+        self.rank, self.group_size = self.group.rank(), self.group.size()
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
-        self.low_latency_mode, self.explicitly_destroy = low_latency_mode, explicitly_destroy
-        self.enable_shrink = enable_shrink
-        # Ranks that cannot share memory find out here.
-        self._contexts: list[ExpertParallelContext] = []
-        self._spare: ExpertParallelContext | None = self._new_context()
-        if self._spare.transport == "collective":
-            _warn_once(
-                "moe_runtime.deep_ep: these ranks share no memory; torch.distributed carries the tokens, and calls "
-                f"wait for the host ({self._spare.transport_reasons})"
-            )
-        self.device = self._spare.device
-        self._comm = CommStream(self.device)
-        self._normal: dict[int, NormalExchange] = {}
+        self.low_latency_mode, self.enable_shrink = low_latency_mode, enable_shrink
         self._low_latency: dict[tuple[int, int, int, int], LowLatencyExchange] = {}
-        self._destroyed = False
-
-    def _new_context(self) -> ExpertParallelContext:
-        context = ExpertParallelContext(self.group, one_memory=True)
-        self._contexts.append(context)
-        return context
-
-    def _context(self) -> ExpertParallelContext:
-        """One that nothing is registered with."""
-        spare, self._spare = self._spare, None
-        return self._new_context() if spare is None else spare
-
-    def destroy(self) -> None:
-        """Free the memory, on all ranks together. Raises `ValueError` without `explicitly_destroy`."""
-        if not self.explicitly_destroy:
-            raise ValueError("explicitly_destroy: expected True for a Buffer that is to be destroyed")
-        if not self._destroyed:
-            self._destroyed = True
-            for context in self._contexts:
-                context.close()
 
     @staticmethod
     def is_sm90_compiled() -> bool:
@@ -168,15 +129,9 @@ class Buffer:
         check_integer("num_ranks", num_ranks)
         return Config(Buffer.num_sms)
 
-    def get_comm_stream(self) -> torch.cuda.Stream:
-        """The stream of calls with `async_finish` or `previous_event`. Raises `ValueError` on CPUs."""
-        if self._comm.stream is None:
-            raise ValueError("get_comm_stream: expected a GPU, this Buffer is on a CPU")
-        return self._comm.stream
-
     def get_local_buffer_tensor(self, *arguments: object, **settings: object) -> NoReturn:
         """Not there: the memory has no part that is free for callers."""
-        _not_there("get_local_buffer_tensor", "the memory has no part that is free for callers")
+        not_there("get_local_buffer_tensor", "the memory has no part that is free for callers")
 
     # Normal mode
 
@@ -196,7 +151,7 @@ class Buffer:
         """
         check_matrix("topk_idx", topk_idx, self.device, IDS)
         check_experts(num_experts, self.group_size)
-        beside = _beside(previous_event, async_finish, allocate_on_comm_stream)
+        beside = runs_beside(previous_event, async_finish, allocate_on_comm_stream)
         with self._comm.running(beside, previous_event):
             engine = self._contexts[0].engine
             per_rank, per_expert, in_rank = dispatch_layout(topk_idx, num_experts, self.group_size, engine=engine)
@@ -249,7 +204,7 @@ class Buffer:
         hidden = check_tokens(x, self.device)
         check_integer("expert_alignment", expert_alignment)
         check_integer("num_worst_tokens", num_worst_tokens, 0)
-        beside = _beside(previous_event, async_finish, allocate_on_comm_stream)
+        beside = runs_beside(previous_event, async_finish, allocate_on_comm_stream)
         quants, scales = x if isinstance(x, tuple) else (x, None)
         if handle is not None:
             check_kind("handle", handle, NormalHandle)
@@ -258,9 +213,9 @@ class Buffer:
             if quants.shape[0] != handle.num_tokens:
                 raise ValueError(f"x: expected {handle.num_tokens} tokens as in handle, got {quants.shape[0]}")
             with self._comm.running(beside, previous_event):
-                rows, row_scales = self._exchange(hidden).dispatch_again(x, handle)
-            event = self._comm.finish(beside, async_finish, (quants, scales, rows, row_scales))
-            return (rows if row_scales is None else (rows, row_scales)), None, None, None, None, event
+                got = self._exchange(hidden).dispatch_again(x, handle)
+            event = self._comm.finish(beside, async_finish, (quants, scales, got.x, got.scales))
+            return got.tokens, None, None, None, None, event
         counts = check_layout(
             quants.shape[0], self.group_size, self.device, num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert
         )
@@ -272,15 +227,14 @@ class Buffer:
             experts = [align(count, expert_alignment) for count in experts]
         used = (quants, scales, topk_idx, topk_weights, got.x, got.scales, got.topk_idx, got.topk_weights)
         event = self._comm.finish(beside, async_finish, (*used, *counts, got.handle[3]))
-        tokens = got.x if got.scales is None else (got.x, got.scales)
-        return tokens, got.topk_idx, got.topk_weights, experts, got.handle, event
+        return got.tokens, got.topk_idx, got.topk_weights, experts, got.handle, event
 
     def combine(
         self,
         x: torch.Tensor,
         handle: NormalHandle,
         topk_weights: torch.Tensor | None = None,
-        bias: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+        bias: Bias = None,
         config: Config | None = None,
         previous_event: EventOverlap | None = None,
         async_finish: bool = False,
@@ -292,7 +246,7 @@ class Buffer:
             x: bf16 `[R, H]`, a row for each row of the dispatch.
             handle: of a dispatch; it may be combined several times.
             topk_weights: fp32 `[R, K]`, summed likewise.
-            bias: bf16 `[T, H]`, added first, or two of them, whose sum is rounded to bf16 and added first.
+            bias: bf16 `[T, H]`, added first, or two of them, which take two passes more over the partial sums.
             config, previous_event, async_finish, allocate_on_comm_stream: as in `dispatch`.
 
         Returns:
@@ -304,35 +258,24 @@ class Buffer:
         check_matrix("x", x, self.device, BF16, handle.num_rows)
         if topk_weights is not None:
             check_matrix("topk_weights", topk_weights, self.device, FP32, handle.num_rows)
-        biases = bias if isinstance(bias, tuple) else () if bias is None else (bias,)
-        if len(biases) > 2:
-            raise ValueError(f"bias: expected at most two tensors, got {len(biases)}")
-        for one in biases:
-            check_matrix("bias", one, self.device, BF16, handle.num_tokens, x.shape[1])
-        beside = _beside(previous_event, async_finish, allocate_on_comm_stream)
+        biases = check_bias(bias, self.device, handle.num_tokens, x.shape[1])
+        beside = runs_beside(previous_event, async_finish, allocate_on_comm_stream)
         with self._comm.running(beside, previous_event):
-            added = biases[0] + biases[1] if len(biases) == 2 else biases[0] if biases else None
-            y, weights = self._exchange(x.shape[1]).combine(x.contiguous(), handle, topk_weights, added)
+            exchange = self._exchange(check_hidden(x.shape[1]))
+            y = exchange.combine(x.contiguous(), handle.steps, biases)
+            weights = None if topk_weights is None else exchange.combine_weights(topk_weights, handle)
         return y, weights, self._comm.finish(beside, async_finish, (x, topk_weights, *biases, y, weights))
 
     def internode_dispatch(self, *arguments: object, **settings: object) -> NoReturn:
         """Not there: the ranks are on one host."""
-        _not_there("internode_dispatch", "the ranks are on one host; call dispatch")
+        not_there("internode_dispatch", "the ranks are on one host; call dispatch")
 
     def internode_combine(self, *arguments: object, **settings: object) -> NoReturn:
         """Not there: the ranks are on one host."""
-        _not_there("internode_combine", "the ranks are on one host; call combine")
+        not_there("internode_combine", "the ranks are on one host; call combine")
 
     def _exchange(self, hidden: int) -> NormalExchange:
-        if hidden not in self._normal:
-            tokens = normal_tokens(self.num_nvl_bytes, hidden, self.group_size)
-            if tokens == 0:
-                least = normal_bytes(hidden, self.group_size, 1)
-                raise ValueError(f"num_nvl_bytes: expected at least {least} for H = {hidden}, got {self.num_nvl_bytes}")
-            self._normal[hidden] = NormalExchange(self._context(), hidden, tokens)
-        exchange = self._normal[hidden]
-        exchange.num_sms = Buffer._most_sms
-        return exchange
+        return self._exchange_of(hidden, "num_nvl_bytes", self.num_nvl_bytes, Buffer._most_sms)
 
     # Low latency
 
@@ -387,7 +330,7 @@ class Buffer:
         Raises: as `dispatch`.
         """
         if dispatch_wait_recv_cost_stats is not None:
-            _not_there("dispatch_wait_recv_cost_stats", "waits are not measured")
+            not_there("dispatch_wait_recv_cost_stats", "waits are not measured")
         if use_ue8m0 and not round_scale:
             raise ValueError("use_ue8m0: expected False without round_scale")
         if async_finish and return_recv_hook:
@@ -401,14 +344,7 @@ class Buffer:
         exchange = self._low_latency_exchange(
             num_max_dispatch_tokens_per_rank, x.shape[1], num_experts, topk_idx.shape[1]
         )
-        if statistics is not None:
-            check_is_tensor("cumulative_local_expert_recv_stats", statistics)
-            fits = statistics.shape == (exchange.num_local_experts,) and statistics.dtype == torch.int32
-            if not fits or not statistics.is_contiguous():
-                raise ValueError(
-                    f"cumulative_local_expert_recv_stats: expected contiguous int32 "
-                    f"[{exchange.num_local_experts}], got {statistics.dtype} {list(statistics.shape)}"
-                )
+        check_statistics(statistics, exchange.num_local_experts, self.device)
         payload, gsf = payload_of(use_fp8, round_scale, use_ue8m0, use_nvfp4, x_global_scale, use_mxfp8, self.device)
         with self._comm.running(async_finish, None):
             step = exchange.dispatch_send(x, topk_idx, payload, gsf)
@@ -455,9 +391,9 @@ class Buffer:
         Raises: as `dispatch`.
         """
         if use_logfmt:
-            _not_there("use_logfmt", "partial sums travel in bf16")
+            not_there("use_logfmt", "partial sums travel in bf16")
         if combine_wait_recv_cost_stats is not None:
-            _not_there("combine_wait_recv_cost_stats", "waits are not measured")
+            not_there("combine_wait_recv_cost_stats", "waits are not measured")
         if async_finish and return_recv_hook:
             raise ValueError("async_finish: expected False with return_recv_hook")
         check_kind("handle", handle, LowLatencyHandle)
@@ -484,15 +420,15 @@ class Buffer:
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> NoReturn:
         """Not there: ranks cannot be masked."""
-        _not_there("low_latency_update_mask_buffer", "ranks cannot be masked")
+        not_there("low_latency_update_mask_buffer", "ranks cannot be masked")
 
     def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> NoReturn:
         """Not there: ranks cannot be masked."""
-        _not_there("low_latency_query_mask_buffer", "ranks cannot be masked")
+        not_there("low_latency_query_mask_buffer", "ranks cannot be masked")
 
     def low_latency_clean_mask_buffer(self) -> NoReturn:
         """Not there: ranks cannot be masked."""
-        _not_there("low_latency_clean_mask_buffer", "ranks cannot be masked")
+        not_there("low_latency_clean_mask_buffer", "ranks cannot be masked")
 
     def _low_latency_exchange(self, tokens: int, hidden: int, num_experts: int, top_k: int) -> LowLatencyExchange:
         check_integer("num_max_dispatch_tokens_per_rank", tokens)
@@ -507,14 +443,3 @@ class Buffer:
                 )
             self._low_latency[key] = LowLatencyExchange(self._context(), *key)
         return self._low_latency[key]
-
-
-def _beside(previous_event: EventOverlap | None, async_finish: bool, allocate_on_comm_stream: bool) -> bool:
-    """Whether a call runs on the communication stream."""
-    if previous_event is not None:
-        check_kind("previous_event", previous_event, EventOverlap)
-    return bool(previous_event is not None or async_finish or allocate_on_comm_stream)
-
-
-def _not_there(name: str, why: str) -> NoReturn:
-    raise NotImplementedError(f"moe_runtime.deep_ep: {name}: {why}")

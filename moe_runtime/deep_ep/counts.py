@@ -20,6 +20,8 @@ def count_words(num_counts: int) -> int:
 class CountsExchange:
     """The exchange of `N` counts of each rank: of its tokens, and of those for each of some receivers.
 
+    `start` and `finish` are two calls, between which the host may launch what does not depend on the counts.
+
     On a GPU the second call captures it in a CUDA graph, which is replayed from then on. Launched one by one, its
     kernels would take the host longer than tokens take to travel.
 
@@ -45,21 +47,17 @@ class CountsExchange:
             self._sums = torch.empty(world, num_counts, dtype=torch.int32, device=device)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._is_warm = False
+        self._done = torch.cuda.Event() if on_gpu else None
 
     @by_one_thread
-    def exchange(self, num_tokens: int, by_receiver: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Send this rank's counts, and wait for the counts of all ranks. Collective; waits for the host.
+    def start(self, num_tokens: int, by_receiver: tuple[torch.Tensor, ...]) -> None:
+        """Send this rank's counts, on the current stream. Collective.
 
         Args:
             num_tokens: the first count.
             by_receiver: int32, the `N - 1` others.
 
-        Returns:
-            int32 `[W, N]` on the CPU, and on the device the sums of its rows 0 to `i`; both until the next call.
-
-        Raises:
-            ValueError: in the capture of a CUDA graph.
-            MoERuntimeError: a rank that failed or did not come.
+        Raises `ValueError` in the capture of a CUDA graph.
         """
         device = self.context.device
         if is_capturing(device):
@@ -74,8 +72,18 @@ class CountsExchange:
             with collective_step(self.context):
                 self._graph.replay()
         self._is_warm = True
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()
+        if self._done is not None:
+            self._done.record()
+
+    def finish(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Wait for the counts of all ranks, but not for what was launched since.
+
+        Returns int32 `[W, N]` on the CPU, and on the device the sums of its rows 0 to `i`; both until the next `start`.
+
+        Raises `MoERuntimeError` for a rank that failed or did not come.
+        """
+        if self._done is not None:
+            self._done.synchronize()
         # By now a failure is known.
         self.context.check()
         return self._table, self._sums

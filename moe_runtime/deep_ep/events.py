@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
+
+from moe_runtime.support.arguments import check_kind
 
 
 class EventHandle:
@@ -68,6 +70,13 @@ class EventOverlap:
         self._release = False
 
 
+def overlap_of(name: str, event: EventOverlap | EventHandle | None) -> EventOverlap | None:
+    """The argument `name` as `Buffer` takes events; `ElasticBuffer.capture` gives the handle alone."""
+    if event is not None:
+        check_kind(name, event, (EventHandle, EventOverlap))
+    return EventOverlap(event) if isinstance(event, EventHandle) else event
+
+
 class CommStream:
     """The stream on which calls with `async_finish`, `previous_event` or `allocate_on_comm_stream` run.
 
@@ -78,19 +87,21 @@ class CommStream:
         self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
     @contextmanager
-    def running(self, beside: bool, previous_event: EventOverlap | None) -> Iterator[None]:
-        """Run the body on the stream if `beside`, after `previous_event`, or else after the current stream."""
-        if self.stream is None or not beside:
-            if previous_event is not None and previous_event.event is not None:
-                previous_event.event.current_stream_wait()
-            yield
-            return
-        if previous_event is not None and previous_event.event is not None:
-            assert previous_event.event.event is not None
-            self.stream.wait_event(previous_event.event.event)
-        else:
-            self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
+    def running(
+        self, beside: bool, previous_event: EventOverlap | None, also: EventOverlap | None = None
+    ) -> Iterator[None]:
+        """Run the body on the stream if `beside`, after `previous_event`, or else after the current stream.
+
+        Either way after `also`.
+        """
+        previous, other = (None if event is None else event.event for event in (previous_event, also))
+        stream = self.stream if beside else None
+        if stream is not None and previous is None:
+            stream.wait_stream(torch.cuda.current_stream())
+        with nullcontext() if stream is None else torch.cuda.stream(stream):
+            for event in (previous, other):
+                if event is not None:
+                    event.current_stream_wait()
             yield
 
     def finish(self, beside: bool, async_finish: bool, tensors: Sequence[torch.Tensor | None]) -> EventOverlap:

@@ -2,13 +2,15 @@
 
 What travels with a token is payload of bf16 words, of which the exchange copies the bits (`kernels.exchange.payload`).
 
-Ranks tell each other their counts first, one small record each. So the host knows how many rows come, a step has the
-size of the tokens that travel, and more tokens than the buffer has room for travel in several steps.
+Ranks tell each other their counts first, one small record each, so that the host knows how many rows come. Tokens do
+not wait for that: as many as the dispatch before had room for follow at once, which is equal on all ranks. If a rank
+has more, they travel in further steps.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,17 +19,20 @@ from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.context.peers import collective_step
 from moe_runtime.deep_ep.counts import CountsExchange, count_words
 from moe_runtime.deep_ep.sizes import MOST_TOP_K, normal_words
-from moe_runtime.dispatcher.handle import DispatchedTokens
+from moe_runtime.dispatcher.handle import DispatchedTokens, DispatchHandle
 from moe_runtime.dispatcher.token_dispatcher import RoutingDispatcher, TokenDispatcher
 from moe_runtime.kernels.exchange.landing import LandedTokens
 from moe_runtime.kernels.exchange.payload import (
     WORD,
+    ExpandedRows,
     PayloadLayout,
     UnpackedRows,
+    allocate_scales,
+    expand_rows,
     pack_tokens,
     unpack_rows,
 )
-from moe_runtime.kernels.formats.number_formats import align, ceil_div
+from moe_runtime.kernels.formats.number_formats import align
 from moe_runtime.kernels.formats.reference_quantize import bf16_parts
 
 LEAST_ROOM = 64
@@ -37,23 +42,29 @@ Tokens = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class _Step:
-    """Tokens that travelled in one step.
+class Step:
+    """Tokens that travelled in one step, and where their rows are.
+
+    Each entry of a token has a row of its own. An entry is a rank that the token goes to, or, where rows are expanded,
+    an expert.
 
     Attributes:
         start, end: of this rank's tokens.
         room: most tokens of a rank, for which the step was made.
-        ranks: int64 `[T, W]`, rank `r` where the token goes there, else -1.
-        weights: fp32 ones `[T, W]`.
-        positions: int32 `[W * room, W]`, row of each landing slot, -1 for none.
+        entries: int `[T, W]`, rank `r` where the token goes there, else -1. Expanded: `[T, K]`, experts of the token,
+            -1 for none.
+        weights: fp32 ones of this shape.
+        positions: int32 `[W * room, W]`, or `[W * room, K]`: row of each landing slot and entry, -1 for none.
+        num_experts: `E` of expanded rows; None where entries are ranks.
     """
 
     start: int
     end: int
     room: int
-    ranks: torch.Tensor
+    entries: torch.Tensor
     weights: torch.Tensor
     positions: torch.Tensor
+    num_experts: int | None = None
 
 
 class NormalHandle(tuple[torch.Tensor | None, ...]):
@@ -71,7 +82,7 @@ class NormalHandle(tuple[torch.Tensor | None, ...]):
         tokens_of_experts: tokens that came for each local expert; None with `num_worst_tokens`.
     """
 
-    steps: list[_Step]
+    steps: list[Step]
     num_tokens: int
     num_rows: int
     tokens_of_experts: list[int] | None
@@ -87,13 +98,23 @@ class Received:
         topk_idx: int64 `[R, K]`, local expert ids, -1 for experts of other ranks; None without top-k.
         topk_weights: fp32 `[R, K]`, 0 where the id is -1; None without top-k.
         handle: for combine.
+        layout: of what travelled.
+        landed: with rows that are to be expanded, in place of `x` and `scales`; until the next dispatch.
     """
 
-    x: torch.Tensor
+    x: torch.Tensor | None
     scales: torch.Tensor | None
     topk_idx: torch.Tensor | None
     topk_weights: torch.Tensor | None
     handle: NormalHandle
+    layout: PayloadLayout
+    landed: LandedTokens | None
+
+    @property
+    def tokens(self) -> Tokens:
+        """The rows that came, in the form in which they were sent."""
+        assert self.x is not None
+        return self.x if self.scales is None else (self.x, self.scales)
 
 
 class NormalExchange:
@@ -112,9 +133,10 @@ class NormalExchange:
         self.context, self.hidden, self.max_tokens = context, hidden, max_tokens
         self.num_sms: int | None = None
         self._dispatchers: dict[tuple[int, int, int | None], TokenDispatcher] = {}
-        self._combiners: dict[tuple[int, int, int | None], RoutingDispatcher] = {}
+        self._combiners: dict[tuple[int, ...], RoutingDispatcher] = {}
         self._counts: dict[tuple[int, int | None], CountsExchange] = {}
         self._rank_numbers = torch.arange(context.world_size, dtype=torch.int64, device=context.device)
+        self._agreed_room: int | None = None  # From the counts of the last dispatch, equal on all ranks.
         self._ones = torch.ones(max_tokens, context.world_size, dtype=torch.float32, device=context.device)
         # The widest first: the memory for it suffices for all others.
         self._dispatcher(normal_words(hidden), max_tokens)
@@ -134,11 +156,14 @@ class NormalExchange:
             )
         return self._dispatchers[key]
 
-    def _combiner(self, output: int, room: int) -> RoutingDispatcher:
-        """The exchange of routing alone, for combines of rows of `output` elements."""
-        key = output, room, self.num_sms
+    def _combiner(self, output: int, step: Step) -> RoutingDispatcher:
+        """The exchange of routing alone, for combines of rows of `output` elements that came in `step`."""
+        key = output, step.room, self.num_sms or 0, step.num_experts or 0, step.entries.shape[1]
         if key not in self._combiners:
-            self._combiners[key] = RoutingDispatcher(self.context, **self._sizes(output, room))
+            sizes = self._sizes(output, step.room)
+            if step.num_experts is not None:
+                sizes |= {"num_experts": step.num_experts, "top_k": step.entries.shape[1], "accepts_repeats": True}
+            self._combiners[key] = RoutingDispatcher(self.context, **sizes)
         return self._combiners[key]
 
     def _sizes(self, output: int, room: int) -> dict[str, Any]:
@@ -165,16 +190,28 @@ class NormalExchange:
         num_tokens_per_expert: torch.Tensor,
         topk_idx: torch.Tensor | None,
         topk_weights: torch.Tensor | None,
-        num_worst_tokens: int,
+        num_worst_tokens: int = 0,
+        *,
+        max_tokens: int | None = None,
+        to_expand: bool = False,
+        scales_by_column: bool = False,
     ) -> Received:
         """Send tokens, and receive those that all ranks send, by source rank and then by token.
 
         Waits for the host unless `num_worst_tokens` says how many rows to make room for.
+
+        Args:
+            x, topk_idx, topk_weights: as of `Buffer.dispatch`.
+            is_token_in_rank, num_tokens_per_rank, num_tokens_per_expert: as of `Buffer.dispatch`.
+            num_worst_tokens: rows to make room for; 0 for those that come.
+            max_tokens: most tokens of a rank, equal on all ranks, which fit in one step; None where that is not known.
+            to_expand: whether rows stay where they land, for `expand`; of one step.
+            scales_by_column: as of `allocate_scales`.
         """
-        num_tokens = is_token_in_rank.shape[0]
-        table: torch.Tensor | None = None
-        prefix: torch.Tensor | None = None
-        of_experts: list[int] | None = None
+        num_tokens, num_experts = is_token_in_rank.shape[0], num_tokens_per_expert.numel()
+        layout = self._layout(x, topk_idx)
+        room = self._agreed_room if max_tokens is None else self._room_for(max_tokens)
+        counts: CountsExchange | None = None
         if num_worst_tokens:
             with collective_step(self.context):
                 if num_tokens > self.max_tokens:
@@ -182,35 +219,66 @@ class NormalExchange:
                         f"x: expected at most {self.max_tokens} tokens with num_worst_tokens (num_nvl_bytes has room "
                         f"for no more in one step), got {num_tokens}"
                     )
-            steps, num_rows, room = 1, num_worst_tokens, self.max_tokens
+            room = self.max_tokens if max_tokens is None else room
         else:
-            table, sums = self._exchange_counts(num_tokens, num_tokens_per_rank, num_tokens_per_expert)
+            counts = self._counts_of(num_tokens_per_rank, num_tokens_per_expert)
+            counts.start(num_tokens, (num_tokens_per_rank, num_tokens_per_expert))
+        sent = self._packed(layout, x, topk_idx, topk_weights), *self._entries(is_token_in_rank)
+        first = None if room is None else self._send(layout, sent, 0, room)
+        prefix: torch.Tensor | None = None
+        table: torch.Tensor | None = None
+        of_experts: list[int] | None = None
+        num_rows, most = num_worst_tokens, 0
+        if counts is not None:
+            table, sums = counts.finish()
             prefix = sums[:, 1 : 1 + self.context.world_size].clone(memory_format=torch.contiguous_format)
             # Small arrays, which numpy handles in a fraction of the time.
-            counts = table.numpy()
-            most = int(counts[:, 0].max())
-            steps, room = max(1, ceil_div(most, self.max_tokens)), self._room_for(most)
-            num_rows = int(counts[:, 1 + self.context.rank].sum())
-            local = num_tokens_per_expert.numel() // self.context.world_size
-            first = 1 + self.context.world_size + self.context.rank * local
-            of_experts = counts[:, first : first + local].sum(axis=0).tolist()
+            numbers = table.numpy()
+            most = int(numbers[:, 0].max())
+            self._agreed_room = self._room_for(most)
+            num_rows = int(numbers[:, 1 + self.context.rank].sum())
+            local = num_experts // self.context.world_size
+            at = 1 + self.context.world_size + self.context.rank * local
+            of_experts = numbers[:, at : at + local].sum(axis=0).tolist()
+        if first is None:
+            assert self._agreed_room is not None
+            first = self._send(layout, sent, 0, self._agreed_room)
+        out = self._rows(layout, num_rows, to_expand, scales_by_column)
+        step, arrived = first
+        if most <= step.room:
+            if table is None:
+                torch._assert_async((arrived.group_offsets[1] <= out.source_tokens.shape[0]).squeeze())
+            steps, landed = [step], self._unpack(layout, arrived, out, None, num_experts)
+        else:
+            assert table is not None
+            steps, landed = self._steps(layout, sent, first, most, table, out, num_experts)
+        handle = NormalHandle((prefix, None, None, out.source_tokens, is_token_in_rank, None))
+        handle.steps, handle.num_tokens, handle.num_rows = steps, num_tokens, num_rows
+        handle.tokens_of_experts = of_experts
+        return self._received(layout, out, handle, landed)
+
+    def dispatch_again(
+        self,
+        x: Tokens,
+        handle: NormalHandle,
+        topk_idx: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+        num_experts: int = 0,
+        *,
+        to_expand: bool = False,
+        scales_by_column: bool = False,
+    ) -> Received:
+        """Send other tokens the way of `handle`, with other weights if given. One step does not wait for the host.
+
+        `num_experts` comes with `topk_idx`; other arguments are as of `dispatch`.
+        """
         layout = self._layout(x, topk_idx)
         packed = self._packed(layout, x, topk_idx, topk_weights)
-        out = UnpackedRows.allocate(layout, num_rows, self.context.device)
-        done = self._steps(layout, packed, is_token_in_rank, steps, room, table, out, num_tokens_per_expert.numel())
-        handle = NormalHandle((prefix, None, None, out.source_tokens, is_token_in_rank, None))
-        handle.steps, handle.num_tokens, handle.num_rows = done, num_tokens, num_rows
-        handle.tokens_of_experts = of_experts
-        return Received(self._tokens(layout, out), out.scales, out.ids, out.weights, handle)
-
-    def dispatch_again(self, x: Tokens, handle: NormalHandle) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Send other tokens the way of `handle`; `(rows, scales)`. One step does not wait for the host."""
-        layout = self._layout(x, None)
-        packed = self._packed(layout, x, None, None)
-        out = UnpackedRows.allocate(layout, handle.num_rows, self.context.device)
+        out = self._rows(layout, handle.num_rows, to_expand, scales_by_column)
+        landed: LandedTokens | None = None
         for step in handle.steps:
             dispatcher = self._dispatcher(layout.words, step.room)
-            arrived = dispatcher.dispatch(packed[step.start : step.end], step.ranks, step.weights)
+            arrived = dispatcher.dispatch(packed[step.start : step.end], step.entries, step.weights)
             place = None
             if len(handle.steps) > 1:
                 # Rows of this step to rows of all steps: the same slots, by their new positions and by the old.
@@ -218,59 +286,60 @@ class NormalExchange:
                 came = new >= 0
                 place = torch.empty(int(came.sum()), dtype=torch.int64, device=old.device)
                 place[new[came].to(torch.int64)] = old[came].to(torch.int64)
-            self._unpack(layout, arrived, out, place, 0)
-        return self._tokens(layout, out), out.scales
+            landed = self._unpack(layout, arrived, out, place, num_experts)
+        return self._received(layout, out, handle, landed)
+
+    def _entries(self, is_token_in_rank: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Each rank is one expert of the exchange: `Step.entries` and `Step.weights` of all tokens."""
+        return torch.where(is_token_in_rank, self._rank_numbers, -1), self._ones_for(is_token_in_rank.shape[0])
+
+    def _send(
+        self, layout: PayloadLayout, sent: tuple[torch.Tensor, torch.Tensor, torch.Tensor], start: int, room: int
+    ) -> tuple[Step, DispatchedTokens]:
+        """A step of the `room` tokens from `start` on, of which a rank may have fewer; its positions are of this step.
+
+        `sent` are payload, entries and weights of all tokens.
+        """
+        num_tokens = sent[0].shape[0]
+        place = slice(min(start, num_tokens), min(start + room, num_tokens))
+        packed, ranks, weights = (each[place] for each in sent)
+        arrived = self._dispatcher(layout.words, room).dispatch(packed, ranks, weights)
+        return Step(place.start, place.stop, room, ranks, weights, arrived.handle.positions), arrived
 
     def _steps(
         self,
         layout: PayloadLayout,
-        packed: torch.Tensor,
-        is_token_in_rank: torch.Tensor,
-        steps: int,
-        room: int,
-        table: torch.Tensor | None,
+        sent: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        first: tuple[Step, DispatchedTokens],
+        most: int,
+        table: torch.Tensor,
         out: UnpackedRows,
         num_experts: int,
-    ) -> list[_Step]:
-        """Send in `steps` steps of `room` tokens, and receive into `out`."""
-        # Each rank is one expert of the exchange.
-        ranks = torch.where(is_token_in_rank, self._rank_numbers, -1)
-        weights = self._ones_for(ranks.shape[0])
-        dispatcher = self._dispatcher(layout.words, room)
-        if steps == 1:
-            arrived = dispatcher.dispatch(packed, ranks, weights)
-            if table is None:
-                torch._assert_async((arrived.group_offsets[1] <= out.tokens.shape[0]).squeeze())
-            self._unpack(layout, arrived, out, None, num_experts)
-            return [_Step(0, packed.shape[0], room, ranks, weights, arrived.handle.positions)]
-        assert table is not None
-        done: list[_Step] = []
-        filled = torch.zeros(len(table), dtype=torch.int64, device=ranks.device)
-        for start, end in self._bounds(packed.shape[0], steps):
-            arrived = dispatcher.dispatch(packed[start:end], ranks[start:end], weights[start:end])
-            place = self._place(table, self._sources(arrived), filled)
-            self._unpack(layout, arrived, out, place, num_experts)
-            out.source_tokens[place] += len(done) * self.max_tokens
-            positions = arrived.handle.positions
+    ) -> tuple[list[Step], LandedTokens]:
+        """Receive the `first` step, and send and receive more, up to `most` tokens of a rank; what landed last."""
+        done: list[Step] = []
+        filled = torch.zeros(len(table), dtype=torch.int64, device=out.source_tokens.device)
+        start, (step, arrived) = 0, first
+        while True:
+            place = self._place(table, self._sources(arrived, step.room), filled)
+            landed = self._unpack(layout, arrived, out, place, num_experts)
+            out.source_tokens[place] += start
+            positions = step.positions
             if place.numel():
                 moved = place[positions.clamp(min=0).to(torch.int64)].to(torch.int32)
                 positions = torch.where(positions >= 0, moved, -1)
-            done.append(_Step(start, end, room, ranks[start:end], weights[start:end], positions))
-        return done
+            done.append(replace(step, positions=positions))
+            start += step.room
+            if start >= most:
+                return done, landed
+            step, arrived = self._send(layout, sent, start, self._room_for(most - start))
 
-    def _bounds(self, num_tokens: int, steps: int) -> list[tuple[int, int]]:
-        """The tokens of each step; a rank with few tokens has none in the last ones."""
-        most = self.max_tokens
-        return [(min(i * most, num_tokens), min((i + 1) * most, num_tokens)) for i in range(steps)]
-
-    def _exchange_counts(
-        self, num_tokens: int, per_rank: torch.Tensor, per_expert: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What `CountsExchange` gives of `[W, 1 + W + E]`: of a rank its tokens, those by rank, and by expert."""
+    def _counts_of(self, per_rank: torch.Tensor, per_expert: torch.Tensor) -> CountsExchange:
+        """For counts `[W, 1 + W + E]`: of a rank its tokens, those by rank, and by expert."""
         key = 1 + per_rank.numel() + per_expert.numel(), self.num_sms
         if key not in self._counts:
             self._counts[key] = CountsExchange(self._dispatcher(count_words(key[0]), 1), key[0])
-        return self._counts[key].exchange(num_tokens, (per_rank, per_expert))
+        return self._counts[key]
 
     def _ones_for(self, num_tokens: int) -> torch.Tensor:
         """fp32 ones `[T, W]`, which nobody writes."""
@@ -304,8 +373,17 @@ class NormalExchange:
         how = {"engine": self.context.engine, "num_sms": self.num_sms}
         return pack_tokens(layout, quants, scales, topk_idx, topk_weights, **how)  # type: ignore[arg-type]
 
-    def _tokens(self, layout: PayloadLayout, out: UnpackedRows) -> torch.Tensor:
-        return out.tokens.view(torch.float8_e4m3fn if layout.num_scales else torch.bfloat16)
+    def _rows(self, layout: PayloadLayout, num_rows: int, to_expand: bool, scales_by_column: bool) -> UnpackedRows:
+        how = {"with_tokens": not to_expand, "scales_by_column": scales_by_column}
+        return UnpackedRows.allocate(layout, num_rows, self.context.device, **how)
+
+    def _received(
+        self, layout: PayloadLayout, out: UnpackedRows, handle: NormalHandle, landed: LandedTokens | None
+    ) -> Received:
+        if out.tokens is not None:
+            return Received(_typed(layout, out.tokens), out.scales, out.ids, out.weights, handle, layout, None)
+        assert len(handle.steps) == 1
+        return Received(None, None, out.ids, out.weights, handle, layout, landed)
 
     def _unpack(
         self,
@@ -314,11 +392,11 @@ class NormalExchange:
         out: UnpackedRows,
         place: torch.Tensor | None,
         num_experts: int,
-    ) -> None:
-        local = num_experts // self.context.world_size
+    ) -> LandedTokens:
+        local, landed = num_experts // self.context.world_size, self._landed(arrived)
         unpack_rows(
             layout,
-            self._landed(arrived),
+            landed,
             out,
             place,
             first_expert=local * self.context.rank,
@@ -326,6 +404,7 @@ class NormalExchange:
             engine=self.context.engine,
             num_sms=self.num_sms,
         )
+        return landed
 
     def _landed(self, arrived: DispatchedTokens) -> LandedTokens:
         handle = arrived.handle
@@ -333,56 +412,130 @@ class NormalExchange:
         found = arrived.row_index, handle.positions, arrived.group_offsets, handle.epoch
         return LandedTokens.of(self.context, handle.geometry, *found)
 
-    def _sources(self, arrived: DispatchedTokens) -> torch.Tensor:
-        """int64 `[R]`, the source rank of each row that came; waits for the host."""
+    def _sources(self, arrived: DispatchedTokens, room: int) -> torch.Tensor:
+        """int64 `[R]`, the source rank of each row that came in a step of `room` tokens; waits for the host."""
         landed = self._landed(arrived)
         index = landed.row_index[: int(landed.group_offsets[1])].to(torch.int64)
-        return (index - (landed.epoch & 1) * landed.first_row) // self.max_tokens
+        return (index - (landed.epoch & 1) * landed.first_row) // room
+
+    # Expanded rows
+
+    def expand(
+        self, got: Received, slots: torch.Tensor, num_rows: int, *, zero_padding: bool, scales_by_column: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """A row for each expert of each row that `got` has left where it landed; before the next dispatch.
+
+        Args:
+            got: of a dispatch with `to_expand`.
+            slots: int32 `[R, K]`, rows of the result, -1 for none.
+            num_rows: `N`.
+            zero_padding: whether rows that `slots` does not name are zeroed; else they hold anything.
+            scales_by_column: as of `allocate_scales`.
+
+        Returns:
+            `[N, H]` in bf16 or e4m3; fp32 `[N, V]`, or None for bf16; fp32 `[N]` weights, 0 in rows that `slots` does
+            not name, or None where `got` has none.
+        """
+        assert got.landed is not None
+        device, layout = self.context.device, got.layout
+        tokens = torch.empty(num_rows, layout.token_bytes, dtype=torch.uint8, device=device)
+        scales = allocate_scales(layout, num_rows, device, scales_by_column)
+        if zero_padding:
+            tokens.zero_()
+            if scales is not None:
+                scales.zero_()
+        weights = None if got.topk_weights is None else torch.zeros(num_rows, dtype=torch.float32, device=device)
+        out = ExpandedRows(tokens, scales, weights)
+        how = {"engine": self.context.engine, "num_sms": self.num_sms}
+        expand_rows(layout, got.landed, slots, got.topk_weights, out, **how)  # type: ignore[arg-type]
+        return _typed(layout, tokens), scales, weights
+
+    def meet(self) -> None:
+        """Wait, on the device, until every rank has come to this call."""
+        dispatcher = self._dispatcher(16, 1)
+        nobody = self._rank_numbers.new_empty(0, self.context.world_size)
+        no_tokens = torch.empty(0, 16, dtype=torch.bfloat16, device=self.context.device)
+        dispatcher.dispatch(no_tokens, nobody, self._ones[:0])
 
     # Combine
 
-    def combine(
-        self,
-        x: torch.Tensor,
-        handle: NormalHandle,
-        topk_weights: torch.Tensor | None,
-        bias: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """bf16 `[T, H]`, the unweighted sum of each token's rows, `bias` first; fp32 `[T, K]`, of its weights."""
-        sums, weights = [], []
-        for step in handle.steps:
-            combiner = self._combiner(self.hidden, step.room)
-            shared = None if bias is None else bias[step.start : step.end]
-            renewed = combiner.send_routing(step.ranks, step.weights, step.positions, x.shape[0])
-            sums.append(combiner.combine(x, renewed, shared=shared))
-            if topk_weights is not None:
-                weights.append(self._combine_weights(topk_weights, step))
-        y = sums[0] if len(sums) == 1 else torch.cat(sums)
-        return y, (torch.cat(weights) if weights else None)
+    def combine(self, x: torch.Tensor, steps: list[Step], biases: tuple[torch.Tensor, ...] = ()) -> torch.Tensor:
+        """bf16 `[T, H]`, the unweighted sum in fp32 of the `biases` and of each token's rows."""
+        sums = []
+        for step in steps:
+            added = [bias[step.start : step.end].contiguous() for bias in biases]
+            # The exchange adds one. Two are summed in fp32 too, with the partial results where they landed.
+            shared = added[0] if len(added) == 1 else None
+            combiner = self._combiner(self.hidden, step)
+            renewed = combiner.send_routing(step.entries, step.weights, step.positions, x.shape[0])
+            y = combiner.combine(x, renewed, shared=shared)
+            if len(added) == 2:
+                y = self._add_parts(added[0].float() + added[1], renewed).to(torch.bfloat16)
+            sums.append(y)
+        return sums[0] if len(sums) == 1 else torch.cat(sums)
 
-    def _combine_weights(self, topk_weights: torch.Tensor, step: _Step) -> torch.Tensor:
+    def combine_once(self, x: torch.Tensor, steps: list[Step], biases: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """`combine` of expanded rows of which each travels by itself: `K` exchanges, and one rounding, at home.
+
+        The sum is in fp32: the `biases`, then the rows by entry.
+        """
+        (step,) = steps
+        total = torch.zeros(step.entries.shape[0], self.hidden, dtype=torch.float32, device=x.device)
+        for bias in biases:
+            total += bias
+        for k in range(step.entries.shape[1]):
+            entry = slice(k, k + 1)
+            one = replace(
+                step,
+                entries=step.entries[:, entry],
+                weights=step.weights[:, entry],
+                positions=step.positions[:, entry].contiguous(),
+            )
+            total += self.combine(x, [one])
+        return total.to(torch.bfloat16)
+
+    def combine_weights(self, topk_weights: torch.Tensor, handle: NormalHandle) -> torch.Tensor:
+        """fp32 `[T, K]`, the sums of the weights `[R, K]` of each token's rows."""
+        parts = [self._combine_weights(topk_weights, step) for step in handle.steps]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _combine_weights(self, topk_weights: torch.Tensor, step: Step) -> torch.Tensor:
         """fp32 `[T, K]`: the weights of a token's rows on all ranks, summed in fp32, ranks ascending.
 
         A weight travels as three bf16 values whose sum it is. The partial results are read where they landed.
         """
-        top_k = topk_weights.shape[1]
+        (num_rows, top_k), device = topk_weights.shape, topk_weights.device
         width = align(3 * top_k, 16)
-        combiner, context = self._combiner(width, step.room), self.context
-        parts = torch.zeros(topk_weights.shape[0], width, dtype=torch.bfloat16, device=topk_weights.device)
-        parts[:, : 3 * top_k] = bf16_parts(topk_weights).transpose(0, 1).flatten(1)
-        renewed = combiner.send_routing(step.ranks, step.weights, step.positions, parts.shape[0])
-        combiner.combine(parts, renewed)
-        geometry, num_tokens = renewed.geometry, step.end - step.start
-        half = context.half_bytes["combine"]
-        flat = context.heap.tensor("combine")
-        shape = (geometry.max_tokens, geometry.parts, geometry.partial_bytes // WORD)
+        rows = torch.zeros(num_rows, width, dtype=torch.bfloat16, device=device)
+        rows[:, : 3 * top_k] = bf16_parts(topk_weights).transpose(0, 1).flatten(1)
+        combiner = self._combiner(width, step)
+        renewed = combiner.send_routing(step.entries, step.weights, step.positions, num_rows)
+        combiner.combine(rows, renewed)
+        zeros = torch.zeros(step.end - step.start, top_k, dtype=torch.float32, device=device)
+        return self._add_parts(zeros, renewed, lambda part: part[:, : 3 * top_k].unflatten(1, (3, top_k)).sum(dim=1))
+
+    def _add_parts(
+        self,
+        total: torch.Tensor,
+        renewed: DispatchHandle,
+        values: Callable[[torch.Tensor], torch.Tensor] = lambda part: part,
+    ) -> torch.Tensor:
+        """fp32 `total` `[T, ...]` and the partial results of the combine that has just ended, ranks ascending.
+
+        `values` gives what is added of those of one rank, fp32 `[T, elements]`.
+        """
+        geometry, context, num_tokens = renewed.geometry, self.context, total.shape[0]
+        half, flat = context.half_bytes["combine"], context.heap.tensor("combine")
+        shape = geometry.max_tokens, geometry.parts, geometry.partial_bytes // WORD
         num_bytes = geometry.max_tokens * geometry.parts * geometry.partial_bytes
-        halves = [flat[i * half : i * half + num_bytes].view(torch.bfloat16).view(shape) for i in (0, 1)]
-        odd = (renewed.epoch & 1).to(torch.bool)
-        landed = torch.where(odd, halves[1][:num_tokens, :, :width], halves[0][:num_tokens, :, :width]).float()
-        thirds = landed[:, :, : 3 * top_k].view(num_tokens, geometry.parts, 3, top_k)
-        values = thirds[:, :, 0] + thirds[:, :, 1] + thirds[:, :, 2]
-        total = torch.zeros(num_tokens, top_k, dtype=torch.float32, device=topk_weights.device)
+        even, odd = (flat[i * half : i * half + num_bytes].view(torch.bfloat16).view(shape) for i in (0, 1))
+        is_odd = (renewed.epoch & 1).to(torch.bool)
         for part in range(geometry.parts):
-            total = torch.where(renewed.num_parts[:, None] > part, total + values[:, part], total)
+            landed = torch.where(is_odd, odd[:num_tokens, part], even[:num_tokens, part])[:, : geometry.output_hidden]
+            there = renewed.num_parts[:, None] > part
+            total = torch.where(there, total + values(landed.float()), total)
         return total
+
+
+def _typed(layout: PayloadLayout, tokens: torch.Tensor) -> torch.Tensor:
+    return tokens.view(torch.float8_e4m3fn if layout.num_scales else torch.bfloat16)

@@ -39,7 +39,13 @@ class Exchange(ABC):
         geometry: of the ranks whose memory kernels address.
         exchange_id: number of the exchange in its context.
         backend: the kernels.
+
+    Attributes:
+        waits: the words of `kernels.exchange.waits` in which waits for peers are counted; None where they are not.
     """
+
+    counts_waits = False
+    """Whether `waits` may be set."""
 
     def __init__(
         self,
@@ -48,6 +54,7 @@ class Exchange(ABC):
         exchange_id: int,
         backend: ExchangeBackend,
     ) -> None:
+        self.waits: torch.Tensor | None = None
         self.context, self.geometry, self.backend = context, geometry, backend
         self.memory: ExchangeMemory = context
         self.exchange_id, self.count_tag = exchange_id, count_tag_of(exchange_id)
@@ -150,6 +157,8 @@ class RecvMemory:
 class LocalExchange(Exchange):
     """Ranks that store to each other's memory."""
 
+    counts_waits = True
+
     def dispatch_send(self, handle: DispatchHandle, tokens: SentTokens) -> None:
         """See `Exchange`."""
         self.context.dispatches += 1
@@ -169,7 +178,7 @@ class LocalExchange(Exchange):
         buffers = handle._buffers
         assert buffers is not None
         step = handle.epoch, handle.timeout_ns, buffers
-        self.backend.dispatch_recv(self.memory, self.geometry, self.count_tag, *step)
+        self.backend.dispatch_recv(self.memory, self.geometry, self.count_tag, *step, waits=self.waits)
 
     def dispatch_recv_padded(
         self, handle: DispatchHandle, out: PaddedRows, scales_at: int, statistics: torch.Tensor | None
@@ -224,7 +233,8 @@ class LocalExchange(Exchange):
             # `combine_send` may still wait for the routing of a rank that is gone, and is to name it first: peers that
             # wait for that rank too are late here.
             limit_ns += limit_ns // 4
-        self.backend.combine_recv(self.memory, self.geometry, handle.epoch, handle.num_parts, shared, y, limit_ns)
+        step = handle.epoch, handle.num_parts, shared, y, limit_ns
+        self.backend.combine_recv(self.memory, self.geometry, *step, waits=self.waits)
 
 
 class OneRankExchange(LocalExchange):
@@ -233,6 +243,8 @@ class OneRankExchange(LocalExchange):
     `dispatch_recv` and `combine_recv` then launch nothing. Callers of the halves of combine get the kernels that wait:
     `combine_send` cannot know what `combine_recv` will add.
     """
+
+    counts_waits = False
 
     def __init__(
         self,
@@ -285,6 +297,8 @@ class OneRankExchange(LocalExchange):
 
 class StagedExchange(LocalExchange):
     """Ranks whose kernels store to staging, which `CollectiveTransport` carries to the peers."""
+
+    counts_waits = False
 
     def dispatch_send(self, handle: DispatchHandle, tokens: SentTokens) -> None:
         """See `Exchange`."""

@@ -51,6 +51,8 @@ class HierarchicalExchange(LocalExchange):
         ValueError: on GPUs, where the kernels do not run, or do not take these sizes.
     """
 
+    counts_waits = False
+
     def __init__(
         self,
         context: ExpertParallelContext,

@@ -20,6 +20,7 @@ from moe_runtime.integrations.engine_weights import EngineWeights
 from moe_runtime.integrations.layer_settings import LayerSettings, context_of, layer_config
 from moe_runtime.integrations.shared_tokens import part_of, place_part, run_in_steps, steps_for
 from moe_runtime.kernels.exchange.local_ids import local_ids
+from moe_runtime.kernels.exchange.plan import exchange_engine
 from moe_runtime.kernels.formats.number_formats import (
     FORMATS,
     WEIGHT_FORMATS,
@@ -28,7 +29,19 @@ from moe_runtime.kernels.formats.number_formats import (
     token_formats_for,
 )
 from moe_runtime.layer import MoELayer
+from moe_runtime.observation.routes import RecordedRoutes
 from moe_runtime.support.compiling import not_compiled
+
+_RECORDED = weakref.WeakValueDictionary[str, RecordedRoutes]()
+
+
+def recorded_routes() -> dict[str, RecordedRoutes]:
+    """What the layers of this process record, by the engine's name of each; none without the setting `routes`.
+
+    Ids are among all experts of the layer, and tokens are those that the engine passes on this rank. Where engines of
+    one process have equal names, the newest has them.
+    """
+    return dict(_RECORDED)
 
 
 @dataclass(frozen=True)
@@ -145,7 +158,26 @@ class EngineLayers:
             layer.load_experts(weights.tensors(), weights.buffers())
             weights.release()
         ours.cold.append(layer)
-        return EngineExperts(layer, ours, share, stated.num_experts, first)
+        return EngineExperts(layer, ours, share, stated.num_experts, first, self._ring(stated, ours.context))
+
+    def _ring(self, stated: EngineLayer, context: ExpertParallelContext) -> RecordedRoutes | None:
+        """Where the routes of a layer are recorded, if they are."""
+        wanted, device = self.settings.routes, context.device
+        if wanted is None:
+            return None
+        shape = wanted.steps, stated.max_tokens, stated.top_k
+        narrow = stated.num_experts <= 2**15
+        routes = RecordedRoutes(
+            torch.empty(shape, dtype=torch.int16 if narrow else torch.int32, device=device),
+            torch.empty(shape, dtype=torch.float32, device=device) if wanted.weights else None,
+            max_tokens=stated.max_tokens,
+            top_k=stated.top_k,
+            num_experts=stated.num_experts,
+            device=device,
+            engine=exchange_engine(context.engine, device)[0],
+        )
+        _RECORDED[stated.name] = routes
+        return routes
 
     def _config(
         self, stated: EngineLayer, num_experts: int, weights: EngineWeights, share: TokenShare
@@ -215,14 +247,24 @@ class EngineExperts:
         share: which tokens this rank brings to it.
         num_experts: of the engine's layer.
         first: the engine's id of the first expert of `layer`.
+        routes: where the routes of each call are recorded; None for nowhere.
 
     Attributes:
-        layer, share: as above.
+        layer, share, routes: as above.
     """
 
-    def __init__(self, layer: MoELayer, group: _Group, share: TokenShare, num_experts: int, first: int = 0) -> None:
+    def __init__(
+        self,
+        layer: MoELayer,
+        group: _Group,
+        share: TokenShare,
+        num_experts: int,
+        first: int = 0,
+        routes: RecordedRoutes | None = None,
+    ) -> None:
         self.layer = layer
         self.share = share
+        self.routes = routes
         self._group = group
         self._ids = num_experts, first, layer.config.num_experts, layer.context.engine
 
@@ -253,6 +295,10 @@ class EngineExperts:
         self._group.warm_up()
         share, limit = self.share, self.layer.config.max_tokens_per_rank
         num_tokens = x.shape[0]
+        if self.routes is not None:
+            most = self.routes.ids.shape[1]
+            for ids, weights in zip(topk_ids.split(most), topk_weights.float().split(most), strict=True):
+                self.routes.add(ids, weights)
         if share.parts > 1:
             mine = part_of(num_tokens, share.ranks, share.rank)
             x, topk_ids, topk_weights = x[mine], topk_ids[mine], topk_weights[mine]

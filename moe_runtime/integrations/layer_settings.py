@@ -15,7 +15,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from moe_runtime.build import context_from_config
 from moe_runtime.comm.heaps.private_heap import PrivateHeap
-from moe_runtime.config import MAX_EXPERTS, MoELayerConfig, ParallelConfig, check_stated, complaints, read_yaml
+from moe_runtime.config import (
+    MAX_EXPERTS,
+    MoELayerConfig,
+    ParallelConfig,
+    RecordedRoutesConfig,
+    check_stated,
+    complaints,
+    read_yaml,
+)
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.support.arguments import check_kind, check_path
 
@@ -46,10 +54,12 @@ class LayerSettings:
     Attributes:
         parallel: transport, engine and time limits.
         fields: fields of `MoELayerConfig`, but for those that follow from the model.
+        routes: what an inference engine's layers record of their routes; None for nothing.
     """
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     fields: Mapping[str, Any] = field(default_factory=lambda: {"max_tokens_per_rank": DEFAULT_MAX_TOKENS})
+    routes: RecordedRoutesConfig | None = None
 
 
 def check_fields(fields: Mapping[str, Any]) -> None:
@@ -69,7 +79,7 @@ def checked_settings(parallel: ParallelConfig | None, fields: Mapping[str, Any])
 
 
 def settings_from_yaml(path: str | Path) -> LayerSettings:
-    """The settings of a YAML file: `layer`, with any of `ENGINE_FIELDS`, and `parallel`, as in a run's file.
+    """The settings of a YAML file: `layer`, with any of `ENGINE_FIELDS`, `parallel`, as in a run's file, and `routes`.
 
     Raises `ValueError` naming the file and what is wrong in it.
     """
@@ -78,7 +88,7 @@ def settings_from_yaml(path: str | Path) -> LayerSettings:
         raise ValueError(f"settings: no file {path}")
     data = read_yaml(file, "layer")
     fields = data.get("layer") or {}
-    known = {"": (data, ("layer", "parallel")), "layer.": (fields, ENGINE_FIELDS)}
+    known = {"": (data, ("layer", "parallel", "routes")), "layer.": (fields, ENGINE_FIELDS)}
     for prefix, (found, keys) in known.items():
         if not isinstance(found, dict):
             raise ValueError(f"{file}: {prefix.removesuffix('.')}: expected a mapping, got {type(found).__name__}")
@@ -91,7 +101,11 @@ def settings_from_yaml(path: str | Path) -> LayerSettings:
         raise ValueError(f"{file}: parallel.{'; parallel.'.join(complaints(error))}") from None
     except ValueError as error:
         raise ValueError(f"{file}: layer.{error}") from None
-    return LayerSettings(parallel, fields)
+    try:
+        routes = None if data.get("routes") is None else RecordedRoutesConfig.model_validate(data["routes"])
+    except ValidationError as error:
+        raise ValueError(f"{file}: routes.{'; routes.'.join(complaints(error))}") from None
+    return LayerSettings(parallel, fields, routes)
 
 
 def settings_of_variable(variable: str) -> LayerSettings:

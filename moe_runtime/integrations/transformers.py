@@ -35,9 +35,10 @@ from moe_runtime.integrations.transformers_models import MoEBlock, check_read, m
 from moe_runtime.integrations.transformers_registry import layer_fields
 from moe_runtime.layer import MoELayer
 from moe_runtime.observation.counters import LayerCounts
+from moe_runtime.observation.routes import RecordedRoutes
 from moe_runtime.placement.placement import Placement
 from moe_runtime.placement.rebalance import check_replacement
-from moe_runtime.support.arguments import check_kind
+from moe_runtime.support.arguments import check_is_tensor, check_kind
 from moe_runtime.support.compiling import not_compiled
 
 transformers_registry.register()
@@ -253,6 +254,26 @@ class ExpertParallel:
                 )
         sums = [[sum(column) for column in zip(*rows, strict=True)] for rows in zip(*answers, strict=True)]
         return dict(zip(self.decoder_layers, sums, strict=True))
+
+    def record_routes(self, ids: torch.Tensor, weights: torch.Tensor | None = None) -> dict[int, RecordedRoutes]:
+        """Record the experts of each token in every layer from now on; by decoder layer, what to `read`.
+
+        A call of the model is one step, or several where `join` splits it.
+
+        Args:
+            ids: int16 or int32 `[L, S, M, K]`, contiguous, for the `L` MoE layers in the order of the model, each as
+                of `MoELayer.record_routes`.
+            weights: fp32 of the same shape, or None.
+
+        Raises `ValueError` as `MoELayer.record_routes`.
+        """
+        wanted = len(self.layers)
+        for name, ring in {"ids": ids, **({} if weights is None else {"weights": weights})}.items():
+            if check_is_tensor(name, ring).ndim != 4 or ring.shape[0] != wanted:
+                raise ValueError(f"{name}: expected [{wanted}, S, M, K], got {list(ring.shape)}")
+        rings = zip(ids, [None] * wanted if weights is None else weights, strict=True)
+        parts = zip(self.decoder_layers, self.layers, rings, strict=True)
+        return {number: layer.record_routes(*ring) for number, layer, ring in parts}
 
     @contextmanager
     def join(self) -> Iterator[None]:

@@ -1,1 +1,1 @@
-"""What a layer did and where its time went: counters of steps, and named phases for profilers."""
+"""What a layer did and where its time went: counters, waits by peer, recorded routes, and phases for profilers."""

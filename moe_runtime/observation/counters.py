@@ -16,6 +16,7 @@ from moe_runtime.config import MAX_EXPERTS
 from moe_runtime.kernels.exchange.geometry import ExchangeGeometry
 from moe_runtime.kernels.runtime import resolve_engine
 from moe_runtime.kernels.step_counts import HEAD, ROWS, SENT, STEPS, TOKENS, count_step
+from moe_runtime.observation.polled import PolledWords
 from moe_runtime.support.arguments import check_device, check_integer, check_is_tensor, check_kind
 
 
@@ -116,16 +117,9 @@ class LayerCounters:
             check_kind("hosts", hosts, Hosts)
         check_integer("num_experts", num_experts, high=MAX_EXPERTS)
         device = check_device("device", device)
-        on_gpu = device.type == "cuda"
         self._geometry, self._hosts = geometry, hosts
         self._engine = resolve_engine(engine, device)
-        # Steps and `poll` write them, and only one of the two may run in inference mode.
-        with torch.inference_mode(False):
-            self._words = torch.zeros(HEAD + num_experts, dtype=torch.int64, device=device)
-            self._copy = torch.zeros(HEAD + num_experts, dtype=torch.int64, pin_memory=on_gpu, device="cpu")
-        self._copied = torch.cuda.Event() if on_gpu else None
-        self._under_way = False
-        self._latest = self._counts(self._copy)
+        self._polled = PolledWords(HEAD + num_experts, device)
 
     def _follow(self, geometry: ExchangeGeometry) -> None:
         """Count steps of `geometry` from now on: after the death of a rank. Counts stay."""
@@ -140,7 +134,7 @@ class LayerCounters:
         Raises `ValueError` for tensors of other shapes or dtypes.
         """
         geometry = self._geometry
-        device, int32, ids_dtypes = self._words.device, (torch.int32,), (torch.int32, torch.int64)
+        device, int32, ids_dtypes = self._polled.words.device, (torch.int32,), (torch.int32, torch.int64)
         tokens = check_is_tensor("topk_idx", topk_idx).numel() // geometry.top_k
         _check_ids("topk_idx", topk_idx, ids_dtypes, (tokens, geometry.top_k), device)
         _check_ids("slots", slots, (topk_idx.dtype,), (tokens, geometry.top_k), device)
@@ -151,34 +145,22 @@ class LayerCounters:
             first, ranks = self._hosts.host * self._hosts.ranks_per_host, self._hosts.ranks_per_host
         near = geometry.starts[first], geometry.starts[first + ranks]
         ids = topk_idx.contiguous(), slots.contiguous()
-        count_step(self._words, *ids, num_parts, group_offsets, near, engine=self._engine)
+        count_step(self._polled.words, *ids, num_parts, group_offsets, near, engine=self._engine)
 
     def poll(self) -> LayerCounts:
         """The newest counts that have reached the host, all of the same step. Never waits.
 
-        On a GPU each call starts a copy behind what is queued on the current stream, unless one is under way. It
-        returns the counts of the last copy that has ended. Call it between steps, from the thread that queues them.
+        On a GPU they are those of the last copy to the host that has ended, and each call starts one behind what is
+        queued on the current stream, unless one is under way. Call it between steps, from the thread that queues them.
         While that thread captures a graph nothing is copied. On a CPU the counts are current.
         """
-        if self._copied is None:
-            return self.read()
-        if torch.cuda.is_current_stream_capturing():
-            return self._latest
-        if self._under_way and self._copied.query():
-            self._latest = self._counts(self._copy)
-            self._under_way = False
-        if not self._under_way:
-            self._copy.copy_(self._words, non_blocking=True)
-            self._copied.record(torch.cuda.current_stream(self._words.device))
-            self._under_way = True
-        return self._latest
+        return self._counts(self._polled.poll())
 
     def read(self) -> LayerCounts:
         """The current counts. Waits for the work that is queued on the current stream."""
-        return self._counts(self._words)
+        return self._counts(self._polled.read())
 
-    def _counts(self, words: torch.Tensor) -> LayerCounts:
-        found = words.tolist()
+    def _counts(self, found: list[int]) -> LayerCounts:
         return LayerCounts(
             steps=found[STEPS],
             tokens=found[TOKENS],

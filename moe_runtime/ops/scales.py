@@ -208,6 +208,8 @@ def _host(offsets: Offsets, argument: str) -> list[int]:
         values = list(offsets.tolist() if isinstance(offsets, torch.Tensor) else offsets)
     except TypeError:
         values = [None]
+    if isinstance(offsets, bytes | bytearray):  # Their elements are integers.
+        values = [None]
     if not all(isinstance(value, Integral) and not isinstance(value, bool) for value in values):
         found = f"{offsets.dtype} {list(offsets.shape)}" if isinstance(offsets, torch.Tensor) else repr(offsets)
         raise ValueError(f"{argument}: expected one dimension of integers, got {found}")

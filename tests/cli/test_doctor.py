@@ -112,6 +112,10 @@ def test_plans_of_hopper_are_told_anywhere(capsys: pytest.CaptureFixture[str]) -
         ({"token_format": "fp8_block", "weight_format": "nvfp4"}, ("fp8_block", "bf16", "nvfp4", "bf16")),
         ({"token_format": "nvfp4", "weight_format": "nvfp4"}, ("nvfp4", "nvfp4", "nvfp4", "bf16")),
         ({"token_format": "fp8_block", "weight_format": "fp8_block"}, ("fp8_block", "fp8_block", "fp8_block", "e4m3")),
+        (
+            {"token_format": "fp8_block", "weight_format": "nvfp4", "fp4_multiplied_in": "fp8"},
+            ("fp8_block", "fp8_block", "nvfp4", "e4m3"),
+        ),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, tuple) else "",
 )

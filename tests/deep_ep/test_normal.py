@@ -10,8 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_runtime.deep_ep import Buffer, Config, normal
-from moe_runtime.deep_ep import buffer as buffer_module
+from moe_runtime.deep_ep import Buffer, Config, group_buffer, normal
 from moe_runtime.deep_ep.sizes import normal_bytes
 from moe_runtime.deep_ep.utils.math import per_token_cast_to_fp8
 
@@ -109,9 +108,12 @@ def dispatch_and_combine(rank: int, world: int, counts: list[int], fp8: bool, ro
             ]
             out = torch.stack(outputs).to(torch.bfloat16) if outputs else torch.empty(0, HIDDEN, dtype=torch.bfloat16)
             row_weights = torch.randn(len(arriving), TOP_K, generator=torch.Generator().manual_seed(rank + turn))
-            bias = tokens_of(seed + 5, rank, counts[rank % len(counts)]).x if turn == 1 else None
+            biases = tuple(tokens_of(seed + 5 + b, rank, counts[rank % len(counts)]).x for b in range(turn))
+            bias: Any = biases if turn == 2 else biases[0] if biases else None
             y, y_weights, _ = buffer.combine(out, handle, topk_weights=row_weights if turn else None, bias=bias)
-            expected = torch.zeros(mine.x.shape[0], HIDDEN) if bias is None else bias.float()
+            expected = torch.zeros(mine.x.shape[0], HIDDEN)
+            for one in biases:
+                expected += one.float()
             expected_weights = torch.zeros(mine.x.shape[0], TOP_K)
             for r in range(world):
                 rows_of = [
@@ -144,19 +146,35 @@ def test_more_tokens_than_a_step_has_room_for(get_pool: Any, seed: int) -> None:
 
 
 def many_sizes(rank: int, world: int, seed: int) -> None:
-    """Steps of several sizes over the same memory, whose handles are used later and in another order."""
+    """Dispatches of several sizes over the same memory, whose handles are used later and in another order.
+
+    Most bring more or fewer tokens than the one before, whose size the first step has.
+    """
     least, normal.LEAST_ROOM = normal.LEAST_ROOM, 2
     try:
         buffer = a_buffer(16)
         kept = []
         for turn, sizes in enumerate([[3, 2], [9, 0], [1, 1], [40, 5], [0, 0], [16, 7]]):
-            mine = tokens_of(seed + turn, rank, sizes[rank % 2])
+            everyone = [tokens_of(seed + turn, r, sizes[r % 2]) for r in range(world)]
+            mine, local = everyone[rank], EXPERTS // world
             per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(mine.ids, EXPERTS)
             counts = dict(num_tokens_per_rank=per_rank, num_tokens_per_expert=per_expert, is_token_in_rank=in_rank)
             rows, _, _, _, handle, _ = buffer.dispatch(mine.x, **counts)
             assert handle is not None
+            here = [data.goes_to(rank, local).nonzero()[:, 0] for data in everyone]
+            assert torch.equal(rows, torch.cat([data.x[tokens] for data, tokens in zip(everyone, here, strict=True)]))
+            assert handle[3] is not None and handle[3].tolist() == torch.cat(here).tolist()
             kept.append((mine, in_rank, rows, handle))
         assert len({step.room for _, _, _, handle in kept for step in handle.steps}) > 2
+        # 9 after 4, 1 after 16, 40 after 2, 0 after 16, 16 after 2; the memory has room for 16 at a time.
+        assert [[step.room for step in handle.steps] for *_, handle in kept] == [
+            [4],
+            [4, 8],
+            [16],
+            [2, 16, 16, 8],
+            [16],
+            [2, 16],
+        ]
         for mine, in_rank, rows, handle in reversed(kept):
             again, *_ = buffer.dispatch(mine.x, handle=handle)
             assert torch.equal(again, rows)
@@ -200,14 +218,14 @@ def test_worst_case_rows_are_marked(get_pool: Any, seed: int) -> None:
 
 
 def interpreted(rank: int, world: int, counts: list[int], room: int, seed: int) -> None:
-    contexts = buffer_module.ExpertParallelContext
+    contexts = group_buffer.ExpertParallelContext
     try:
-        buffer_module.ExpertParallelContext = partial(contexts, engine="triton")  # type: ignore[misc, assignment]
+        group_buffer.ExpertParallelContext = partial(contexts, engine="triton")  # type: ignore[misc, assignment]
         for fp8 in (False, True):
             dispatch_and_combine(rank, world, counts, fp8, room, seed)
         worst_case(rank, world, seed)
     finally:
-        buffer_module.ExpertParallelContext = contexts  # type: ignore[misc]
+        group_buffer.ExpertParallelContext = contexts  # type: ignore[misc]
 
 
 @pytest.mark.cpu_only

@@ -1,4 +1,4 @@
-"""`moe_runtime.deep_ep.Buffer` on GPUs: streams, hooks, and both modes captured in a graph and replayed."""
+"""The buffers of `moe_runtime.deep_ep` on GPUs: streams, hooks, and every mode captured in a graph and replayed."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_runtime.deep_ep import Buffer
+from moe_runtime.deep_ep import Buffer, ElasticBuffer, EventHandle
 from moe_runtime.deep_ep.sizes import normal_bytes
+from tests.deep_ep.test_elastic import CASES, every_call
+from tests.deep_ep.test_training import train_elastic
 from tests.support.exchange_data import repeated_ids
 
 HIDDEN, EXPERTS, TOP_K, MOST = 1024, 32, 4, 48
@@ -196,7 +198,105 @@ def replay_normal(rank: int, world: int, seed: int) -> None:
     buffer.destroy()
 
 
-@pytest.mark.parametrize("mode", [replay_low_latency, replay_normal])
+def replay_elastic(rank: int, world: int, seed: int) -> None:
+    """Weighted rows of `ElasticBuffer`, expanded and not; on a GPU also in graphs, on both streams."""
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    assert dist.group.WORLD is not None
+    buffer = ElasticBuffer(dist.group.WORLD, num_max_tokens_per_rank=MOST, hidden=HIDDEN, explicitly_destroy=True)
+    held, local = data_of(seed, rank, device), EXPERTS // world
+    counts = torch.zeros(local, dtype=torch.int32, device=device)
+
+    def step(expand: bool, beside: bool = False, sync: bool = False) -> tuple[torch.Tensor, ...]:
+        x, ids, weights = held
+        ways: dict[str, Any] = {"async_with_compute_stream": beside}
+        if beside:
+            ways |= {"previous_event": buffer.capture(), "previous_event_before_epilogue": EventHandle()}
+        counts.zero_()
+        rows, got_ids, got_weights, handle, event = buffer.dispatch(
+            x,
+            topk_idx=ids,
+            topk_weights=weights,
+            num_experts=EXPERTS,
+            do_expand=expand,
+            do_cpu_sync=sync,
+            cumulative_local_expert_recv_stats=counts,
+            **ways,
+        )
+        if beside:
+            event.current_stream_wait()
+        assert isinstance(rows, torch.Tensor) and got_weights is not None
+        factor = got_weights[:, None] if got_ids is None else summed(got_weights)
+        out = (rows.float() * factor).to(torch.bfloat16)
+        if beside:
+            ways["previous_event"] = buffer.capture()
+        y, y_weights, event = buffer.combine(out, handle, topk_weights=got_weights, **ways)
+        if beside:
+            event.current_stream_wait()
+        assert y_weights is not None
+        return y, y_weights, counts.clone(), handle.psum_num_recv_tokens_per_scaleup_rank
+
+    def check(seed: int, found: tuple[torch.Tensor, ...], expand: bool) -> None:
+        everyone = [data_of(seed, r, device) for r in range(world)]
+        x, ids, weights = everyone[rank]
+        total = torch.zeros(MOST, HIDDEN, device=device)
+        for r in range(world):
+            here = (ids >= 0) & (ids // local == r)
+            own = torch.where(here, weights, 0.0)
+            if expand:
+                partial = torch.zeros_like(total)
+                for k in range(TOP_K):
+                    partial += (x.float() * own[:, k : k + 1]).to(torch.bfloat16).float()
+                total += partial.to(torch.bfloat16).float()
+            else:
+                total += (x.float() * summed(own)).to(torch.bfloat16).float()
+        assert torch.equal(found[0], total.to(torch.bfloat16))
+        assert torch.equal(found[1], torch.where(ids >= 0, weights, 0.0))
+        assert found[2].tolist() == [sum(int((d[1] == rank * local + e).sum()) for d in everyone) for e in range(local)]
+        comes = [int(((d[1] >= 0) & (d[1] // local == rank)).any(dim=1).sum()) for d in everyone]
+        assert found[3].tolist() == [sum(comes[: r + 1]) for r in range(world)]
+
+    for expand in (False, True):
+        for beside in (False, True):
+            for sync in (True, False):
+                check(seed, step(expand, beside, sync), expand)
+    graphs = []
+    for expand in (False, True) if on_gpu else ():
+        with pytest.raises(ValueError, match="do_cpu_sync: expected False in a capture"):
+            with torch.cuda.graph(torch.cuda.CUDAGraph()):
+                step(expand, sync=True)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = step(expand)
+        graphs.append((graph, found))
+    for turn in range(REPLAYS if on_gpu else 0):
+        copied(held, data_of(seed + turn, rank, device))
+        graph, found = graphs[turn % 2]
+        for tensor in found:
+            tensor.fill_(-1)
+        graph.replay()
+        torch.cuda.synchronize()
+        check(seed + turn, found, turn % 2 == 1)
+    buffer.destroy()
+
+
+@pytest.mark.cpu_only
+def test_weighted_rows_of_cpu_ranks(get_pool: Any, seed: int) -> None:
+    get_pool(2).run(replay_elastic, seed)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_elastic_layouts_and_gradients(world: int, get_pool: Any, seed: int) -> None:
+    if torch.cuda.device_count() < world:
+        pytest.skip(f"needs {world} GPUs")
+    pool = get_pool(world, gpus=True)
+    pool.run(every_call, list(CASES), ["bf16", "fp8", "packed"], seed)
+    for form in ({"do_expand": True}, {"do_cpu_sync": False}):
+        pool.run(train_elastic, [6, 0, 4, 1], seed, form, False)
+
+
+@pytest.mark.parametrize("mode", [replay_low_latency, replay_normal, replay_elastic])
 @pytest.mark.parametrize("world", [1, 2])
 def test_replays_give_what_plain_torch_gives(world: int, mode: Any, get_pool: Any, seed: int) -> None:
     if torch.cuda.device_count() < world:

@@ -32,14 +32,21 @@ def test_a_package_deep_ep_is_written_only_where_asked_for(tmp_path: Path, capsy
     assert main(["--write-alias", str(tmp_path)]) == 0  # again
     code = (
         "import deep_ep, moe_runtime.deep_ep as ours\n"
-        "from deep_ep import Buffer, Config, EventOverlap, topk_idx_t\n"
+        "from deep_ep import Buffer, Config, ElasticBuffer, EPHandle, EventOverlap, topk_idx_t\n"
         "from deep_ep.utils import EventHandle\n"
         "from deep_ep.utils.envs import init_dist\n"
         "from deep_ep.utils.math import calc_diff\n"
         "from deep_ep.utils.testing import bench\n"
         "assert deep_ep is ours and deep_ep.Buffer is Buffer is ours.Buffer, deep_ep\n"
+        "assert (ElasticBuffer, EPHandle) == (ours.ElasticBuffer, ours.EPHandle)\n"
     )
     result = run(tmp_path, code)
+    assert result.returncode == 0, result.stderr
+    utils = tmp_path / "checkout" / "deep_ep" / "utils"
+    utils.mkdir(parents=True)
+    (utils / "refs.py").write_text("from .envs import get_global_seed\nfrom .math import ceil_div\nHERE = True\n")
+    assert main(["--write-alias", str(tmp_path), "--checkout", str(tmp_path / "checkout")]) == 0
+    result = run(tmp_path, "import deep_ep; from deep_ep.utils import math, refs; assert refs.HERE and math.safe_div")
     assert result.returncode == 0, result.stderr
     (tmp_path / "other" / "deep_ep").mkdir(parents=True)
     with pytest.raises(ValueError, match="folder: expected one without another deep_ep"):
@@ -109,6 +116,10 @@ def test_helpers_quantize_and_compare() -> None:
     assert ids.tolist() == [[1, 3, -1, -1], [0, -1, -1, -1], [-1, -1, -1, -1]]
     assert math.hash_tensor(x) == math.hash_tensor(x.clone()) != math.hash_tensor(x + 1)
     assert math.per_token_cast_to_fp8(x[:0])[0].shape == (0, 300)
+    assert math.count_bytes(x, None, [quants, (scales,)]) == 5 * 300 * 3 + 5 * 3 * 4
+    assert (math.safe_div(3, 2), math.safe_div(0, 0)) == (1.5, 0)
+    with pytest.raises(ZeroDivisionError):
+        math.safe_div(1, 0)
 
 
 def test_parts_of_a_call_are_cut_at_its_pauses() -> None:

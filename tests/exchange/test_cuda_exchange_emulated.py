@@ -14,6 +14,7 @@ import torch
 from moe_runtime.comm.errors import MoERuntimeError, PeerTimeoutError, Phase, RoutingError, StepMismatchError
 from moe_runtime.dispatcher.handle import DispatchedTokens
 from moe_runtime.kernels.exchange import cuda, plan
+from moe_runtime.observation.waits import LATE, LayerWaits, PeerWaits, slowest_rank
 from tests.emulator import Emulator, needs_emulator
 from tests.support.comparison import assert_same_bits
 from tests.support.exchange_data import RankInput, expected_groups, rank_input
@@ -224,6 +225,41 @@ def test_a_bad_expert_id_is_told_to_ranks_that_are_at_work(
     for context in kernels.contexts:
         with pytest.raises(RoutingError, match="rank 1"):
             context.check()
+
+
+@pytest.mark.parametrize("sizes", [ONE_CHUNK, SEVERAL_CHUNKS, {}], ids=["one_chunk", "several_chunks", "drawn"])
+def test_waits_are_counted_beside_the_work(
+    sizes: dict[str, int], emulator: Emulator, seed: int, shrink: Shrink
+) -> None:
+    """By a block of its own, with the same results. A rank that has work between its steps is named."""
+    shrink(seed, **sizes)
+    steps = [step._replace(combined=True) for step in random_steps(seed, 3)]
+    references, kernels = references_and_kernels(mode="contiguous", token_format="nvfp4")
+    outputs, slow = random_outputs(references, seed), seed % WORLD
+    waits = [LayerWaits(own.context, {12: own}) for own in kernels.dispatchers]
+    work = Ranks(2, CPU, HOPPER, **SETTINGS)
+    data = [rank_input(seed, rank, 12, *list(SETTINGS.values())[:3]) for rank in range(2)]
+    dispatch = kernels.dispatchers[slow].dispatch
+    with pytest.MonkeyPatch.context() as patch:
+
+        def late(*tokens: torch.Tensor) -> DispatchedTokens:
+            for _ in range(3):
+                arrived = work.dispatch(data)
+                work.combine(arrived, [torch.zeros(a.capacity, 512) for a in arrived])
+            return dispatch(*tokens)
+
+        patch.setattr(kernels.dispatchers[slow], "dispatch", late)
+        found = all_at_once(kernels, steps, outputs, emulator)
+    assert_same_results(found, one_after_the_other(references, steps, outputs))
+    counts = [of_rank.read()[12] for of_rank in waits]
+    for rank, own in enumerate(counts):
+        assert own.steps == 3 and own.peers[rank] == PeerWaits()
+        for peer in own.peers:
+            assert 0 <= peer.late_ns <= peer.dispatch_ns <= 3 * peer.dispatch_max_ns
+            assert peer.combine_ns <= 3 * peer.combine_max_ns and peer.total_ns <= own.step_ns
+            assert (peer.dispatch_waits > 0, peer.combine_waits > 0) == (peer.dispatch_ns > 0, peer.combine_ns > 0)
+    named = slowest_rank(counts)
+    assert named is not None and (named.rank, named.cause) == (slow, LATE)
 
 
 WRONG = {

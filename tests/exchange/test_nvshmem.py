@@ -21,6 +21,7 @@ from moe_runtime.comm.rank_group import RankGroup
 from moe_runtime.dispatcher.token_dispatcher import TokenDispatcher
 from moe_runtime.kernels.formats.number_formats import FORMATS
 from moe_runtime.kernels.runtime import resolve_engine
+from moe_runtime.observation.waits import LATE, SLOW_TO_RETURN, slowest_rank
 from moe_runtime.virtual import VirtualRanks, virtual_contexts
 from tests.support import nvshmem_cases as cases
 from tests.support.comparison import assert_same_bits
@@ -105,6 +106,23 @@ def test_it_is_not_chosen_where_ranks_share_a_gpu(ranks: Any) -> None:
     for name, reasons in ranks.run(cases.choose_one_gpu_for_all):
         assert name == "collective"
         assert "share a GPU" in reasons["nvshmem"] or "NVSHMEM of this process is on" in reasons["nvshmem"]
+
+
+@gpu
+@several
+@pytest.mark.parametrize("cause", [LATE, SLOW_TO_RETURN])
+@pytest.mark.parametrize("most", [cases.TOKENS, cases.MANY], ids=["few", "many"])
+def test_a_slow_rank_is_named(cause: str, most: int, ranks: Any, seed: int) -> None:
+    """By replays of a graph; tokens are told of one by one, or rows are counted in chunks."""
+    slow = seed % WORLD
+    results = ranks.run(cases.be_waited_for, most, slow, cause, seed)
+    assert all(found == results[0] for found in results)
+    found = slowest_rank(results[0])
+    assert found is not None and (found.rank, found.cause) == (slow, cause), str(found)
+    # A spin takes 5 ms at least, and each replay has one.
+    for rank, counts in enumerate(results[0]):
+        if rank != slow:
+            assert counts.peers[slow].total_ns > 0.005e9 * cases.WAITED_STEPS / 2
 
 
 @gpu

@@ -249,7 +249,7 @@ def die_in_warm_up(rank: int, world: int, death: int, folder: str) -> tuple[int,
         transport="shared", timeout_s=WITHOUT_ONE_S, startup_timeout_s=2 * WITHOUT_ONE_S, on_failure="continue"
     ) as context:
         layer = MoELayer.from_checkpoint(folder, context=context, **config(token_buckets=(4,)).model_dump())
-        counters, done = layer.count_steps(), []
+        counters, waits, done = layer.count_steps(), layer.count_waits(), []
 
         def run_or_die(layer: MoELayer, step: LayerStep) -> None:
             if rank == 1 and len(done) == death:
@@ -263,8 +263,9 @@ def die_in_warm_up(rank: int, world: int, death: int, folder: str) -> tuple[int,
         layer.warm_up()
         assert context.members == (0, 2) and context.steps_done == 0 and counters.read().steps == 0
         mine = rank_input(0, rank, TOKENS - rank, HIDDEN, EXPERTS, TOP_K)
+        assert [(one.steps, len(one.peers)) for one in waits.read().values()] == [(0, 2)] * 2
         y = layer(mine.x, topk_idx=mine.topk_idx, topk_weights=mine.topk_weights)
-        assert counters.read().steps == 1
+        assert counters.read().steps == waits.read()[TOKENS].steps == 1
         return context.generation, context.steps_done, y, context.steps_repeated
 
 

@@ -14,6 +14,7 @@ from cuda.bindings import driver
 from moe_runtime.experts import Experts
 from moe_runtime.kernels import nvrtc
 from moe_runtime.kernels.gemm import dequant_gemm, grouped_gemm, tma_gemm
+from moe_runtime.kernels.gemm.expanded_weights import ExpandedWeights
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
 from moe_runtime.kernels.launch_order import LaunchOrder
@@ -44,6 +45,12 @@ def emulator(monkeypatch: pytest.MonkeyPatch, seed: int) -> Iterator[Emulator]:
 
 
 def experts_of(name: str, rng: torch.Generator) -> Experts:
+    """`expanded` ones are stored in MXFP4, and multiplied in FP8."""
+    if name == "expanded":
+        gate_up = random_weights("mxfp4", EXPERTS, 2 * INNER, HIDDEN, rng, CPU, gate_up=True)
+        return Experts(
+            *map(ExpandedWeights.prepack, (gate_up, random_weights("mxfp4", EXPERTS, HIDDEN, INNER, rng, CPU)))
+        )
     gate_up = random_weights(name, EXPERTS, 2 * INNER, HIDDEN, rng, CPU, gate_up=True)
     down = random_weights(name, EXPERTS, HIDDEN, INNER, rng, CPU)
     if name in PACKED:
@@ -52,7 +59,7 @@ def experts_of(name: str, rng: torch.Generator) -> Experts:
 
 
 def rows_of(name: str, sizes: list[int], rng: torch.Generator, **more: bool) -> GroupedRows:
-    a = make_rows(name, sizes, HIDDEN, rng, CPU, num_experts=EXPERTS, **more)
+    a = make_rows("fp8_block" if name == "expanded" else name, sizes, HIDDEN, rng, CPU, num_experts=EXPERTS, **more)
     return replace(a, expert_ids=torch.arange(EXPERTS, dtype=torch.int32))
 
 
@@ -66,7 +73,7 @@ def called(experts: Experts, a: GroupedRows, dtype: torch.dtype = torch.bfloat16
     return experts(a, out=torch.full((a.capacity, HIDDEN), 7, dtype=dtype))
 
 
-@pytest.mark.parametrize("name", ["bf16", "fp8_block", *PACKED])
+@pytest.mark.parametrize("name", ["bf16", "fp8_block", "expanded", *PACKED])
 def test_steps_of_sizes_that_alternate(name: str, emulator: Emulator, rng: torch.Generator) -> None:
     """Rows, results and the numbers of rows are others in each step, and lie elsewhere."""
     experts, steps = experts_of(name, rng), []

@@ -14,7 +14,6 @@ import triton
 from moe_runtime.kernels import nvrtc
 from moe_runtime.kernels.formats.number_formats import FP8_BLOCK, MXFP4, NVFP4, TokenFormat
 from moe_runtime.kernels.gemm import tma_gemm as tma
-from moe_runtime.kernels.gemm.expanded_gemm import expanded_gemm
 from moe_runtime.kernels.gemm.shapes import TMA_PREFILL, TMA_SHAPES, TmaShape
 from moe_runtime.kernels.gemm.weights import SILU, Activation
 from tests.kernels.test_tma_gemm import disassembled, gpu
@@ -28,6 +27,7 @@ from tests.support.expanded_cases import (
     rows_for,
 )
 from tests.support.gemm_cases import make_rows
+from tests.support.gemm_plans import tma_grouped_gemm
 
 names = pytest.mark.parametrize("name", ["nvfp4", "mxfp4"])
 gathers = pytest.mark.parametrize("gather", [False, True], ids=["packed", "gathered"])
@@ -163,6 +163,6 @@ def test_all_shapes_give_the_same_bits(
     found = []
     for shape in TMA_SHAPES:
         in_shape(monkeypatch, shape)
-        found.append(expanded_gemm(a, w, out_dtype=torch.float32))
+        found.append(tma_grouped_gemm(a, w, out_dtype=torch.float32))
     for other in found[1:]:
         assert_same_bits(other, found[0])

@@ -13,8 +13,8 @@ from cuda.bindings import driver
 from moe_runtime.kernels import nvrtc
 from moe_runtime.kernels.formats.number_formats import MXFP4, NVFP4, TokenFormat
 from moe_runtime.kernels.gemm import tma_gemm as tma
-from moe_runtime.kernels.gemm.expanded_gemm import expanded_gemm, expanded_gemm_swiglu, plan_expanded
 from moe_runtime.kernels.gemm.expanded_weights import ExpandedWeights
+from moe_runtime.kernels.gemm.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
 from moe_runtime.kernels.gemm.plan import MAX_TMA_GROUPS
 from moe_runtime.kernels.gemm.shapes import TMA_DECODE, TMA_FEW, TMA_PREFILL, TMA_SHAPES, TMA_SOME, TmaShape
 from moe_runtime.kernels.gemm.weights import GateUpOrder, SwiGLU
@@ -33,7 +33,7 @@ from tests.support.expanded_cases import (
 )
 from tests.support.gemm_cases import UNIT, check_inside, exact_gemm, make_rows, random_weights
 from tests.support.gemm_checks import poisoned
-from tests.support.gemm_plans import tma_grouped_gemm, tma_grouped_gemm_swiglu
+from tests.support.gemm_plans import tma_grouped_gemm, tma_grouped_gemm_swiglu, tma_plan
 
 pytestmark = [needs_emulator, pytest.mark.cpu_only]
 
@@ -170,9 +170,9 @@ def test_all_shapes_give_the_same_bits(
     want = compare_plain(many, w, TMA_PREFILL, monkeypatch)[:331]
     for shape in TMA_SHAPES:
         in_shape(monkeypatch, shape)
-        assert_same_bits(expanded_gemm(one, w, out_dtype=torch.float32)[0], want[300], "alone")
+        assert_same_bits(tma_grouped_gemm(one, w, out_dtype=torch.float32)[0], want[300], "alone")
         if not shape.few:
-            assert_same_bits(expanded_gemm(many, w, out_dtype=torch.float32), want, shape.regime.name)
+            assert_same_bits(tma_grouped_gemm(many, w, out_dtype=torch.float32), want, shape.regime.name)
 
 
 @names
@@ -195,7 +195,7 @@ def test_both_products_of_a_layer(
     want = run(gate_up.expand(), down.expand(), tma_grouped_gemm_swiglu, tma_grouped_gemm, shape=shape)
     for _ in range(3):
         with emulator.together():
-            got = run(gate_up, down, expanded_gemm_swiglu, expanded_gemm)
+            got = run(gate_up, down, tma_grouped_gemm_swiglu, tma_grouped_gemm)
         assert_same_bits(got, want, name)
 
 
@@ -223,7 +223,7 @@ def test_nothing_to_do(name: str, emulator: Emulator, rng: torch.Generator) -> N
     for none in (replace(a, capacity=0), replace(a, num_active_experts=0)):
         out = poisoned(198, 264, torch.bfloat16, CPU)
         before = out.clone()
-        assert_same_bits(expanded_gemm(none, w, out=out), before)
+        assert_same_bits(tma_grouped_gemm(none, w, out=out), before)
 
 
 def test_what_is_refused(emulator: Emulator, rng: torch.Generator) -> None:
@@ -231,15 +231,13 @@ def test_what_is_refused(emulator: Emulator, rng: torch.Generator) -> None:
     plain = expanded_weights("nvfp4", 256, 128, rng, CPU)
     a = make_rows("fp8_block", [3], 128, rng, CPU, num_experts=3)
     with pytest.raises(ValueError, match=r"w\.gate_up: expected None without a gate, got up_gate"):
-        expanded_gemm(a, gated)
-    with pytest.raises(ValueError, match=r"w\.gate_up: expected expanded weights of gate and up, got plain ones"):
-        expanded_gemm_swiglu(a, plain, SwiGLU())
+        grouped_gemm(a, gated)
+    with pytest.raises(ValueError, match=r"w\.gate_up: expected prepacked weights of gate and up, got plain ones"):
+        grouped_gemm_swiglu(a, plain, SwiGLU(), out_format="bf16")
     with pytest.raises(ValueError, match=r"activation\.order: expected up_gate"):
-        expanded_gemm_swiglu(a, gated, SwiGLU())
+        grouped_gemm_swiglu(a, gated, SwiGLU(), out_format="bf16")
     with pytest.raises(ValueError, match=r"a\.format"):
-        expanded_gemm(make_rows("bf16", [3], 128, rng, CPU, num_experts=3), plain)
-    with pytest.raises(ValueError, match="Hopper's kernel for expanded weights does not take"):
-        expanded_gemm(a, plain, out=torch.empty(3, 258)[:, 1:257])
+        grouped_gemm(make_rows("bf16", [3], 128, rng, CPU, num_experts=3), plain)
     assert emulator.runs == 0
 
 
@@ -250,7 +248,7 @@ def test_a_plan_has_room_for_the_table(fmt: TokenFormat, emulator: Emulator, rng
     a = make_rows("fp8_block", [1] * 900, 512, rng, CPU, num_experts=3)
     for groups, stages in ((700, 4), (850, 3)):
         offsets, ids = a.group_offsets[: groups + 1], a.expert_ids[:groups]
-        how = plan_expanded(replace(a, group_offsets=offsets, expert_ids=ids, expected_rows=10**6), w).tma
+        how = tma_plan(replace(a, group_offsets=offsets, expert_ids=ids, expected_rows=10**6), w).tma
         assert how is not None and how.shape is TMA_PREFILL and how.copies_scales == (stages == 4)
         assert how.shape.stages(groups) == 4 and how.shape.stages(groups, fmt) == stages
 
@@ -318,11 +316,11 @@ def test_mistakes_are_found(
     a = make_rows("fp8_block", [13, 5] if shape.few else [130, 5], 1280, rng, CPU, num_experts=3, gather=True)
     in_shape(monkeypatch, shape)
     emulate()
-    want = expanded_gemm(a, w)
+    want = tma_grouped_gemm(a, w)
     emulate(edit=edit)
     with pytest.raises(AssertionError, match=found):
         for _ in range(MOST_SCHEDULES):
-            assert_same_bits(expanded_gemm(a, w), want)
+            assert_same_bits(tma_grouped_gemm(a, w), want)
 
 
 def test_every_lane_may_arrive(emulator: Emulator, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,6 @@ from moe_runtime.kernels.exchange.local_ids import local_ids
 from moe_runtime.kernels.exchange.padded_rows import PaddedRows
 from moe_runtime.kernels.gemm import dequant_gemm, grouped_gemm, op_gemm
 from moe_runtime.kernels.gemm import plan as gemm_plan
-from moe_runtime.kernels.gemm.expanded_gemm import expanded_gemm, expanded_gemm_swiglu
 from moe_runtime.kernels.gemm.expanded_weights import ExpandedWeights
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.gemm.plan import DequantOverlap
@@ -29,13 +28,16 @@ from moe_runtime.kernels.gemm.tma_gemm import Extras
 from moe_runtime.kernels.gemm.weights import SwiGLU
 from moe_runtime.kernels.launch_order import LaunchOrder
 from moe_runtime.kernels.nvrtc import Defines
+from moe_runtime.kernels.recorded_routes import record_routes
 from moe_runtime.kernels.signature import Kind, Parameter, kernels_of, parameters_of
 from moe_runtime.launch.research import aot, copy_ways
 from moe_runtime.launch.research.aot_cases import CudaCase
+from moe_runtime.observation.waits import LayerWaits
 from tests.emulator.tensor_maps import encode_tiled
 from tests.exchange.test_hierarchical_emulated import VirtualHosts, inputs_of
 from tests.support.exchange_data import rank_input
 from tests.support.gemm_cases import make_rows, random_weights
+from tests.support.gemm_plans import tma_grouped_gemm, tma_grouped_gemm_swiglu
 from tests.support.token_parts import forget_plans
 from tests.support.virtual_exchange import HOPPER, Ranks
 
@@ -70,10 +72,14 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Variant]:
     return found
 
 
-def exchange(world: int, tokens: int, *, mode: str = "gathered", token_format: str = "nvfp4", **more: Any) -> None:
-    """One step of each rank, without and with a shared expert's output."""
+def exchange(
+    world: int, tokens: int, *, mode: str = "gathered", token_format: str = "nvfp4", waits: bool = False, **more: Any
+) -> None:
+    """One step of each rank, without and with a shared expert's output, and with waits counted or not."""
     ranks = Ranks(world, CPU, HOPPER, max_tokens_per_rank=tokens, mode=mode, token_format=token_format, **SIZES, **more)
     for dispatcher in ranks.dispatchers:
+        if waits:
+            LayerWaits(dispatcher.context, {tokens: dispatcher})
         for shared in (False, True):
             data = rank_input(1, 0, tokens, 256, 7, 3, "random")
             rows = dispatcher.dispatch(data.x, data.topk_idx, data.topk_weights)
@@ -135,7 +141,8 @@ def expanded_products(a: GroupedRows, rng: torch.Generator) -> None:
     gate_up = ExpandedWeights.prepack(random_weights("nvfp4", 4, 512, 256, rng, CPU, gate_up=True))
     down = ExpandedWeights.prepack(random_weights("mxfp4", 4, 256, 256, rng, CPU))
     for one in (a, replace(a, expected_rows=1000)):
-        expanded_gemm(expanded_gemm_swiglu(one, gate_up, SwiGLU()), down)
+        hidden = tma_grouped_gemm_swiglu(one, gate_up, SwiGLU(), out_format="fp8_block")
+        tma_grouped_gemm(hidden, down)
 
 
 def all_launches(rng: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,12 +153,16 @@ def all_launches(rng: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     forget_plans()
     exchange(1, 400)
     exchange(2, 5, mode="contiguous")
+    exchange(2, 5, waits=True)
+    exchange(2, 2000, waits=True)
     exchange(2, 2000, reusable_handles=True)
     padded_exchange()
     hosts(monkeypatch)
     products(rng, monkeypatch)
     clock.write_clock(torch.zeros(1, dtype=torch.int64))
     local_ids(torch.zeros(3, 2, dtype=torch.int64), torch.zeros(3, 2), 8, 0, 4, "cuda")
+    ring, words = torch.zeros(2, 3, 2, dtype=torch.int16), torch.zeros(4, dtype=torch.int64)
+    record_routes(torch.zeros(3, 2).int(), torch.zeros(3, 2), ring, None, words, 8, engine="cuda")
     copy_ways.copy(Ranks(2, CPU, HOPPER, max_tokens_per_rank=4, **SIZES).contexts[0], "bulk", 2, 4096)
 
 

@@ -317,7 +317,7 @@ def test_weights_that_are_restored_in_each_call_are_told_of_once(
         grouped_gemm.grouped_gemm_swiglu(a, gate_up, SwiGLU(), out_format="nvfp4", engine="torch")
     (record,) = caplog.records
     assert record.name == "moe_runtime.kernels.gemm.grouped_gemm" and record.levelname == "WARNING"
-    assert record.getMessage().startswith("prepacked weights are restored in every call, which is slow")
+    assert record.getMessage().startswith("prepacked or expanded weights are restored in every call, which is slow")
 
 
 def forget_devices() -> None:

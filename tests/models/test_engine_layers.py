@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch import nn
 
 from moe_runtime.comm.errors import PeerAbortedError
-from moe_runtime.config import ParallelConfig
+from moe_runtime.config import ParallelConfig, RecordedRoutesConfig
 from moe_runtime.integrations import sglang_experts, vllm_experts
-from moe_runtime.integrations.engine_layers import EngineLayers
+from moe_runtime.integrations.engine_layers import EngineLayers, recorded_routes
 from moe_runtime.integrations.layer_settings import (
     ENGINE_FIELDS,
     LayerSettings,
@@ -119,6 +119,24 @@ def test_settings_choose_the_tokens(form: str, fields: dict[str, Any], seed: int
     check(found, plain_moe(data, *tokens), fields["token_format"])
     # Rounding of the tokens is there, so they did travel in that format.
     assert relative_error(found.cpu(), plain_moe(data, *tokens))[0] > error_bound("bf16")
+
+
+def test_routes_are_recorded_as_the_engine_states_them(seed: int) -> None:
+    """By the name of the layer; a server's first step warms up, and that is not recorded."""
+    data, (x, ids, weights) = make_experts("bf16", seed), draw_tokens(seed, 13)
+    layers = EngineLayers(LayerSettings(LIMITS, {}, RecordedRoutesConfig(steps=4, weights=True)))
+    with vllm_modules():
+        layer = vllm_layer(data.of(slice(None)))
+        method = vllm_experts.taken_over(VllmMethod(vllm_config()), layers)
+        load(method, layer.to(DEVICE))
+        with torch.inference_mode():
+            for _ in range(2):
+                method.apply(layer, x.to(DEVICE), weights.to(DEVICE), ids.to(DEVICE), None, None)
+        found = recorded_routes()[layer.layer_name].read()
+    assert [step.step for step in found] == [0, 1]
+    for step in found:
+        assert step.topk_weights is not None and torch.equal(step.topk_weights.cpu(), weights.float())
+        assert torch.equal(step.topk_idx.cpu(), ids.int())
 
 
 @pytest.mark.parametrize("form", ["nvfp4", "mxfp4"])
@@ -570,8 +588,11 @@ def test_settings_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert settings_from_yaml(file) == expected
     monkeypatch.setenv("MOE_RUNTIME_TRIED", str(file))
     assert settings_of_variable("MOE_RUNTIME_TRIED") == expected
+    file.write_text("routes: {steps: 4, weights: true}")
+    assert settings_from_yaml(file).routes == RecordedRoutesConfig(steps=4, weights=True)
     for text, complaint in {
         "other: 1": "other: unknown key",
+        "routes: {steps: 0}": "routes.steps: ",
         "layer: {hidden_size: 8}": "layer.hidden_size: unknown key",
         "layer: {token_format: fp5}": "layer.token_format: ",
         "layer: [1]": "layer: expected a mapping",

@@ -108,6 +108,26 @@ def test_a_model_goes_on_with_another_placement(
     assert sum(results[0][3][2]) == 3 * sum(x.numel() for x in ids)
 
 
+def test_a_model_records_its_routes(tmp_path: Path, seed: int) -> None:
+    """Those of the original's routers, by decoder layer; a call that `join` splits takes several steps."""
+    folder, (ids,) = save(tmp_path, "qwen2_moe", seed), prompts(seed, 1)
+    model, parallel = spread(folder, max_tokens_per_rank=8)
+    top_k = parallel.layers[0].config.top_k
+    ring = torch.zeros(2, 50, 8, top_k, dtype=torch.int16)
+    with parallel, torch.no_grad():
+        for name, wrong in {"ids": (ring[:1], None), "weights": (ring, torch.zeros(2, 50, 8))}.items():
+            with pytest.raises(ValueError, match=rf"{name}: expected \[2, S, M, K\]"):
+                parallel.record_routes(*wrong)
+        recorded = parallel.record_routes(ring, torch.zeros(ring.shape))
+        with parallel.join():
+            model(ids)
+        steps = recorded[0].read()
+        assert list(recorded) == [0, 2] and len(recorded[2].read()) == len(steps) == -(-ids.numel() // 8) > 1
+        _, chosen = parallel_models.record_routes(parallel_models.load(folder), ids)
+    found = torch.cat([step.topk_idx for step in steps])
+    assert torch.equal(found.long(), chosen[0][1].view(found.shape))
+
+
 def generate_on_rank(rank: int, world: int, path: Path, ids: list[Any], start: Placement) -> Any:
     model, parallel = spread(path, placement=start, max_tokens_per_rank=16)
     with parallel:

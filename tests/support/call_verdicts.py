@@ -282,7 +282,7 @@ def differs(found: Any, expected: Any, at: str = "result") -> str | None:
         return next((d for k in found if (d := differs(found[k], expected[k], f"{at}[{k}]"))), None)
     names = ("group_offsets",) if type(found).__name__ == "DispatchedTokens" else None
     if dataclasses.is_dataclass(found) and type(found).__name__ != "DispatchHandle":
-        names = names or tuple(f.name for f in dataclasses.fields(found))
+        names = names or tuple(f.name for f in dataclasses.fields(found) if not f.name.startswith("_"))
         pairs_of = ((name, getattr(found, name), getattr(expected, name)) for name in names)
         return next((d for name, a, b in pairs_of if (d := differs(a, b, f"{at}.{name}"))), None)
     if isinstance(found, bool | int | float | str | Enum):

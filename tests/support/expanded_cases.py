@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moe_runtime.kernels.gemm.expanded_gemm import expanded_gemm, expanded_gemm_swiglu
-from moe_runtime.kernels.gemm.expanded_weights import ExpandedWeights
+from moe_runtime.kernels.gemm.expanded_weights import ExpandedWeights, expanded_activation
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.gemm.shapes import TMA_DECODE, TMA_DOZEN, TMA_FEW, TMA_PREFILL, TMA_SOME, TmaShape
 from moe_runtime.kernels.gemm.weights import GPT_OSS, SQUARED_RELU, Activation, ExpertWeights, GateUpOrder, SwiGLU
@@ -86,7 +85,7 @@ def compare_plain(
     in_shape(monkeypatch, shape)
     got, want = (poisoned(a.capacity + 2, w.num_rows, dtype, w.device) for _ in range(2))
     tma_grouped_gemm(a, w.expand(), out=want, shape=shape, num_sms=num_sms)
-    expanded_gemm(a, w, out=got, num_sms=num_sms)
+    tma_grouped_gemm(a, w, out=got, num_sms=num_sms)
     assert_same_bits(got, want, shape.regime.name)
     return got
 
@@ -101,9 +100,8 @@ def compare_swiglu(
 ) -> None:
     """The same bits as the FP8 GEMM's with gate above up."""
     in_shape(monkeypatch, shape)
-    above = replace(activation, order=GateUpOrder.GATE_UP) if activation.gated else activation
-    want = tma_grouped_gemm_swiglu(a, w.expand(), above, out_format=out_format, shape=shape)
-    got = expanded_gemm_swiglu(a, w, activation, out_format=out_format)
+    want = tma_grouped_gemm_swiglu(a, w.expand(), expanded_activation(activation), out_format=out_format, shape=shape)
+    got = tma_grouped_gemm_swiglu(a, w, activation, out_format=out_format)
     offsets, ids = a.group_offsets.tolist(), a.expert_ids.tolist()
     active = a.num_groups if a.num_active_experts is None else int(a.num_active_experts)
     for g in range(active):

@@ -14,7 +14,8 @@ import torch
 from moe_runtime.kernels.formats.number_formats import TokenFormat, format_named
 from moe_runtime.kernels.gemm import dequant_gemm, plan, tma_gemm
 from moe_runtime.kernels.gemm import grouped_gemm as gemm_module
-from moe_runtime.kernels.gemm.arguments import check_operands, check_out
+from moe_runtime.kernels.gemm.arguments import check_activation, check_operands, check_out
+from moe_runtime.kernels.gemm.expanded_weights import ExpandedWeights, StoredWeights
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.gemm.plan import GemmKernel, GemmPlan
 from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
@@ -31,7 +32,7 @@ def choose(monkeypatch: pytest.MonkeyPatch, **choices: Callable[..., Any]) -> No
 
 def planned(
     a: GroupedRows,
-    w: ExpertWeights | PrepackedWeights,
+    w: StoredWeights,
     *,
     out: torch.Tensor | None = None,
     out_format: TokenFormat | None = None,
@@ -77,7 +78,7 @@ def dequant_swiglu(
 
 def tma_plan(
     a: GroupedRows,
-    w: ExpertWeights,
+    w: ExpertWeights | ExpandedWeights,
     *,
     out: torch.Tensor | None = None,
     out_format: TokenFormat | None = None,
@@ -94,7 +95,7 @@ def tma_plan(
 
 def tma_grouped_gemm(
     a: GroupedRows,
-    w: ExpertWeights,
+    w: ExpertWeights | ExpandedWeights,
     *,
     out: torch.Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
@@ -104,14 +105,14 @@ def tma_grouped_gemm(
     """`grouped_gemm` by `tma_gemm.cu`, in `shape` where that is given."""
     check_operands(a, w)
     out = check_out(a, w, out, out_dtype)
-    if a.capacity:
+    if a.capacity and a.num_groups and w.num_experts:
         tma_gemm.multiply(a, w, out, tma_plan(a, w, out=out, shape=shape, num_sms=num_sms))
     return out
 
 
 def tma_grouped_gemm_swiglu(
     a: GroupedRows,
-    w: ExpertWeights,
+    w: ExpertWeights | ExpandedWeights,
     activation: Activation,
     *,
     out_format: str,
@@ -120,6 +121,7 @@ def tma_grouped_gemm_swiglu(
 ) -> GroupedRows:
     """`grouped_gemm_swiglu` by `tma_gemm.cu`, in `shape` where that is given."""
     check_operands(a, w)
+    check_activation(w, activation)
     fmt = format_named(out_format)
     plan = tma_plan(a, w, out_format=fmt, activation=activation, shape=shape, num_sms=num_sms)
     out = gemm_module._intermediate(a, w, activation, fmt, None, None, plan).empty(a)

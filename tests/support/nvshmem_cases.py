@@ -22,11 +22,13 @@ from moe_runtime.config import GATHERED_MAX_TOKENS, ModeName, MoELayerConfig
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.dispatcher.handle import DispatchedTokens
 from moe_runtime.dispatcher.token_dispatcher import TokenDispatcher
+from moe_runtime.experts import Experts
 from moe_runtime.kernels.exchange import cuda
 from moe_runtime.kernels.exchange.plan import required_plan
 from moe_runtime.kernels.formats.number_formats import FORMATS
 from moe_runtime.kernels.formats.swizzle import unswizzle_scales
 from moe_runtime.layer import MoELayer
+from moe_runtime.observation.waits import LATE, SLOW_TO_RETURN, WaitCounts
 from moe_runtime.virtual import VirtualRanks
 from tests.support.exchange_data import (
     EXPERTS,
@@ -240,6 +242,49 @@ def replay_sizes(rank: int, world: int, seed: int) -> list[str]:
                     wrong.append(f"layer {number}, {size} tokens, replay")
         context.check_peers()
     return wrong
+
+
+SPIN_CYCLES, WAITED_STEPS = 20_000_000, 4
+"""About 10 ms of a GPU's clock."""
+
+
+def be_waited_for(rank: int, world: int, most: int, slow: int, cause: str, seed: int) -> list[WaitCounts]:
+    """Replays of a graph in which `slow` spins: between its steps, or behind its experts; waits of each rank."""
+    run_experts = Experts._run
+
+    def spin() -> None:
+        if rank == slow:
+            torch.cuda._sleep(SPIN_CYCLES)
+
+    def run_slowly(*args: Any) -> None:
+        run_experts(*args)
+        spin()
+
+    mine = rank_input(seed, rank, 9, HIDDEN, EXPERTS, TOP_K).to(gpu_of(rank))
+    with open_context() as context, pytest.MonkeyPatch.context() as patch:
+        layer = MoELayer(config("fp8_block", max_tokens_per_rank=most), context)
+        layer.load_random(seed)
+
+        def run() -> torch.Tensor:
+            return layer(mine.x, topk_idx=mine.topk_idx, topk_weights=mine.topk_weights)
+
+        expected = run().clone()
+        waits = layer.count_waits()
+        layer.warm_up()
+        assert waits.read()[most].steps == 0
+        if cause == SLOW_TO_RETURN:
+            patch.setattr(Experts, "_run", run_slowly)
+        graph, y = captured(run)
+        before = waits.read()[most]
+        for _ in range(WAITED_STEPS):
+            if cause == LATE:
+                spin()
+            graph.replay()
+        context.check_peers()
+        assert same(y, expected)
+        after = waits.read()[most]
+        assert (after - before).steps == WAITED_STEPS
+        return waits.gather()
 
 
 def replace_between_replays(rank: int, world: int, seed: int) -> list[str]:

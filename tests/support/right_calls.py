@@ -15,6 +15,7 @@ from moe_runtime.config import (
     RouterConfig,
     RunConfig,
 )
+from moe_runtime.deep_ep import ElasticBuffer
 from moe_runtime.dispatcher import DifferentiableDispatcher, TokenDispatcher
 from moe_runtime.kernels.exchange.padded_rows import PaddedRows
 from moe_runtime.kernels.formats.number_formats import WEIGHT_FORMATS
@@ -90,6 +91,34 @@ def _rows_to_combine(w: World, on: DifferentiableDispatcher) -> dict[str, Any]:
     weights = given.pop("topk_weights")
     dispatched = on.dispatch(**given)
     return {"expert_output": torch.randn_like(dispatched.rows), "dispatched": dispatched, "topk_weights": weights}
+
+
+def _elastic_dispatch(w: World, on: ElasticBuffer) -> dict[str, Any]:
+    expand, sync = w.draw.random() < 0.5, w.draw.random() < 0.5
+    given = w.elastic_tokens() | {"num_experts": EXPERTS, "do_expand": expand, "do_cpu_sync": sync}
+    given["use_tma_aligned_col_major_sf"] = w.draw.random() < 0.5
+    given |= {"num_max_tokens_per_rank": None, "expert_alignment": None, "previous_event": None}
+    given |= {"previous_event_before_epilogue": None, "cumulative_local_expert_recv_stats": None, "handle": None}
+    if w.draw.random() < 0.4:
+        handle = on.dispatch(**given)[3]
+        return given | {"handle": handle, "topk_idx": None, "do_cpu_sync": None}
+    given["cumulative_local_expert_recv_stats"] = torch.zeros(EXPERTS, dtype=torch.int32)
+    return given | {"expert_alignment": w.draw.choice((1, 4)), "previous_event": w.draw.choice((None, on.capture()))}
+
+
+def _elastic_combine(w: World, on: ElasticBuffer) -> dict[str, Any]:
+    expand = w.draw.random() < 0.5
+    handle = on.dispatch(**w.elastic_tokens(), num_experts=EXPERTS, do_expand=expand)[3]
+    rows = handle.num_expanded_tokens if expand else handle.num_recv_tokens
+    biases = tuple(w.numbers(5, 2 * HIDDEN, dtype=torch.bfloat16) for _ in range(2))
+    return {
+        "x": w.numbers(rows, 2 * HIDDEN, dtype=torch.bfloat16),
+        "handle": handle,
+        "topk_weights": w.draw.choice((None, w.numbers(rows) if expand else w.numbers(rows, TOP_K))),
+        "bias": w.draw.choice((None, biases[0], biases)),
+        "previous_event": None,
+        "previous_event_before_epilogue": on.capture(),
+    }
 
 
 def _weights_arguments(w: World, on: Any) -> dict[str, Any]:
@@ -295,6 +324,9 @@ ARGUMENTS: dict[str, Callable[[World, Any], dict[str, Any]]] = {
         "combine_bytes": 30,
     },
     "LayerCounts.__sub__": lambda w, on: {"earlier": w.counts()},
+    "RecordedRoutes": lambda w, on: w.routes_arguments(),
+    "RecordedRoutes.add": lambda w, on: {**w.routing(3), "settled": False},
+    "MoELayer.record_routes": lambda w, on: w.rings(),
     "MoELayer": _layer_arguments,
     "MoELayer.forward": _step_arguments,
     "MoELayer.from_checkpoint": lambda w, on: {
@@ -370,6 +402,18 @@ ARGUMENTS: dict[str, Callable[[World, Any], dict[str, Any]]] = {
     ),
     "softmax_topk": lambda w, on: _logits(w) | {"renormalize": True, "scaling_factor": 1.5},
     "topk_softmax": lambda w, on: _logits(w) | {"scaling_factor": 1.5},
+    # DeepEP's interface.
+    "ElasticBuffer": lambda w, on: w.elastic_arguments() | {"num_bytes": w.draw.choice((None, 1 << 20))},
+    "ElasticBuffer.barrier": lambda w, on: {},
+    "ElasticBuffer.combine": _elastic_combine,
+    "ElasticBuffer.dispatch": _elastic_dispatch,
+    "ElasticBuffer.get_buffer_size_hint": lambda w, on: {
+        "group": w.group(),
+        "num_max_tokens_per_rank": MOST,
+        "hidden": HIDDEN,
+    },
+    "ElasticBuffer.get_theoretical_num_qps": lambda w, on: {"num_sms": 24},
+    "ElasticBuffer.get_theoretical_num_sms": lambda w, on: {"num_experts": EXPERTS, "num_topk": TOP_K},
     # Contexts, configs, placements, checkpoints, models.
     "Checkpoint": lambda w, on: {"path": w.folder / "checkpoint", "routers": True, "keep_in_host_memory": False},
     "Checkpoint.check_fits": lambda w, on: {"config": w.config(), "layer": 0, "but_for": ["top_k"]},
@@ -387,6 +431,7 @@ ARGUMENTS: dict[str, Callable[[World, Any], dict[str, Any]]] = {
     "Checkpoint.shared_expert": lambda w, on: {"layer": 0},
     "Checkpoint.stored_of": lambda w, on: {"layer": 0},
     "ExpertParallel": lambda w, on: {"context": w.context()},
+    "ExpertParallel.record_routes": lambda w, on: w.rings(2),
     "ExpertParallel.replace_experts": lambda w, on: {
         "placement": w.draw.choice((w.placement(), {0: w.placement(), 1: w.placement()}))
     },

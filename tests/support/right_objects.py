@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from moe_runtime import ops
@@ -28,6 +29,7 @@ from moe_runtime.config import (
     SharedExpertConfig,
 )
 from moe_runtime.context.expert_parallel import ExpertParallelContext
+from moe_runtime.deep_ep import ElasticBuffer
 from moe_runtime.dispatcher import CombineSink, DifferentiableDispatcher, TokenDispatcher
 from moe_runtime.experts import Experts
 from moe_runtime.integrations import ExpertParallel, apply_expert_parallel
@@ -39,6 +41,7 @@ from moe_runtime.kernels.gemm.weights import ExpertWeights, SwiGLU
 from moe_runtime.launch.common.qwen3_checkpoint import write_qwen3_moe_checkpoint
 from moe_runtime.layer import MoELayer
 from moe_runtime.observation.counters import LayerCounters, LayerCounts
+from moe_runtime.observation.routes import RecordedRoutes
 from moe_runtime.placement import Placement
 from moe_runtime.router import Router
 from moe_runtime.virtual import VirtualRanks
@@ -89,6 +92,30 @@ class World:
 
     def context(self) -> ExpertParallelContext:
         return ExpertParallelContext(transport="private", engine="torch", device="cpu")
+
+    def group(self) -> dist.ProcessGroup:
+        """One rank; `leave_group` ends it."""
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
+
+    def elastic_arguments(self) -> dict[str, Any]:
+        sizes = {"num_max_tokens_per_rank": MOST, "hidden": 2 * HIDDEN, "num_topk": TOP_K}
+        return {"group": self.group(), **sizes, "explicitly_destroy": True, "num_cpu_bytes": 0}
+
+    def elastic_buffer(self) -> ElasticBuffer:
+        once = self.draw.random() < 0.3
+        return _Zeroing(**self.elastic_arguments(), allow_multiple_reduction=not once)
+
+    def elastic_tokens(self, tokens: int = 5) -> dict[str, Any]:
+        """What `ElasticBuffer.dispatch` takes of a rank."""
+        x: Any = self.numbers(tokens, 2 * HIDDEN, dtype=torch.bfloat16)
+        if self.draw.random() < 0.4:
+            scales = self.numbers(tokens, 1).abs()
+            x = x.to(torch.float8_e4m3fn), self.draw.choice((scales, scales.view(torch.int32)))
+        routing = self.routing(tokens)
+        return {"x": x, "topk_idx": routing["topk_idx"].to(torch.int64), "topk_weights": routing["topk_weights"]}
 
     def placement(self) -> Placement:
         ids = [0, 1, 2, 3]
@@ -215,6 +242,15 @@ class World:
     def counters(self) -> LayerCounters:
         return LayerCounters(self.dispatcher().geometry, EXPERTS, CPU, "torch")
 
+    def rings(self, *layers: int) -> dict[str, Any]:
+        dtype = self.draw.choice((torch.int16, torch.int32))
+        shape = *layers, 3, MOST, TOP_K
+        return {"ids": torch.zeros(shape, dtype=dtype), "weights": torch.zeros(shape)}
+
+    def routes_arguments(self) -> dict[str, Any]:
+        sizes = {"max_tokens": MOST, "top_k": TOP_K, "num_experts": EXPERTS}
+        return {**self.rings(), **sizes, "device": CPU, "engine": "torch"}
+
     def checkpoint(self) -> Checkpoint:
         return Checkpoint(self.folder / "checkpoint")
 
@@ -255,6 +291,26 @@ class World:
         )
         made.count_tokens()
         return made
+
+
+def leave_group() -> None:
+    """End the group of `World.group`, if there is one: without it a rank is alone."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+class _Zeroing(ElasticBuffer):
+    """Rows that no token has may hold anything; here they are 0, so that results can be compared."""
+
+    def dispatch(self, *args: Any, **kwargs: Any) -> Any:
+        got = super().dispatch(*args, **kwargs)
+        metadata = got[3].recv_src_metadata
+        rows = metadata[:, 2:].flatten() if got[1] is None else torch.arange(len(metadata))[metadata[:, 0] >= 0]
+        for part in got[0] if isinstance(got[0], tuple) else (got[0],):
+            there = torch.zeros(part.shape[0], dtype=torch.bool)
+            there[rows[rows >= 0].long()] = True
+            part.view(torch.uint8 if part.dtype.itemsize == 1 else part.dtype)[~there] = 0
+        return got
 
 
 class _Experts(nn.Module):
@@ -301,6 +357,7 @@ INSTANCES: dict[str, Callable[[World], Any]] = {
     "ExpertParallel": World.parallel,
     "ExpertParallelContext": World.context,
     "ExpertWeights": World.expert_weights,
+    "ElasticBuffer": World.elastic_buffer,
     "Experts": lambda w: Experts(**w.experts_arguments()),
     "LayerCounters": World.counters,
     "LayerCounts": World.counts,
@@ -315,6 +372,7 @@ INSTANCES: dict[str, Callable[[World], Any]] = {
     "PrivateHeap": World.allocated_heap,
     "PrepackedWeights": World.prepacked,
     "Router": lambda w: Router(HIDDEN, EXPERTS, TOP_K, router_config(w)),
+    "RecordedRoutes": lambda w: RecordedRoutes(**w.routes_arguments()),
     "RouterConfig": lambda w: RouterConfig(),
     "RunConfig": lambda w: RunConfig(layer=w.config()),
     "SharedExpertConfig": lambda w: SharedExpertConfig(intermediate_size=INNER),

@@ -47,7 +47,7 @@ from tests.support.call_verdicts import (
     where,
 )
 from tests.support.public_calls import Call, targets
-from tests.support.right_objects import HIDDEN, World
+from tests.support.right_objects import HIDDEN, World, leave_group
 from tests.support.wrong_values import wrong_value
 
 FOR_MESSAGES = {"argument"}
@@ -66,6 +66,13 @@ class Hang(BaseException):
 
 def run_call(seed: int, index: int) -> tuple[str, str]:
     """Make call `index`: its target, and `refused`, `accepted` or `order`. Raises `Fault`."""
+    try:
+        return _run_call(seed, index)
+    finally:
+        leave_group()
+
+
+def _run_call(seed: int, index: int) -> tuple[str, str]:
     draw = random.Random(f"{seed}-{index}")
     names = sorted(targets())
     name = names[index % len(names)]
@@ -127,6 +134,7 @@ MAY_BE_CLOSED = {
     "ExpertParallel.count_tokens",
     "ExpertParallel.expert_loads",
     "ExpertParallel.join",
+    "ExpertParallel.record_routes",
     "ExpertParallelContext.abort",
     "ExpertParallelContext.close",
     "ExpertParallelContext.fail",
@@ -134,7 +142,9 @@ MAY_BE_CLOSED = {
     "ExpertParallelContext.next_layer_id",
     "MoELayer.close",
     "MoELayer.count_steps",
+    "MoELayer.count_waits",
     "MoELayer.extra_repr",
+    "MoELayer.record_routes",
     "VirtualRanks.close",
 }
 """What needs no memory between ranks."""

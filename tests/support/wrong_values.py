@@ -30,7 +30,7 @@ DTYPES = (
     E4M3,
     E5M2,
 )
-SEALED = ("DispatchHandle", "ExchangeGeometry", "Placement")
+SEALED = ("DispatchHandle", "EPHandle", "ExchangeGeometry", "Placement")
 """Records that callers hand on whole; their constructors are called on their own."""
 HUGE = (10**30, 2**62, 2**31)
 

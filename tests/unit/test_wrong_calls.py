@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,11 +44,17 @@ from tests.support.call_references import REFERENCES
 from tests.support.call_verdicts import compare_with_plain, differs, finished, fits, judge_accepted, judge_error
 from tests.support.public_calls import Call, Target, targets, unmade
 from tests.support.right_calls import ARGUMENTS
-from tests.support.right_objects import HIDDEN, INNER, World
+from tests.support.right_objects import HIDDEN, INNER, World, leave_group
 
 FIXED_SEED = 20260
 SECONDS = 6
 """`python -m tests.support.wrong_calls` is for more."""
+
+
+@pytest.fixture(autouse=True)
+def _no_group() -> Iterator[None]:
+    yield
+    leave_group()
 
 
 def test_every_public_call_has_right_arguments() -> None:

@@ -11,10 +11,12 @@ __all__ = [
     "align",
     "calc_diff",
     "ceil_div",
+    "count_bytes",
     "hash_tensor",
     "inplace_unique",
     "per_token_cast_back",
     "per_token_cast_to_fp8",
+    "safe_div",
 ]
 
 LARGEST, LEAST = 448.0, 1e-4
@@ -60,3 +62,19 @@ def inplace_unique(x: torch.Tensor, num_slots: int) -> None:
 def hash_tensor(t: torch.Tensor) -> int:
     """The sum of the tensor's bytes as int32 words: equal for equal bits."""
     return int(t.contiguous().view(torch.int32).sum())
+
+
+def count_bytes(*tensors: object) -> int:
+    """Bytes of all tensors, also of those in lists and tuples; None has none."""
+    total = 0
+    for one in tensors:
+        if isinstance(one, tuple | list):
+            total += count_bytes(*one)
+        elif isinstance(one, torch.Tensor):
+            total += one.numel() * one.element_size()
+    return total
+
+
+def safe_div(a: float, b: float) -> float:
+    """`a / b`, and 0 for `0 / 0`."""
+    return 0 if a == b == 0 else a / b

@@ -1,0 +1,111 @@
+"""Plan placements from the load of each expert: what the present one costs, what a new one gains, and its file.
+
+LOAD is a JSON file: a list with a number for each expert, such as its tokens, or an object of such lists by decoder
+layer, as `ExpertParallel.expert_loads` gives them. A cost is the load of the busiest rank over the mean of all ranks: a
+step of many tokens takes about so much longer than with even load. A placement that gains nothing stays as it is. The
+new file is a `placement.file` for a list, and an object of placements by decoder layer for an object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from moe_runtime.comm.messages import unique_keys
+from moe_runtime.launch.common import environment
+from moe_runtime.observation.counters import most_over_mean
+from moe_runtime.placement.placement import MAX_TEXT_LENGTH, Placement, plan_placement
+from moe_runtime.support.regular_files import read_regular
+
+ALONE = ""
+"""In place of a decoder layer, for a file of one layer."""
+
+
+def read(option: str, file: Path) -> Any:
+    """The JSON of `file`. Raises `ValueError` naming the option and the file."""
+    try:
+        return json.loads(read_regular(file, 128 * MAX_TEXT_LENGTH), object_pairs_hook=unique_keys)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{option}: {file}: {error}") from None
+
+
+def read_loads(file: Path) -> dict[str, list[float]]:
+    """Loads of experts by decoder layer, or by `ALONE`."""
+    data = read("LOAD", file)
+    loads = data if isinstance(data, dict) else {ALONE: data}
+    if not loads or not all(isinstance(load, list) for load in loads.values()):
+        raise ValueError(f"LOAD: {file}: expected a list of numbers, or an object of such lists by decoder layer")
+    return loads
+
+
+def read_present(file: Path, layers: Mapping[str, list[float]]) -> dict[str, Placement]:
+    """The present placement of each layer: one for all, or by decoder layer."""
+    data = read("--present", file)
+    shared = isinstance(data, dict) and "slot_experts" in data
+    if not shared and (not isinstance(data, dict) or set(data) != set(layers)):
+        raise ValueError(f"--present: {file}: expected a placement, or one for each decoder layer of LOAD")
+    try:
+        return {layer: Placement.from_json(json.dumps(data if shared else data[layer])) for layer in layers}
+    except ValueError as error:
+        raise ValueError(f"--present: {file}: {error}") from None
+
+
+def work(options: argparse.Namespace) -> int:
+    """Plan, print and write; 0."""
+    environment.check_at_least(1, ranks=options.ranks, slots_per_rank=options.slots_per_rank)
+    environment.check_folder("--to", options.to)
+    loads = read_loads(options.load)
+    present: dict[str, Placement] = {}
+    if options.present is not None:
+        present = read_present(options.present, loads)
+    elif options.ranks is None:
+        raise ValueError("--ranks: expected it, or --present with the present placement")
+    table = Table("layer", "busiest rank over mean", "planned", "slots that change, of the rank with most")
+    planned: dict[str, Placement] = {}
+    for layer, load in loads.items():
+        try:
+            now = present.get(layer) or Placement.contiguous(len(load), options.ranks)
+            ranks, slots = options.ranks or now.num_ranks, options.slots_per_rank or now.slots_per_rank
+            new = plan_placement(load, ranks, slots)
+            costs = [most_over_mean(one.rank_loads(load)) for one in (now, new)]
+        except ValueError as error:
+            raise ValueError(f"LOAD: {options.load}: {f'layer {layer}: ' if layer else ''}{error}") from None
+        changes = "-"  # Another number of slots is for a layer that is made anew.
+        if new.sizes == now.sizes:
+            new = new.reordered_like(now) if costs[1] < costs[0] else now
+            pairs = [zip(now.rank_experts(rank), new.rank_experts(rank), strict=True) for rank in range(ranks)]
+            changes = f"{max(sum(a != b for a, b in pair) for pair in pairs)} of {slots}"
+        table.add_row(layer or "-", *(f"{cost:.2f}" for cost in costs), changes)
+        planned[layer] = new
+    Console(highlight=False).print(table)
+    if options.to is not None:
+        parts = {layer: json.loads(placement.to_json()) for layer, placement in planned.items()}
+        options.to.write_text(json.dumps(parts.get(ALONE, parts)) + "\n")
+    return 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line; the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m moe_runtime.launch.placement",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("load", type=Path, metavar="LOAD", help="JSON file with the load of each expert")
+    parser.add_argument("--present", type=Path, metavar="FILE", help="the present placement; contiguous if not given")
+    parser.add_argument("--ranks", type=int, help="ranks of the new placement; as many as now if not given")
+    parser.add_argument("--slots-per-rank", type=int, help="experts that a rank holds; as many as now if not given")
+    parser.add_argument("--to", type=Path, metavar="FILE", help="where the new placement is written")
+    environment.add_debug_option(parser)
+    options = parser.parse_args(arguments)
+    return environment.run_program("placement", lambda: work(options), debug=options.debug)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,104 @@
+"""What `Buffer` and `ElasticBuffer` share: the ranks, the memory of their exchanges, and the communication stream."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from moe_runtime.context.expert_parallel import ExpertParallelContext
+from moe_runtime.deep_ep.events import CommStream, EventOverlap
+from moe_runtime.deep_ep.normal import NormalExchange
+from moe_runtime.deep_ep.sizes import normal_bytes, normal_tokens
+from moe_runtime.support.arguments import check_flag, check_kind
+
+_LOG = logging.getLogger(__name__)
+
+
+class GroupBuffer:
+    """Memory of a group of ranks. Constructing it is collective.
+
+    Args:
+        group: ranks of one host (gloo or NCCL), or CPU ranks.
+        explicitly_destroy: whether `destroy` will be called. It frees memory on all ranks together.
+        timeouts: `timeout_s` and others, as of `ExpertParallelContext`.
+
+    Raises `ValueError` for arguments of a wrong kind.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, explicitly_destroy: bool, **timeouts: float) -> None:
+        if group is None:
+            raise ValueError("group: expected a process group, got None")
+        check_flag("explicitly_destroy", explicitly_destroy)
+        self.group, self.explicitly_destroy = group, explicitly_destroy
+        self._timeouts: dict[str, Any] = timeouts
+        # Ranks that cannot share memory find out here.
+        self._contexts: list[ExpertParallelContext] = []
+        self._spare: ExpertParallelContext | None = self._new_context()
+        if self._spare.transport == "collective":
+            _warn_once(
+                "moe_runtime.deep_ep: these ranks share no memory; torch.distributed carries the tokens, and calls "
+                f"wait for the host ({self._spare.transport_reasons})"
+            )
+        self.device = self._spare.device
+        self._comm = CommStream(self.device)
+        self._normal: dict[int, NormalExchange] = {}
+        self._destroyed = False
+
+    def _new_context(self) -> ExpertParallelContext:
+        context = ExpertParallelContext(self.group, one_memory=True, **self._timeouts)
+        self._contexts.append(context)
+        return context
+
+    def _context(self) -> ExpertParallelContext:
+        """One that nothing is registered with."""
+        spare, self._spare = self._spare, None
+        return self._new_context() if spare is None else spare
+
+    def destroy(self) -> None:
+        """Free the memory, on all ranks together. Raises `ValueError` without `explicitly_destroy`."""
+        if not self.explicitly_destroy:
+            raise ValueError("explicitly_destroy: expected True for a Buffer that is to be destroyed")
+        if not self._destroyed:
+            self._destroyed = True
+            for context in self._contexts:
+                context.close()
+
+    def get_comm_stream(self) -> torch.cuda.Stream:
+        """The stream of calls that run beside the current one. Raises `ValueError` on CPUs."""
+        if self._comm.stream is None:
+            raise ValueError("get_comm_stream: expected a GPU, this Buffer is on a CPU")
+        return self._comm.stream
+
+    def _exchange_of(self, hidden: int, name: str, num_bytes: int, num_sms: int | None) -> NormalExchange:
+        """The exchange for tokens of `hidden` elements, in `num_bytes`, the argument `name`."""
+        if hidden not in self._normal:
+            num_ranks = self.group.size()
+            tokens = normal_tokens(num_bytes, hidden, num_ranks)
+            if tokens == 0:
+                least = normal_bytes(hidden, num_ranks, 1)
+                raise ValueError(f"{name}: expected at least {least} for H = {hidden}, got {num_bytes}")
+            self._normal[hidden] = NormalExchange(self._context(), hidden, tokens)
+        exchange = self._normal[hidden]
+        exchange.num_sms = num_sms
+        return exchange
+
+
+def runs_beside(previous_event: EventOverlap | None, *asked: bool) -> bool:
+    """Whether a call runs on the communication stream: where it is `asked` for, or an event is to be waited for."""
+    if previous_event is not None:
+        check_kind("previous_event", previous_event, EventOverlap)
+    return previous_event is not None or any(asked)
+
+
+def not_there(name: str, why: str) -> NoReturn:
+    """Refuse what is not there."""
+    raise NotImplementedError(f"moe_runtime.deep_ep: {name}: {why}")
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    _LOG.warning(text)
