@@ -56,6 +56,7 @@ from moe_runtime.kernels.runtime import (
     missing_for_cuda,
     resolve_engine,
 )
+from moe_runtime.launch.common.cases import with_token_format
 from moe_runtime.launch.common.environment import gpu_records, package_versions
 from moe_runtime.support.host_memory import memory_bytes
 
@@ -140,13 +141,9 @@ def reserved_by_format(
         layer = layer.replace(max_tokens_per_rank=max_tokens)
     reserved: dict[str, dict[str, int] | str] = {}
     for name in FORMATS:
-        gsf = layer.intermediate_gsf if name == "nvfp4" else None
         weights = layer.weight_format if name in token_formats_for(layer.weight_format) else None
-        fields = {"weight_format": weights, "intermediate_gsf": gsf}
-        if name != layer.token_format:
-            fields["fp4_multiplied_in"] = "bf16"
         try:
-            changed = layer.replace(token_format=name, **fields)
+            changed = with_token_format(layer, name, weights)
         except ValidationError as error:
             reserved[name] = complaints(error)[0]
         else:
@@ -160,9 +157,7 @@ def expert_bytes_by_format(layer: MoELayerConfig, world_size: int) -> dict[str, 
     for name in WEIGHT_FORMATS:
         tokens = token_formats_for(name)[0]
         try:
-            changed = layer.replace(
-                weight_format=name, token_format=tokens, fp4_multiplied_in="bf16", intermediate_gsf=None
-            )
+            changed = with_token_format(layer, tokens, name)
         except ValidationError as error:
             found[name] = complaints(error)[0]
         else:

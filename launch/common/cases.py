@@ -15,6 +15,7 @@ from moe_runtime.checkpoints.loading import ExpertTensors
 from moe_runtime.checkpoints.readers import dense
 from moe_runtime.config import MoELayerConfig, RunConfig
 from moe_runtime.experts import activation_of
+from moe_runtime.kernels.formats.number_formats import weight_format_named
 from moe_runtime.launch.common import draws
 from moe_runtime.layer import MoELayer
 from moe_runtime.reference import error_bound, moe_reference
@@ -129,12 +130,14 @@ def default_check_tokens(config: MoELayerConfig) -> int:
 def with_token_format(config: MoELayerConfig, name: str, weights: str | None = None) -> MoELayerConfig:
     """The layer with tokens in format `name`, and weights in it or in `weights`.
 
-    Raises `ValueError` where its sizes do not fit, or the formats do not go together.
+    Fields that go with other formats alone have their defaults then. Raises `ValueError` where sizes do not fit, or the
+    formats do not go together.
     """
+    has_fp4 = name == "fp8_block" and weights is not None and weight_format_named(weights).element_bits == 4
     changed: MoELayerConfig = config.replace(
         token_format=name,
         weight_format=weights,
-        fp4_multiplied_in="bf16",
+        fp4_multiplied_in=config.fp4_multiplied_in if has_fp4 else "bf16",
         intermediate_gsf=config.intermediate_gsf if name == "nvfp4" else None,
     )
     return changed

@@ -21,6 +21,7 @@ from moe_runtime.kernels.formats.number_formats import BF16, FORMATS, weight_for
 from moe_runtime.kernels.gemm.grouped_gemm import gemm_bytes, gemm_flops
 from moe_runtime.launch.benchmarks import link_rate
 from moe_runtime.launch.benchmarks.checks import format_bytes
+from moe_runtime.launch.common.cases import with_token_format
 from moe_runtime.launch.kernel_bench import ceilings as measured
 from moe_runtime.launch.kernel_bench.ceilings import Ceilings
 
@@ -180,9 +181,7 @@ def experts_us(where: Deployment, machine: Machine) -> float:
 
 def shared_us(config: MoELayerConfig, machine: Machine, intermediate: int) -> float:
     """The floor of a shared expert of this intermediate size in bf16, which has all tokens of a rank."""
-    plain = config.replace(
-        token_format="bf16", weight_format="bf16", fp4_multiplied_in="bf16", intermediate_size=intermediate
-    )
+    plain = with_token_format(config, "bf16").replace(intermediate_size=intermediate)
     return _products_us(plain, machine, config.max_tokens_per_rank, 1)
 
 

@@ -17,7 +17,7 @@ from moe_runtime.experts import Experts, activation_of
 from moe_runtime.kernels.gemm.expanded_weights import ExpandedWeights, expanded_activation
 from moe_runtime.kernels.gemm.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
 from moe_runtime.kernels.gemm.weights import ExpertWeights, GateUpOrder, SwiGLU
-from moe_runtime.launch.common.cases import layer_bound
+from moe_runtime.launch.common.cases import layer_bound, with_token_format
 from moe_runtime.launch.common.qwen3_checkpoint import write_qwen3_moe_checkpoint
 from moe_runtime.layer import MoELayer
 from moe_runtime.reference import moe_reference, relative_error
@@ -171,3 +171,9 @@ def test_formats_that_do_not_go_with_it(fields: dict[str, str]) -> None:
         ValidationError, match="fp4_multiplied_in: expected fp8 with fp8_block tokens and nvfp4 or mxfp4"
     ):
         config_of(**{"stored": "nvfp4", "activation": ActivationConfig(), "fp4_multiplied_in": "fp8"} | fields | more)
+
+
+def test_other_formats_of_a_layer_keep_it_where_it_goes_with_them() -> None:
+    config = config_of("nvfp4", ActivationConfig(), fp4_multiplied_in="fp8")
+    for formats, kept in ((("fp8_block", "mxfp4"), "fp8"), (("fp8_block", None), "bf16"), (("nvfp4", "nvfp4"), "bf16")):
+        assert with_token_format(config, *formats).fp4_multiplied_in == kept
