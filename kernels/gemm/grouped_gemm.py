@@ -291,17 +291,16 @@ def grouped_gemm(
         raise ValueError("w.gate_up: expected None: prepacked weights with gate_up are in the order of the activation")
     out = check_out(a, w, out, out_dtype)
     plan = _plan(a, w, engine, num_sms, out=out)
-    if plan.kernel is GemmKernel.DEQUANT:
-        assert isinstance(w, PrepackedWeights)
-        dequant_gemm.dequant_gemm(a, w, out, plan)
-        return out
-    if plan.kernel is GemmKernel.TMA:
-        tma_gemm.multiply(a, _restored(w) if isinstance(w, PrepackedWeights) else w, out, plan)
-        return out
-    raw = w if isinstance(w, ExpertWeights) else _restored(w)
-    if plan.kernel is GemmKernel.TORCH:
+    raw = _readable(w, plan)
+    if isinstance(raw, PrepackedWeights):
+        dequant_gemm.dequant_gemm(a, raw, out, plan)
+    elif plan.kernel is GemmKernel.TMA:
+        tma_gemm.multiply(a, raw, out, plan)
+    elif plan.kernel is GemmKernel.TORCH:
+        assert isinstance(raw, ExpertWeights)
         reference.grouped_gemm(a, raw, out=out)
     else:
+        assert isinstance(raw, ExpertWeights)
         target = raw_bits(out) if out.dtype == torch.bfloat16 else out
         _launch(a, raw, plan, w.num_rows, (target, None, None, None), out.stride(0), 0, None)
     return out
@@ -346,11 +345,9 @@ def grouped_gemm_swiglu(
     check_operands(a, w)
     check_activation(w, activation)
     plan = _plan(a, w, engine, num_sms, out_format=format_named(out_format), activation=activation)
-    raw = w
-    if isinstance(w, PrepackedWeights) and plan.kernel is not GemmKernel.DEQUANT:
-        raw = _restored(w)
-    elif isinstance(w, ExpandedWeights) and plan.kernel is not GemmKernel.TMA:
-        raw, activation = _restored(w), expanded_activation(activation)
+    raw = _readable(w, plan)
+    if isinstance(w, ExpandedWeights) and raw is not w:
+        activation = expanded_activation(activation)
     if plan.kernel is GemmKernel.TORCH:
         assert isinstance(raw, ExpertWeights)
         return reference.grouped_gemm_swiglu(a, raw, activation, out_format=out_format, out_gsf=out_gsf)
@@ -516,8 +513,12 @@ def _plan(
     )
 
 
-def _restored(w: PrepackedWeights | ExpandedWeights) -> ExpertWeights:
-    """Weights for the other kernels, which cannot read prepacked or expanded ones."""
+def _readable(w: StoredWeights, how: GemmPlan) -> StoredWeights:
+    """`w` in a form that the kernel of the plan reads: one alone reads prepacked weights, and one expanded ones."""
+    if isinstance(w, ExpertWeights):
+        return w
+    if how.kernel is (GemmKernel.DEQUANT if isinstance(w, PrepackedWeights) else GemmKernel.TMA):
+        return w
     _warn_of_restoring()
     return w.restore() if isinstance(w, PrepackedWeights) else w.expand()
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from cuda.bindings import driver
 
-from moe_runtime.kernels import nvrtc
 from moe_runtime.kernels.formats.number_formats import MXFP4, NVFP4, TokenFormat
-from moe_runtime.kernels.gemm import tma_gemm as tma
 from moe_runtime.kernels.gemm.expanded_weights import ExpandedWeights
 from moe_runtime.kernels.gemm.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
 from moe_runtime.kernels.gemm.plan import MAX_TMA_GROUPS
@@ -20,7 +17,7 @@ from moe_runtime.kernels.gemm.shapes import TMA_DECODE, TMA_FEW, TMA_PREFILL, TM
 from moe_runtime.kernels.gemm.weights import GateUpOrder, SwiGLU
 from moe_runtime.kernels.runtime import BLOCK_RESERVED_BYTES, SM_SHARED_BYTES
 from tests.emulator import Emulator, needs_emulator
-from tests.emulator.tensor_maps import encode_tiled
+from tests.kernels import test_tma_gemm_emulated
 from tests.support.comparison import assert_same_bits
 from tests.support.expanded_cases import (
     ACTIVATED,
@@ -46,31 +43,8 @@ names = pytest.mark.parametrize("name", NAMES)
 regimes = pytest.mark.parametrize("shape", TMA_SHAPES, ids=[shape.regime.name.lower() for shape in TMA_SHAPES])
 
 
-@pytest.fixture
-def emulate(monkeypatch: pytest.MonkeyPatch, seed: int) -> Iterator[Callable[..., Emulator]]:
-    """Makes an emulator that stands for the launches of CUDA kernels and for tensor maps, on a GPU of 2 SMs."""
-
-    def emulate(**more: Any) -> Emulator:
-        emulator = Emulator(seed, **more)
-        emulator.stand_in(monkeypatch)
-        return emulator
-
-    monkeypatch.setattr(nvrtc, "most_sms", lambda device, limit=None: limit or 2)
-    monkeypatch.setattr(driver, "cuTensorMapEncodeTiled", encode_tiled)
-    tma._tensor_map.cache_clear()
-    yield emulate
-    tma._tensor_map.cache_clear()
-
-
-@pytest.fixture
-def emulator(emulate: Callable[..., Emulator]) -> Emulator:
-    """One that runs the kernels as they are."""
-    return emulate()
-
-
-def check_runs(emulator: Emulator, least: int) -> None:
-    """Raise unless the kernel ran as often: none of these tests may pass by another way."""
-    assert emulator.launched == {(tma.SOURCE, "tma_gemm")} and emulator.runs >= least
+emulate, emulator = test_tma_gemm_emulated.emulate, test_tma_gemm_emulated.emulator
+check_runs = test_tma_gemm_emulated.check_runs
 
 
 @pytest.mark.parametrize(
