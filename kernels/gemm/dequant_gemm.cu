@@ -32,7 +32,6 @@ constexpr int WARP = 32;                 // lanes that walk; tests on a CPU have
 constexpr bool MARKED = W_FMT != NVFP4;  // units of rows may have special values
 // First threads of a warp that loads and of one that walks.
 constexpr int LOADER = WARPGROUPS * 128, WALKER = LOADER + 32;
-constexpr long long PATIENCE_NS = 30'000'000'000;
 
 // Matrix descriptor of K-major tokens without swizzle: 8x8 core matrices of 128 bytes, the next 8 columns 128 bytes
 // away, the next 8 tokens BLOCK_BYTES away.

@@ -39,6 +39,7 @@ from moe_runtime.kernels.gemm.shapes import (
     HALF,
     MANY_TOKENS,
     MAX_STAGES,
+    TMA_AHEAD,
     TMA_DECODE,
     TMA_DOZEN,
     TMA_FEW,
@@ -134,6 +135,11 @@ TMA_DOZEN_GATHERED_K, TMA_DOZEN_K = 3072, 1024
 GEMMs with 768, and lost with 7168 and in second GEMMs with 2048."""
 
 
+AHEAD_ROWS = 640
+"""Least average rows of a group for which FP4 weights are expanded in memory, before the tiles that multiply them. It
+gained a tenth with 768 rows and a sixth with 1024, and lost with 512."""
+
+
 @dataclass(frozen=True)
 class TmaPlan:
     """A launch of `tma_gemm.cu`.
@@ -151,8 +157,13 @@ class TmaPlan:
     next_loads_ns: int = 0
 
 
-def choose_tma_shape(rows: int, num_groups: int, k: int, *, gathered: bool) -> TmaShape:
-    """The shape for `rows` expected rows of `k` values; all shapes give the same bits for any number of rows."""
+def choose_tma_shape(rows: int, num_groups: int, k: int, *, gathered: bool, expanded: bool = False) -> TmaShape:
+    """The shape for `rows` expected rows of `k` values; all shapes give the same bits for any number of rows.
+
+    `expanded` is whether the kernel expands the weights.
+    """
+    if expanded and rows >= AHEAD_ROWS * num_groups:
+        return TMA_AHEAD
     if rows <= TMA_FEW_ROWS * num_groups:
         return TMA_FEW
     if rows <= TMA_SOME_ROWS * num_groups:
@@ -473,11 +484,12 @@ def _tma_takes(p: GemmProblem) -> bool:
 
 
 def _plan_tma(p: GemmProblem) -> GemmPlan:
-    shape = choose_tma_shape(p.rows, p.groups, p.k, gathered=p.gathered)
+    expanded = p.expanded_from is not None
+    shape = choose_tma_shape(p.rows, p.groups, p.k, gathered=p.gathered, expanded=expanded)
     # For many rows only: with few, most of the 128 scales of a copy would belong to other groups.
     copies_scales = (
         p.token_format == FP8_BLOCK
-        and shape is TMA_PREFILL
+        and shape.regime is Regime.PREFILL
         and shape.stages(p.groups, p.expanded_from) == MAX_STAGES
         and ceil_div(p.k, HALF) % MAX_STAGES == 0
         and p.scales_aligned
@@ -488,7 +500,7 @@ def _plan_tma(p: GemmProblem) -> GemmPlan:
     blocks = max(blocks // cluster, 1) * cluster
     tile = shape.tile_rows, shape.halves * HALF, 128 * 8 // p.token_format.element_bits
     # An early start gains with few rows, for which the launch is a part of the time. It was not measured with many.
-    starts_early = shape is not TMA_PREFILL and p.sm_limit is None
+    starts_early = shape.regime is not Regime.PREFILL and p.sm_limit is None
     # Where some SMs have more tiles than others, memory has room for the second GEMM before the first has loaded
     # all.
     tiles = p.rows * ceil_div(p.n, HALF)  # if each row has an expert of its own

@@ -70,6 +70,7 @@ class TmaShape:
         box_rows: rows of one TMA box of the rows' tensor map; without a cluster, boxes without rows of the group are
             skipped.
         band: column tiles of a band; all row tiles of a band come before the next band. Even if there is a cluster.
+        expands_ahead: whether FP4 weights are expanded in memory, before the tiles that multiply them, each once.
         tile_rows: most rows of a tile. With less than TILE_ROWS (`few`), a tile has half of the columns, and an SM two
             blocks.
     """
@@ -79,6 +80,7 @@ class TmaShape:
     box_rows: int
     band: int
     tile_rows: int = TILE_ROWS
+    expands_ahead: bool = False
 
     @property
     def few(self) -> bool:
@@ -93,6 +95,10 @@ class TmaShape:
     def halves(self) -> int:
         """Halves of a tile: each has HALF rows of the weights."""
         return 1 if self.few else 2
+
+    def tile_columns(self, *, gated: bool) -> int:
+        """Columns of the result in a tile."""
+        return self.halves * HALF // (2 if gated else 1)
 
     @property
     def blocks_per_sm(self) -> int:
@@ -175,6 +181,8 @@ TMA_DOZEN = TmaShape(Regime.DOZEN, cluster=2, box_rows=16, band=1, tile_rows=32)
 TMA_DECODE = TmaShape(Regime.DECODE, cluster=1, box_rows=16, band=1)
 # 66 clusters run at a time. 8 column tiles by 8 pairs of row tiles read least: as many rows as weights.
 TMA_PREFILL = TmaShape(Regime.PREFILL, cluster=2, box_rows=TILE_ROWS, band=8)
+TMA_AHEAD = replace(TMA_PREFILL, expands_ahead=True)
+"""For so many rows that it pays to expand weights in memory. Without weights to expand it is TMA_PREFILL."""
 TMA_SHAPES = (TMA_FEW, TMA_SOME, TMA_DOZEN, TMA_DECODE, TMA_PREFILL)
 
 

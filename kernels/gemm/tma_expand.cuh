@@ -1,9 +1,9 @@
-// Four-bit weights that become e4m3 in shared memory, for inclusion by tma_gemm.cu. The threads that produce expand a
-// block of K of a tile while others are on their way.
+// Four-bit weights that become e4m3, for inclusion by tma_gemm.cu. Here the threads that produce expand a block of K of
+// a tile in shared memory while others are on their way; tma_ahead.cuh expands in memory, before tiles need the weights.
 //
 // Macros: EXPAND (weights along K that share a block scale, 16 of `nvfp4` or 32 of `mxfp4`; 0 if weights are stored as
-// they are multiplied), PACKED (stages of a ring of packed weights in shared memory; 0 if threads load them into
-// registers). `expanded_weights.py` makes the units that are read here: 64 weight rows times 128 columns of K, then
+// they are multiplied), PACKED (stages of a ring of packed weights in shared memory), AHEAD (1: weights are expanded in
+// memory). With neither, threads load packed weights into registers. `expanded_weights.py` makes the units that are read here: 64 weight rows times 128 columns of K, then
 // their scale codes. A unit has 256 words of 16 bytes, of 32 weights each; word `32 * group + 8 * span + row` is of row
 // `8 * group + row` and of columns `32 * span` and on. So a warp loads 512 contiguous bytes, and 8 lanes store to all
 // banks.
@@ -51,6 +51,14 @@ __device__ __forceinline__ u32 selected_bytes(u32 low, u32 high, u32 selector) {
   return bytes;
 }
 
+// The products of the code that is byte `i` of `codes`.
+__device__ __forceinline__ uint2 entry(u32 table, u32 codes, int i) {
+  u32 code = selected_bytes(codes, 0, 0x4440 + i);
+  uint2 found;
+  asm("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(found.x), "=r"(found.y) : "r"(table + code * 8));
+  return found;
+}
+
 // 8 weights: bits 4i .. 4i + 2 of the word are the magnitude of weight i; its sign is at bit 8i + 7 of the first 4, and
 // at bit 8i - 29 of the last.
 __device__ __forceinline__ void expand_8(u32 word, uint2 table, u32& first, u32& last) {
@@ -82,18 +90,21 @@ struct Unit {
   uint4 words[UNIT_WORDS];
   u32 scales;
 
-  __device__ __forceinline__ uint2 products(u32 table, int i) const {
-    u32 code = selected_bytes(scales, 0, 0x4440 + i);
-    uint2 found;
-    asm("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(found.x), "=r"(found.y) : "r"(table + code * 8));
-    return found;
-  }
-
   __device__ __forceinline__ Entries look_up(u32 table, int j) const {
-    uint2 first = products(table, SCALES_OF_WORD * j);
-    return {first, SCALES_OF_WORD > 1 ? products(table, SCALES_OF_WORD * j + 1) : first};
+    uint2 first = entry(table, scales, SCALES_OF_WORD * j);
+    return {first, SCALES_OF_WORD > 1 ? entry(table, scales, SCALES_OF_WORD * j + 1) : first};
   }
 };
+
+// Where the unit of `block` of a part of an expert's weights begins. Past the last column any unit will do.
+__device__ __forceinline__ const u8* unit_at(const u8* units, int expert, int part, int block, int columns,
+                                             int k_blocks) {
+  int blocks = 2 * ceil_div(columns, 2 * UNIT_ROWS);
+  long long unit = ((long long)expert * (GATED ? 2 : 1) + part) * blocks + (block < blocks ? block : 0);
+  return units + unit * k_blocks * UNIT_BYTES;
+}
+
+#if !AHEAD
 
 // Where units of a tile are, and how many: pairs of neighbours, or, with FEW, of gate and up.
 struct Units {
@@ -102,8 +113,7 @@ struct Units {
   u32 stride;  // bytes between the units of a pair
   int count;
 
-  // Those of `number` units from the `first` of the tile, from the first block of K on: whole pairs, or one unit. Past
-  // the last column any unit will do.
+  // Those of `number` units from the `first` of the tile, from the first block of K on: whole pairs, or one unit.
   __device__ __forceinline__ void find(const u8* units, const Tile& tile, int columns, int k_blocks, int first,
                                        int number) {
     int blocks = 2 * ceil_div(columns, 2 * UNIT_ROWS);
@@ -112,10 +122,7 @@ struct Units {
 #pragma unroll
     for (int p = 0; p < PAIRS; ++p) {
       int u = first + 2 * p, part = GATED && !FEW ? u / 2 : 0, of_part = GATED && !FEW ? u % 2 : u;
-      int block = tile.column / UNIT_ROWS + of_part;
-      if (block >= blocks) block = 0;
-      long long unit = ((long long)tile.expert * (GATED ? 2 : 1) + part) * blocks + block;
-      pairs[p] = units + unit * k_blocks * UNIT_BYTES;
+      pairs[p] = unit_at(units, tile.expert, part, tile.column / UNIT_ROWS + of_part, columns, k_blocks);
     }
   }
 
@@ -303,6 +310,8 @@ struct Expander : Weights {
     if (source.count > 0 && left > 0) load_next();
   }
 };
+
+#endif
 
 #endif
 

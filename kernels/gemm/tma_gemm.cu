@@ -1,6 +1,6 @@
 // Grouped GEMM for Hopper that feeds operands to the tensor cores as they are stored. One warpgroup of producers fills
-// a ring in shared memory by TMA (gathered rows one by one); two warpgroups multiply by wgmma. Where threads load
-// packed weights into registers (EXPAND without PACKED), a fourth warpgroup expands half of them.
+// a ring in shared memory by TMA (gathered rows one by one); two warpgroups multiply by wgmma. Where threads load packed
+// weights into registers, or expand them in memory (EXPAND without PACKED), a fourth warpgroup expands.
 //
 // A tile is 128 rows times two halves of 128 weight rows: 256 columns of a result, or gate and up of the same 128
 // columns of a gated one. Each math warpgroup multiplies 64 of the rows. Tiles of at most 64 rows alternate between the
@@ -23,13 +23,13 @@
 // one thread produces contiguous rows; needs FP8, 4 stages, scales of a row a multiple of 4), SHORT_BLOCKS (the columns
 // of an activated result end within a block of 128, and so do gate and up unless interleaved), EXPAND (weights along K
 // that share a block scale where weights are expanded, 16 of `nvfp4` or 32 of `mxfp4`; 0 if they are stored as they are
-// multiplied), PACKED (stages of a ring of packed weights; 0 if threads load them into registers), EACH_LANE_ARRIVES
+// multiplied), PACKED (stages of a ring of packed weights; 0 if threads load them into registers), AHEAD (1: weights are expanded in memory instead), EACH_LANE_ARRIVES
 // (of mbarrier.cuh; not defined but by `research.sanitize`).
 //
 // The last stage of K may be short, too: past its end TMA writes zeros, which add nothing.
 //
 // Sizes are in tma_sizes.cuh, shared memory and barriers in tma_block.cuh, the order of tiles in tma_tiles.cuh.
-// Producers are in tma_producer.cuh, their copies in tma_loads.cuh, weights that they expand in tma_expand.cuh.
+// Producers are in tma_producer.cuh, their copies in tma_loads.cuh. Weights are expanded in tma_expand.cuh and tma_ahead.cuh.
 // Consumers are in tma_consumer.cuh, products in tma_products.cuh, what is stored in tma_epilogue.cuh.
 
 #include "tma_consumer.cuh"
@@ -42,6 +42,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 #else
              const __grid_constant__ TensorMap w_map,
 #endif
+#if AHEAD
+             const __grid_constant__ TensorMap w_map, u8* ring, u32* ring_counters, int ring_slots,
+#endif
              const __grid_constant__ TensorMap scales_map, const int* row_index, const float* a_scales,
              const float* w_scales, Extras extras, u8* out, long long out_stride, float* out_scales, const int* offsets,
              const int* expert_ids, const int* num_active, int num_groups, int num_experts, int capacity, int columns,
@@ -53,7 +56,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   __syncwarp();
   enter_cluster();
   if (threadIdx.x == 64) {
-#if !EXPAND
+#if !EXPAND || AHEAD
     asm volatile("prefetch.tensormap [%0];" ::"l"(&w_map) : "memory");
 #endif
     asm volatile("prefetch.tensormap [%0];" ::"l"(&a_map) : "memory");
@@ -68,16 +71,22 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   const RoutedIds ids = {FEW ? topk_idx : nullptr, num_ids, id_bytes};
   if (!FEW || !(settled || ids.given())) wait_for_rows();
   // The next kernel is the GEMM that reads these results, or, behind that, the one that combines the rows. That
-  // GEMM takes for granted that the groups are known, and so does that combine of the routing of its tokens.
-  if ((ACTIVATED || FEW) && !ids.given()) start_next();
+  // GEMM takes for granted that the groups are known, and so does that combine of the routing of its tokens. The memory
+  // in which weights are expanded belongs to others as soon as that kernel begins.
+  if ((ACTIVATED || FEW) && !AHEAD && !ids.given()) start_next();
   count_tiles(block.groups, (int2*)block.staging, offsets, ids, expert_ids, num_active, num_groups, num_experts,
               capacity, tiles_n);
   await_cluster();
 
   const RingPhases phases(k_blocks);
+#if AHEAD
+  const Strips strips = {ring, ring_counters, ring_slots};
+#endif
   if (block.wg == MATH_WGS) {
     if (!FEW) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
-#if EXPAND
+#if AHEAD
+    const Sources sources = {&a_map, &w_map, &scales_map, w_units, row_index, a_scales, w_scales, strips};
+#elif EXPAND
     const Sources sources = {&a_map, nullptr, &scales_map, w_units, row_index, a_scales, w_scales};
 #else
     const Sources sources = {&a_map, &w_map, &scales_map, nullptr, row_index, a_scales, w_scales};
@@ -86,7 +95,11 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 #if EXPAND && !PACKED
   } else if (block.wg > MATH_WGS) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(EXPANDER_REGISTERS));
+#if AHEAD
+    expand_strips(block, strips, w_units, num_groups, tiles_n, columns, k_blocks);
+#else
     expand_tiles(block, w_units, phases, num_groups, tiles_n, columns, k_blocks, band_width);
+#endif
 #endif
   } else {
     if (!FEW) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MATH_REGISTERS));

@@ -6,7 +6,7 @@ zero in the tensor cores and adds `partial * (row scale * weight scale)` in fp32
 normal number, it adds `(partial * row scale) * weight scale`. `bf16` sums in the tensor cores. Every row sums K in
 ascending order, in any shape, tile and neighbourhood, so all shapes give the same bits. So they do where the tensor
 cores take the weights for their operand of 64 rows, as tiles of few rows do. `ExpandedWeights` are `fp8_block` weights
-that the kernel makes of FP4 ones in shared memory, with the same bits.
+that the kernel makes of FP4 ones, in shared memory or, for many rows, in memory (`Strips`), with the same bits.
 
 Least times on one H200. Prefill, FP8, 8 groups x 4096 rows, (N, K) = (4096, 7168): 1.92e12 flops take 1.34 ms at the
 1437 TFLOP/s of torch's dense 8192^3, 0.74 GB take 0.17 ms. Decode, FP8, 32 groups x 32 rows, both GEMMs of the
@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any
 
@@ -112,6 +113,7 @@ def macros(
             "FP8": int(fmt.code == FormatCode.FP8_BLOCK),
             "STAGES": shape.stages(num_groups, expanded),
             "PACKED": shape.packed_stages(num_groups, expanded),
+            "AHEAD": int(expanded is not None and shape.expands_ahead),
             "EXPAND": 0 if expanded is None else expanded.block,
             "ROWS": shape.tile_rows,
             "CLUSTER": shape.blocks_of_cluster(quantized=gated and out_code == 3),
@@ -128,6 +130,38 @@ def macros(
             **softcap_macros(activation),
         }
     )
+
+
+@dataclass(frozen=True)
+class Strips:
+    """Memory in which a launch for many rows expands weights to e4m3, ahead of the tiles that multiply them.
+
+    Attributes:
+        number: strips that may be expanded: the 256 weight rows of each column tile of each group.
+        slots: strips for which there is room. They are used again and again.
+        k_blocks: blocks of 128 columns of K.
+    """
+
+    number: int
+    slots: int
+    k_blocks: int
+
+    @classmethod
+    def of(cls, groups: int, column_tiles: int, k_blocks: int, *, row_tiles: int, blocks: int) -> Strips:
+        """For so many groups, each of which is expected to have `row_tiles`: room for the strips of the tiles that run
+        at a time and for as many more, but at least for those of two groups."""
+        number = groups * column_tiles
+        return cls(number, min(number, 2 * max(column_tiles, ceil_div(blocks, row_tiles))), k_blocks)
+
+    def empty(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """The ring, e4m3 as uint8 `[slots * k_blocks * 256, 128]`, and two counters of each strip, which are 0."""
+        ring = torch.empty(self.slots * self.k_blocks * 2 * HALF, 128, dtype=torch.uint8, device=device)
+        return ring, torch.zeros(2 * self.number, dtype=torch.int32, device=device)
+
+    @staticmethod
+    def map(ring: torch.Tensor) -> Any:
+        """Of a ring: boxes of half a strip's block of K."""
+        return _tensor_map(ring.data_ptr(), 1, (128, ring.shape[0]), (128,), (128, HALF))
 
 
 class TmaGemm:
@@ -182,9 +216,21 @@ class TmaGemm:
         )
         # A tile of a gated result has as many rows of gate as of up.
         gate_up = None if activation is None else activation.gate_up
+        k_blocks = ceil_div(a.num_columns * a.rows.element_size(), 128)
         weights: dict[str, Argument]
+        self._strips: Strips | None = None
         if isinstance(w, ExpandedWeights):
             weights, any_map = {"w_units": w.units}, _units_map(w)
+            if shape.expands_ahead:
+                column_tiles = ceil_div(columns, shape.tile_columns(gated=activation is not None and activation.gated))
+                self._strips = Strips.of(
+                    a.max_active_groups,
+                    column_tiles,
+                    k_blocks,
+                    row_tiles=max(1, a.likely_rows // max(a.max_active_groups, 1) // TILE_ROWS),
+                    blocks=plan.blocks,
+                )
+                weights["ring_slots"] = self._strips.slots
         else:
             any_map = _weight_map(w, gate_up, HALF if gate_up is None else shape.halves * HALF // 2)
             weights = {"w_map": any_map}
@@ -206,7 +252,7 @@ class TmaGemm:
                 "num_experts": w.num_experts,
                 "capacity": a.capacity,
                 "columns": columns,
-                "k_blocks": ceil_div(a.num_columns * a.rows.element_size(), 128),
+                "k_blocks": k_blocks,
                 "band_width": shape.band,
                 "alpha": float(formula.alpha),
                 "gate_limit": _limit(formula.gate_limit),
@@ -228,6 +274,9 @@ class TmaGemm:
         if self._copies_scales:
             assert a.scales is not None
             copied["scales_map"] = _scales_map(a.scales)
+        if self._strips is not None:
+            ring, counters = self._strips.empty(out.device)
+            copied |= {"w_map": self._strips.map(ring), "ring": ring, "ring_counters": counters}
         self._kernel.launch(
             {
                 "a_map": _rows_map(a.rows, a.num_columns, self._box_rows),

@@ -9,7 +9,7 @@
 #define MOE_RUNTIME_TMA_PRODUCER
 
 #include "tma_block.cuh"
-#include "tma_expand.cuh"
+#include "tma_ahead.cuh"
 
 // Where operands come from.
 struct Sources {
@@ -17,6 +17,9 @@ struct Sources {
   const u8* units;  // of weights that are expanded
   const int* row_index;
   const float *row_scales, *weight_scales;
+#if AHEAD
+  Strips strips;
+#endif
 };
 
 // A tile that is being loaded, as a thread of the producers sees it.
@@ -28,6 +31,7 @@ struct Loading {
   int weight_bytes;                  // of weights, if TMA brings them
   int first_own, own;                // gathered rows that this warp loads
   int row_of_lane = 0;               // index of the one of this lane
+  int row_of_ring = 0;               // of weights that are expanded in memory
 
   __device__ __forceinline__ Loading(const Tile& tile, int halves, int first_own)
       : tile(tile),
@@ -36,7 +40,7 @@ struct Loading {
         shared_weights(TEAM > 1 && tile.pair_rows),
         boxes(GATHER ? 0 : min(BM / A_BOX, ceil_div(tile.rows, A_BOX))),
         row_bytes(boxes * A_BOX * 128),
-        weight_bytes(EXPAND ? 0 : halves * BOX_BYTES),
+        weight_bytes(IN_STAGES ? 0 : halves * BOX_BYTES),
         first_own(first_own) {
     int gathered = GATHER ? min(BM, tile.rows) : 0;
     own = max(0, min(32, gathered - first_own));
@@ -55,9 +59,13 @@ struct Loading {
 
   __device__ __forceinline__ void load_weights(const Block& block, const TensorMap* map, u32 to, u32 ready,
                                                int kb) const {
-    if (EXPAND) return;
-    for (int h = shared_weights ? block.rank : 0; h < halves; h += shared_weights ? TEAM : 1)
-      load_half(map, to + h * BOX_BYTES, ready, kb * BK, tile.column, h, tile.expert, shared_weights);
+    if (IN_STAGES) return;
+    for (int h = shared_weights ? block.rank : 0; h < halves; h += shared_weights ? TEAM : 1) {
+      if (AHEAD)
+        load_rows(map, to + h * BOX_BYTES, ready, 0, row_of_ring + (kb * BOXES + h) * BOX_ROWS, shared_weights);
+      else
+        load_half(map, to + h * BOX_BYTES, ready, kb * BK, tile.column, h, tile.expert, shared_weights);
+    }
   }
 
   // Rows that lie side by side.
@@ -125,7 +133,7 @@ struct Announcements {
   }
 };
 
-#if EXPAND && !PACKED
+#if EXPAND && !PACKED && !AHEAD
 
 // Expands weights of all tiles of this block. Called by the warpgroup that does nothing else.
 __device__ __forceinline__ void expand_tiles(const Block& block, const u8* units, RingPhases phases, int num_groups,
@@ -165,8 +173,11 @@ __device__ __forceinline__ void load_tiles(const Block& block, const Sources& fr
   int ahead = 0;
   bool begins = FEW;
   const Walk walk(block, num_groups, tiles_n, band_width);
-#if EXPAND
+#if EXPAND && !AHEAD
   Expander expander(block, from.units, columns, k_blocks);
+#endif
+#if AHEAD
+  Reader reader(from.strips, k_blocks);
 #endif
   int g = 0, halves;
   Tile tile;
@@ -175,17 +186,17 @@ __device__ __forceinline__ void load_tiles(const Block& block, const Sources& fr
     Loading loading(tile, halves, block.warp % 4 * 32);
     bool index_waits = begins && ids.given();
     if (!index_waits) loading.load_row_index(block, from.row_index);
-#if EXPAND
+#if EXPAND && !AHEAD
     expander.begin(tile, halves);
 #endif
     if (begins) {
       if (leader && loads_after_ns > 0) barrier_wait_for(block.ended, 0, loads_after_ns);
-      ahead = EXPAND ? 0 : min(ids.given() ? EARLY_STAGES : STAGES, k_blocks);
+      ahead = IN_STAGES ? 0 : min(ids.given() ? EARLY_STAGES : STAGES, k_blocks);
       for (int s = 0; s < ahead && leader; ++s) {
         barrier_expect(block.full + 8 * s, loading.row_bytes + loading.weight_bytes);
         loading.load_weights(block, from.weights, block.ring + s * STAGE_BYTES + A_BYTES, block.full + 8 * s, s);
       }
-#if EXPAND
+#if EXPAND && !AHEAD
       expander.load(ids.given() ? EARLY_STAGES : PACKED, walk);
 #endif
       wait_for_rows();
@@ -197,15 +208,21 @@ __device__ __forceinline__ void load_tiles(const Block& block, const Sources& fr
     const float* a_scale = from.row_scales + (long long)(tile.start + min(thread, tile.rows - 1)) * k_blocks;
     const float* w_scale = from.weight_scales + weight_scales(tile.expert, tile.column, columns, thread) * k_blocks;
     const float* of_second = from.weight_scales + weight_scales(tile.expert, tile.column, columns, 1) * k_blocks;
+#if AHEAD
+    if (leader) loading.row_of_ring = reader.find(block, phases, tile, halves, g, tiles_n);
+#endif
     int stage = 0;
     u32 phase = phases.of_next_tile();
     for (int kb = 0; kb < k_blocks; ++kb) {
       u32 a = block.ring + stage * STAGE_BYTES, b = a + A_BYTES, ready = block.full + 8 * stage;
-#if EXPAND
+#if EXPAND && !AHEAD
       expander.load(PACKED, walk);
 #endif
       barrier_wait(block.empty + 8 * stage, ~phase >> stage & 1);
       __syncwarp();  // a late lane would wait for the following round
+#if AHEAD
+      if (leader && kb == reader.last_stage) reader.go_on();
+#endif
       if (leader) {
         bool scales_too = TMA_SCALES && stage == 0, weights_too = !FEW || ahead <= 0;
         if (weights_too)
@@ -222,7 +239,7 @@ __device__ __forceinline__ void load_tiles(const Block& block, const Sources& fr
       }
       --ahead;
       loading.gather_rows(block, from.rows, a, ready, kb);
-#if EXPAND
+#if EXPAND && !AHEAD
       expander.expand(b, ready, k_blocks - 1 - kb);  // before copies by threads, for which its fence would wait
 #endif
       if (THREADS_COPY) {
@@ -234,6 +251,9 @@ __device__ __forceinline__ void load_tiles(const Block& block, const Sources& fr
       if (++stage == STAGES) stage = 0, phase = ~phase;
     }
   }
+#if AHEAD
+  if (leader) reader.end(block, phases);
+#endif
   if (begins) wait_for_rows();  // the next kernel takes the end of this one for the end of the one before, too
   tiles.announce(block, leader, make_int4(0, NO_MORE, 0, 0));
 }

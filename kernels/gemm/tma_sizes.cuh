@@ -52,14 +52,15 @@ constexpr bool HALVES = !GATED && !FEW;     // whether there are tiles of one ha
 constexpr int ONE_HALF = 1 << 30;           // marks a tile of one half in the announced column
 // Sums of a thread: of a tile, and of the 128 weight rows that FP8 multiplies at a time.
 constexpr int SUMS = FEW ? BM : 128, PARTIAL_SUMS = FEW ? BM : 64;
-// Warpgroups that fill the ring. The second one only expands weights.
+// Warpgroups that do not multiply. The second one only expands weights.
 constexpr int PRODUCER_WGS = EXPAND && !PACKED ? 2 : 1;
+constexpr bool IN_STAGES = EXPAND && !AHEAD;  // weights are expanded by those who fill the ring
 constexpr int MATH_WARPS = 4 * MATH_WGS;
 constexpr int THREADS = 128 * (MATH_WGS + PRODUCER_WGS);
 // Registers of a thread, unless FEW: what those that produce do without goes to the math warpgroups.
 constexpr int REGISTERS = PRODUCER_WGS > 1 ? 512 : 504;  // of a thread of each warpgroup together
-constexpr int PRODUCER_REGISTERS = EXPAND ? (PACKED ? 72 : 56) : FP8 && !GATHER ? 24 : 40;
-constexpr int EXPANDER_REGISTERS = PRODUCER_WGS > 1 ? 40 : 0;
+constexpr int PRODUCER_REGISTERS = PACKED ? 72 : IN_STAGES ? 56 : FP8 && !GATHER && !AHEAD ? 24 : 40;
+constexpr int EXPANDER_REGISTERS = AHEAD ? 56 : PRODUCER_WGS > 1 ? 40 : 0;
 constexpr int MATH_REGISTERS = (REGISTERS - PRODUCER_REGISTERS - EXPANDER_REGISTERS) / 16 * 8;
 constexpr bool THREADS_COPY = FP8 && !TMA_SCALES;  // scales, by all threads that produce
 constexpr int OF_COPIES = THREADS_COPY ? 128 : 0;  // arrivals at a stage for these copies
@@ -69,8 +70,8 @@ constexpr int ROW_INDICES = GATHER && !FEW ? BM : 0;
 // Arrivals at a stage for these rows: of all warps, also of those that have none in a tile. One that nobody waited for
 // could fall back by a round of the ring, and would then wait for a phase that does not come.
 constexpr int OF_ROWS = ROW_INDICES > 0 ? 4 : 0;
-constexpr int OF_EXPANSION = EXPAND ? 4 * PRODUCER_WGS * ARRIVALS_OF_WARP : 0;  // and for weights that they write
-constexpr int PRODUCING_WARPS = THREADS_COPY || OF_ROWS > 0 || EXPAND ? 4 : 1;
+constexpr int OF_EXPANSION = IN_STAGES ? 4 * PRODUCER_WGS * ARRIVALS_OF_WARP : 0;  // and for weights that they write
+constexpr int PRODUCING_WARPS = THREADS_COPY || OF_ROWS > 0 || IN_STAGES ? 4 : 1;
 constexpr int TABLE_BYTES = EXPAND ? (EXPAND == 16 ? 256 : 64) * 8 : 0;  // of e4m3 numbers by scale codes
 // Packed weights: a unit has 64 rows of a block of K, quants and then scale codes.
 constexpr int UNIT_ROWS = 64, UNIT_EXPANDED = UNIT_ROWS * 128, UNIT_QUANTS = UNIT_ROWS * 64,
@@ -103,6 +104,7 @@ static_assert(EXPAND == 0 || EXPAND == 16 || EXPAND == 32, "EXPAND: weights of a
 static_assert(!EXPAND || FP8, "EXPAND: weights are expanded for FP8 alone");
 static_assert(!PACKED || EXPAND, "PACKED: a ring of weights that are expanded");
 static_assert(!EXPAND || PACKED || !FEW, "PACKED: tiles of few rows have no registers for packed weights");
+static_assert(!AHEAD || (EXPAND && !PACKED), "AHEAD: of weights that are expanded, and not in shared memory");
 static_assert(FEW || PRODUCER_REGISTERS + EXPANDER_REGISTERS + 2 * MATH_REGISTERS <= REGISTERS,
               "EXPAND: a block has no more registers, and would wait for them for ever");
 

@@ -30,9 +30,11 @@ from moe_runtime.kernels.gemm.shapes import (
     DEQUANT_FEW_EVEN,
     DEQUANT_MIDDLE,
     DEQUANT_PREFILL,
+    TMA_AHEAD,
     TMA_PREFILL,
     TMA_SHAPES,
     DequantShape,
+    Regime,
     TmaShape,
     overlapped_token_shape,
 )
@@ -282,8 +284,9 @@ def _hopper_cases() -> Iterator[CudaCase]:
                     for gather in (False, True):
                         yield _tma(operation, fmt, tma_shape, out_code, gather=gather, copied=True, activation=formula)
     for expanded in (NVFP4, MXFP4):
-        for tma_shape in TMA_SHAPES:
-            yield _tma(PLAIN, FP8_BLOCK, tma_shape, 0, False, copied=tma_shape is TMA_PREFILL, expanded=expanded)
+        for tma_shape in (*TMA_SHAPES, TMA_AHEAD):
+            copied = tma_shape.regime is Regime.PREFILL
+            yield _tma(PLAIN, FP8_BLOCK, tma_shape, 0, False, copied=copied, expanded=expanded)
             yield _tma(GATED, FP8_BLOCK, tma_shape, 3, gather=True, activation=SILU, expanded=expanded)
     for formula in (GEGLU, GEGLU_TANH, SQUARED_RELU, STEP_3P5):
         more = {"out_dequantized": True, "keep_tokens": True}

@@ -212,6 +212,7 @@ class _Launch(ctypes.Structure):
         ("cluster", ctypes.c_uint32),
         ("stream", ctypes.c_uint32),
         ("early", ctypes.c_uint32),
+        ("at_once", ctypes.c_uint32),
     )
 
 
@@ -269,6 +270,7 @@ class Emulator:
             cluster,
             self.stream,
             int(kernel.early),
+            int(kernel.defines.get("AHEAD", 0)),  # its blocks wait for each other
         )
         self.launched.add((kernel.file, kernel.name))
         entry = (launch, (pointers, kept, dict(arguments)))

@@ -50,7 +50,7 @@ struct Launch {
   void (*entry)(void**);
   void** arguments;
   const char* name;
-  Word grid[3], threads, shared_bytes, cluster, stream, early;
+  Word grid[3], threads, shared_bytes, cluster, stream, early, at_once;
 };
 
 namespace emulator {
@@ -398,7 +398,8 @@ bool may_start(const Kernel* kernel) {
       if (!before->done) return false;
   }
   const Word resident = simulation->resident[kernel->launch.stream];
-  return resident == 0 || resident + kernel->launch.cluster <= simulation->most_resident;
+  const bool fits = resident + kernel->launch.cluster <= simulation->most_resident;
+  return resident == 0 || fits || (kernel->launch.at_once && kernel->next > 0);
 }
 
 void start_cluster(Kernel* kernel) {

@@ -95,6 +95,10 @@ inline void cp_async_bulk_prefetch_L2_global(const void* at, unsigned bytes) {
   if (reinterpret_cast<size_t>(at) % 16 != 0 || bytes % 16 != 0 || bytes == 0)
     emulator::fail("%u bytes from %p", bytes, at);
 }
+inline void ld_global_nc_L1_no_allocate_v2_u32(unsigned& x, unsigned& y, const void* at) {
+  const unsigned* words = static_cast<const unsigned*>(at);
+  x = words[0], y = words[1];
+}
 
 // Shared memory and registers.
 inline void prmt_b32(unsigned& bytes, unsigned low, unsigned high, unsigned selector) {

@@ -14,7 +14,7 @@ import triton
 from moe_runtime.kernels import nvrtc
 from moe_runtime.kernels.formats.number_formats import FP8_BLOCK, MXFP4, NVFP4, TokenFormat
 from moe_runtime.kernels.gemm import tma_gemm as tma
-from moe_runtime.kernels.gemm.shapes import TMA_PREFILL, TMA_SHAPES, TmaShape
+from moe_runtime.kernels.gemm.shapes import TMA_AHEAD, TMA_SHAPES, TmaShape
 from moe_runtime.kernels.gemm.weights import SILU, Activation
 from tests.kernels.test_tma_gemm import disassembled, gpu
 from tests.support.comparison import assert_same_bits
@@ -31,15 +31,17 @@ from tests.support.gemm_plans import tma_grouped_gemm
 
 names = pytest.mark.parametrize("name", ["nvfp4", "mxfp4"])
 gathers = pytest.mark.parametrize("gather", [False, True], ids=["packed", "gathered"])
-regimes = pytest.mark.parametrize("shape", TMA_SHAPES, ids=[shape.regime.name.lower() for shape in TMA_SHAPES])
+SHAPES = (*TMA_SHAPES, TMA_AHEAD)
+regimes = pytest.mark.parametrize("shape", SHAPES, ids=[*(shape.regime.name.lower() for shape in TMA_SHAPES), "ahead"])
 
 
 def _variants() -> list[tuple[TokenFormat, nvrtc.Defines]]:
     """Both products, gathered and packed, with the scales of rows by TMA and by threads."""
     found = []
     for fmt in (NVFP4, MXFP4):
-        for shape in TMA_SHAPES:
-            for gather, copied in [(False, False), (True, False)] + [(False, True)] * (shape is TMA_PREFILL):
+        for shape in SHAPES:
+            many = shape.tile_rows == 128 and shape.cluster == 2
+            for gather, copied in [(False, False), (True, False)] + [(False, True)] * many:
                 more: dict[str, Any] = {"gather": gather, "extras": False, "copied_scales": copied, "expanded": fmt}
                 gated = {"activation": SILU, "order": SILU.gate_up, "out_code": 3}
                 plain = {"activation": None, "order": None, "out_code": 0}
@@ -71,15 +73,21 @@ def test_variants_expand_in_few_instructions_and_keep_everything_in_registers() 
         few = int(variant["ROWS"]) < 128
         columns = variant["ROWS"] if few else 128
         assert f"QGMMA.64x{columns}x32.F32.E4M3.E4M3" in sass and "HGMMA" not in sass, variant
-        # TMA brings rows, and packed weights only through a ring.
+        # TMA brings rows, expanded weights from memory, and packed weights only through a ring.
         assert "UTMALDG.4D" not in sass and "UTMALDG.2D" in sass, variant
-        assert ("LDG.E.NA.128" in sass) == (variant["PACKED"] == 0), variant
+        in_registers = not variant["PACKED"] and not variant["AHEAD"]
+        assert ("LDG.E.NA.128" in sass) == in_registers and ("LDG.E.NA.64" in sass) == bool(variant["AHEAD"]), variant
         code = [(int(at, 16), text) for at, text in INSTRUCTION.findall(sass)]
         count = Counter(re.sub(r"^@\S+\s+", "", text).split()[0].split(".")[0] for _, text in code)
         in_memory = [at for at, text in code if re.search(r"\b(STL|LDL)\b", text)]
-        if variant["GATHER"] and not variant["PACKED"]:
+        multiplying = loops_around(code, re.compile("QGMMA"))
+        if variant["AHEAD"]:
+            # Warps that expand have time.
+            assert multiplying and len(in_memory) <= 20, variant
+            assert not any(low <= at <= high for at in in_memory for low, high in multiplying), variant
+        elif variant["GATHER"] and not variant["PACKED"]:
             # Values of a tile may be kept in memory: the loops over its blocks of K do not use them.
-            expanding, multiplying = loops_around(code, MASK), loops_around(code, re.compile("QGMMA"))
+            expanding = loops_around(code, MASK)
             assert len(expanding) == 2 and multiplying, variant
             assert not any(low <= at <= high for at in in_memory for low, high in expanding | multiplying), variant
         else:

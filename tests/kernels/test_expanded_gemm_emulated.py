@@ -9,11 +9,21 @@ from typing import Any
 import pytest
 import torch
 
+from moe_runtime.kernels import nvrtc
 from moe_runtime.kernels.formats.number_formats import MXFP4, NVFP4, TokenFormat
 from moe_runtime.kernels.gemm.expanded_weights import ExpandedWeights
 from moe_runtime.kernels.gemm.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
 from moe_runtime.kernels.gemm.plan import MAX_TMA_GROUPS
-from moe_runtime.kernels.gemm.shapes import TMA_DECODE, TMA_FEW, TMA_PREFILL, TMA_SHAPES, TMA_SOME, TmaShape
+from moe_runtime.kernels.gemm.shapes import (
+    TMA_AHEAD,
+    TMA_DECODE,
+    TMA_FEW,
+    TMA_PREFILL,
+    TMA_SHAPES,
+    TMA_SOME,
+    TmaShape,
+)
+from moe_runtime.kernels.gemm.tma_gemm import Strips
 from moe_runtime.kernels.gemm.weights import GateUpOrder, SwiGLU
 from moe_runtime.kernels.runtime import BLOCK_RESERVED_BYTES, SM_SHARED_BYTES
 from tests.emulator import Emulator, needs_emulator
@@ -40,7 +50,8 @@ MOST_SCHEDULES = 30
 """In which a mistake has to show; most do at once."""
 
 names = pytest.mark.parametrize("name", NAMES)
-regimes = pytest.mark.parametrize("shape", TMA_SHAPES, ids=[shape.regime.name.lower() for shape in TMA_SHAPES])
+SHAPES = (*TMA_SHAPES, TMA_AHEAD)
+regimes = pytest.mark.parametrize("shape", SHAPES, ids=[*(shape.regime.name.lower() for shape in TMA_SHAPES), "ahead"])
 
 
 emulate, emulator = test_tma_gemm_emulated.emulate, test_tma_gemm_emulated.emulator
@@ -50,12 +61,10 @@ check_runs = test_tma_gemm_emulated.check_runs
 @pytest.mark.parametrize(
     ("name", "k", "gather", "shape"),
     [
-        *(
-            (NAMES[(i + gather) % 2], 640, gather, shape)
-            for i, shape in enumerate(TMA_SHAPES)
-            for gather in (False, True)
-        ),
+        *((NAMES[(i + gather) % 2], 640, gather, shape) for i, shape in enumerate(SHAPES) for gather in (False, True)),
         ("nvfp4", 512, False, TMA_PREFILL),  # with scales that come by TMA
+        ("mxfp4", 512, False, TMA_AHEAD),
+        ("nvfp4", 128, True, TMA_AHEAD),
         ("mxfp4", 512, True, TMA_PREFILL),
         ("nvfp4", 400, False, TMA_PREFILL),
         ("nvfp4", 16, False, TMA_DECODE),
@@ -73,6 +82,7 @@ def test_ragged_groups(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """N ends within a unit and within a tile; on few SMs and on more, where tiles are taken by halves."""
+    monkeypatch.setattr(nvrtc, "most_sms", lambda *_: 4)
     w = expanded_weights(name, 392, k, rng, CPU)
     a = rows_for(shape, k, rng, gather, CPU)
     for num_sms in (2,) if shape.few else (2, 4):
@@ -81,7 +91,7 @@ def test_ragged_groups(
     check_runs(emulator, 2)
 
 
-@pytest.mark.parametrize(("name", "shape"), [(NAMES[i % 2], shape) for i, shape in enumerate(TMA_SHAPES)])
+@pytest.mark.parametrize(("name", "shape"), [(NAMES[i % 2], shape) for i, shape in enumerate(SHAPES)])
 def test_tiles_that_end_with_any_stage(
     name: str, shape: TmaShape, emulator: Emulator, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,11 +152,33 @@ def test_all_shapes_give_the_same_bits(
     many = make_rows("fp8_block", [5, 326], 1024, rng, CPU, num_experts=3, x=x)
     one = make_rows("fp8_block", [0, 1], 1024, rng, CPU, num_experts=3, x=x[300:301])
     want = compare_plain(many, w, TMA_PREFILL, monkeypatch)[:331]
-    for shape in TMA_SHAPES:
+    for shape in SHAPES:
         in_shape(monkeypatch, shape)
         assert_same_bits(tma_grouped_gemm(one, w, out_dtype=torch.float32)[0], want[300], "alone")
         if not shape.few:
             assert_same_bits(tma_grouped_gemm(many, w, out_dtype=torch.float32), want, shape.regime.name)
+
+
+def in_few_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On 8 SMs, with room for the strips of one group, which is the least: blocks wait for strips, and strips for
+    blocks."""
+    monkeypatch.setattr(nvrtc, "most_sms", lambda *_: 8)
+    monkeypatch.setattr(Strips, "of", classmethod(lambda cls, groups, tiles, k, **_: Strips(groups * tiles, tiles, k)))
+
+
+@names
+def test_strips_in_few_slots(
+    name: str, emulator: Emulator, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With tiles of several groups at a time, an odd column tile that clusters reach past, and halved tiles."""
+    in_few_slots(monkeypatch)
+    sizes, ids = [130, 5, 0, 64, 270, 1, 3, 140, 2], [0, 1, 2, 1, 0, 2, 2, 1, 0]
+    a = make_rows("fp8_block", sizes, 384, rng, CPU, num_experts=3, expert_ids=ids)
+    for n in (264, 520, 776):
+        w = expanded_weights(name, n, 384, rng, CPU)
+        for num_sms in (2, 8):
+            compare_plain(a, w, TMA_AHEAD, monkeypatch, num_sms=num_sms)
+    check_runs(emulator, 12)
 
 
 @names
@@ -253,6 +285,24 @@ MISTAKES: dict[str, tuple[TmaShape, str, str, str]] = {
         f"if (threadIdx.x % 128 < 32) {FREE}\n      __syncwarp();\n      expander.",
         "changed while|differ|waits for|go on",
     ),
+    "a strip is loaded before all warps have written": (
+        TMA_AHEAD,
+        "u32 all = 4 * k_blocks;",
+        "u32 all = 4 * k_blocks - 1;",
+        "changed while|differ",
+    ),
+    "a strip is overwritten before all tiles have read it": (
+        TMA_AHEAD,
+        "return BOXES * (tiles_m + past);",
+        "return BOXES * (tiles_m + past) - BOXES;",
+        "changed while|differ",
+    ),
+    "a block waits before it tells what it has read": (
+        TMA_AHEAD,
+        "      end(block, phases);\n      for",
+        "      for",
+        "go on|gave up",
+    ),
     "a stage of few rows is written before it is free": (
         TMA_FEW,
         FREE,
@@ -286,9 +336,14 @@ def test_mistakes_are_found(
         assert text.count(before) == 1, text.count(before)
         return text.replace(before, wrong.replace("{packed}", str(packed)))
 
-    w = expanded_weights("nvfp4", 520, 1280, rng, CPU)
-    a = make_rows("fp8_block", [13, 5] if shape.few else [130, 5], 1280, rng, CPU, num_experts=3, gather=True)
+    ahead = shape.expands_ahead
+    k, sizes = (128, [130, 5, 64, 260, 3, 1, 40]) if ahead else (1280, [13, 5] if shape.few else [130, 5])
+    w = expanded_weights("nvfp4", 520, k, rng, CPU)
+    ids = [i % 3 for i in range(len(sizes))]
+    a = make_rows("fp8_block", sizes, k, rng, CPU, num_experts=3, expert_ids=ids, gather=True)
     in_shape(monkeypatch, shape)
+    if ahead:
+        in_few_slots(monkeypatch)
     emulate()
     want = tma_grouped_gemm(a, w)
     emulate(edit=edit)
