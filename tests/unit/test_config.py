@@ -41,7 +41,8 @@ from tests.support.programs import ROOT, python_path
 from tests.support.spawner import interpreter
 
 PACKAGED = (
-    *("deepseek_v3", "deepseek_v3_half", "gpt_oss_120b", "kimi_k2", "mixtral_8x7b", "qwen3_235b_a22b", "tiny_cpu"),
+    *("deepseek_v3", "deepseek_v3_half", "deepseek_v4_flash", "gpt_oss_120b", "kimi_k2", "mixtral_8x7b"),
+    *("qwen3_235b_a22b", "tiny_cpu"),
     *(f"tiny_{family}" for family in ("deepseek_v3", "gpt_oss", "kimi_k2", "mixtral", "qwen2_moe", "qwen3_moe")),
     "tiny_nemotron_h",
 )
