@@ -85,6 +85,6 @@ def show_peers(report: Report, console: Console) -> None:
         heads, lines = rows_of(report, operation, lambda result: shown_us(result["median_us"]))
         if lines:
             title = f"{operation}, us of the slowest rank by tokens per rank"
-            print_table(console, title, ["implementation", *heads[1:]], lines)
+            print_table(console, title, ["by", *heads[1:]], lines)
     for line in [*excuses(report), f"versions of peers: {versions(report)}"]:
         say(console, line)
