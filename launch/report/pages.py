@@ -1,20 +1,30 @@
-"""The generated tables of `launch/results/README.md`: one per kind of run, from the committed JSON alone."""
+"""The generated tables of pages, from the committed JSON of `launch/results` alone.
+
+`launch/results/README.md` has a table per kind of run, README.md and docs/results.md the layer's times beside others'.
+A table is of one commit.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
+from textwrap import fill
 
 from moe_runtime.launch.benchmarks.bounds import EVEN
 from moe_runtime.launch.benchmarks.layer_report import LOW_LATENCY, NORMAL, baselines_of, gpus_of, key_of
 from moe_runtime.launch.benchmarks.show import Report, Result
 from moe_runtime.launch.kernel_bench.ops_table import operations_markdown
 from moe_runtime.launch.kernel_bench.show import RELATIVE, commit_of, foreign_note, gpu_of, shown_us, times_of, where
-from moe_runtime.launch.report import runs
+from moe_runtime.launch.report import peers, runs
 from moe_runtime.launch.report.goals import judge_goals
 from moe_runtime.launch.report.runs import kind_of, ours, ranks_of
 
+FRONT = "h200x2.json"
+"""The run of a layer that README.md shows while there is none beside peers."""
+SHOWN_MODELS = ("gpt-oss-120b", "Qwen3-235B-A22B", "DeepSeek-V3")
+"""Of the run with all models, whose file has the others."""
 FEW_TOKENS = 32
 """Most tokens of a run of few tokens."""
 MOST_FLOORS = 1.5
@@ -27,17 +37,22 @@ Found = dict[str, list[Run]]
 """Runs by kind."""
 
 
-def filled(page: str, folder: Path) -> str:
-    """`page` with the tables of the runs in `folder` between its marks, `<!-- KIND -->` and `<!-- end of KIND -->`.
-
-    Raises `ValueError` where a mark is missing.
-    """
+def read_all(folder: Path) -> Found:
+    """The runs in `folder`."""
     found: Found = {}
     for file in sorted(folder.glob("*.json")):
         report = runs.read(file)
         found.setdefault(kind_of(report), []).append((file.name, report))
-    for kind, make in TABLES.items():
-        page = between_marks("README.md", page, kind, make(found))
+    return found
+
+
+def filled(name: str, page: str, found: Found) -> str:
+    """The page called `name` with its tables between their marks, `<!-- KIND -->` and `<!-- end of KIND -->`.
+
+    Raises `ValueError` where a mark is missing.
+    """
+    for kind, make in PAGES[name].items():
+        page = between_marks(name, page, kind, make(found))
     return page
 
 
@@ -51,49 +66,104 @@ def between_marks(name: str, page: str, kind: str, text: str) -> str:
     return "\n".join([before + start, text, end + after])
 
 
+def front_run(found: Found) -> Run:
+    """What README.md shows: the newest run of `research.peers`, without any `FRONT`."""
+    beside = found.get(runs.PEERS, [])
+    if beside:
+        return max(beside, key=lambda run: str(run[1]["environment"].get("time_utc", "")))
+    chosen = [run for run in found.get(runs.LAYER, []) if run[0] == FRONT]
+    if not chosen:
+        raise ValueError(f"results: expected a run of kind {runs.PEERS}, or {FRONT}")
+    return chosen[0]
+
+
+def front_table(found: Found, folder: str = "") -> str:
+    """What was run, where and how, then a line per number of tokens with a column for each implementation.
+
+    `folder` is where the page finds the JSON.
+    """
+    name, report = front_run(found)
+    series = peers.series_of(report, "layer")
+    sizes = report["config"]["layer"]
+    said = (
+        f"{ranks_of(report)} x {where(report)}, commit {commit_of(report)}: H={sizes['hidden_size']}, "
+        f"I={sizes['intermediate_size']}, {sizes['num_experts']} experts, top-{sizes['top_k']}, {EVEN} routing. "
+        f"[JSON]({folder}{name}), written by `{report['environment']['command']}`."
+    )
+    counts = sorted({count for line in series.values() for count in line})
+    lines = [
+        [str(count), *(times_of(line[count]) if count in line else "" for line in series.values())] for count in counts
+    ]
+    errors = [f"{max(result['error'] for result in line.values()):.2g}" for line in series.values()]
+    table = markdown_table(["tokens per rank", *series], [*lines, ["relative error", *errors]])
+    return "\n\n".join([fill(said, 118, break_long_words=False, break_on_hyphens=False), table])
+
+
+def peers_table(found: Found) -> str:
+    """Of the newest run of `research.peers`: a table per operation, and what has no time."""
+    if not found.get(runs.PEERS):
+        return "There is no run of `research.peers` here yet."
+    name, report = front_run(found)
+    parts = [f"{_source(name, report)} Versions: {peers.versions(report)}."]
+    for operation in peers.operations_of(report):
+        heads, lines = peers.rows_of(report, operation, times_of)
+        if lines:
+            parts.append(markdown_table([operation, *heads[1:]], lines))
+    excuses = "\n".join(f"- {line}" for line in peers.excuses(report))
+    return "\n\n".join([*parts, *([f"Without a time:\n\n{excuses}"] if excuses else [])])
+
+
 def layer_table(found: Found) -> str:
-    """A line per number of tokens; for each run a column per format and one of torch's layer."""
-    reports = _most_ranks_first(found)
-    columns: dict[str, dict[int, str]] = {}
-    for name, report in reports:
-        baselines = baselines_of(report["results"])
-        layers = [r for r in ours(report) if r["operation"] == "layer" and r["routing"] == EVEN]
-        for result in layers:
-            column = columns.setdefault(f"{_short(name)} {_formats(result)}", {})
-            column[result["tokens_per_rank"]] = _cell(result)
-        for result in layers:
-            baseline = baselines.get(key_of(result))
-            if baseline is not None:
-                columns.setdefault(f"{_short(name)} torch bf16", {})[result["tokens_per_rank"]] = times_of(baseline)
-    return _by_tokens(reports, columns, "In parentheses: sustained.")
+    """For each commit, card and number of ranks a table: a line per number of tokens, a column per format, and one of
+    torch's layer."""
+    tables = []
+    for reports in _alike(found):
+        columns: dict[str, dict[int, str]] = {}
+        for _, report in reports:
+            baselines = baselines_of(report["results"])
+            layers = [r for r in ours(report) if r["operation"] == "layer" and r["routing"] == EVEN]
+            for result in layers:
+                columns.setdefault(_formats(result), {})[result["tokens_per_rank"]] = _cell(result)
+            for result in layers:
+                baseline = baselines.get(key_of(result))
+                if baseline is not None:
+                    columns.setdefault("torch bf16", {}).setdefault(result["tokens_per_rank"], times_of(baseline))
+        if columns:
+            # torch last.
+            columns |= {name: columns.pop(name) for name in ["torch bf16"] if name in columns}
+            tables.append(_by_tokens(reports, columns, "In parentheses: sustained."))
+    return "\n\n".join(tables)
 
 
 def exchange_table(found: Found) -> str:
-    """A line per number of tokens; for each run a column per operation and format, with torch's all-to-all."""
-    reports = _most_ranks_first(found)
-    columns: dict[str, dict[int, str]] = {}
-    for name, report in reports:
-        baselines = baselines_of(report["results"])
-        for operation, field in (("dispatch", "token_format"), ("combine", "combine_format")):
-            for result in ours(report):
-                if result["operation"] == operation and result["routing"] == EVEN:
-                    column = columns.setdefault(f"{_short(name)} {operation} {result[field]}", {})
-                    baseline = baselines.get(key_of(result))
-                    torch = "" if baseline is None else f" ({shown_us(baseline['median_us'])})"
-                    column.setdefault(result["tokens_per_rank"], _cell(result, torch))
-    return _by_tokens(reports, columns, "In parentheses: torch's all-to-all of the same bytes.")
+    """As `layer_table`, with a column per operation and format, and torch's all-to-all beside."""
+    tables = []
+    for reports in _alike(found):
+        columns: dict[str, dict[int, str]] = {}
+        for _, report in reports:
+            baselines = baselines_of(report["results"])
+            for operation, field in (("dispatch", "token_format"), ("combine", "combine_format")):
+                for result in ours(report):
+                    if result["operation"] == operation and result["routing"] == EVEN:
+                        column = columns.setdefault(f"{operation} {result[field]}", {})
+                        baseline = baselines.get(key_of(result))
+                        torch = "" if baseline is None else f" ({shown_us(baseline['median_us'])})"
+                        column.setdefault(result["tokens_per_rank"], _cell(result, torch))
+        if columns:
+            tables.append(_by_tokens(reports, columns, "In parentheses: torch's all-to-all of the same bytes."))
+    return "\n\n".join(tables)
 
 
 def low_latency_table(found: Found) -> str:
     """A line per number of tokens: dispatch, combine and both, by the calls of `moe_runtime.deep_ep` and by our own."""
     reports = found.get(runs.LOW_LATENCY, [])
     columns: dict[str, dict[int, str]] = {}
-    for name, report in reports:
+    for _, report in reports:
         own = {(r["operation"], r["tokens_per_rank"]): r["median_us"] for r in ours(report)}
         for result in report["results"]:
             if not str(result["implementation"]).startswith(LOW_LATENCY):
                 continue
-            column = columns.setdefault(f"{_short(name)} {result['operation']}", {})
+            column = columns.setdefault(result["operation"], {})
             native = own.get((result["operation"], result["tokens_per_rank"]))
             beside = "" if native is None else f" ({shown_us(native)}, {result['median_us'] / native:.2f})"
             column[result["tokens_per_rank"]] = _cell(result, beside)
@@ -121,7 +191,8 @@ def goal_table(found: Found) -> str:
     rows: dict[tuple[str, str], dict[int, str]] = {}
     for _, report in found.get(runs.LAYER, []):
         judge_goals(ours(report), report["config"]["layer"], gpus_of(report["environment"]))
-    reports = [run for run in _most_ranks_first(found) if any(result["goal"] for result in ours(run[1]))][:1]
+    most_first = sorted(_on_one_host(found), key=lambda run: (-ranks_of(run[1]), run[0]))
+    reports = [run for run in most_first if any(result["goal"] for result in ours(run[1]))][:1]
     for _, report in reports:
         for result in ours(report):
             if goal := result["goal"]:
@@ -170,8 +241,8 @@ def operation_table(found: Found) -> str:
 
 
 def models_table(found: Found) -> str:
-    """Of the run of `kernel_bench models` that has most rows."""
-    return _models_table(_models(found, lambda results: True))
+    """`SHOWN_MODELS` of the run of `kernel_bench models` that has most rows."""
+    return _models_table(_models(found, lambda results: True), SHOWN_MODELS)
 
 
 def few_tokens_table(found: Found) -> str:
@@ -194,8 +265,11 @@ def _models(found: Found, wanted: Callable[[list[Result]], bool]) -> Run:
     return max(reports, key=lambda run: len(run[1]["results"]))
 
 
-def _models_table(run: Run) -> str:
-    """A line per model and pair of formats, a column per number of tokens: the time and what it is of torch's."""
+def _models_table(run: Run, shown: Sequence[str] | None = None) -> str:
+    """A line per model and pair of formats, a column per number of tokens: the time and what it is of torch's.
+
+    Models that are not `shown` count, and have no lines.
+    """
     rows: dict[tuple[str, str], dict[int, str]] = {}
     refused: list[str] = []
     above = Counter[str]()
@@ -206,7 +280,8 @@ def _models_table(run: Run) -> str:
             continue
         ratio, floors = result["ratio_to_torch"], result["times_floor"]
         cell = "check failed" if ratio is None else f"{shown_us(result['median_us'])} ({ratio:.2f}, {floors:.1f})"
-        rows.setdefault((result["model"], pair), {})[result["tokens"]] = cell
+        if shown is None or result["model"] in shown:
+            rows.setdefault((result["model"], pair), {})[result["tokens"]] = cell
         above["rows"] += 1
         above["torch"] += ratio is None or ratio > 1
         above["floor"] += floors is None or floors > MOST_FLOORS
@@ -221,6 +296,7 @@ def _models_table(run: Run) -> str:
 
 
 TABLES: dict[str, Callable[[Found], str]] = {
+    "peers": peers_table,
     "layer": layer_table,
     "exchange": exchange_table,
     "goals": goal_table,
@@ -234,11 +310,25 @@ TABLES: dict[str, Callable[[Found], str]] = {
 }
 """What makes the table of each pair of marks."""
 
+PAGES: dict[str, dict[str, Callable[[Found], str]]] = {
+    "launch/results/README.md": TABLES,
+    "README.md": {"results": partial(front_table, folder="launch/results/")},
+    "docs/results.md": {"results": partial(front_table, folder="../launch/results/")},
+}
+"""The pages with generated tables, from the root of a clone."""
 
-def _most_ranks_first(found: Found) -> list[Run]:
+
+def _on_one_host(found: Found) -> list[Run]:
     """Runs of layers on one host; `docs/hosts.md` has the others."""
-    layers = [run for run in found.get(runs.LAYER, []) if not any((r.get("hosts") or 1) > 1 for r in run[1]["results"])]
-    return sorted(layers, key=lambda run: (-ranks_of(run[1]), run[0]))
+    return [run for run in found.get(runs.LAYER, []) if not any((r.get("hosts") or 1) > 1 for r in run[1]["results"])]
+
+
+def _alike(found: Found) -> list[list[Run]]:
+    """Runs of layers on one host, those of one commit, card and number of ranks together, the newest first."""
+    groups: dict[tuple[str, str, int], list[Run]] = {}
+    for name, report in _on_one_host(found):
+        groups.setdefault((commit_of(report), gpu_of(report), ranks_of(report)), []).append((name, report))
+    return sorted(groups.values(), key=lambda group: str(group[0][1]["environment"].get("time_utc", "")), reverse=True)
 
 
 def _short(name: str) -> str:
@@ -264,13 +354,11 @@ def _source(name: str, report: Report) -> str:
 
 
 def _by_tokens(reports: Sequence[Run], columns: dict[str, dict[int, str]], text: str) -> str:
-    """The sources of a table, then a line per number of tokens per rank. Runs without a column are left out."""
+    """The sources of a table, then a line per number of tokens per rank."""
     sources = []
     for name, report in reports:
-        if any(column.split()[0] == _short(name) for column in columns):
-            config = report["config"]["layer"]
-            gpus = f"{ranks_of(report)} GPU{'s' if ranks_of(report) > 1 else ''}"
-            sources.append(f"{_source(name, report)[:-1]}, {gpus}, E={config['num_experts']}.")
+        gpus = f"{ranks_of(report)} GPU{'s' if ranks_of(report) > 1 else ''}"
+        sources.append(f"{_source(name, report)[:-1]}, {gpus}, E={report['config']['layer']['num_experts']}.")
     counts = sorted({count for column in columns.values() for count in column})
     lines = [[str(count), *(column.get(count, "") for column in columns.values())] for count in counts]
     return "\n\n".join([f"{' '.join(sources)} {text}", markdown_table(["tokens per rank", *columns], lines)])

@@ -1,4 +1,4 @@
-"""Peers beside us: the tables of a run of `research.peers`, on the console and in Markdown."""
+"""Peers beside us: tables of runs of `research.peers`, and of the layer in runs of `bench`, which has torch alone."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ from collections.abc import Callable
 
 from rich.console import Console
 
+from moe_runtime.launch.benchmarks.bounds import EVEN
 from moe_runtime.launch.benchmarks.layer_report import OURS
 from moe_runtime.launch.benchmarks.show import Report, Result, print_table, say
 from moe_runtime.launch.kernel_bench.show import commit_of, shown_us, where
-from moe_runtime.launch.report.runs import model_of, ranks_of
+from moe_runtime.launch.report.runs import PEERS, kind_of, model_of, ranks_of
 
 OK = "ok"
+FORMATS = {"nvfp4": "NVFP4", "fp8_block": "FP8", "mxfp8": "MXFP8", "bf16": "BF16"}
+"""How tables call the formats of tokens."""
 NAMES = {
     OURS: "ours",
     "flashinfer_push": "FlashInfer push",
@@ -35,11 +38,25 @@ def name_of(result: Result) -> str:
 
 
 def series_of(report: Report, operation: str) -> Series:
-    """Times of an operation, ours first."""
+    """Times of an operation, ours first; of equal cases the shortest."""
+    results = report["results"] if kind_of(report) == PEERS else _layers_of(report)
     found: Series = {}
-    for result in sorted(report["results"], key=lambda result: result["implementation"] != OURS):
+    for result in sorted(results, key=lambda result: result["implementation"] != OURS):
         if result["operation"] == operation and result["status"] == OK:
-            found.setdefault(name_of(result), {})[result["tokens_per_rank"]] = result
+            line, count = found.setdefault(name_of(result), {}), result["tokens_per_rank"]
+            line[count] = min(line.get(count, result), result, key=lambda one: one["median_us"])
+    return found
+
+
+def _layers_of(report: Report) -> list[Result]:
+    """Results of the layer in a run of `bench`, evenly routed, with the fields of a run of `research.peers`."""
+    found = []
+    for result in report["results"]:
+        if result["operation"] == "layer" and result["routing"] == EVEN and result["median_us"]:
+            by = OURS if result["implementation"] == OURS else "torch"
+            variant = FORMATS[result["token_format"]] if by == OURS else "BF16"
+            more = {"status": OK, "implementation": by, "variant": variant, "error": result["check"]["error"]}
+            found.append(result | more)
     return found
 
 
