@@ -23,10 +23,13 @@ from moe_runtime.launch.report.runs import kind_of, ours, ranks_of
 
 FRONT = "h200x2.json"
 """The run of a layer that README.md shows while there is none beside peers."""
+LEFT_OUT = {32, 1024}
+"""Numbers of tokens that README.md does not show."""
 SHOWN_MODELS = ("gpt-oss-120b", "Qwen3-235B-A22B", "DeepSeek-V3")
-"""Of the run with all models, whose file has the others."""
-FEW_TOKENS = 32
-"""Most tokens of a run of few tokens."""
+SHOWN_PAIRS = ("fp8_block x fp8_block", "nvfp4 x nvfp4", "mxfp4 x bf16")
+"""Of the run with all models and pairs of formats, whose file has the others."""
+KIND_OF_HUMMING = "mxfp4_peer"
+"""Of a program of commit 3cf2bce, which `research.peers` has replaced."""
 MOST_FLOORS = 1.5
 """Times its floor that a layer may take without a word about what bounds it."""
 
@@ -77,81 +80,73 @@ def front_run(found: Found) -> Run:
     return chosen[0]
 
 
-def front_table(found: Found, folder: str = "") -> str:
-    """What was run, where and how, then a line per number of tokens with a column for each implementation.
+def front_table(found: Found, folder: str, *, short: bool = False) -> str:
+    """What was run, where and how, a line per number of tokens with a column for each implementation, and how they
+    compare.
 
-    `folder` is where the page finds the JSON.
+    Args:
+        found: all runs.
+        folder: where the page finds the JSON.
+        short: without the command, and without some numbers of tokens.
     """
     name, report = front_run(found)
     series = peers.series_of(report, "layer")
     sizes = report["config"]["layer"]
+    where_from = f"[JSON]({folder}{name})"
     said = (
         f"{ranks_of(report)} x {where(report)}, commit {commit_of(report)}: H={sizes['hidden_size']}, "
-        f"I={sizes['intermediate_size']}, {sizes['num_experts']} experts, top-{sizes['top_k']}, {EVEN} routing. "
-        f"[JSON]({folder}{name}), written by `{report['environment']['command']}`."
+        f"I={sizes['intermediate_size']}, {sizes['num_experts']} experts, top-{sizes['top_k']}, {EVEN} routing "
+        + (f"({where_from} with the command)." if short else f"({where_from}).")
     )
-    counts = sorted({count for line in series.values() for count in line})
+    command = [] if short else [f"```\n{report['environment']['command']}\n```"]
+    counts = sorted({count for line in series.values() for count in line} - (LEFT_OUT if short else set()))
     lines = [
         [str(count), *(times_of(line[count]) if count in line else "" for line in series.values())] for count in counts
     ]
     errors = [f"{max(result['error'] for result in line.values()):.2g}" for line in series.values()]
     table = markdown_table(["tokens per rank", *series], [*lines, ["relative error", *errors]])
-    return "\n\n".join([fill(said, 118, break_long_words=False, break_on_hyphens=False), table])
+    verdicts = [_filled(f"{line[:1].upper()}{line[1:]}.", "- ") for line in peers.verdicts(report)]
+    return "\n\n".join([_filled(said), *command, table, "\n".join(verdicts)])
+
+
+def _filled(text: str, bullet: str = "") -> str:
+    """In lines of a page."""
+    indent = " " * len(bullet)
+    return fill(
+        text, 118, initial_indent=bullet, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def peers_table(found: Found) -> str:
-    """Of the newest run of `research.peers`: a table per operation, and what has no time."""
+    """Of the newest run of `research.peers`: a table per operation but the layer, which `front_table` has, and what has
+    no time."""
     if not found.get(runs.PEERS):
         return "There is no run of `research.peers` here yet."
     name, report = front_run(found)
     parts = [f"{_source(name, report)} Versions: {peers.versions(report)}."]
     for operation in peers.operations_of(report):
         heads, lines = peers.rows_of(report, operation, times_of)
-        if lines:
+        if lines and operation != "layer":
             parts.append(markdown_table([operation, *heads[1:]], lines))
     excuses = "\n".join(f"- {line}" for line in peers.excuses(report))
     return "\n\n".join([*parts, *([f"Without a time:\n\n{excuses}"] if excuses else [])])
 
 
-def layer_table(found: Found) -> str:
-    """For each commit, card and number of ranks a table: a line per number of tokens, a column per format, and one of
-    torch's layer."""
-    tables = []
-    for reports in _alike(found):
-        columns: dict[str, dict[int, str]] = {}
-        for _, report in reports:
-            baselines = baselines_of(report["results"])
-            layers = [r for r in ours(report) if r["operation"] == "layer" and r["routing"] == EVEN]
-            for result in layers:
-                columns.setdefault(_formats(result), {})[result["tokens_per_rank"]] = _cell(result)
-            for result in layers:
-                baseline = baselines.get(key_of(result))
-                if baseline is not None:
-                    columns.setdefault("torch bf16", {}).setdefault(result["tokens_per_rank"], times_of(baseline))
-        if columns:
-            # torch last.
-            columns |= {name: columns.pop(name) for name in ["torch bf16"] if name in columns}
-            tables.append(_by_tokens(reports, columns, "In parentheses: sustained."))
-    return "\n\n".join(tables)
-
-
 def exchange_table(found: Found) -> str:
-    """As `layer_table`, with a column per operation and format, and torch's all-to-all beside."""
-    tables = []
-    for reports in _alike(found):
-        columns: dict[str, dict[int, str]] = {}
-        for _, report in reports:
-            baselines = baselines_of(report["results"])
-            for operation, field in (("dispatch", "token_format"), ("combine", "combine_format")):
-                for result in ours(report):
-                    if result["operation"] == operation and result["routing"] == EVEN:
-                        column = columns.setdefault(f"{operation} {result[field]}", {})
-                        baseline = baselines.get(key_of(result))
-                        torch = "" if baseline is None else f" ({shown_us(baseline['median_us'])})"
-                        column.setdefault(result["tokens_per_rank"], _cell(result, torch))
-        if columns:
-            tables.append(_by_tokens(reports, columns, "In parentheses: torch's all-to-all of the same bytes."))
-    return "\n\n".join(tables)
+    """Of `FRONT` and the runs of its commit, card and number of ranks: a line per number of tokens, a column per
+    operation and format, with torch's all-to-all."""
+    reports = _like_front(found)
+    columns: dict[str, dict[int, str]] = {}
+    for _, report in reports:
+        baselines = baselines_of(report["results"])
+        for operation, field in (("dispatch", "token_format"), ("combine", "combine_format")):
+            for result in ours(report):
+                if result["operation"] == operation and result["routing"] == EVEN:
+                    column = columns.setdefault(f"{operation} {result[field]}", {})
+                    baseline = baselines.get(key_of(result))
+                    torch = "" if baseline is None else f" ({shown_us(baseline['median_us'])})"
+                    column.setdefault(result["tokens_per_rank"], _cell(result, torch))
+    return _by_tokens(reports, columns, "In parentheses: torch's all-to-all of the same bytes.")
 
 
 def low_latency_table(found: Found) -> str:
@@ -241,35 +236,15 @@ def operation_table(found: Found) -> str:
 
 
 def models_table(found: Found) -> str:
-    """`SHOWN_MODELS` of the run of `kernel_bench models` that has most rows."""
-    return _models_table(_models(found, lambda results: True), SHOWN_MODELS)
+    """Of the run of `kernel_bench models` that has most rows: a line per model and pair of formats, a column per number
+    of tokens, in it the time and what it is of torch's.
 
-
-def few_tokens_table(found: Found) -> str:
-    """Of a run of `kernel_bench models` with few tokens."""
-    return _models_table(_models(found, lambda results: all(r["tokens"] <= FEW_TOKENS for r in results)))
-
-
-def one_model_table(found: Found) -> str:
-    """Of a run of `kernel_bench models` of one model."""
-    return _models_table(_models(found, lambda results: len({r["model"] for r in results}) == 1))
-
-
-def _models(found: Found, wanted: Callable[[list[Result]], bool]) -> Run:
-    """The run of `kernel_bench models` with most rows whose results, but for refused pairs, are `wanted`."""
-    reports = [
-        run for run in found.get(runs.MODELS, []) if wanted([r for r in run[1]["results"] if "refused" not in r])
-    ]
+    Models and pairs that are not shown count, and have no lines.
+    """
+    reports = found.get(runs.MODELS)
     if not reports:
         raise ValueError(f"results: expected a run of kind {runs.MODELS}")
-    return max(reports, key=lambda run: len(run[1]["results"]))
-
-
-def _models_table(run: Run, shown: Sequence[str] | None = None) -> str:
-    """A line per model and pair of formats, a column per number of tokens: the time and what it is of torch's.
-
-    Models that are not `shown` count, and have no lines.
-    """
+    run = max(reports, key=lambda run: len(run[1]["results"]))
     rows: dict[tuple[str, str], dict[int, str]] = {}
     refused: list[str] = []
     above = Counter[str]()
@@ -280,7 +255,7 @@ def _models_table(run: Run, shown: Sequence[str] | None = None) -> str:
             continue
         ratio, floors = result["ratio_to_torch"], result["times_floor"]
         cell = "check failed" if ratio is None else f"{shown_us(result['median_us'])} ({ratio:.2f}, {floors:.1f})"
-        if shown is None or result["model"] in shown:
+        if result["model"] in SHOWN_MODELS and pair in SHOWN_PAIRS:
             rows.setdefault((result["model"], pair), {})[result["tokens"]] = cell
         above["rows"] += 1
         above["torch"] += ratio is None or ratio > 1
@@ -295,16 +270,29 @@ def _models_table(run: Run, shown: Sequence[str] | None = None) -> str:
     return "\n\n".join([_source(*run), table, " ".join([said, *refused])])
 
 
+def humming_table(found: Found) -> str:
+    """Of the run of `KIND_OF_HUMMING`: a line for each way of computing, a column per number of tokens."""
+    reports = found.get(KIND_OF_HUMMING)
+    if not reports:
+        raise ValueError(f"results: expected a run of kind {KIND_OF_HUMMING}")
+    (name, report), *_ = reports
+    rows: dict[str, dict[int, str]] = {}
+    for result in report["results"]:
+        rows.setdefault(result["implementation"], {})[result["tokens"]] = shown_us(result["median_us"])
+    counts = sorted({count for row in rows.values() for count in row})
+    lines = [[by, *(row.get(count, "") for count in counts)] for by, row in rows.items()]
+    table = markdown_table(["tokens", *map(str, counts)], lines)
+    return "\n\n".join([f"{_source(name, report)} The peer is {report['peer']}.", table])
+
+
 TABLES: dict[str, Callable[[Found], str]] = {
     "peers": peers_table,
-    "layer": layer_table,
     "exchange": exchange_table,
     "goals": goal_table,
     "gemm": gemm_table,
     "operations": operation_table,
     "models": models_table,
-    "few_tokens": few_tokens_table,
-    "one_model": one_model_table,
+    "humming": humming_table,
     "low_latency": low_latency_table,
     "normal": normal_table,
 }
@@ -312,7 +300,7 @@ TABLES: dict[str, Callable[[Found], str]] = {
 
 PAGES: dict[str, dict[str, Callable[[Found], str]]] = {
     "launch/results/README.md": TABLES,
-    "README.md": {"results": partial(front_table, folder="launch/results/")},
+    "README.md": {"results": partial(front_table, folder="launch/results/", short=True)},
     "docs/results.md": {"results": partial(front_table, folder="../launch/results/")},
 }
 """The pages with generated tables, from the root of a clone."""
@@ -323,12 +311,15 @@ def _on_one_host(found: Found) -> list[Run]:
     return [run for run in found.get(runs.LAYER, []) if not any((r.get("hosts") or 1) > 1 for r in run[1]["results"])]
 
 
-def _alike(found: Found) -> list[list[Run]]:
-    """Runs of layers on one host, those of one commit, card and number of ranks together, the newest first."""
-    groups: dict[tuple[str, str, int], list[Run]] = {}
-    for name, report in _on_one_host(found):
-        groups.setdefault((commit_of(report), gpu_of(report), ranks_of(report)), []).append((name, report))
-    return sorted(groups.values(), key=lambda group: str(group[0][1]["environment"].get("time_utc", "")), reverse=True)
+def _like_front(found: Found) -> list[Run]:
+    """`FRONT`, and runs of layers of its commit, card and number of ranks."""
+
+    def identity(report: Report) -> tuple[str, str, int]:
+        return commit_of(report), gpu_of(report), ranks_of(report)
+
+    there = _on_one_host(found)
+    wanted = {identity(report) for name, report in there if name == FRONT}
+    return [run for run in there if identity(run[1]) in wanted]
 
 
 def _short(name: str) -> str:
