@@ -61,12 +61,11 @@ def plot_runs(options: argparse.Namespace) -> int:
         try:
             report = runs.read(file, runs.LAYER, runs.LOW_LATENCY, runs.PHASES, runs.GEMM, runs.PEERS)
             with environment.reading(file, "a whole run"):
-                if runs.kind_of(report) == runs.GEMM:
-                    files.append(options.folder / f"{file.stem}.svg")
-                    draw_roofline(report, files[-1])
-                elif runs.kind_of(report) == runs.PEERS:
-                    files.append(options.folder / f"{file.stem}.svg")
-                    draw_layer(report, files[-1])
+                alone = {runs.GEMM: draw_roofline, runs.PEERS: draw_layer}.get(runs.kind_of(report))
+                if alone is not None:
+                    picture = options.folder / f"{file.stem}.svg"
+                    alone(report, picture)
+                    files.append(picture)
                 else:
                     _check_drawable(report)
                     layers.append(report)
