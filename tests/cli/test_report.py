@@ -343,8 +343,8 @@ def test_the_layer_beside_torch() -> None:
         "| relative error | 0.23 | 0.063 | 0.0047 |",
     ]
     assert " ".join(text.split()).endswith(
-        "- Fastest of ours: NVFP4 with 8 tokens; FP8 with 4096 tokens. - Of the time of torch BF16 ours takes: NVFP4 0.28 "
-        "to 1.76 (**slower** with 4096); FP8 1.03 to 1.03 (**slower** with 4096)."
+        "- Fastest of ours: NVFP4 with 8 tokens; FP8 with 4096 tokens. - Of the time of torch BF16 ours takes: "
+        "NVFP4 0.28 to 1.76 (**slower** with 4096); FP8 1.03 to 1.03 (**slower** with 4096)."
     )
     with pytest.raises(ValueError, match=r"^results: expected a run of kind peers, or h200x2\.json"):
         pages.front_table({}, "")

@@ -121,6 +121,8 @@ def _results(name: str, options: argparse.Namespace, ranks: Ranks | None) -> tup
     if why:
         left = [count for count in options.tokens if peer.times(count) and count not in done]
         found += [row(name, count, why) for count in (left if done else [None])]
+    if any(line["status"] != OK for line in found):
+        print(ranks.printed(), file=sys.stderr, flush=True)
     return found, version
 
 

@@ -179,6 +179,12 @@ class Case:
         rows = [torch.cat(of_ranks) for of_ranks in parts.values()]
         return Rows(torch.cat(rows), [part.shape[0] for part in rows])
 
+    def meet(self) -> None:
+        """Wait until every rank has done what it queued. Collective."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        environment.barrier(self.context, "meet")
+
     # Errors
 
     def layer_error(self, tokens: int, y_TH: torch.Tensor) -> float:

@@ -73,6 +73,7 @@ def low_latency_of(case: Case, module: Any) -> Point:
 def normal_of(case: Case, module: Any) -> Point:
     """Dispatch and combine apart, of the package `module`."""
     hidden, experts, world = case.run.layer.hidden_size, case.run.layer.num_experts, case.world
+    module.Buffer.set_num_sms(max(NUM_SMS))  # buffers grow with it
     configs = module.Buffer.get_dispatch_config(world), module.Buffer.get_combine_config(world)
     num_bytes = max(config.get_nvl_buffer_size_hint(2 * hidden, world) for config in configs)
     buffer = module.Buffer(case.group, num_bytes, explicitly_destroy=True)

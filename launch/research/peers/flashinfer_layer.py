@@ -74,12 +74,15 @@ def _layers(
     ep: Any = import_module("flashinfer.moe_ep")
     registry: Any = import_module("flashinfer.moe_ep.core.kernel.registry")
     layer = case.run.layer
-    config = config_of(ep, {"intermediate_size": layer.intermediate_size, "top_k": layer.top_k})
+
+    def config() -> Any:
+        return config_of(ep, {"intermediate_size": layer.intermediate_size, "top_k": layer.top_k})
+
     bootstrap = ep.BootstrapConfig(world_size=case.world, rank=case.rank, auto_bootstrap=False)
-    kernel = registry.create_mega_kernel(config)
+    kernel = registry.create_mega_kernel(config())
     runtime = ep.bootstrap_moe_ep_runtime(bootstrap, kernel.runtime_requirements(bootstrap))
     sizes = {"intermediate_size": layer.intermediate_size, "hidden_size": layer.hidden_size}
-    weights = weights_of(ep, ep.MoEEpWeightPack(w13=case.local_weights(0), w2=case.local_weights(1)), sizes)
+    weights = weights_of(ep, ep.MoEWeightPack(w13=case.local_weights(0), w2=case.local_weights(1)), sizes)
 
     def point(tokens: int) -> Iterator[Way]:
         _ = runtime  # as long as the layers
@@ -90,7 +93,7 @@ def _layers(
             ),
             weights=None,
             backend=ep.MegaConfig(
-                megakernel=config, quantize_input=True, preprocess_weights=False, transformed_weights=weights
+                megakernel=config(), quantize_input=True, preprocess_weights=False, transformed_weights=weights
             ),
         )
         try:
@@ -104,9 +107,11 @@ def _layers(
 
             bundles = [tensors(turn) for turn in turns]
             made.warmup(bundles[0])
+            case.meet()
             made.forward(bundles[0])
             error = case.layer_error(tokens, y_TH)
             yield Way("layer", variant, lambda number: made.forward(bundles[number % len(bundles)]), error, bound)
+            case.meet()
         finally:
             made.destroy()
 

@@ -58,8 +58,8 @@ def layers(case: Case) -> Point:
             layer = made[name, tokens]
             step = in_turn(turns, partial(_forward, layer))
             y_TH = _forward(layer, turns[0])
-            bound = cases.layer_bound(layer.config)
-            yield Way("layer", FORMATS[name][0], step, case.layer_error(tokens, y_TH), bound)
+            error, bound = case.layer_error(tokens, y_TH), cases.layer_bound(layer.config)
+            yield Way("layer", FORMATS[name][0], step, error, bound, case.context.graph_safe)
 
     return point
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 RANK_PROGRAM = "moe_runtime.launch.research.peers.rank"
 POLL_S = 0.05
+LAST_LINES = 30
 GRACE_S = 5.0
 """After one rank has failed, for the others to fail too and say why."""
 MULTICAST_OFF = {"NCCL_NVLS_ENABLE": "0", "NVSHMEM_DISABLE_NVLS": "1", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
@@ -84,6 +85,14 @@ class Ranks:
             assert process.stdin is not None
             with suppress(BrokenPipeError):
                 process.stdin.close()
+
+    def printed(self) -> str:
+        """The last lines that each rank printed."""
+        parts = []
+        for rank in range(len(self._processes)):
+            lines = (self.folder / f"log.{rank}").read_text(errors="replace").splitlines()[-LAST_LINES:]
+            parts += [f"rank {rank}: {line}" for line in lines]
+        return "\n".join(parts)
 
     def _errors(self) -> str:
         files = [self.folder / f"error.{rank}" for rank in range(len(self._processes))]

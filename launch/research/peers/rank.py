@@ -58,9 +58,11 @@ class Output:
                 file.write(json.dumps(line) + "\n")
 
     def say(self, error: Exception) -> str:
-        """Keep what went wrong, for whoever must end this rank; the text."""
+        """Keep what went wrong first, for whoever must end this rank; the text of this error."""
         text = f"{type(error).__name__}: {environment.one_line(error)[:300]}"
-        self._error.write_text(text)
+        traceback.print_exc()
+        if not self._error.exists():
+            self._error.write_text(text)
         return text
 
     def forget(self) -> None:
@@ -144,7 +146,6 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         environment.barrier(case.context, "end")
     except Exception as error:
         output.say(error)
-        traceback.print_exc()
         code = 1
     finally:
         sys.stdout.flush()

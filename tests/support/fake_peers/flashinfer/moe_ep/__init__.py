@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-BootstrapConfig = FleetParams = MegaConfig = MoEEpTensors = MoEEpWeightPack = SimpleNamespace
+BootstrapConfig = FleetParams = MegaConfig = MoEEpTensors = MoEWeightPack = SimpleNamespace
 
 
 @dataclass
