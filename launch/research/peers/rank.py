@@ -18,13 +18,13 @@ import torch
 
 from moe_runtime.build import context_from_config
 from moe_runtime.config import RunConfig, load_config
-from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.launch.benchmarks.timing import times_record
 from moe_runtime.launch.common import environment
 from moe_runtime.launch.research.peers.case import Case, Way
 from moe_runtime.launch.research.peers.registry import ALL, Peer
 
 ROWS = "rows.jsonl"
+PATIENCE_S = 600.0
 
 
 def row(name: str, tokens: int | None, status: str, way: Way | None = None, **more: Any) -> dict[str, Any]:
@@ -110,13 +110,16 @@ def _timed(name: str, case: Case, tokens: int, way: Way) -> dict[str, Any]:
     return row(name, tokens, "ok", way) | times_record(timing) | {"error": error, "note": note}
 
 
-def context_of(peer: Peer, run_config: RunConfig) -> ExpertParallelContext:
-    """Ours has its memory between ranks. For others we have none, so that theirs is the only one."""
-    parallel = run_config.parallel
-    if not peer.own_transport:
-        several = int(os.environ["WORLD_SIZE"]) > 1
-        parallel = parallel.replace(transport="collective" if several else "private")
-    return context_from_config(parallel)
+def config_for(peer: Peer, run_config: RunConfig) -> RunConfig:
+    """Ours has its memory between ranks. For others we have none, so that theirs is the only one, and ranks wait for
+    each other as long as one may compile."""
+    if peer.own_transport:
+        return run_config
+    several = int(os.environ["WORLD_SIZE"]) > 1
+    patient = {"timeout_s": PATIENCE_S, "startup_timeout_s": PATIENCE_S}
+    parallel = run_config.parallel.replace(transport="collective" if several else "private", **patient)
+    changed: RunConfig = run_config.replace(parallel=parallel)
+    return changed
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
@@ -136,11 +139,10 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     output, code = Output(options.folder, rank), 0
     try:
-        peer, config = ALL[options.peer], load_config(options.config)
+        config = config_for(ALL[options.peer], load_config(options.config))
         environment.start(config)
-        case = Case(
-            config, context_of(peer, config), options.tokens, options.steps, options.check_tokens, options.formats
-        )
+        context = context_from_config(config.parallel)
+        case = Case(config, context, options.tokens, options.steps, options.check_tokens, options.formats)
         with torch.no_grad():
             run(options.peer, case, output)
         environment.barrier(case.context, "end")

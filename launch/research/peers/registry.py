@@ -32,6 +32,7 @@ class Peer:
         modules: top-level modules that it imports.
         package: distribution that has its version; None for what is always there.
         written_for: version of the package.
+        install: how to get it.
         fewest, most: tokens a rank that it is timed with, where there is a limit.
         implementation: name in the rows; its own where empty.
         own_transport: whether the ranks reach each other through moe_runtime.
@@ -43,6 +44,7 @@ class Peer:
     modules: tuple[str, ...] = ()
     package: str | None = None
     written_for: str = ""
+    install: str = ""
     fewest: int = 1
     most: int | None = None
     implementation: str = ""
@@ -59,7 +61,7 @@ class Peer:
     def missing(self) -> str:
         """What is not installed of it; empty where all is there."""
         absent = [name for name in self.modules if find_spec(name) is None]
-        return f"not installed: {', '.join(absent)} (written for {self.package} {self.written_for})" if absent else ""
+        return f"not installed: {', '.join(absent)} ({self.install})" if absent else ""
 
     def version(self) -> str | None:
         """The installed version; None where there is none."""
@@ -74,8 +76,21 @@ class Peer:
 MOST_LOW_LATENCY, FEWEST_NORMAL = 512, 512
 """Tokens a rank: what each mode of DeepEP is for."""
 
-_FLASHINFER = partial(Peer, operation="layer", beside="ours", package="flashinfer-python", written_for="0.7.4")
-_DEEP_EP = partial(Peer, modules=("deep_ep",), package="deep_ep", written_for="dd758ca")
+_FLASHINFER = partial(
+    Peer,
+    operation="layer",
+    beside="ours",
+    package="flashinfer-python",
+    written_for="0.7.4",
+    install="pip install flashinfer-python==0.7.4 nvidia-cutlass-dsl",
+)
+_DEEP_EP = partial(
+    Peer,
+    modules=("deep_ep",),
+    package="deep_ep",
+    written_for="dd758ca",
+    install="build github.com/deepseek-ai/DeepEP at dd758ca, then the same command times it",
+)
 
 PEERS: dict[str, Peer] = {
     "flashinfer_push": _FLASHINFER(flashinfer_layer.push, modules=("flashinfer",)),
@@ -94,6 +109,7 @@ PEERS: dict[str, Peer] = {
         modules=("deep_gemm",),
         package="deep_gemm",
         written_for="0.1.5",
+        install="build github.com/deepseek-ai/DeepGEMM 0.1.5",
     ),
     "humming": Peer(
         humming_experts.experts,
@@ -102,6 +118,7 @@ PEERS: dict[str, Peer] = {
         modules=("humming",),
         package="humming-kernels",
         written_for="0.1.19",
+        install="pip install humming-kernels==0.1.19",
     ),
     "torch": Peer(torch_layer_peer.layers, operation="layer", beside="ours"),
 }
