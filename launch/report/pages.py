@@ -70,14 +70,19 @@ def between_marks(name: str, page: str, kind: str, text: str) -> str:
 
 
 def front_run(found: Found) -> Run:
-    """What README.md shows: the newest run of `research.peers`, without any `FRONT`."""
-    beside = found.get(runs.PEERS, [])
+    """What README.md shows: of the runs of `research.peers` the one with most implementations of the layer, and of
+    equals the newest; without any `FRONT`."""
+    beside = [(name, report) for name, report in found.get(runs.PEERS, []) if peers.series_of(report, "layer")]
     if beside:
-        return max(beside, key=lambda run: str(run[1]["environment"].get("time_utc", "")))
+        return max(beside, key=lambda run: (len(peers.series_of(run[1], "layer")), _time_of(run)))
     chosen = [run for run in found.get(runs.LAYER, []) if run[0] == FRONT]
     if not chosen:
         raise ValueError(f"results: expected a run of kind {runs.PEERS}, or {FRONT}")
     return chosen[0]
+
+
+def _time_of(run: Run) -> str:
+    return str(run[1]["environment"].get("time_utc", ""))
 
 
 def front_table(found: Found, folder: str, *, short: bool = False) -> str:
@@ -118,18 +123,24 @@ def _filled(text: str, bullet: str = "") -> str:
 
 
 def peers_table(found: Found) -> str:
-    """Of the newest run of `research.peers`: a table per operation but the layer, which `front_table` has, and what has
-    no time."""
-    if not found.get(runs.PEERS):
+    """Of each run of `research.peers`, the newest first: a table per operation, and what has no time.
+
+    `front_table` has the layer of `front_run`.
+    """
+    reports = sorted(found.get(runs.PEERS, []), key=_time_of, reverse=True)
+    if not reports:
         return "There is no run of `research.peers` here yet."
-    name, report = front_run(found)
-    parts = [f"{_source(name, report)} Versions: {peers.versions(report)}."]
-    for operation in peers.operations_of(report):
-        heads, lines = peers.rows_of(report, operation, times_of)
-        if lines and operation != "layer":
-            parts.append(markdown_table([operation, *heads[1:]], lines))
-    excuses = "\n".join(f"- {line}" for line in peers.excuses(report))
-    return "\n\n".join([*parts, *([f"Without a time:\n\n{excuses}"] if excuses else [])])
+    front, parts = front_run(found)[0], list[str]()
+    for name, report in reports:
+        sizes = f"{ranks_of(report)} ranks, {runs.model_of(report)}"
+        parts.append(f"{_source(name, report)} {sizes}. Versions: {peers.versions(report)}.")
+        for operation in peers.operations_of(report):
+            heads, lines = peers.rows_of(report, operation, times_of)
+            if lines and (operation, name) != ("layer", front):
+                parts.append(markdown_table([operation, *heads[1:]], lines))
+        excuses = "\n".join(f"- {line}" for line in peers.excuses(report))
+        parts += [f"Without a time:\n\n{excuses}"] if excuses else []
+    return "\n\n".join(parts)
 
 
 def exchange_table(found: Found) -> str:

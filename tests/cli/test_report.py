@@ -434,6 +434,13 @@ def test_pages_show_a_run_beside_peers_in_place_of_one_beside_torch() -> None:
         assert "peers.json" in text and len(text.splitlines()) <= limit, name
         assert ("| 8 | 1008 | 2008 | 3008 | 4008 | 5008 | 6008 | 7008 | 8008 |" in text) == (name != PAGE_OF_RESULTS)
     assert "- DeepGEMM, experts: not installed: deep_gemm" in text and "Versions: flashinfer_push 0.7.4." in text
+    fewer = beside_peers()
+    fewer["results"] = [one for one in fewer["results"] if one["implementation"] in ("moe_runtime", "torch")]
+    fewer["environment"] |= {"git_commit": "fedcba9", "time_utc": "2028-01-01"}
+    both = every | {runs.PEERS: [("fewer.json", fewer), ("peers.json", beside_peers())]}
+    assert pages.front_run(both)[0] == "peers.json"
+    newer, older = re.split(r"\n\n(?=\[)", pages.peers_table(both))
+    assert "commit fedcba9" in newer and "| torch BF16 | 8001 |" in newer and "commit 0123456" in older
 
 
 PAGE_OF_RESULTS = "launch/results/README.md"
@@ -483,9 +490,13 @@ def table_of(name: str, kind: str) -> tuple[str, list[str]]:
 def test_a_table_is_of_one_commit_and_card_and_names_them(name: str, kind: str) -> None:
     text, files = table_of(name, kind)
     assert files
-    for where in (where_ran, commit_of):
-        (one,) = {where(load(file)) for file in files}
-        assert one in " ".join(text.split())
+    # Runs beside peers have tables of their own, below their source.
+    parts = re.split(r"\n\n(?=\[)", text) if kind == "peers" else [text]
+    for part in parts:
+        named = [file for file in files if f"{file})" in part]
+        for where in (where_ran, commit_of):
+            (one,) = {where(load(file)) for file in named}
+            assert one in " ".join(part.split())
 
 
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
