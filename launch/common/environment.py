@@ -259,7 +259,7 @@ def _command() -> str:
         here, ranks = (int(os.environ[name]) for name in sizes)
         begin = ["torchrun", f"--nproc-per-node={here}", *([f"--nnodes={ranks // here}"] if ranks > here else [])]
     spec = sys.modules["__main__"].__spec__
-    program = [sys.argv[0]] if spec is None else ["-m", spec.name]
+    program = [sys.argv[0]] if spec is None else ["-m", spec.name.removesuffix(".__main__")]
     return shlex.join(map(_without_folder, [*begin, *program, *sys.argv[1:]]))
 
 

@@ -2,9 +2,10 @@
 
 `python -m moe_runtime.launch.report show RUN.json` prints the tables of a run of any kind. `compare A.json B.json`
 says for each time of both runs whether B's median lies within A's spread; the exit code is 1 if one does not. `plot
-RUN.json ... --folder FOLDER` draws time against tokens, phases, and a roofline for each run of the grouped GEMM.
-`tables [--check]` rewrites the tables of launch/results/README.md; with `--check` the exit code says whether they are
-out of date.
+RUN.json ... --folder FOLDER` draws time against tokens, phases, a roofline for each run of the grouped GEMM, and the
+layer beside peers. `tables [--check]` rewrites the tables of README.md, docs/results.md and launch/results/README.md;
+with `--check` the exit code says whether they are out of date. `picture` draws launch/results/layer.svg from the run
+that README.md shows.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ from moe_runtime.launch.common import environment
 from moe_runtime.launch.kernel_bench.show import wide_console
 from moe_runtime.launch.report import pages, runs
 from moe_runtime.launch.report.compare import compare, differences
-from moe_runtime.launch.report.plot import check_can_draw, draw, draw_roofline
+from moe_runtime.launch.report.plot import check_can_draw, draw, draw_layer, draw_roofline
 from moe_runtime.launch.report.runs import figures
 from moe_runtime.launch.report.show import show
 
-PAGE = Path(__file__).resolve().parents[1] / "results" / "README.md"
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "launch" / "results"
+PICTURE = "layer.svg"
 
 
 def show_run(options: argparse.Namespace) -> int:
@@ -56,11 +59,13 @@ def plot_runs(options: argparse.Namespace) -> int:
     layers, files, left_out = [], [], 0
     for file in options.runs:
         try:
-            report = runs.read(file, runs.LAYER, runs.LOW_LATENCY, runs.PHASES, runs.GEMM)
+            report = runs.read(file, runs.LAYER, runs.LOW_LATENCY, runs.PHASES, runs.GEMM, runs.PEERS)
             with environment.reading(file, "a whole run"):
-                if runs.kind_of(report) == runs.GEMM:
-                    files.append(options.folder / f"{file.stem}.svg")
-                    draw_roofline(report, files[-1])
+                alone = {runs.GEMM: draw_roofline, runs.PEERS: draw_layer}.get(runs.kind_of(report))
+                if alone is not None:
+                    picture = options.folder / f"{file.stem}.svg"
+                    alone(report, picture)
+                    files.append(picture)
                 else:
                     _check_drawable(report)
                     layers.append(report)
@@ -82,12 +87,23 @@ def _check_drawable(report: Report) -> None:
 
 
 def write_tables(options: argparse.Namespace) -> int:
-    """Rewrite the page of results; with `--check` only say by the exit code whether that would change it."""
-    page = PAGE.read_text(encoding="utf-8")
-    wanted = pages.filled(page, PAGE.parent)
-    if options.check:
-        return int(page != wanted)
-    PAGE.write_text(wanted, encoding="utf-8")
+    """Rewrite the pages of results; with `--check` only say by the exit code whether that would change one."""
+    found, stale = pages.read_all(RESULTS), False
+    for name in pages.PAGES:
+        page = (ROOT / name).read_text(encoding="utf-8")
+        wanted = pages.filled(name, page, found)
+        stale = stale or page != wanted
+        if not options.check:
+            (ROOT / name).write_text(wanted, encoding="utf-8")
+    return int(options.check and stale)
+
+
+def draw_picture(options: argparse.Namespace) -> int:
+    """Draw the layer of the run that README.md shows."""
+    check_can_draw("picture")
+    _, report = pages.front_run(pages.read_all(RESULTS))
+    draw_layer(report, RESULTS / PICTURE)
+    print(RESULTS / PICTURE)
     return 0
 
 
@@ -107,9 +123,11 @@ def main(arguments: list[str] | None = None) -> int:
     command.add_argument("runs", type=Path, nargs="+", metavar="RUN.json")
     command.add_argument("--folder", type=Path, required=True, help="where the plots go")
     command.set_defaults(work=plot_runs)
-    command = commands.add_parser("tables", help="rewrite the tables of launch/results/README.md")
+    command = commands.add_parser("tables", help="rewrite the tables of README.md, docs and launch/results")
     command.add_argument("--check", action="store_true", help="change nothing")
     command.set_defaults(work=write_tables)
+    command = commands.add_parser("picture", help=f"draw launch/results/{PICTURE}")
+    command.set_defaults(work=draw_picture)
     options = parser.parse_args(arguments)
     return environment.run_program("report", lambda: int(options.work(options)), debug=options.debug)
 

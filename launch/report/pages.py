@@ -1,22 +1,35 @@
-"""The generated tables of `launch/results/README.md`: one per kind of run, from the committed JSON alone."""
+"""The generated tables of pages, from the committed JSON of `launch/results` alone.
+
+`launch/results/README.md` has a table per kind of run, README.md and docs/results.md the layer's times beside others'.
+A table is of one commit.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
+from textwrap import fill
 
 from moe_runtime.launch.benchmarks.bounds import EVEN
 from moe_runtime.launch.benchmarks.layer_report import LOW_LATENCY, NORMAL, baselines_of, gpus_of, key_of
 from moe_runtime.launch.benchmarks.show import Report, Result
 from moe_runtime.launch.kernel_bench.ops_table import operations_markdown
 from moe_runtime.launch.kernel_bench.show import RELATIVE, commit_of, foreign_note, gpu_of, shown_us, times_of, where
-from moe_runtime.launch.report import runs
+from moe_runtime.launch.report import peers, runs
 from moe_runtime.launch.report.goals import judge_goals
 from moe_runtime.launch.report.runs import kind_of, ours, ranks_of
 
-FEW_TOKENS = 32
-"""Most tokens of a run of few tokens."""
+FRONT = "h200x2.json"
+"""The run of a layer that README.md shows while there is none beside peers."""
+LEFT_OUT = {32, 1024}
+"""Numbers of tokens that README.md does not show."""
+SHOWN_MODELS = ("gpt-oss-120b", "Qwen3-235B-A22B", "DeepSeek-V3")
+SHOWN_PAIRS = ("fp8_block x fp8_block", "nvfp4 x nvfp4", "mxfp4 x bf16")
+"""Of the run with all models and pairs of formats, whose file has the others."""
+KIND_OF_HUMMING = "mxfp4_peer"
+"""Of a program of commit 3cf2bce, which `research.peers` has replaced."""
 MOST_FLOORS = 1.5
 """Times its floor that a layer may take without a word about what bounds it."""
 
@@ -27,17 +40,22 @@ Found = dict[str, list[Run]]
 """Runs by kind."""
 
 
-def filled(page: str, folder: Path) -> str:
-    """`page` with the tables of the runs in `folder` between its marks, `<!-- KIND -->` and `<!-- end of KIND -->`.
-
-    Raises `ValueError` where a mark is missing.
-    """
+def read_all(folder: Path) -> Found:
+    """The runs in `folder`."""
     found: Found = {}
     for file in sorted(folder.glob("*.json")):
         report = runs.read(file)
         found.setdefault(kind_of(report), []).append((file.name, report))
-    for kind, make in TABLES.items():
-        page = between_marks("README.md", page, kind, make(found))
+    return found
+
+
+def filled(name: str, page: str, found: Found) -> str:
+    """The page called `name` with its tables between their marks, `<!-- KIND -->` and `<!-- end of KIND -->`.
+
+    Raises `ValueError` where a mark is missing.
+    """
+    for kind, make in PAGES[name].items():
+        page = between_marks(name, page, kind, make(found))
     return page
 
 
@@ -51,33 +69,91 @@ def between_marks(name: str, page: str, kind: str, text: str) -> str:
     return "\n".join([before + start, text, end + after])
 
 
-def layer_table(found: Found) -> str:
-    """A line per number of tokens; for each run a column per format and one of torch's layer."""
-    reports = _most_ranks_first(found)
-    columns: dict[str, dict[int, str]] = {}
+def front_run(found: Found) -> Run:
+    """What README.md shows: of the runs of `research.peers` the one with most implementations of the layer, and of
+    equals the newest; without any `FRONT`."""
+    beside = [(name, report) for name, report in found.get(runs.PEERS, []) if peers.series_of(report, "layer")]
+    if beside:
+        return max(beside, key=lambda run: (len(peers.series_of(run[1], "layer")), _time_of(run)))
+    chosen = [run for run in found.get(runs.LAYER, []) if run[0] == FRONT]
+    if not chosen:
+        raise ValueError(f"results: expected a run of kind {runs.PEERS}, or {FRONT}")
+    return chosen[0]
+
+
+def _time_of(run: Run) -> str:
+    return str(run[1]["environment"].get("time_utc", ""))
+
+
+def front_table(found: Found, folder: str, *, short: bool = False) -> str:
+    """What was run, where and how, a line per number of tokens with a column for each implementation, and how they
+    compare.
+
+    Args:
+        found: all runs.
+        folder: where the page finds the JSON.
+        short: without the command, and without some numbers of tokens.
+    """
+    name, report = front_run(found)
+    series = peers.series_of(report, "layer")
+    sizes = report["config"]["layer"]
+    where_from = f"[JSON]({folder}{name})"
+    said = (
+        f"{ranks_of(report)} x {where(report)}, commit {commit_of(report)}: H={sizes['hidden_size']}, "
+        f"I={sizes['intermediate_size']}, {sizes['num_experts']} experts, top-{sizes['top_k']}, {EVEN} routing "
+        + (f"({where_from} with the command)." if short else f"({where_from}).")
+    )
+    command = [] if short else [f"```\n{report['environment']['command']}\n```"]
+    counts = sorted({count for line in series.values() for count in line} - (LEFT_OUT if short else set()))
+    lines = [
+        [str(count), *(times_of(line[count]) if count in line else "" for line in series.values())] for count in counts
+    ]
+    errors = [f"{max(result['error'] for result in line.values()):.2g}" for line in series.values()]
+    table = markdown_table(["tokens per rank", *series], [*lines, ["relative error", *errors]])
+    verdicts = [_filled(f"{line[:1].upper()}{line[1:]}.", "- ") for line in peers.verdicts(report)]
+    return "\n\n".join([_filled(said), *command, table, "\n".join(verdicts)])
+
+
+def _filled(text: str, bullet: str = "") -> str:
+    """In lines of a page."""
+    indent = " " * len(bullet)
+    return fill(
+        text, 118, initial_indent=bullet, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+
+
+def peers_table(found: Found) -> str:
+    """Of each run of `research.peers`, the newest first: a table per operation, and what has no time.
+
+    `front_table` has the layer of `front_run`.
+    """
+    reports = sorted(found.get(runs.PEERS, []), key=_time_of, reverse=True)
+    if not reports:
+        return "There is no run of `research.peers` here yet."
+    front, parts = front_run(found)[0], list[str]()
     for name, report in reports:
-        baselines = baselines_of(report["results"])
-        layers = [r for r in ours(report) if r["operation"] == "layer" and r["routing"] == EVEN]
-        for result in layers:
-            column = columns.setdefault(f"{_short(name)} {_formats(result)}", {})
-            column[result["tokens_per_rank"]] = _cell(result)
-        for result in layers:
-            baseline = baselines.get(key_of(result))
-            if baseline is not None:
-                columns.setdefault(f"{_short(name)} torch bf16", {})[result["tokens_per_rank"]] = times_of(baseline)
-    return _by_tokens(reports, columns, "In parentheses: sustained.")
+        sizes = f"{ranks_of(report)} ranks, {runs.model_of(report)}"
+        parts.append(f"{_source(name, report)} {sizes}. Versions: {peers.versions(report)}.")
+        for operation in peers.operations_of(report):
+            heads, lines = peers.rows_of(report, operation, times_of)
+            if lines and (operation, name) != ("layer", front):
+                parts.append(markdown_table([operation, *heads[1:]], lines))
+        excuses = "\n".join(f"- {line}" for line in peers.excuses(report))
+        parts += [f"Without a time:\n\n{excuses}"] if excuses else []
+    return "\n\n".join(parts)
 
 
 def exchange_table(found: Found) -> str:
-    """A line per number of tokens; for each run a column per operation and format, with torch's all-to-all."""
-    reports = _most_ranks_first(found)
+    """Of `FRONT` and the runs of its commit, card and number of ranks: a line per number of tokens, a column per
+    operation and format, with torch's all-to-all."""
+    reports = _like_front(found)
     columns: dict[str, dict[int, str]] = {}
-    for name, report in reports:
+    for _, report in reports:
         baselines = baselines_of(report["results"])
         for operation, field in (("dispatch", "token_format"), ("combine", "combine_format")):
             for result in ours(report):
                 if result["operation"] == operation and result["routing"] == EVEN:
-                    column = columns.setdefault(f"{_short(name)} {operation} {result[field]}", {})
+                    column = columns.setdefault(f"{operation} {result[field]}", {})
                     baseline = baselines.get(key_of(result))
                     torch = "" if baseline is None else f" ({shown_us(baseline['median_us'])})"
                     column.setdefault(result["tokens_per_rank"], _cell(result, torch))
@@ -88,12 +164,12 @@ def low_latency_table(found: Found) -> str:
     """A line per number of tokens: dispatch, combine and both, by the calls of `moe_runtime.deep_ep` and by our own."""
     reports = found.get(runs.LOW_LATENCY, [])
     columns: dict[str, dict[int, str]] = {}
-    for name, report in reports:
+    for _, report in reports:
         own = {(r["operation"], r["tokens_per_rank"]): r["median_us"] for r in ours(report)}
         for result in report["results"]:
             if not str(result["implementation"]).startswith(LOW_LATENCY):
                 continue
-            column = columns.setdefault(f"{_short(name)} {result['operation']}", {})
+            column = columns.setdefault(result["operation"], {})
             native = own.get((result["operation"], result["tokens_per_rank"]))
             beside = "" if native is None else f" ({shown_us(native)}, {result['median_us'] / native:.2f})"
             column[result["tokens_per_rank"]] = _cell(result, beside)
@@ -121,7 +197,8 @@ def goal_table(found: Found) -> str:
     rows: dict[tuple[str, str], dict[int, str]] = {}
     for _, report in found.get(runs.LAYER, []):
         judge_goals(ours(report), report["config"]["layer"], gpus_of(report["environment"]))
-    reports = [run for run in _most_ranks_first(found) if any(result["goal"] for result in ours(run[1]))][:1]
+    most_first = sorted(_on_one_host(found), key=lambda run: (-ranks_of(run[1]), run[0]))
+    reports = [run for run in most_first if any(result["goal"] for result in ours(run[1]))][:1]
     for _, report in reports:
         for result in ours(report):
             if goal := result["goal"]:
@@ -170,32 +247,15 @@ def operation_table(found: Found) -> str:
 
 
 def models_table(found: Found) -> str:
-    """Of the run of `kernel_bench models` that has most rows."""
-    return _models_table(_models(found, lambda results: True))
+    """Of the run of `kernel_bench models` that has most rows: a line per model and pair of formats, a column per number
+    of tokens, in it the time and what it is of torch's.
 
-
-def few_tokens_table(found: Found) -> str:
-    """Of a run of `kernel_bench models` with few tokens."""
-    return _models_table(_models(found, lambda results: all(r["tokens"] <= FEW_TOKENS for r in results)))
-
-
-def one_model_table(found: Found) -> str:
-    """Of a run of `kernel_bench models` of one model."""
-    return _models_table(_models(found, lambda results: len({r["model"] for r in results}) == 1))
-
-
-def _models(found: Found, wanted: Callable[[list[Result]], bool]) -> Run:
-    """The run of `kernel_bench models` with most rows whose results, but for refused pairs, are `wanted`."""
-    reports = [
-        run for run in found.get(runs.MODELS, []) if wanted([r for r in run[1]["results"] if "refused" not in r])
-    ]
+    Models and pairs that are not shown count, and have no lines.
+    """
+    reports = found.get(runs.MODELS)
     if not reports:
         raise ValueError(f"results: expected a run of kind {runs.MODELS}")
-    return max(reports, key=lambda run: len(run[1]["results"]))
-
-
-def _models_table(run: Run) -> str:
-    """A line per model and pair of formats, a column per number of tokens: the time and what it is of torch's."""
+    run = max(reports, key=lambda run: len(run[1]["results"]))
     rows: dict[tuple[str, str], dict[int, str]] = {}
     refused: list[str] = []
     above = Counter[str]()
@@ -206,7 +266,8 @@ def _models_table(run: Run) -> str:
             continue
         ratio, floors = result["ratio_to_torch"], result["times_floor"]
         cell = "check failed" if ratio is None else f"{shown_us(result['median_us'])} ({ratio:.2f}, {floors:.1f})"
-        rows.setdefault((result["model"], pair), {})[result["tokens"]] = cell
+        if result["model"] in SHOWN_MODELS and pair in SHOWN_PAIRS:
+            rows.setdefault((result["model"], pair), {})[result["tokens"]] = cell
         above["rows"] += 1
         above["torch"] += ratio is None or ratio > 1
         above["floor"] += floors is None or floors > MOST_FLOORS
@@ -220,25 +281,56 @@ def _models_table(run: Run) -> str:
     return "\n\n".join([_source(*run), table, " ".join([said, *refused])])
 
 
+def humming_table(found: Found) -> str:
+    """Of the run of `KIND_OF_HUMMING`: a line for each way of computing, a column per number of tokens."""
+    reports = found.get(KIND_OF_HUMMING)
+    if not reports:
+        raise ValueError(f"results: expected a run of kind {KIND_OF_HUMMING}")
+    (name, report), *_ = reports
+    rows: dict[str, dict[int, str]] = {}
+    for result in report["results"]:
+        rows.setdefault(result["implementation"], {})[result["tokens"]] = shown_us(result["median_us"])
+    counts = sorted({count for row in rows.values() for count in row})
+    lines = [[by, *(row.get(count, "") for count in counts)] for by, row in rows.items()]
+    table = markdown_table(["tokens", *map(str, counts)], lines)
+    return "\n\n".join([f"{_source(name, report)} The peer is {report['peer']}.", table])
+
+
 TABLES: dict[str, Callable[[Found], str]] = {
-    "layer": layer_table,
+    "peers": peers_table,
     "exchange": exchange_table,
     "goals": goal_table,
     "gemm": gemm_table,
     "operations": operation_table,
     "models": models_table,
-    "few_tokens": few_tokens_table,
-    "one_model": one_model_table,
+    "humming": humming_table,
     "low_latency": low_latency_table,
     "normal": normal_table,
 }
 """What makes the table of each pair of marks."""
 
+PAGES: dict[str, dict[str, Callable[[Found], str]]] = {
+    "launch/results/README.md": TABLES,
+    "README.md": {"results": partial(front_table, folder="launch/results/", short=True)},
+    "docs/results.md": {"results": partial(front_table, folder="../launch/results/")},
+}
+"""The pages with generated tables, from the root of a clone."""
 
-def _most_ranks_first(found: Found) -> list[Run]:
+
+def _on_one_host(found: Found) -> list[Run]:
     """Runs of layers on one host; `docs/hosts.md` has the others."""
-    layers = [run for run in found.get(runs.LAYER, []) if not any((r.get("hosts") or 1) > 1 for r in run[1]["results"])]
-    return sorted(layers, key=lambda run: (-ranks_of(run[1]), run[0]))
+    return [run for run in found.get(runs.LAYER, []) if not any((r.get("hosts") or 1) > 1 for r in run[1]["results"])]
+
+
+def _like_front(found: Found) -> list[Run]:
+    """`FRONT`, and runs of layers of its commit, card and number of ranks."""
+
+    def identity(report: Report) -> tuple[str, str, int]:
+        return commit_of(report), gpu_of(report), ranks_of(report)
+
+    there = _on_one_host(found)
+    wanted = {identity(report) for name, report in there if name == FRONT}
+    return [run for run in there if identity(run[1]) in wanted]
 
 
 def _short(name: str) -> str:
@@ -264,13 +356,11 @@ def _source(name: str, report: Report) -> str:
 
 
 def _by_tokens(reports: Sequence[Run], columns: dict[str, dict[int, str]], text: str) -> str:
-    """The sources of a table, then a line per number of tokens per rank. Runs without a column are left out."""
+    """The sources of a table, then a line per number of tokens per rank."""
     sources = []
     for name, report in reports:
-        if any(column.split()[0] == _short(name) for column in columns):
-            config = report["config"]["layer"]
-            gpus = f"{ranks_of(report)} GPU{'s' if ranks_of(report) > 1 else ''}"
-            sources.append(f"{_source(name, report)[:-1]}, {gpus}, E={config['num_experts']}.")
+        gpus = f"{ranks_of(report)} GPU{'s' if ranks_of(report) > 1 else ''}"
+        sources.append(f"{_source(name, report)[:-1]}, {gpus}, E={report['config']['layer']['num_experts']}.")
     counts = sorted({count for column in columns.values() for count in column})
     lines = [[str(count), *(column.get(count, "") for column in columns.values())] for count in counts]
     return "\n\n".join([f"{' '.join(sources)} {text}", markdown_table(["tokens per rank", *columns], lines)])

@@ -11,8 +11,9 @@ from moe_runtime.launch.benchmarks.bounds import EVEN
 from moe_runtime.launch.benchmarks.layer_report import OURS, baselines_of, key_of
 from moe_runtime.launch.benchmarks.show import Report, Result, formats_of
 from moe_runtime.launch.kernel_bench.ceilings import BF16_TFLOP_PER_S, FP8_TFLOP_PER_S, MEMORY_TB_PER_S
-from moe_runtime.launch.kernel_bench.show import foreign_note, gpu_of, where
+from moe_runtime.launch.kernel_bench.show import commit_of, foreign_note, gpu_of, where
 from moe_runtime.launch.report.goals import OLD_MODES, memory_bytes
+from moe_runtime.launch.report.peers import series_of
 from moe_runtime.launch.report.runs import check_alike, model_of, ranks_of
 
 COLOURS = {"nvfp4": "tab:green", "fp8_block": "tab:blue", "mxfp8": "tab:orange", "bf16": "tab:red"}
@@ -237,6 +238,32 @@ def _phases(reports: Sequence[Report]) -> Any:
     axes.set_title(title, fontsize=9)
     figure.legend(fontsize=7, loc="outside lower center", ncols=len(PHASES))
     return figure
+
+
+def draw_layer(report: Report, file: Path) -> None:
+    """Time of the layer against tokens, of every implementation of a run; ours are solid lines.
+
+    Raises `ValueError` where no layer was timed.
+    """
+    series = series_of(report, "layer")
+    if not series:
+        raise ValueError("RUN: nothing to draw, no layer was timed")
+    figure = _figure(7, 5)
+    axes = figure.subplots()
+    for name, line in series.items():
+        counts = sorted(line)
+        mine = line[counts[0]]["implementation"] == OURS
+        style = {"marker": "o", "linewidth": 1.5} if mine else {"linestyle": "--", "marker": "x", "linewidth": 1}
+        axes.plot(counts, [line[count]["median_us"] for count in counts], label=name, **style)
+    counts = sorted({count for line in series.values() for count in line})
+    axes.set(xscale="log", yscale="log", xlabel="tokens per rank", ylabel="us of a layer, the slowest rank")
+    axes.set_xticks(counts, labels=list(map(str, counts)), fontsize=7)
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    where_ran = f"{ranks_of(report)} x {gpu_of(report)}, commit {commit_of(report)}"
+    axes.set_title(f"{where_ran}\n{model_of(report)}", fontsize=9)
+    axes.legend(fontsize=8)
+    save(figure, file)
 
 
 def draw_roofline(report: Report, file: Path) -> None:

@@ -19,6 +19,8 @@ PHASES, LINKS = PHASES_KIND, "links"
 GEMM, OPERATIONS, CHECKED, MODELS = "gemm", "operations", "operations_checked", "models"
 """Those of `kernel_bench`."""
 LOW_LATENCY, NORMAL = LOW_LATENCY_KIND, NORMAL_KIND
+PEERS = "peers"
+"""Of `research.peers`."""
 LOADING = "loading"
 
 SIZES = ("hidden_size", "intermediate_size", "num_experts", "top_k")
@@ -32,6 +34,7 @@ NAMED_BY = {
     OPERATIONS: ("operation", "format", "variant", "shape"),
     LINKS: ("way", "bytes_per_peer", "blocks"),
     MODELS: ("model", "weight_format", "token_format", "tokens"),
+    PEERS: ("operation", "implementation", "variant", "tokens_per_rank"),
 }
 """Fields that identify a time in a run, by kind."""
 

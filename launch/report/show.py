@@ -13,6 +13,7 @@ from moe_runtime.launch.kernel_bench.ops_table import print_operations
 from moe_runtime.launch.kernel_bench.show import gpu_of, show_gemm, show_models, show_operations, verdict, where
 from moe_runtime.launch.report import runs
 from moe_runtime.launch.report.goals import judge_skew, needs_even_case
+from moe_runtime.launch.report.peers import show_peers
 from moe_runtime.launch.report.runs import kind_of, ours, ranks_of
 
 
@@ -28,6 +29,7 @@ def show(report: Report, console: Console) -> None:
         runs.CHECKED: lambda report, console: print_operations(report, None, console),
         runs.LINKS: _show_links,
         runs.MODELS: show_models,
+        runs.PEERS: show_peers,
     }
     kinds.get(kind_of(report), _show_fields)(report, console)
 

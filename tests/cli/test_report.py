@@ -6,6 +6,7 @@ import copy
 import json
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from moe_runtime.launch.kernel_bench import __main__ as kernel_bench
 from moe_runtime.launch.kernel_bench.show import commit_of, gpu_of
 from moe_runtime.launch.kernel_bench.show import where as where_ran
 from moe_runtime.launch.report import __main__ as report
-from moe_runtime.launch.report import pages, plot, runs
+from moe_runtime.launch.report import pages, peers, plot, runs
+from moe_runtime.launch.report.goals import GOALS_US
 from tests.support.programs import ROOT
 
 pytestmark = pytest.mark.cpu_only
@@ -302,34 +304,71 @@ def test_runs_of_different_models_are_not_drawn_together(tmp_path: Path, capsys:
 
 
 def found(*reports: dict[str, Any]) -> pages.Found:
-    return {runs.LAYER: [(f"run{number}.json", one) for number, one in enumerate(reports)]}
+    """The first one is that of README.md."""
+    names = [pages.FRONT, *(f"run{number}.json" for number in range(1, len(reports)))]
+    return {runs.LAYER: list(zip(names, reports, strict=True))}
 
 
-def test_tables_of_a_layer_and_its_exchange() -> None:
-    """Most ranks first; a failed check has no time; sustained times where there are any; other routings elsewhere."""
-    large = run(
-        8,
-        result("layer", 8, 250.0),
-        result("layer", 8, 900.4, torch_layer.NAME),
-        result("layer", 4096, 5100.0, sustained_us=5600.4),
-        result("layer", 8, 20.0, routing="one"),
+def checked(error: float) -> dict[str, Any]:
+    return {"check": {"error": error}}
+
+
+def test_the_layer_beside_torch() -> None:
+    """Ours first, errors below; torch's shortest time; a failed check, other routings and other variants have none."""
+    one = run(
+        2,
+        result("layer", 8, 900.4, torch_layer.NAME, **checked(0.005)),
+        result("layer", 8, 890.2, torch_layer.NAME, token_format="fp8_block", **checked(0.0046)),
+        result("layer", 8, 250.0, **checked(0.234)),
+        result("layer", 4096, 5100.0, sustained_us=5600.4, **checked(0.2)),
+        result("layer", 4096, 3000.0, token_format="fp8_block", **checked(0.0631)),
+        result("layer", 4096, 2900.0, torch_layer.NAME, **checked(0.0047)),
+        result("layer", 32, 20.0, routing="one", **checked(0.1)),
+        result("layer", 32, None, **checked(9.0)),
+        result("layer", 32, 1.0, "moe_runtime, experts unfused", **checked(0.1)),
+    )
+    one["environment"]["command"] = "torchrun -m x --json a.json"
+    text = pages.front_table(found(one), "there/")
+    lines = text.splitlines()
+    assert lines[0].startswith(
+        "2 x NVIDIA H200, driver 1.2, torch 2.11.0, triton 3.6.0, commit 0123456: H=7168, I=2048,"
+    )
+    assert f"([JSON](there/{pages.FRONT}))" in text and "```\ntorchrun -m x --json a.json\n```" in text
+    table = [line for line in lines if line.startswith("|")]
+    assert table == [
+        "| tokens per rank | ours NVFP4 | ours FP8 | torch BF16 |",
+        "|---|---:|---:|---:|",
+        "| 8 | 250 |  | 890 |",
+        "| 4096 | 5100 (5600) | 3000 | 2900 |",
+        "| relative error | 0.23 | 0.063 | 0.0047 |",
+    ]
+    assert " ".join(text.split()).endswith(
+        "- Fastest of ours: NVFP4 with 8 tokens; FP8 with 4096 tokens. - Of the time of torch BF16 ours takes: "
+        "NVFP4 0.28 to 1.76 (**slower** with 4096); FP8 1.03 to 1.03 (**slower** with 4096)."
+    )
+    with pytest.raises(ValueError, match=r"^results: expected a run of kind peers, or h200x2\.json"):
+        pages.front_table({}, "")
+
+
+def test_tables_of_the_exchange_and_of_goals() -> None:
+    """Of one commit and card; goals of the run with most ranks."""
+    sizes = {"config": {"layer": {"hidden_size": 7168, "intermediate_size": 2048, "num_experts": 256, "top_k": 8}}}
+    two = run(
+        2,
         result("dispatch", 8, 20.04),
         result("dispatch", 8, 60.12, "torch all_to_all_single"),
         result("combine", 8, None),
     )
-    made = found(run(2, result("layer", 8, 77.7)), large)
-    layer = pages.layer_table(made).splitlines()
-    assert layer[0].startswith("[run1](run1.json): NVIDIA H200, driver 1.2, torch 2.11.0, triton 3.6.0, commit 0123456")
-    assert layer[2] == "| tokens per rank | run1 nvfp4 | run1 torch bf16 | run0 nvfp4 |"
-    assert layer[4:] == ["| 8 | 250 | 900 | 77.7 |", "| 4096 | 5100 (5600) |  |  |"]
+    same = run(2, result("combine", 8, 7.0, combine_format="fp8_block"))
+    large = run(8, result("layer", 8, 250.0), result("layer", 4096, 5100.0), result("dispatch", 8, 20.04)) | sizes
+    made = found(two, same, large)
     exchange = pages.exchange_table(made).splitlines()
-    assert exchange[2] == "| tokens per rank | run1 dispatch nvfp4 | run1 combine bf16 |"
-    assert exchange[4:] == ["| 8 | 20.0 (60.1) | check failed |"] and "run0" not in exchange[0]
+    assert exchange[2] == "| tokens per rank | dispatch nvfp4 | combine bf16 | combine fp8_block |"
+    assert exchange[4:] == ["| 8 | 20.0 (60.1) | check failed | 7.0 |"] and "run2" not in exchange[0]
     goals = pages.goal_table(made).splitlines()
     assert goals[0].endswith("commit 0123456.") and goals[4:] == [
         "| layer | nvfp4 | 250 <= 250 | 5100 **>** 5000 |",
         "| dispatch | nvfp4 | 20.0 **>** 10 |  |",
-        "| combine | bf16 | n/a ? 12 |  |",
     ]
 
 
@@ -348,23 +387,82 @@ def test_table_of_the_gemm() -> None:
     assert "H200: 1 of 4 goals met; missed: nvfp4 32x32 both (230 us), fp8_block 32x32 both (360 us), " in text
 
 
-def test_tables_of_layers_take_their_runs_whatever_these_refuse() -> None:
-    names = ("models_h100.json", "models_few_tokens_h200.json", "models_gpt_oss_h200.json")
+def test_the_table_of_models_is_of_the_run_with_most_rows() -> None:
+    names = ("models_few_tokens_h200.json", "models_h100.json", "models_gpt_oss_h200.json")
     reports = [(name, load(name)) for name in names]
     for _, one in reports:
         model = one["results"][0]["model"]
         one["results"].append({"model": model, "weight_format": "a", "token_format": "b", "refused": "no"})
-    for found in (reports, reports[::-1]):
-        made = (pages.models_table, pages.few_tokens_table, pages.one_model_table)
-        for name, table in zip(names, made, strict=True):
-            text = table({runs.MODELS: found})
-            assert text.startswith(f"[{name.removesuffix('.json')}]") and text.endswith(" in a x b: no.")
+    text = pages.models_table({runs.MODELS: reports})
+    assert text.startswith("[models_h100]") and text.endswith(" in a x b: no.")
+    assert "490 rows: " in text and text.count("\n| ") == 1 + len(pages.SHOWN_MODELS) * len(pages.SHOWN_PAIRS)
     with pytest.raises(ValueError, match=rf"^results: expected a run of kind {runs.MODELS}"):
-        pages.few_tokens_table({runs.MODELS: reports[:1]})
+        pages.models_table({})
 
 
-def test_the_page_of_results_is_up_to_date() -> None:
+def beside_peers() -> dict[str, Any]:
+    """A run of `research.peers` as large as one may be that has a line for each layer of FlashInfer."""
+    ours = [("moe_runtime", name) for name in ("NVFP4", "FP8", "MXFP4 in FP8", "NVFP4 in FP8")]
+    theirs = [("flashinfer_push", "FP8"), ("flashinfer_pull", "FP8"), ("flashinfer_nvfp4", "NVFP4 weights, FP8 tokens")]
+    rows = [
+        {
+            **{
+                "operation": "layer",
+                "implementation": by,
+                "variant": variant,
+                "tokens_per_rank": count,
+                "status": "ok",
+            },
+            **{"median_us": 1000.0 * (place + 1) + count, "sustained_us": None, "error": 0.05, "note": ""},
+        }
+        for place, (by, variant) in enumerate([*ours, *theirs, ("torch", "BF16")])
+        for count in (1, 8, 32, 128, 512, 1024, 4096, 8192)
+    ]
+    for by in ("deepep_low_latency", "deepep_normal", "deep_gemm", "humming"):
+        rows.append({"operation": "experts", "implementation": by, "variant": "", "tokens_per_rank": None})
+        rows[-1] |= {"status": f"not installed: {by}", "median_us": None, "error": None}
+    made = run(2) | {"kind": runs.PEERS, "results": rows, "versions": {"flashinfer_push": "0.7.4", "torch": None}}
+    made["environment"] |= {"command": "torchrun --nproc-per-node=2 " + "x" * 300, "time_utc": "2027-01-01"}
+    return made
+
+
+def test_pages_show_a_run_beside_peers_in_place_of_one_beside_torch() -> None:
+    """And keep within their lengths."""
+    every = pages.read_all(RESULTS) | {runs.PEERS: [("peers.json", beside_peers())]}
+    for name, limit in LENGTHS.items():
+        text = pages.filled(name, (ROOT / name).read_text(), every)
+        assert "peers.json" in text and len(text.splitlines()) <= limit, name
+        assert ("| 8 | 1008 | 2008 | 3008 | 4008 | 5008 | 6008 | 7008 | 8008 |" in text) == (name != PAGE_OF_RESULTS)
+    assert "- DeepGEMM, experts: not installed: deep_gemm" in text and "Versions: flashinfer_push 0.7.4." in text
+    fewer = beside_peers()
+    fewer["results"] = [one for one in fewer["results"] if one["implementation"] in ("moe_runtime", "torch")]
+    fewer["environment"] |= {"git_commit": "fedcba9", "time_utc": "2028-01-01"}
+    both = every | {runs.PEERS: [("fewer.json", fewer), ("peers.json", beside_peers())]}
+    assert pages.front_run(both)[0] == "peers.json"
+    newer, older = re.split(r"\n\n(?=\[)", pages.peers_table(both))
+    assert "commit fedcba9" in newer and "| torch BF16 | 8001 |" in newer and "commit 0123456" in older
+
+
+PAGE_OF_RESULTS = "launch/results/README.md"
+LENGTHS = {"README.md": 200, "docs/results.md": 110, PAGE_OF_RESULTS: 200}
+"""Most lines of a page."""
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_a_page_of_results_is_short(name: str) -> None:
+    assert len((ROOT / name).read_text().splitlines()) <= LENGTHS[name]
+
+
+def test_pages_of_results_are_up_to_date() -> None:
     assert report.main(["tables", "--check"]) == 0, "run python -m moe_runtime.launch.report tables"
+
+
+def test_the_picture_is_of_the_run_that_the_pages_show() -> None:
+    _, one = pages.front_run(pages.read_all(RESULTS))
+    text = (RESULTS / report.PICTURE).read_text()
+    assert f"{runs.ranks_of(one)} x {gpu_of(one)}, commit {commit_of(one)}" in text
+    for name, line in peers.series_of(one, "layer").items():
+        assert name in text and line
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if runs.kind_of(load(name)) != runs.CHECKED])
@@ -374,21 +472,80 @@ def test_a_committed_run_says_what_ran_where(name: str) -> None:
     assert re.fullmatch("[0-9a-f]{7,40}", record["git_commit"]) and re.match("[0-9a-f]{7}\\b", commit_of(load(name)))
     assert ".py " in record["command"] or "moe_runtime.launch." in record["command"]
     assert record["gpus"] or record["processor"]
+    assert len({gpu["name"] for gpu in record["gpus"]}) <= 1 and "\n" not in record["command"]
 
 
-@pytest.mark.parametrize("kind", pages.TABLES)
-def test_a_table_is_of_one_commit_or_says_which_column_is_of_which(kind: str) -> None:
-    page = (RESULTS / "README.md").read_text()
-    (text,) = re.findall(rf"<!-- {kind} -->\n(.*?)\n<!-- end of {kind} -->", page, re.DOTALL)
-    files = re.findall(r"\[[^]]+\]\((\w+\.json)\)", text)
+TABLES = [(name, kind) for name, tables in pages.PAGES.items() for kind in tables]
+"""Each generated table that has a run."""
+TABLES = [table for table in TABLES if table[1] != "peers" or pages.read_all(RESULTS).get(runs.PEERS)]
+
+
+def table_of(name: str, kind: str) -> tuple[str, list[str]]:
+    """What stands between the marks, and the files that it names."""
+    (text,) = re.findall(rf"<!-- {kind} -->\n(.*?)\n<!-- end of {kind} -->", (ROOT / name).read_text(), re.DOTALL)
+    return text, re.findall(r"\[[^]]+\]\((?:[\w./]*/)?(\w+\.json)\)", text)
+
+
+@pytest.mark.parametrize(("name", "kind"), TABLES)
+def test_a_table_is_of_one_commit_and_card_and_names_them(name: str, kind: str) -> None:
+    text, files = table_of(name, kind)
     assert files
-    for name in files:
-        where, commit = f"{where_ran(load(name))}, commit {commit_of(load(name))}", f"({name})"
-        assert where in text and commit in text
-    if len({commit_of(load(name)) for name in files}) > 1:
-        (head,) = re.findall(r"^(\|.*\|)\n\|---", text, re.MULTILINE)
-        of_runs = [name.removesuffix(".json") for name in files] + [gpu_of(load(name)).split()[1] for name in files]
-        assert all(cell.split()[0] in of_runs for cell in head.split("|")[2:-1]), head
+    # Runs beside peers have tables of their own, below their source.
+    parts = re.split(r"\n\n(?=\[)", text) if kind == "peers" else [text]
+    for part in parts:
+        named = [file for file in files if f"{file})" in part]
+        for where in (where_ran, commit_of):
+            (one,) = {where(load(file)) for file in named}
+            assert one in " ".join(part.split())
+
+
+NUMBER = re.compile(r"\d+(?:\.\d+)?")
+DERIVED: dict[str, set[str]] = {
+    "goals": {str(goal) for by_tokens in GOALS_US.values() for goal in by_tokens.values()},
+    "low_latency": {f"{number / 100:.2f}" for number in range(300)},
+}
+"""Numbers in tables that are of no file: goals, and ratios of two times."""
+
+
+def numbers_in(value: Any) -> Iterator[str]:
+    """Every number of a file, in each way that tables write one."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        for part in value:
+            yield from numbers_in(part)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield from (f"{value:{shape}}" for shape in (".0f", ".1f", ".2f", ".2g"))
+
+
+@pytest.mark.parametrize(("name", "kind"), [table for table in TABLES if table[1] != "operations"])
+def test_every_number_of_a_table_is_in_its_file(name: str, kind: str) -> None:
+    """But for those of the first column, which are checked by the tables' own tests."""
+    text, files = table_of(name, kind)
+    known = DERIVED.get(kind, set()).union(*(numbers_in(load(file)) for file in files))
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
+    cells = [cell for line in lines[1:] for cell in line.split("|")[2:-1]]
+    found = [number for cell in cells for number in NUMBER.findall(re.sub(r"[a-z]\w+ x \w+", "", cell))]
+    assert len(found) >= 10 and not [number for number in found if number not in known]
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/results.md"])
+def test_times_of_the_layer_stand_in_their_row_and_column(name: str) -> None:
+    """Read without what makes the tables: who is in the column, how many tokens in the row."""
+    text, (file,) = table_of(name, "results")
+    head, _, *lines = [
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")
+    ]
+    timed: dict[tuple[str, bool], set[str]] = {}
+    for one in load(file)["results"]:
+        if one["operation"] == "layer" and one["median_us"]:
+            us = one["median_us"]
+            key = str(one["tokens_per_rank"]), one["implementation"] == "moe_runtime"
+            timed.setdefault(key, set()).add(f"{us:.1f}" if us < 100 else f"{us:.0f}")
+    assert len(lines) >= 6
+    for count, *cells in lines[:-1]:
+        for who, cell in zip(head[1:], cells, strict=True):
+            assert not cell or cell.split()[0] in timed[count, who.startswith("ours ")], (count, who)
 
 
 @pytest.mark.parametrize("page", ["README.md", *sorted(f"docs/{path.name}" for path in ROOT.glob("docs/*.md"))])
@@ -401,19 +558,42 @@ def test_pages_with_tables_of_runs_name_the_files(page: str) -> None:
     assert not marks or named
 
 
-def test_the_page_is_checked_and_remade(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shutil.copytree(RESULTS, tmp_path / "results")
-    page = tmp_path / "results" / "README.md"
-    monkeypatch.setattr(report, "PAGE", page)
-    wanted = page.read_text()
-    stale = wanted.replace("| 32x1024 both |", "| 32x1024 both | 1")
-    assert stale != wanted
-    page.write_text(stale)
-    assert report.main(["tables", "--check"]) == 1 and page.read_text() == stale
-    assert report.main(["tables"]) == 0 and page.read_text() == wanted and report.main(["tables", "--check"]) == 0
-    page.write_text(wanted.replace("<!-- end of gemm -->", ""))
+def test_pages_are_checked_and_remade(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in pages.PAGES:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    monkeypatch.setattr(report, "ROOT", tmp_path)
+    for name, number in ((PAGE_OF_RESULTS, "| 32x1024 both |"), ("README.md", "| relative error |")):
+        page = tmp_path / name
+        wanted = page.read_text()
+        stale = wanted.replace(number, f"{number} 1")
+        assert stale != wanted
+        page.write_text(stale)
+        assert report.main(["tables", "--check"]) == 1 and page.read_text() == stale
+        assert report.main(["tables"]) == 0 and page.read_text() == wanted and report.main(["tables", "--check"]) == 0
+    page = tmp_path / PAGE_OF_RESULTS
+    page.write_text(page.read_text().replace("<!-- end of gemm -->", ""))
     with pytest.raises(ValueError, match=r"README\.md: expected <!-- gemm --> and <!-- end of gemm --> once each"):
         report.main(["--debug", "tables"])
+
+
+def test_the_layer_is_drawn_with_a_line_for_each_implementation(tmp_path: Path, figures: dict[str, Any]) -> None:
+    assert report.main(["plot", *write(tmp_path, beside=beside_peers()), "--folder", str(tmp_path)]) == 0
+    (axes,) = figures["beside"].axes
+    assert [line.get_label() for line in axes.get_lines()][3:6] == [
+        *("ours NVFP4 in FP8", "FlashInfer push FP8", "FlashInfer pull FP8")
+    ]
+    assert len(lines(axes)) == 8 and lines(axes)[0][1][:2] == [1001.0, 1008.0]
+    assert axes.get_xscale() == axes.get_yscale() == "log"
+    none = beside_peers() | {"results": []}
+    assert report.main(["plot", *write(tmp_path, none=none), "--folder", str(tmp_path)]) == 2
+
+
+def test_a_run_beside_peers_is_compared() -> None:
+    assert len(runs.figures(beside_peers() | {"results": [r | SPREAD for r in beside_peers()["results"]]})) == 68
+
+
+SPREAD = {"smallest_us": 1.0, "largest_us": 2.0}
 
 
 def test_parts_and_baselines_of_the_gemm_are_compared_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import json
 import os
 import shutil
 import subprocess
@@ -41,7 +42,8 @@ from tests.support.programs import ROOT, python_path
 from tests.support.spawner import interpreter
 
 PACKAGED = (
-    *("deepseek_v3", "deepseek_v3_half", "gpt_oss_120b", "kimi_k2", "mixtral_8x7b", "qwen3_235b_a22b", "tiny_cpu"),
+    *("deepseek_v3", "deepseek_v3_half", "deepseek_v4_flash", "gpt_oss_120b", "kimi_k2", "mixtral_8x7b"),
+    *("qwen3_235b_a22b", "tiny_cpu"),
     *(f"tiny_{family}" for family in ("deepseek_v3", "gpt_oss", "kimi_k2", "mixtral", "qwen2_moe", "qwen3_moe")),
     "tiny_nemotron_h",
 )
@@ -69,6 +71,27 @@ def test_packaged_configs_are_all_valid_and_all_known() -> None:
     for name in PACKAGED:
         assert find_config(name).is_file()
         assert load_config(name) == load_config(ROOT / "configs" / f"{name}.yaml")
+
+
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [
+        ("deepseek_v4_flash", "deepseek-ai/DeepSeek-V4-Flash"),
+        ("qwen3_235b_a22b", "Qwen/Qwen3-235B-A22B-FP8"),
+        ("gpt_oss_120b", "openai/gpt-oss-120b"),
+    ],
+)
+def test_packaged_configs_have_the_sizes_of_their_models(name: str, model: str) -> None:
+    published = json.loads((ROOT / "tests" / "support" / "published_configs.json").read_text())[model]
+    layer = load_config(name).layer
+
+    def first(*keys: str) -> int:
+        return next(int(published[key]) for key in keys if key in published)
+
+    assert layer.hidden_size == published["hidden_size"] and layer.top_k == published["num_experts_per_tok"]
+    assert layer.num_experts == first("n_routed_experts", "num_experts", "num_local_experts")
+    assert layer.intermediate_size == first("moe_intermediate_size", "intermediate_size")
+    assert layer.activation.limit == published.get("swiglu_limit")
 
 
 def test_bare_names_are_found_from_any_folder(tmp_path: Path) -> None:

@@ -38,7 +38,11 @@ MODULES = {
     for package, folder in FOLDERS.items()
     for path in sorted(folder.glob("*.py"))
 }
-INSTALLED = {package: folder for package, folder in FOLDERS.items() if package not in IN_CLONES_ONLY}
+INSTALLED = {
+    package: folder
+    for package, folder in FOLDERS.items()
+    if not f"{package}.".startswith(tuple(f"{name}." for name in IN_CLONES_ONLY))
+}
 
 
 def run(*command: str | Path, cwd: Path, **environment: str) -> str:
@@ -125,7 +129,7 @@ compiler = "torch._dynamo"
 loaded = compiler in sys.modules
 importlib.import_module("moe_runtime.layer")
 assert (compiler in sys.modules) == loaded, "it takes as long as torch"
-for name in {[name for name in sorted(MODULES) if name.rpartition(".")[0] not in IN_CLONES_ONLY]!r}:
+for name in {[name for name in sorted(MODULES) if name.rpartition(".")[0] in INSTALLED or name in INSTALLED]!r}:
     module = importlib.import_module(name)
     assert pathlib.Path(module.__file__).is_relative_to(sys.prefix), module.__file__
 import moe_runtime

@@ -1,0 +1,1 @@
+"""Stands for nvidia-cutlass-dsl, which is looked for and not called."""

@@ -1,0 +1,3 @@
+"""FlashInfer as `launch.research.peers` calls it."""
+
+__version__ = "0.7.4"

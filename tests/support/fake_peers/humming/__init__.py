@@ -1,0 +1,1 @@
+"""Humming as `launch.research.peers` calls it."""
