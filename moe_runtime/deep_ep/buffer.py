@@ -221,7 +221,9 @@ class Buffer(GroupBuffer):
         )
         check_routing(topk_idx, topk_weights, quants.shape[0], self.device)
         with self._comm.running(beside, previous_event):
-            got = self._exchange(hidden).dispatch(x, *counts, topk_idx, topk_weights, num_worst_tokens)
+            got = self._exchange(hidden).dispatch(
+                x, counts, topk_idx, topk_weights, num_worst_tokens, num_experts=counts[2].numel()
+            )
         experts = [] if got.handle.tokens_of_experts is None else got.handle.tokens_of_experts
         if expert_alignment > 1:
             experts = [align(count, expert_alignment) for count in experts]

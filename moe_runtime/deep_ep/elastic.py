@@ -34,7 +34,6 @@ from moe_runtime.deep_ep.group_buffer import GroupBuffer, not_there, runs_beside
 from moe_runtime.deep_ep.normal import NormalExchange, Received, Tokens
 from moe_runtime.deep_ep.sizes import normal_bytes, normal_tokens
 from moe_runtime.deep_ep.utils.envs import get_logical_domain_size, get_physical_domain_size
-from moe_runtime.kernels.exchange.layout import dispatch_layout
 from moe_runtime.kernels.formats.number_formats import align
 from moe_runtime.support.arguments import (
     check_apart,
@@ -421,21 +420,14 @@ class ElasticBuffer(GroupBuffer):
         with collective_step(exchange.context):
             if num_tokens > max_tokens:
                 raise ValueError(f"x: expected at most num_max_tokens_per_rank = {max_tokens} tokens, got {num_tokens}")
-        weights = routing.topk_weights
-        if weights is None:
-            weights = torch.zeros(ids.shape, dtype=torch.float32, device=self.device)
-        per_rank, per_expert, in_rank = dispatch_layout(
-            ids, num_experts, self.num_ranks, engine=exchange.context.engine
-        )
         most = self.num_ranks * max_tokens
         got = exchange.dispatch(
             x,
-            in_rank,
-            per_rank,
-            per_expert,
+            None,
             ids,
-            weights,
+            routing.topk_weights,
             0 if sync else most,
+            num_experts=num_experts,
             max_tokens=max_tokens,
             to_expand=form.expand,
             scales_by_column=form.scales_by_column,

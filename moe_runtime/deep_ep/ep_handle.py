@@ -87,6 +87,8 @@ class EPHandle:
     @cached_property
     def num_unaligned_recv_tokens_per_expert(self) -> torch.Tensor:
         """int32 `[E_local]`: rows of each local expert."""
+        if self._rows.route is not None:
+            return self._rows.route.experts
         num_ranks = self._rows.steps[0].positions.shape[1]
         return count_entries(self._ids, self.num_experts // num_ranks)
 

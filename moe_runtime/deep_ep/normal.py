@@ -1,10 +1,11 @@
 """Normal mode over a `TokenDispatcher` whose experts are the ranks: a token goes once to each rank that wants it.
 
-What travels with a token is payload of bf16 words, of which the exchange copies the bits (`kernels.exchange.payload`).
+What travels with a token is payload, of which the exchange copies the bits (`kernels.exchange.payload`). Ranks tell
+each other their counts first, so that the host knows how many rows come. Tokens do not wait for the host.
 
-Ranks tell each other their counts first, one small record each, so that the host knows how many rows come. Tokens do
-not wait for that: as many as the dispatch before had room for follow at once, which is equal on all ranks. If a rank
-has more, they travel in further steps.
+Where kernels store to peers (`direct`), tokens follow as soon as their rank has counted them. Elsewhere, and on CPUs,
+counts are one small record of each rank, and as many tokens follow at once as the dispatch before had room for, which
+is equal on all ranks. If a rank has more, they travel in further steps.
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ import torch
 
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.context.peers import collective_step
+from moe_runtime.context.threads import by_one_thread
 from moe_runtime.deep_ep.counts import CountsExchange, count_words
+from moe_runtime.deep_ep.direct import Counts, DirectExchange, has_kernels
 from moe_runtime.deep_ep.sizes import MOST_TOP_K, normal_words
 from moe_runtime.dispatcher.handle import DispatchedTokens, DispatchHandle
 from moe_runtime.dispatcher.token_dispatcher import RoutingDispatcher, TokenDispatcher
-from moe_runtime.kernels.exchange.landing import LandedTokens
+from moe_runtime.kernels.exchange.landing import LandedRows, LandedTokens
+from moe_runtime.kernels.exchange.layout import dispatch_layout
 from moe_runtime.kernels.exchange.payload import (
     WORD,
     ExpandedRows,
@@ -32,13 +36,16 @@ from moe_runtime.kernels.exchange.payload import (
     pack_tokens,
     unpack_rows,
 )
-from moe_runtime.kernels.formats.number_formats import align
+from moe_runtime.kernels.exchange.rows import Route, TokensOfRank
+from moe_runtime.kernels.formats.number_formats import align, ceil_div
 from moe_runtime.kernels.formats.reference_quantize import bf16_parts
 
 LEAST_ROOM = 64
 """Tokens of a rank in the smallest step."""
 
 Tokens = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+TokenLayout = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""`is_token_in_rank` bool `[T, W]`, `num_tokens_per_rank` int32 `[W]` and `num_tokens_per_expert` int32 `[E]`."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +61,8 @@ class Step:
         entries: int `[T, W]`, rank `r` where the token goes there, else -1. Expanded: `[T, K]`, experts of the token,
             -1 for none.
         weights: fp32 ones of this shape.
-        positions: int32 `[W * room, W]`, or `[W * room, K]`: row of each landing slot and entry, -1 for none.
+        positions: int32 `[W * room, W]`, or `[W * room, K]`: row of each slot and entry, slots by source rank and
+            token. Of entries that do not come here it has -1, or anything: combine looks at those that come.
         num_experts: `E` of expanded rows; None where entries are ranks.
     """
 
@@ -72,20 +80,24 @@ class NormalHandle(tuple[torch.Tensor | None, ...]):
 
     As a tuple it has DeepEP's six fields, None where they speak of its channels: `rank_prefix_matrix` int32 `[W, W]`
     (entry `[i, r]` counts the tokens of ranks 0 to `i` for rank `r`), None, None, `recv_src_idx` int32 `[R]` (the
-    token at its rank), `is_token_in_rank` bool `[T, W]`, None. With `num_worst_tokens` the host knows no counts:
-    `rank_prefix_matrix` is None too.
+    token at its rank), `is_token_in_rank` bool `[T, W]`, None. On CPUs, `rank_prefix_matrix` is None too with
+    `num_worst_tokens`.
 
     Attributes:
         steps: the tokens of each step, and where their rows are.
         num_tokens: `T`.
         num_rows: `R`, rows that came, or `num_worst_tokens`.
         tokens_of_experts: tokens that came for each local expert; None with `num_worst_tokens`.
+        route: where tokens go, for kernels that store to peers; None elsewhere.
+        most_sent: tokens of a pair of ranks at most, with `route`.
     """
 
     steps: list[Step]
     num_tokens: int
     num_rows: int
     tokens_of_experts: list[int] | None
+    route: Route | None = None
+    most_sent: int = 0
 
 
 @dataclass(frozen=True)
@@ -108,7 +120,7 @@ class Received:
     topk_weights: torch.Tensor | None
     handle: NormalHandle
     layout: PayloadLayout
-    landed: LandedTokens | None
+    landed: LandedRows | None
 
     @property
     def tokens(self) -> Tokens:
@@ -124,12 +136,15 @@ class NormalExchange:
         context: its own; nothing else is registered there.
         hidden: `H`, a multiple of 16.
         max_tokens: most tokens of a rank in one step.
+        direct: whether kernels store to peers; None where they can.
 
     Attributes:
         num_sms: most SMs that a call takes; None is all.
     """
 
-    def __init__(self, context: ExpertParallelContext, hidden: int, max_tokens: int) -> None:
+    def __init__(
+        self, context: ExpertParallelContext, hidden: int, max_tokens: int, *, direct: bool | None = None
+    ) -> None:
         self.context, self.hidden, self.max_tokens = context, hidden, max_tokens
         self.num_sms: int | None = None
         self._dispatchers: dict[tuple[int, int, int | None], TokenDispatcher] = {}
@@ -138,6 +153,9 @@ class NormalExchange:
         self._rank_numbers = torch.arange(context.world_size, dtype=torch.int64, device=context.device)
         self._agreed_room: int | None = None  # From the counts of the last dispatch, equal on all ranks.
         self._ones = torch.ones(max_tokens, context.world_size, dtype=torch.float32, device=context.device)
+        self._direct: DirectExchange | None = None
+        if has_kernels(context) if direct is None else direct:
+            self._direct = DirectExchange(context, max_tokens)
         # The widest first: the memory for it suffices for all others.
         self._dispatcher(normal_words(hidden), max_tokens)
         context.allocate()
@@ -185,13 +203,12 @@ class NormalExchange:
     def dispatch(
         self,
         x: Tokens,
-        is_token_in_rank: torch.Tensor,
-        num_tokens_per_rank: torch.Tensor,
-        num_tokens_per_expert: torch.Tensor,
+        token_layout: TokenLayout | None,
         topk_idx: torch.Tensor | None,
         topk_weights: torch.Tensor | None,
         num_worst_tokens: int = 0,
         *,
+        num_experts: int,
         max_tokens: int | None = None,
         to_expand: bool = False,
         scales_by_column: bool = False,
@@ -201,24 +218,166 @@ class NormalExchange:
         Waits for the host unless `num_worst_tokens` says how many rows to make room for.
 
         Args:
-            x, topk_idx, topk_weights: as of `Buffer.dispatch`.
-            is_token_in_rank, num_tokens_per_rank, num_tokens_per_expert: as of `Buffer.dispatch`.
+            x, topk_idx, topk_weights: as of `Buffer.dispatch`; with ids, weights of None are zeros.
+            token_layout: of `Buffer.get_dispatch_layout`; None for that of `topk_idx`.
             num_worst_tokens: rows to make room for; 0 for those that come.
+            num_experts: `E`.
             max_tokens: most tokens of a rank, equal on all ranks, which fit in one step; None where that is not known.
             to_expand: whether rows stay where they land, for `expand`; of one step.
             scales_by_column: as of `allocate_scales`.
         """
-        num_tokens, num_experts = is_token_in_rank.shape[0], num_tokens_per_expert.numel()
+        form = {"max_tokens": max_tokens, "to_expand": to_expand, "scales_by_column": scales_by_column}
+        given = x, token_layout, topk_idx, topk_weights, num_worst_tokens, num_experts
+        if self._direct is not None and self._direct.takes(
+            self._layout(x, topk_idx), num_experts // self.context.world_size
+        ):
+            return self.start(*given, **form).finish()  # type: ignore[arg-type]
+        return self._dispatch_in_steps(*given, **form)  # type: ignore[arg-type]
+
+    @by_one_thread
+    def start(
+        self,
+        x: Tokens,
+        token_layout: TokenLayout | None,
+        topk_idx: torch.Tensor | None,
+        topk_weights: torch.Tensor | None,
+        num_worst_tokens: int,
+        num_experts: int,
+        *,
+        max_tokens: int | None,
+        to_expand: bool,
+        scales_by_column: bool,
+    ) -> StartedDispatch:
+        """The part of a direct `dispatch` that does not wait for counts."""
+        assert self._direct is not None
+        layout = self._layout(x, topk_idx)
+        tokens = _tokens_of_rank(x, topk_idx, topk_weights)
+        positions = None
+        with collective_step(self.context):
+            num_tokens = tokens.tokens.shape[0]
+            if num_worst_tokens:
+                self._check_one_step(num_tokens)
+            if to_expand:
+                assert max_tokens is not None
+                # Which slots have rows is looked at later.
+                positions = self._positions(1, self._room_for(max_tokens)).fill_(-1)
+            per_expert = None
+            if token_layout is None:
+                assert topk_idx is not None
+                routing = topk_idx
+            else:
+                routing, per_expert = token_layout[0].contiguous(), token_layout[2].contiguous()
+            route = self._direct.count(routing, per_expert, num_experts, num_worst_tokens)
+            geometry = self._direct.geometry(layout, self.num_sms, to_expand)
+            epoch = self._direct.send(geometry, tokens, route, window=0, after_counts=True)
+        in_rank = None if token_layout is None else token_layout[0]
+        form = num_worst_tokens, num_experts, max_tokens, to_expand, scales_by_column
+        return StartedDispatch(self, layout, tokens, route, epoch, positions, in_rank, *form)
+
+    def _check_one_step(self, num_tokens: int) -> None:
+        if num_tokens > self.max_tokens:
+            raise ValueError(
+                f"x: expected at most {self.max_tokens} tokens with num_worst_tokens (num_nvl_bytes has room "
+                f"for no more in one step), got {num_tokens}"
+            )
+
+    def _positions(self, windows: int, room: int) -> torch.Tensor:
+        world = self.context.world_size
+        with torch.inference_mode(False):
+            return torch.empty(windows, world * room, world, dtype=torch.int32, device=self.context.device)
+
+    @by_one_thread
+    def _finish(self, begun: StartedDispatch) -> Received:
+        """The rest of it: `StartedDispatch.finish`."""
+        direct, layout, route = self._direct, begun.layout, begun.route
+        assert direct is not None
+        counts: Counts | None = None
+        most = most_sent = self.max_tokens
+        num_rows = begun.num_worst_tokens
+        if not num_rows:
+            counts = direct.await_counts(route)
+            most, most_sent, num_rows = counts.most_tokens, counts.most_sent, counts.num_rows
+        with collective_step(self.context):
+            room = self._room_for(most if begun.max_tokens is None else begun.max_tokens)
+            windows = max(1, ceil_div(most, room)) if counts is not None else 1
+            positions = self._positions(windows, room) if begun.positions is None else begun.positions
+            out = self._rows(layout, num_rows, begun.to_expand, begun.scales_by_column)
+            landed = self._receive_rows(begun, out, most_sent, positions, room)
+        num_tokens = route.index.shape[0]
+        handle = NormalHandle((route.prefix, None, None, out.source_tokens, begun.is_token_in_rank, None))
+        ones = self._ones_for(num_tokens)
+        handle.steps = []
+        for window in range(windows):
+            start, end = min(window * room, num_tokens), min((window + 1) * room, num_tokens)
+            of_step = route.entries[start:end], ones[start:end], positions[window]
+            handle.steps.append(Step(start, end, room, *of_step))
+        handle.num_tokens, handle.num_rows = num_tokens, num_rows
+        handle.tokens_of_experts = None if counts is None else counts.of_experts
+        handle.route, handle.most_sent = route, most_sent
+        return self._received(layout, out, handle, landed)
+
+    def _receive_rows(
+        self,
+        begun: StartedDispatch,
+        out: UnpackedRows,
+        most_sent: int,
+        positions: torch.Tensor | None,
+        room: int,
+    ) -> LandedRows | None:
+        """Receive the step that has begun, and send and receive more, up to `most_sent` tokens of a pair of ranks.
+
+        Returns where rows are that stay there.
+        """
+        direct, tokens, route, epoch = self._direct, begun.tokens, begun.route, begun.epoch
+        assert direct is not None
+        geometry = direct.geometry(begun.layout, self.num_sms, begun.to_expand)
+        row_index = torch.empty_like(out.source_tokens) if begun.to_expand else None
+        for window in range(0, max(1, most_sent), self.max_tokens):
+            if window:
+                epoch = direct.send(geometry, tokens, route, window=window, after_counts=False)
+            direct.receive(
+                geometry,
+                tokens,
+                route,
+                epoch,
+                out,
+                window=window,
+                positions=positions,
+                row_index=row_index,
+                room=room,
+                num_experts=begun.num_experts,
+            )
+        return None if row_index is None else LandedRows(direct.records(geometry), row_index, route.offsets)
+
+    def _dispatch_in_steps(
+        self,
+        x: Tokens,
+        token_layout: TokenLayout | None,
+        topk_idx: torch.Tensor | None,
+        topk_weights: torch.Tensor | None,
+        num_worst_tokens: int,
+        num_experts: int,
+        *,
+        max_tokens: int | None,
+        to_expand: bool,
+        scales_by_column: bool,
+    ) -> Received:
+        """`dispatch` by a `TokenDispatcher` whose experts are the ranks."""
+        if token_layout is None:
+            assert topk_idx is not None
+            world, engine = self.context.world_size, self.context.engine
+            per_rank, per_expert, in_rank = dispatch_layout(topk_idx, num_experts, world, engine=engine)
+            token_layout = in_rank, per_rank, per_expert
+        if topk_idx is not None and topk_weights is None:
+            topk_weights = torch.zeros(topk_idx.shape, dtype=torch.float32, device=topk_idx.device)
+        is_token_in_rank, num_tokens_per_rank, num_tokens_per_expert = token_layout
+        num_tokens = is_token_in_rank.shape[0]
         layout = self._layout(x, topk_idx)
         room = self._agreed_room if max_tokens is None else self._room_for(max_tokens)
         counts: CountsExchange | None = None
         if num_worst_tokens:
             with collective_step(self.context):
-                if num_tokens > self.max_tokens:
-                    raise ValueError(
-                        f"x: expected at most {self.max_tokens} tokens with num_worst_tokens (num_nvl_bytes has room "
-                        f"for no more in one step), got {num_tokens}"
-                    )
+                self._check_one_step(num_tokens)
             room = self.max_tokens if max_tokens is None else room
         else:
             counts = self._counts_of(num_tokens_per_rank, num_tokens_per_expert)
@@ -273,6 +432,8 @@ class NormalExchange:
         `num_experts` comes with `topk_idx`; other arguments are as of `dispatch`.
         """
         layout = self._layout(x, topk_idx)
+        if handle.route is not None and self._direct is not None:
+            return self._send_again(layout, x, handle, topk_idx, topk_weights, num_experts, to_expand, scales_by_column)
         packed = self._packed(layout, x, topk_idx, topk_weights)
         out = self._rows(layout, handle.num_rows, to_expand, scales_by_column)
         landed: LandedTokens | None = None
@@ -287,6 +448,31 @@ class NormalExchange:
                 place = torch.empty(int(came.sum()), dtype=torch.int64, device=old.device)
                 place[new[came].to(torch.int64)] = old[came].to(torch.int64)
             landed = self._unpack(layout, arrived, out, place, num_experts)
+        return self._received(layout, out, handle, landed)
+
+    @by_one_thread
+    def _send_again(
+        self,
+        layout: PayloadLayout,
+        x: Tokens,
+        handle: NormalHandle,
+        topk_idx: torch.Tensor | None,
+        topk_weights: torch.Tensor | None,
+        num_experts: int,
+        to_expand: bool,
+        scales_by_column: bool,
+    ) -> Received:
+        """`dispatch_again` of a direct dispatch."""
+        direct, route, source_tokens = self._direct, handle.route, handle[3]
+        assert direct is not None and route is not None and source_tokens is not None
+        tokens = _tokens_of_rank(x, topk_idx, topk_weights)
+        with collective_step(self.context):
+            geometry = direct.geometry(layout, self.num_sms, to_expand)
+            epoch = direct.send(geometry, tokens, route, window=0, after_counts=False)
+            form = 0, num_experts, None, to_expand, scales_by_column
+            begun = StartedDispatch(self, layout, tokens, route, epoch, None, None, *form)
+            out = self._rows(layout, handle.num_rows, to_expand, scales_by_column, source_tokens)
+            landed = self._receive_rows(begun, out, handle.most_sent, None, 1)
         return self._received(layout, out, handle, landed)
 
     def _entries(self, is_token_in_rank: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -373,12 +559,19 @@ class NormalExchange:
         how = {"engine": self.context.engine, "num_sms": self.num_sms}
         return pack_tokens(layout, quants, scales, topk_idx, topk_weights, **how)  # type: ignore[arg-type]
 
-    def _rows(self, layout: PayloadLayout, num_rows: int, to_expand: bool, scales_by_column: bool) -> UnpackedRows:
+    def _rows(
+        self,
+        layout: PayloadLayout,
+        num_rows: int,
+        to_expand: bool,
+        scales_by_column: bool,
+        source_tokens: torch.Tensor | None = None,
+    ) -> UnpackedRows:
         how = {"with_tokens": not to_expand, "scales_by_column": scales_by_column}
-        return UnpackedRows.allocate(layout, num_rows, self.context.device, **how)
+        return UnpackedRows.allocate(layout, num_rows, self.context.device, source_tokens, **how)
 
     def _received(
-        self, layout: PayloadLayout, out: UnpackedRows, handle: NormalHandle, landed: LandedTokens | None
+        self, layout: PayloadLayout, out: UnpackedRows, handle: NormalHandle, landed: LandedRows | None
     ) -> Received:
         if out.tokens is not None:
             return Received(_typed(layout, out.tokens), out.scales, out.ids, out.weights, handle, layout, None)
@@ -535,6 +728,43 @@ class NormalExchange:
             there = renewed.num_parts[:, None] > part
             total = torch.where(there, total + values(landed.float()), total)
         return total
+
+
+@dataclass(frozen=True)
+class StartedDispatch:
+    """A direct dispatch whose tokens are on their way. It keeps what kernels read.
+
+    Attributes:
+        exchange: of it.
+        layout, tokens, route, epoch: of what travels.
+        positions: of its only step, if they are there already.
+        is_token_in_rank: as the caller gave it.
+        num_worst_tokens, num_experts, max_tokens, to_expand, scales_by_column: as of `NormalExchange.dispatch`.
+    """
+
+    exchange: NormalExchange
+    layout: PayloadLayout
+    tokens: TokensOfRank
+    route: Route
+    epoch: torch.Tensor
+    positions: torch.Tensor | None
+    is_token_in_rank: torch.Tensor | None
+    num_worst_tokens: int
+    num_experts: int
+    max_tokens: int | None
+    to_expand: bool
+    scales_by_column: bool
+
+    def finish(self) -> Received:
+        """Wait for the counts, if the host is to know them, and receive rows."""
+        return self.exchange._finish(self)
+
+
+def _tokens_of_rank(x: Tokens, topk_idx: torch.Tensor | None, topk_weights: torch.Tensor | None) -> TokensOfRank:
+    quants, scales = x if isinstance(x, tuple) else (x, None)
+    if quants.data_ptr() % 16:
+        quants = quants.clone()
+    return TokensOfRank(quants, scales, topk_idx, topk_weights)
 
 
 def _typed(layout: PayloadLayout, tokens: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,221 @@
+"""The exchange of normal mode where kernels in CUDA C++ store to peers: counts, which the host reads as they come, and
+rows (`kernels.exchange.rows`).
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+from moe_runtime.comm.errors import MoERuntimeError
+from moe_runtime.comm.signals import count_tag_of
+from moe_runtime.context.expert_parallel import ExpertParallelContext
+from moe_runtime.context.threads import is_capturing
+from moe_runtime.kernels.exchange import rows
+from moe_runtime.kernels.exchange.payload import PayloadLayout, UnpackedRows
+from moe_runtime.kernels.exchange.plan import exchange_engine, sm_shared_bytes
+from moe_runtime.kernels.exchange.rows import Route, RowGeometry, TokensOfRank
+
+LOOKS = 256
+"""How often the host looks for counts before it looks for failures."""
+PATIENCE_S = 0.5
+"""From then on it also looks whether its kernels have ended, and leaves the processor to others in between."""
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What the host knows of a dispatch, equal on all ranks but for the last two.
+
+    Attributes:
+        most_tokens: of a rank.
+        most_sent: of a pair of ranks.
+        num_rows: that come here.
+        of_experts: tokens for each expert of this rank.
+    """
+
+    most_tokens: int
+    most_sent: int
+    num_rows: int
+    of_experts: list[int]
+
+
+def has_kernels(context: ExpertParallelContext) -> bool:
+    """Whether ranks of `context` store to each other by kernels in CUDA C++."""
+    engine, _ = exchange_engine(context.engine, context.device)
+    return engine == "cuda" and context.hosts is None and context.heap.directly_mapped
+
+
+class DirectExchange:
+    """The kernels of counts and rows over a context. All calls are collective, and come in this order for a dispatch:
+    `count`, `send`, `await_counts` if the host is to know them, `receive`.
+
+    Args:
+        context: that is not allocated yet.
+        max_tokens: of a pair of ranks in one step.
+    """
+
+    def __init__(self, context: ExpertParallelContext, max_tokens: int) -> None:
+        self.context, self.max_tokens = context, max_tokens
+        context.register(staging_bytes=rows.table_bytes(context.world_size))
+        self._count_tag = count_tag_of(context.next_exchange_id())
+        on_gpu = context.device.type == "cuda"
+        self._sm_shared_bytes = sm_shared_bytes(context.device)
+        with torch.inference_mode(False):
+            self._state = torch.zeros(2, dtype=torch.int32, device=context.device)
+            self._host = torch.zeros(
+                rows.host_words(context.world_size), dtype=torch.int32, device="cpu", pin_memory=on_gpu
+            )
+        self._words = self._host.numpy()
+        self._ticket = 0
+        self._tables: torch.Tensor | None = None
+        self._geometries: dict[tuple[PayloadLayout, int | None, bool], RowGeometry] = {}
+        self._steps = 0
+
+    def takes(self, layout: PayloadLayout, num_local: int) -> bool:
+        """Whether the kernels take such tokens, and as many experts of a rank."""
+        return num_local <= rows.MOST_LOCAL and self.geometry(layout, None).fits
+
+    def geometry(self, layout: PayloadLayout, num_sms: int | None, own_too: bool = False) -> RowGeometry:
+        """Of tokens with this payload."""
+        key = layout, num_sms, own_too
+        if key not in self._geometries:
+            context = self.context
+            sizes = context.rank, context.world_size, self.max_tokens, *key
+            self._geometries[key] = RowGeometry(*sizes, sm_shared_bytes=self._sm_shared_bytes)
+        return self._geometries[key]
+
+    @property
+    def _timeout_ns(self) -> int:
+        """Of kernels, which the first step compiles."""
+        return self.context.timeout_ns if self._steps else self.context.startup_timeout_ns
+
+    def count(
+        self, routing: torch.Tensor, per_expert: torch.Tensor | None, num_experts: int, num_worst_tokens: int
+    ) -> Route:
+        """Count this rank's tokens and exchange the counts.
+
+        Args:
+            routing, per_expert: as of `rows.count_tokens`.
+            num_experts: of all ranks.
+            num_worst_tokens: most rows that may come; 0 for the host to know.
+
+        Raises `ValueError` in the capture of a CUDA graph if the host is to know them.
+        """
+        context = self.context
+        if not num_worst_tokens and is_capturing(context.device):
+            raise ValueError("num_worst_tokens: expected it in a capture, where the host cannot wait for the counts")
+        if self._tables is None:
+            with torch.inference_mode(False):
+                self._tables = context.heap.peer_pointers("staging")
+        if not num_worst_tokens:
+            self._ticket = self._ticket % (2**31 - 1) + 1
+        with torch.inference_mode(False):
+            route = Route.allocate(
+                routing.shape[0], context.world_size, num_experts // context.world_size, context.device
+            )
+        rows.count_tokens(
+            context,
+            routing,
+            per_expert,
+            route,
+            self._tables,
+            self._state,
+            capacity=num_worst_tokens,
+            host=None if num_worst_tokens else self._host,
+            ticket=self._ticket,
+            timeout_ns=self._timeout_ns,
+        )
+        return route
+
+    def await_counts(self, route: Route) -> Counts:
+        """Wait for the counts of all ranks, and for nothing else.
+
+        Raises `MoERuntimeError` for a rank that failed or did not come.
+        """
+        words, context = self._words, self.context
+        on_gpu, looks, began = context.device.type == "cuda", 0, 0.0
+        while words[rows.HOST_TICKET] != self._ticket:
+            looks += 1
+            if on_gpu and looks % LOOKS:
+                continue
+            context.check()
+            began = began or time.monotonic()
+            if on_gpu and time.monotonic() - began < PATIENCE_S:
+                continue
+            # Every wait of a kernel ends, so the kernels do; an error of CUDA is raised here.
+            ended = not on_gpu or torch.cuda.current_stream(context.device).query()
+            if ended and words[rows.HOST_TICKET] != self._ticket:
+                context.check()
+                raise MoERuntimeError("dispatch: the kernel that counts tokens ended without counts")
+            time.sleep(0.001)
+        # By now a failure is known.
+        context.check()
+        world, num_local = context.world_size, route.experts.shape[0]
+        end = rows.HOST_PREFIX + world * world
+        found = words[: end + num_local].tolist()
+        prefix = found[rows.HOST_PREFIX : end]
+        sent = [prefix[i] - (prefix[i - world] if i >= world else 0) for i in range(world * world)]
+        num_rows = prefix[world * (world - 1) + context.rank]
+        return Counts(found[rows.HOST_MOST], max(sent), num_rows, found[end:])
+
+    def send(
+        self, geometry: RowGeometry, tokens: TokensOfRank, route: Route, *, window: int, after_counts: bool
+    ) -> torch.Tensor:
+        """Send a step of tokens; `after_counts` right after `count`. Returns int32 `[1]`, its epoch."""
+        with torch.inference_mode(False):
+            epoch = torch.empty(1, dtype=torch.int32, device=self.context.device)
+        self.context.dispatches += 1
+        rows.send_rows(
+            self.context,
+            geometry,
+            self._count_tag,
+            tokens,
+            route,
+            epoch,
+            window=window,
+            after_counts=after_counts,
+            timeout_ns=self._timeout_ns,
+        )
+        return epoch
+
+    def receive(
+        self,
+        geometry: RowGeometry,
+        tokens: TokensOfRank,
+        route: Route,
+        epoch: torch.Tensor,
+        out: UnpackedRows,
+        *,
+        window: int,
+        positions: torch.Tensor | None,
+        row_index: torch.Tensor | None,
+        room: int,
+        num_experts: int,
+    ) -> None:
+        """Make rows of the tokens of a step; arguments are as of `rows.recv_rows`, `num_experts` of all ranks."""
+        local = num_experts // self.context.world_size
+        rows.recv_rows(
+            self.context,
+            geometry,
+            tokens,
+            route,
+            epoch,
+            out,
+            window=window,
+            positions=positions,
+            row_index=row_index,
+            room=room,
+            first_expert=local * self.context.rank,
+            num_local=local,
+            timeout_ns=self._timeout_ns,
+        )
+        self._steps += 1
+
+    def records(self, geometry: RowGeometry) -> torch.Tensor:
+        """uint8 `[rows of both halves, record_bytes]`, of rows that stay where they landed."""
+        half = geometry.landing_half(self.context.half_bytes["landing"]) // geometry.record_bytes
+        num_records = half + geometry.world_size * geometry.max_tokens
+        region = self.context.heap.tensor("landing")
+        return region[: num_records * geometry.record_bytes].view(num_records, geometry.record_bytes)

@@ -1,0 +1,196 @@
+"""Counts and rows of normal mode emulated on the CPU, against a plain model, in any order of lanes, copies and ranks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from moe_runtime.comm.errors import CapacityError, MoERuntimeError, PeerTimeoutError
+from moe_runtime.comm.heaps.private_heap import PrivateHeap
+from moe_runtime.context.expert_parallel import ExpertParallelContext
+from moe_runtime.deep_ep.normal import NormalExchange, Received, StartedDispatch, TokenLayout, Tokens
+from moe_runtime.kernels.exchange import rows
+from moe_runtime.kernels.exchange.layout import dispatch_layout
+from tests.emulator import Emulator, needs_emulator
+from tests.support.comparison import assert_same_bits
+from tests.support.virtual_exchange import emulator, poisoned_memory
+
+__all__ = ["emulator", "poisoned_memory"]
+
+pytestmark = [needs_emulator, pytest.mark.cpu_only]
+
+CPU = torch.device("cpu")
+TOP_K, LOCAL = 3, 4
+
+
+@pytest.fixture(autouse=True)
+def few_sms(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Draws how many blocks and warps there are."""
+    draw = random.Random(seed)
+    sms = draw.choice((1, 2, 3))
+    monkeypatch.setattr(rows, "most_sms", lambda device: sms)
+    monkeypatch.setattr(rows, "COUNT_WARPS", draw.choice((1, 2, 4)))
+    monkeypatch.setattr(rows, "MOST_WARPS", draw.choice((1, 2, 3)))
+    monkeypatch.setattr(rows, "MOST_STAGES", draw.choice((2, 3, 4)))
+    rows.forget_kernels()
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a rank brings: tokens of a form, int64 `[T, K]` and fp32 `[T, K]`."""
+
+    x: Tokens
+    ids: torch.Tensor
+    weights: torch.Tensor
+
+    def goes_to(self, rank: int) -> torch.Tensor:
+        return ((self.ids >= rank * LOCAL) & (self.ids < (rank + 1) * LOCAL)).any(dim=1)
+
+    def layout(self, world: int) -> TokenLayout:
+        per_rank, per_expert, in_rank = dispatch_layout(self.ids, world * LOCAL, world, engine="torch")
+        return in_rank, per_rank, per_expert
+
+
+def strided(tensor: torch.Tensor, draw: random.Random) -> torch.Tensor:
+    """The same numbers, maybe by column, or with a gap between rows."""
+    if draw.random() < 0.3:
+        return tensor.t().contiguous().t()
+    if draw.random() < 0.3:
+        return torch.cat([tensor, tensor], dim=1)[:, : tensor.shape[1]]
+    return tensor
+
+
+def case_of(seed: int, rank: int, count: int, world: int, hidden: int, fp8: bool) -> Case:
+    g, draw = torch.Generator().manual_seed(seed * 7919 + rank), random.Random(seed * 31 + rank)
+    ids = torch.randint(0, world * LOCAL, (count, TOP_K), generator=g)
+    ids = torch.where(torch.rand(ids.shape, generator=g) < draw.choice((0.0, 0.3, 0.8)), -1, ids)
+    ids = torch.where(torch.rand(ids.shape, generator=g) < 0.05, world * LOCAL + 3, ids)
+    weights = torch.randn(count, TOP_K, generator=g)
+    x: Tokens
+    if fp8:
+        quants = torch.randint(0, 256, (count, hidden), generator=g, dtype=torch.uint8).view(torch.float8_e4m3fn)
+        x = quants, strided(torch.randn(count, hidden // 128, generator=g), draw)
+    else:
+        x = torch.randn(count, hidden, generator=g).to(torch.bfloat16)
+    return Case(x, strided(ids, draw), strided(weights, draw))
+
+
+def exchanges(world: int, hidden: int, room: int, num_sms: int | None = None) -> list[NormalExchange]:
+    heaps = PrivateHeap.group(world, CPU)
+    contexts = [ExpertParallelContext(heap=heap, timeout_s=5, startup_timeout_s=6) for heap in heaps]
+    found = [NormalExchange(context, hidden, room, direct=True) for context in contexts]
+    for exchange, heap in zip(found, heaps, strict=True):
+        exchange.num_sms = num_sms
+        for region in ("token_flags", "landing"):
+            heap.tensor(region).fill_(0xCD)
+    return found
+
+
+def parts(x: Tokens) -> tuple[torch.Tensor, ...]:
+    return x if isinstance(x, tuple) else (x,)
+
+
+def check(got: Received, cases: list[Case], rank: int, num_rows: int | None = None, with_ids: bool = True) -> None:
+    """Every row is the token that it must be, and the handle says so."""
+    world = len(cases)
+    arriving = [(s, t) for s, case in enumerate(cases) for t in case.goes_to(rank).nonzero()[:, 0].tolist()]
+    came = len(arriving)
+    total = came if num_rows is None else num_rows
+    for number, part in enumerate(parts(got.tokens)):
+        assert part.shape[0] == total
+        for row, (s, t) in enumerate(arriving):
+            assert_same_bits(part[row], parts(cases[s].x)[number][t], f"part {number} of row {row} of rank {rank}")
+    if with_ids:
+        assert got.topk_idx is not None and got.topk_weights is not None
+        for row, (s, t) in enumerate(arriving):
+            local = cases[s].ids[t] - rank * LOCAL
+            here = (local >= 0) & (local < LOCAL)
+            assert torch.equal(got.topk_idx[row], torch.where(here, local, -1))
+            assert torch.equal(got.topk_weights[row], torch.where(here, cases[s].weights[t], 0.0))
+        assert (got.topk_idx[came:] == -1).all() and (got.topk_weights[came:] == 0).all()
+    prefix, source_tokens = got.handle[0], got.handle[3]
+    assert prefix is not None and source_tokens is not None
+    assert source_tokens[:came].tolist() == [t for _, t in arriving]
+    for to in range(world):
+        upto = torch.tensor([int(case.goes_to(to).sum()) for case in cases]).cumsum(0)
+        assert prefix[:, to].tolist() == upto.tolist()
+    of_experts = [
+        sum(int((case.ids[case.goes_to(rank)] == rank * LOCAL + e).sum()) for case in cases) for e in range(LOCAL)
+    ]
+    assert got.handle.route is not None and got.handle.route.experts.tolist() == of_experts
+    assert got.handle.tokens_of_experts in (None, of_experts)
+    # Combine finds the rows by slot.
+    for row, (s, t) in enumerate(arriving):
+        (step,) = [step for number, step in enumerate(got.handle.steps) if t // step.room == number]
+        assert int(step.positions[s * step.room + t % step.room, rank]) == row
+    entries = torch.cat([step.entries for step in got.handle.steps])
+    wanted = torch.stack([torch.where(cases[rank].goes_to(to), to, -1) for to in range(world)], dim=1)
+    assert torch.equal(entries, wanted.to(torch.int32))
+
+
+def start_all(
+    ranks: list[NormalExchange], cases: list[Case], emulator: Emulator, begin: Callable[[NormalExchange, Case], Any]
+) -> list[Any]:
+    """What `begin` gives for each rank, whose kernels run beside each other."""
+    found = []
+    with emulator.together() as choose:
+        for rank, (exchange, case) in enumerate(zip(ranks, cases, strict=True)):
+            choose(rank)
+            found.append(begin(exchange, case))
+    return found
+
+
+def started(exchange: NormalExchange, case: Case, **how: Any) -> StartedDispatch:
+    form: dict[str, Any] = {"max_tokens": None, "to_expand": False, "scales_by_column": False} | how
+    worst, from_ids = form.pop("worst", 0), form.pop("from_ids", False)
+    world = exchange.context.world_size
+    layout = None if from_ids else case.layout(world)
+    return exchange.start(case.x, layout, case.ids, case.weights, worst, world * LOCAL, **form)
+
+
+def finish_all(begun: list[StartedDispatch], emulator: Emulator) -> list[Received]:
+    return start_all([one.exchange for one in begun], begun, emulator, lambda _, one: one.finish())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_rows_are_the_tokens_that_were_sent(world: int, fp8: bool, emulator: Emulator, seed: int) -> None:
+    """Dispatches one after the other, of all numbers of tokens, with the host waiting for the counts and without."""
+    draw = random.Random(seed)
+    hidden, room = draw.choice((128, 256)), 12
+    ranks = exchanges(world, hidden, room, draw.choice((None, 2)))
+    for turn in range(4):
+        counts = [draw.choice((0, 1, room, draw.randint(0, room))) for _ in range(world)]
+        cases = [case_of(seed + turn, r, counts[r], world, hidden, fp8) for r in range(world)]
+        how: dict[str, Any] = {"from_ids": draw.random() < 0.5, "scales_by_column": draw.random() < 0.5}
+        if turn % 2:
+            worst = world * room + 3
+
+            def whole(exchange: NormalExchange, case: Case, how: Any = how, worst: int = worst) -> Received:
+                return started(exchange, case, worst=worst, **how).finish()
+
+            got = start_all(ranks, cases, emulator, whole)
+        else:
+            worst = 0
+            got = finish_all(start_all(ranks, cases, emulator, lambda e, c, how=how: started(e, c, **how)), emulator)
+        for rank in range(world):
+            check(got[rank], cases, rank, worst or None)
+            assert (got[rank].handle.tokens_of_experts is None) == bool(worst)
+        # Others take the same way.
+        others = [case_of(seed + 50 + turn, r, counts[r], world, hidden, fp8) for r in range(world)]
+        handles = {id(e): g.handle for e, g in zip(ranks, got, strict=True)}
+        again = start_all(
+            ranks, others, emulator, lambda e, c, handles=handles: e.dispatch_again(c.x, handles[id(e)])
+        )
+        for rank in range(world):
+            arriving = [(s, t) for s, case in enumerate(cases) for t in case.goes_to(rank).nonzero()[:, 0].tolist()]
+            for number, part in enumerate(parts(again[rank].tokens)):
+                for row, (s, t) in enumerate(arriving):
+                    assert_same_bits(part[row], parts(others[s].x)[number][t], f"part {number} of row {row} again")
+    for exchange in ranks:
+        exchange.context.check_peers()
