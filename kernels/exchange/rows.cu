@@ -6,7 +6,7 @@
 // of a slot says that its record has landed.
 // `dispatch_recv_rows`: a warp takes a row. The rows of this rank's own tokens are copied from where the caller has
 // them, those of peers from their slots as they land. Both kernels run at the same time, each in its half of an SM's
-// shared memory. How many rows come before a row is known from `dispatch_counts`.
+// shared memory, or, where SMs are limited, on half of the SMs. How many rows come before a row is known from `dispatch_counts`.
 //
 // A step takes the tokens whose numbers begin with `window`, `max_tokens` of them for each pair of ranks.
 //

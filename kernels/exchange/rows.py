@@ -71,8 +71,9 @@ class RowGeometry:
 
     @cached_property
     def _places(self) -> int:
-        """Records in half of an SM's shared memory."""
-        room = (self.sm_shared_bytes - 2 * BLOCK_RESERVED_BYTES) // 2 - STATIC_BYTES
+        """Records in a block's shared memory: half of an SM's, or all of it where both kernels have SMs of their own."""
+        blocks = 2 if self.num_sms is None else 1
+        room = self.sm_shared_bytes // blocks - BLOCK_RESERVED_BYTES - STATIC_BYTES
         return room // align(self.record_bytes, 128)
 
     @property
@@ -97,7 +98,7 @@ class RowGeometry:
     def blocks(self, rows: int, sms: int, *, sends: bool) -> int:
         """Of the kernel that sends or of the other one, for `rows` tokens or rows on a GPU of `sms` SMs.
 
-        With few SMs each has its half of them.
+        Where SMs are limited each has its half of them.
         """
         if self.num_sms is not None:
             most = min(sms, self.num_sms)

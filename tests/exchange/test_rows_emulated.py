@@ -194,3 +194,94 @@ def test_rows_are_the_tokens_that_were_sent(world: int, fp8: bool, emulator: Emu
                     assert_same_bits(part[row], parts(others[s].x)[number][t], f"part {number} of row {row} again")
     for exchange in ranks:
         exchange.context.check_peers()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_more_tokens_than_a_step_has_room_for(world: int, emulator: Emulator, seed: int) -> None:
+    ranks = exchanges(world, 128, 4)
+    cases = [case_of(seed, r, (11, 3)[r], world, 128, True) for r in range(world)]
+    got = finish_all(start_all(ranks, cases, emulator, started), emulator)
+    for rank in range(world):
+        check(got[rank], cases, rank)
+        assert len(got[rank].handle.steps) == 3
+    others = [case_of(seed + 1, r, (11, 3)[r], world, 128, True) for r in range(world)]
+    handles = {id(e): g.handle for e, g in zip(ranks, got, strict=True)}
+    again = start_all(ranks, others, emulator, lambda e, c: e.dispatch_again(c.x, handles[id(e)]))
+    for rank in range(world):
+        arriving = [(s, t) for s, case in enumerate(cases) for t in case.goes_to(rank).nonzero()[:, 0].tolist()]
+        for number, part in enumerate(parts(again[rank].tokens)):
+            for row, (s, t) in enumerate(arriving):
+                assert_same_bits(part[row], parts(others[s].x)[number][t], f"part {number} of row {row} again")
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_rows_that_stay_where_they_landed(world: int, emulator: Emulator, seed: int) -> None:
+    """For expanding them: records are whole, and `row_index` finds them."""
+    ranks = exchanges(world, 256, 9)
+    for turn in range(2):
+        cases = [case_of(seed + turn, r, random.Random(seed + r).randint(0, 9), world, 256, True) for r in range(world)]
+        how = {"max_tokens": 9, "to_expand": True, "from_ids": True}
+        got = finish_all(start_all(ranks, cases, emulator, lambda e, c, how=how: started(e, c, **how)), emulator)
+        for rank, one in enumerate(got):
+            landed, layout = one.landed, one.layout
+            assert landed is not None and one.x is None
+            arriving = [(s, t) for s, case in enumerate(cases) for t in case.goes_to(rank).nonzero()[:, 0].tolist()]
+            assert landed.group_offsets.tolist() == [0, len(arriving)]
+            for row, (s, t) in enumerate(arriving):
+                record = landed.records[int(landed.row_index[row])]
+                quants, scales = parts(cases[s].x)
+                assert_same_bits(record[: layout.token_bytes], quants[t].view(torch.uint8), "tokens")
+                assert_same_bits(record[layout.token_bytes : layout.ids_at].view(torch.float32), scales[t], "scales")
+            (step,) = one.handle.steps
+            came = {s * step.room + t: row for row, (s, t) in enumerate(arriving)}
+            assert step.positions[:, rank].tolist() == [came.get(slot, -1) for slot in range(world * step.room)]
+
+
+def test_more_rows_than_the_caller_has_room_for(emulator: Emulator, seed: int) -> None:
+    """Every rank learns of it, and nothing is written behind the rows."""
+    ranks = exchanges(2, 128, 8)
+    cases = [case_of(seed, r, 8, 2, 128, False) for r in range(2)]
+    for case in cases:
+        case.ids[:, 0] = 0
+    got = start_all(ranks, cases, emulator, lambda e, c: started(e, c, worst=10).finish())
+    assert got[0].x is not None and got[0].x.shape[0] == 10
+    with pytest.raises(CapacityError, match="16 rows arrived at rank 0"):
+        ranks[0].context.check_peers()
+    with pytest.raises(MoERuntimeError):
+        ranks[1].context.check_peers()
+
+
+@pytest.mark.parametrize("stage", ["counts", "rows"])
+def test_a_rank_that_does_not_come_is_named(stage: str, emulator: Emulator, seed: int) -> None:
+    """In the counts by the host that waits for them, in the rows of a cached dispatch by the kernels."""
+    ranks = exchanges(3, 128, 8)
+    cases = [case_of(seed, r, 8, 3, 128, False) for r in range(3)]
+    for case in cases:
+        case.ids[:, 0] = 5
+    if stage == "rows":
+        got = finish_all(start_all(ranks, cases, emulator, started), emulator)
+        handles = {id(e): g.handle for e, g in zip(ranks, got, strict=True)}
+        start_all(ranks[:2], cases[:2], emulator, lambda e, c: e.dispatch_again(c.x, handles[id(e)]))
+        for exchange in ranks[:2]:
+            with pytest.raises(PeerTimeoutError, match="rank 2 did not answer"):
+                exchange.context.check()
+        return
+    begun = start_all(ranks[:2], cases[:2], emulator, started)
+    for one in begun:
+        with pytest.raises(PeerTimeoutError, match="rank 2 did not answer"):
+            one.finish()
+
+
+def test_a_number_of_counts_is_not_taken_for_another(emulator: Emulator, seed: int) -> None:
+    """The host waits for the counts of its own dispatch, also where those before were not awaited by it."""
+    (rank,) = exchanges(1, 128, 8)
+    for turn in range(3):
+        case = case_of(seed + turn, 0, turn, 1, 128, False)
+        started(rank, case, worst=8).finish()
+        begun = started(rank, case)
+        check(begun.finish(), [case], 0)
+        with pytest.raises(MoERuntimeError, match="ended without counts"):
+            assert rank._direct is not None
+            rank._direct._ticket += 1
+            rank._direct.await_counts(begun.route)
+        rank._direct._ticket -= 1
