@@ -71,7 +71,7 @@ class RowGeometry:
 
     @cached_property
     def _places(self) -> int:
-        """Records in a block's shared memory: half of an SM's, or all of it where both kernels have SMs of their own."""
+        """Records in a block's shared memory: half of an SM's, or all of it where kernels have SMs of their own."""
         blocks = 2 if self.num_sms is None else 1
         room = self.sm_shared_bytes // blocks - BLOCK_RESERVED_BYTES - STATIC_BYTES
         return room // align(self.record_bytes, 128)

@@ -1,4 +1,4 @@
-"""Counts and rows of normal mode emulated on the CPU, against a plain model, in any order of lanes, copies and ranks."""
+"""Counts and rows of normal mode emulated on the CPU, against a plain model, in any order of lanes and ranks."""
 
 from __future__ import annotations
 
@@ -184,9 +184,7 @@ def test_rows_are_the_tokens_that_were_sent(world: int, fp8: bool, emulator: Emu
         # Others take the same way.
         others = [case_of(seed + 50 + turn, r, counts[r], world, hidden, fp8) for r in range(world)]
         handles = {id(e): g.handle for e, g in zip(ranks, got, strict=True)}
-        again = start_all(
-            ranks, others, emulator, lambda e, c, handles=handles: e.dispatch_again(c.x, handles[id(e)])
-        )
+        again = start_all(ranks, others, emulator, lambda e, c, handles=handles: e.dispatch_again(c.x, handles[id(e)]))
         for rank in range(world):
             arriving = [(s, t) for s, case in enumerate(cases) for t in case.goes_to(rank).nonzero()[:, 0].tolist()]
             for number, part in enumerate(parts(again[rank].tokens)):
