@@ -6,7 +6,8 @@
 // of a slot says that its record has landed.
 // `dispatch_recv_rows`: a warp takes a row. The rows of this rank's own tokens are copied from where the caller has
 // them, those of peers from their slots as they land. Both kernels run at the same time, each in its half of an SM's
-// shared memory, or, where SMs are limited, on half of the SMs. How many rows come before a row is known from `dispatch_counts`.
+// shared memory, or, where SMs are limited, on half of the SMs. How many rows come before a row is known from
+// `dispatch_counts`.
 //
 // A step takes the tokens whose numbers begin with `window`, `max_tokens` of them for each pair of ranks.
 //
@@ -16,20 +17,16 @@
 // Flags are the complement of the epoch, which no other kernel takes for its own. Peers learn of the epoch and of its
 // end by the same words as in dispatch_send.cu.
 //
-// Macros: those of signalling.cuh with TURN_BIT and COUNT_BITS, TOKEN_BYTES, SCALES (fp32 ones of a token), K (its
-// expert ids and weights), RECORD_BYTES, WARPS (of a block, that copy), STAGES (records that a warp has in shared
-// memory), OWN_TOO, words of SignalLayout, DISPATCH_SEND and DISPATCH_RECV (Phase).
+// Macros: those of row_stages.cuh with TURN_BIT and COUNT_BITS, TOKEN_BYTES, SCALES (fp32 ones of a token), K (its
+// expert ids and weights), OWN_TOO, words of SignalLayout, DISPATCH_SEND and DISPATCH_RECV (Phase).
 
-#include "signalling.cuh"
+#include "row_stages.cuh"
 
 constexpr int IDS_AT = TOKEN_BYTES + 4 * SCALES, WEIGHTS_AT = IDS_AT + 4 * K, SOURCE_AT = WEIGHTS_AT + 4 * K;
-constexpr int PITCH = (RECORD_BYTES + 127) / 128 * 128;
-constexpr int BEHIND = 2;  // records of a warp that may be on their way when the flag of the one before is stored
 
-static_assert(TOKEN_BYTES % 16 == 0 && RECORD_BYTES % 16 == 0, "TOKEN_BYTES, RECORD_BYTES: copies are of 16 bytes");
+static_assert(TOKEN_BYTES % 16 == 0, "TOKEN_BYTES: copies are of 16 bytes");
 static_assert(RECORD_BYTES >= SOURCE_AT + 4, "RECORD_BYTES: too few for what travels");
 static_assert(K <= 32, "K: a lane has an expert of a token");
-static_assert(STAGES >= 2, "STAGES: one record is loaded while another is stored");
 static_assert(WARPS >= 1 && WARPS <= 31, "WARPS: one more has no row");
 
 // What the caller brings of each token besides itself; strides are of elements. `weights` may be null.
@@ -51,44 +48,6 @@ struct Fields {
     return weights == nullptr ? 0 : static_cast<const u32*>(weights)[token * weight_row + k * weight_column];
   }
 };
-
-// The stages of a warp, used in turn: a load into one is awaited by its barrier.
-struct Stages {
-  u8* memory;
-  u32 barriers;
-  int next = 0, current = 0;  // number of the load that is started, and awaited, next
-
-  __device__ __forceinline__ u8* at(int number) const { return memory + number % STAGES * PITCH; }
-
-  // By lane 0, which has stored what the stage held before, with as many groups of copies since as it has other
-  // stages but one.
-  __device__ __forceinline__ void load(const void* from, int bytes) {
-    if ((threadIdx.x & 31) == 0) {
-      bulk_await_read<STAGES - 2>();
-      const u32 barrier = barriers + 8 * (next % STAGES);
-      barrier_expect(barrier, bytes);
-      bulk_load(shared_address(at(next)), from, bytes, barrier);
-    }
-    ++next;
-    __syncwarp();
-  }
-
-  // Waits for the oldest load that has not been awaited, and returns where it is.
-  __device__ __forceinline__ u8* await_load() {
-    barrier_wait(barriers + 8 * (current % STAGES), current / STAGES & 1);
-    __syncwarp();
-    return at(current++);
-  }
-};
-
-// For a whole block.
-__device__ __forceinline__ void init_barriers(const u64* barriers) {
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < WARPS * STAGES; ++i) barrier_init(shared_address(barriers + i), 1);
-    bulk_fence();  // the copy engine arrives at them
-  }
-  __syncthreads();
-}
 
 // `after_counts`: the kernel before is `dispatch_counts`, which has waited for all before it.
 extern "C" __global__ void __launch_bounds__(32 * WARPS + 32, 1)
@@ -145,15 +104,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS + 32, 1)
     else if (blockIdx.x == 0 && warp == 0 && lane < WORLD)
       store_relaxed(words_of_lane + half * WORLD + rank + TOKEN_COUNT,
                     min(num_tokens, max_tokens) + tag_of(count_tag, epoch));
-    // Slots of the last records, whose flags are not stored yet.
-    int waiting[BEHIND];
-#pragma unroll
-    for (int i = 0; i < BEHIND; ++i) waiting[i] = -1;
-    auto signal = [&](int of_lane) {
-      if (!__any_sync(ALL, of_lane >= 0)) return;
-      fence_system();
-      if (of_lane >= 0) store_relaxed(flags_of_lane + of_lane, ~epoch);
-    };
+    Flags flags{flags_of_lane, ~epoch};
     while (token < num_tokens) {
       int then = token + stride, slot_then;
       advance(then, slot_then);
@@ -174,34 +125,13 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS + 32, 1)
         const u64 at = __shfl_sync(ALL, to, __ffs(left) - 1);
         if (lane == 0) bulk_store(at, record, RECORD_BYTES);
       }
-      if (lane == 0) {
-        bulk_commit();
-        bulk_await<BEHIND>();
-      }
-      __syncwarp();
-      signal(waiting[0]);
-#pragma unroll
-      for (int i = 0; i + 1 < BEHIND; ++i) waiting[i] = waiting[i + 1];
-      waiting[BEHIND - 1] = slot;
+      flags.store_behind(slot);
       token = then, slot = slot_then;
     }
     while (stages.current < stages.next) stages.await_load();
-    if (lane == 0) bulk_await();
-    __syncwarp();
-#pragma unroll
-    for (int i = 0; i < BEHIND; ++i) signal(waiting[i]);
+    flags.store_all();
   }
-  __syncthreads();
-  if (threadIdx.x < 32) {
-    bool last = false;
-    if (lane == 0) last = last_to_arrive(counter);
-    last = __any_sync(ALL, last);
-    __syncwarp();
-    if (last) {
-      if (lane == 0) *epoch_ptr = epoch;
-      if (lane < WORLD) store_release(words_of_lane + half * WORLD + rank + DISPATCH_FLAG, epoch);
-    }
-  }
+  end_epoch(epoch_ptr, epoch, counter, words_of_lane + half * WORLD + rank + DISPATCH_FLAG);
 }
 
 // Where a row comes from and goes to.
@@ -211,8 +141,8 @@ struct Row {
   __device__ __forceinline__ bool there() const { return row >= 0; }
 };
 
-// `positions`, of each token that comes, in windows of `room` tokens of each rank: `[.., W, room, W]`, of which the last
-// index is this rank. It, `source_tokens` and `row_index` may be null.
+// `positions` are `[W, room, W]`: the row of each token that comes, by source and token, in the column of this rank. They,
+// `source_tokens` and `row_index` may be null.
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
     dispatch_recv_rows(const u8* tokens, const void* scales, long long scale_row, long long scale_column,
                        const long long* ids, long long id_row, long long id_column, const void* weights,
@@ -313,7 +243,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
       const int at_source = is_own ? row.token : static_cast<int>(word_at(SOURCE_AT));
       if (source_tokens != nullptr) source_tokens[to] = at_source;
       if (positions != nullptr) {
-        const long long slot = (static_cast<long long>(at_source / room) * WORLD + row.source) * room + at_source % room;
+        const long long slot = static_cast<long long>(row.source) * room + at_source;
         positions[slot * WORLD + rank] = row.row;
       }
       if (row_index != nullptr) row_index[to] = half * first_row + row.slot;

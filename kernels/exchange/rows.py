@@ -1,4 +1,4 @@
-"""Rows of DeepEP's normal mode in CUDA C++: host side of `row_counts.cu` and `rows.cu`, which have what they do.
+"""Rows of DeepEP's normal mode in CUDA C++: host side of `row_counts.cu` and `rows.cu`, which say what they do.
 
 Counts travel first, and tokens behind them without waiting for the host. A rank's own tokens become rows without a
 landing record. Bytes for `T` tokens of `b` bytes on `W` ranks, of which each rank gets a part `p`, about:
@@ -13,7 +13,7 @@ and 184 MB of memory, 43 us at 4.3 TB/s.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cache, cached_property
 
@@ -43,31 +43,25 @@ HOST_TICKET, HOST_MOST, HOST_PREFIX = range(3)
 """Words in the host's memory: a number that is written last, most tokens of a rank, then `prefix` and `experts`."""
 
 
-@dataclass(frozen=True)
-class RowGeometry:
-    """What the kernels that copy rows are made for; equal on all ranks but for `rank` and `sm_shared_bytes`.
+@dataclass(frozen=True, kw_only=True)
+class CopyGeometry(ABC):
+    """What kernels that copy records through shared memory are made for.
 
     Attributes:
         rank, world_size: this rank and all.
-        max_tokens: of a pair of ranks in one step.
-        layout: of what travels with a token.
-        num_sms: most SMs that both kernels take together; None is all.
-        own_too: whether this rank's own records land here, too, and rows stay where they landed.
-        sm_shared_bytes: shared memory of an SM.
+        num_sms: most SMs that the kernel that sends and the one that receives take together; None is all.
+        sm_shared_bytes: shared memory of an SM. Ranks may differ in it.
     """
 
     rank: int
     world_size: int
-    max_tokens: int
-    layout: PayloadLayout
     num_sms: int | None = None
-    own_too: bool = False
     sm_shared_bytes: int = SM_SHARED_BYTES
 
-    @cached_property
+    @property
+    @abstractmethod
     def record_bytes(self) -> int:
-        """Of a landing record: the payload and the number of the token at its rank."""
-        return align(self.layout.weights_at + 4 * self.layout.top_k + 4, 16)
+        """Of a landing record."""
 
     @cached_property
     def _places(self) -> int:
@@ -95,15 +89,50 @@ class RowGeometry:
     def shared_bytes(self) -> int:
         return self.warps * self.stages * align(self.record_bytes, 128)
 
-    def blocks(self, rows: int, sms: int, *, sends: bool) -> int:
-        """Of the kernel that sends or of the other one, for `rows` tokens or rows on a GPU of `sms` SMs.
+    def blocks(self, rows: int, sms: int, *, sends: bool, warps: int | None = None) -> int:
+        """Of the kernel that sends or of the other one, for `rows` on a GPU of `sms` SMs.
 
-        Where SMs are limited each has its half of them.
+        A block has `warps`, each for one row at a time. Where SMs are limited each kernel has its half of them.
         """
         if self.num_sms is not None:
             most = min(sms, self.num_sms)
             sms = max(1, most // 2 if sends else most - most // 2)
-        return max(1, min(sms, ceil_div(rows, self.warps)))
+        return max(1, min(sms, ceil_div(rows, self.warps if warps is None else warps)))
+
+    def copy_macros(self) -> dict[str, int | str]:
+        """Of row_stages.cuh, and words of signals."""
+        signals = SignalLayout(self.world_size)
+        return {
+            **signal_macros(self.world_size),
+            "RECORD_BYTES": self.record_bytes,
+            "WARPS": self.warps,
+            "STAGES": self.stages,
+            "DISPATCH_FLAG": signals.dispatch_flag,
+            "TOKEN_COUNT": signals.token_count,
+            "READY": signals.ready,
+            "COUNT_BITS": COUNT_BITS,
+            "TURN_BIT": TURN_BIT,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowGeometry(CopyGeometry):
+    """Of dispatch.
+
+    Attributes:
+        max_tokens: of a pair of ranks in one step.
+        layout: of what travels with a token.
+        own_too: whether this rank's own records land here, too, and rows stay where they landed.
+    """
+
+    max_tokens: int
+    layout: PayloadLayout
+    own_too: bool = False
+
+    @cached_property
+    def record_bytes(self) -> int:
+        """Of the payload and the number of the token at its rank."""
+        return align(self.layout.weights_at + 4 * self.layout.top_k + 4, 16)
 
     def landing_half(self, region_half_bytes: int) -> int:
         """As `ExchangeGeometry.landing_half`."""
@@ -157,26 +186,28 @@ class Route:
 
     Attributes:
         index: int32 `[T, W]`, number of a token among those of this rank for a rank, -1 where it does not go there.
-        entries: int32 `[T, W]`, that rank, or -1.
+        entries: int32 `[T, W]`, that rank, or -1; None where nobody asks.
         prefix: int32 `[W, W]`: entry `[i, j]` counts the tokens of ranks 0 to `i` for rank `j`.
         experts: int32 `[E]`, tokens of all ranks for each expert of this rank.
         offsets: int32 `[2]`, 0 and the rows that come here.
     """
 
     index: torch.Tensor
-    entries: torch.Tensor
+    entries: torch.Tensor | None
     prefix: torch.Tensor
     experts: torch.Tensor
     offsets: torch.Tensor
 
     @classmethod
-    def allocate(cls, num_tokens: int, world_size: int, num_local: int, device: torch.device) -> Route:
-        """Uninitialised memory."""
-        by_token = torch.empty(2, num_tokens, world_size, dtype=torch.int32, device=device)
+    def allocate(
+        cls, num_tokens: int, world_size: int, num_local: int, device: torch.device, *, with_entries: bool
+    ) -> Route:
+        """Uninitialised memory; without `entries` unless asked for."""
+        index = torch.empty(num_tokens, world_size, dtype=torch.int32, device=device)
         square = world_size * world_size
         sums = torch.empty(square + num_local + 2, dtype=torch.int32, device=device)
         prefix, experts, offsets = sums.split_with_sizes((square, num_local, 2))
-        index, entries = by_token.unbind()
+        entries = torch.empty_like(index) if with_entries else None
         return cls(index, entries, prefix.view(world_size, world_size), experts, offsets)
 
 
@@ -299,7 +330,7 @@ def send_rows(
 
 @cache
 def _send(geometry: RowGeometry, device: torch.device) -> BoundKernel:
-    return _copier("dispatch_send_rows", geometry, device, geometry.warps + 1, {})
+    return _copier("dispatch_send_rows", geometry, device, geometry.warps + 1)
 
 
 def recv_rows(
@@ -311,6 +342,7 @@ def recv_rows(
     out: UnpackedRows,
     *,
     window: int,
+    is_first: bool,
     positions: torch.Tensor | None,
     row_index: torch.Tensor | None,
     room: int,
@@ -324,10 +356,11 @@ def recv_rows(
         tokens: as of `send_rows`.
         out: written; without tokens rows stay where they landed (`RowGeometry.own_too`). Rows that nothing comes for
             get ids of -1 and weights of 0.
-        positions: int32 `[windows, W * room, W]`, receives in its last column of this rank the row of each token that
-            comes, by window of `room` tokens, source rank and token. None for a cached dispatch, which does not write
-            `out.source_tokens` either.
+        is_first: whether `out.source_tokens` is written, as it is unless the dispatch is a cached one.
+        positions: int32 `[W * room, W]`, receives in the column of this rank the row of each token that comes, by
+            source rank and token; or None.
         row_index: int32 `[R]`, receives the landing record of each row; None unless rows stay there.
+        room: of `positions`.
         first_expert, num_local: ids of this rank's experts.
     """
     num_rows = out.source_tokens.shape[0]
@@ -352,7 +385,7 @@ def recv_rows(
             "out_scale_column": scale_column,
             "out_ids": out.ids,
             "out_weights": out.weights,
-            "source_tokens": None if positions is None else out.source_tokens,
+            "source_tokens": out.source_tokens if is_first else None,
             "positions": positions,
             "row_index": row_index,
             "room": room,
@@ -370,33 +403,33 @@ def recv_rows(
 
 @cache
 def _recv(geometry: RowGeometry, device: torch.device) -> BoundKernel:
-    return _copier("dispatch_recv_rows", geometry, device, geometry.warps, {})
+    return _copier("dispatch_recv_rows", geometry, device, geometry.warps)
 
 
-def _copier(
-    name: str, geometry: RowGeometry, device: torch.device, warps: int, bound: Mapping[str, Argument]
-) -> BoundKernel:
+def _copier(name: str, geometry: RowGeometry, device: torch.device, warps: int) -> BoundKernel:
     return BoundKernel(
         "rows.cu",
         name,
         row_macros(geometry),
         block=warps * WARP,
-        bound={"rank": geometry.rank, "max_tokens": geometry.max_tokens, **bound},
+        bound={"rank": geometry.rank, "max_tokens": geometry.max_tokens},
         device=device,
         shared_bytes=geometry.shared_bytes,
         early=True,
     )
 
 
-def _signal_macros(world_size: int) -> dict[str, int | str]:
+def signal_macros(world_size: int) -> dict[str, int | str]:
+    """Of signalling.cuh."""
     return {
         "WORLD": world_size,
         "ABORT": SignalLayout(world_size).abort,
         "ABORT_WORDS": ABORT_WORDS,
         "TIMEOUT": int(ErrorCode.TIMEOUT),
-        "DISPATCH_SEND": int(Phase.DISPATCH_SEND),
-        "DISPATCH_RECV": int(Phase.DISPATCH_RECV),
     }
+
+
+_PHASES = {"DISPATCH_SEND": int(Phase.DISPATCH_SEND), "DISPATCH_RECV": int(Phase.DISPATCH_RECV)}
 
 
 @cache
@@ -404,7 +437,8 @@ def count_macros(world_size: int, *, from_ids: bool) -> Defines:
     """Macros of `row_counts.cu`."""
     return Defines(
         {
-            **_signal_macros(world_size),
+            **signal_macros(world_size),
+            **_PHASES,
             "WARPS": COUNT_WARPS,
             "TABLE_WORDS": table_words(world_size),
             "MOST_LOCAL": MOST_LOCAL,
@@ -417,23 +451,16 @@ def count_macros(world_size: int, *, from_ids: bool) -> Defines:
 @cache
 def row_macros(geometry: RowGeometry) -> Defines:
     """Macros of `rows.cu`."""
-    signals = SignalLayout(geometry.world_size)
+    layout = geometry.layout
     return Defines(
         {
-            **_signal_macros(geometry.world_size),
-            "TOKEN_BYTES": geometry.layout.token_bytes,
-            "SCALES": geometry.layout.num_scales,
-            "K": geometry.layout.top_k,
-            "RECORD_BYTES": geometry.record_bytes,
-            "WARPS": geometry.warps,
-            "STAGES": geometry.stages,
+            **geometry.copy_macros(),
+            **_PHASES,
+            "TOKEN_BYTES": layout.token_bytes,
+            "SCALES": layout.num_scales,
+            "K": layout.top_k,
             "OWN_TOO": int(geometry.own_too),
-            "DISPATCH_FLAG": signals.dispatch_flag,
-            "TOKEN_COUNT": signals.token_count,
-            "COMBINE_FLAG": signals.combine_flag,
-            "READY": signals.ready,
-            "COUNT_BITS": COUNT_BITS,
-            "TURN_BIT": TURN_BIT,
+            "COMBINE_FLAG": SignalLayout(geometry.world_size).combine_flag,
         }
     )
 

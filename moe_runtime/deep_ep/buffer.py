@@ -264,8 +264,7 @@ class Buffer(GroupBuffer):
         beside = runs_beside(previous_event, async_finish, allocate_on_comm_stream)
         with self._comm.running(beside, previous_event):
             exchange = self._exchange(check_hidden(x.shape[1]))
-            y = exchange.combine(x.contiguous(), handle.steps, biases)
-            weights = None if topk_weights is None else exchange.combine_weights(topk_weights, handle)
+            y, weights = exchange.combine(x.contiguous(), handle, biases, topk_weights)
         return y, weights, self._comm.finish(beside, async_finish, (x, topk_weights, *biases, y, weights))
 
     def internode_dispatch(self, *arguments: object, **settings: object) -> NoReturn:

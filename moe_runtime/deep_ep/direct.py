@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -13,9 +14,11 @@ from moe_runtime.comm.errors import MoERuntimeError
 from moe_runtime.comm.signals import count_tag_of
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.context.threads import is_capturing
-from moe_runtime.kernels.exchange import rows
-from moe_runtime.kernels.exchange.payload import PayloadLayout, UnpackedRows
+from moe_runtime.deep_ep.sizes import MOST_TOP_K, combine_bytes
+from moe_runtime.kernels.exchange import row_sums, rows
+from moe_runtime.kernels.exchange.payload import WORD, PayloadLayout, UnpackedRows
 from moe_runtime.kernels.exchange.plan import exchange_engine, sm_shared_bytes
+from moe_runtime.kernels.exchange.row_sums import RowsOfRank, SumGeometry
 from moe_runtime.kernels.exchange.rows import Route, RowGeometry, TokensOfRank
 
 LOOKS = 256
@@ -48,20 +51,29 @@ def has_kernels(context: ExpertParallelContext) -> bool:
 
 
 class DirectExchange:
-    """The kernels of counts and rows over a context. All calls are collective, and come in this order for a dispatch:
-    `count`, `send`, `await_counts` if the host is to know them, `receive`.
+    """The kernels of counts, rows and sums over a context. All calls are collective.
+
+    They come in this order for a dispatch: `count`, `send`, `await_counts` if the host is to know them, `receive`.
 
     Args:
         context: that is not allocated yet.
+        hidden: elements of a token.
         max_tokens: of a pair of ranks in one step.
     """
 
-    def __init__(self, context: ExpertParallelContext, max_tokens: int) -> None:
-        self.context, self.max_tokens = context, max_tokens
-        context.register(staging_bytes=rows.table_bytes(context.world_size))
+    def __init__(self, context: ExpertParallelContext, hidden: int, max_tokens: int) -> None:
+        self.context, self.hidden, self.max_tokens = context, hidden, max_tokens
+        context.register(
+            staging_bytes=rows.table_bytes(context.world_size),
+            combine=combine_bytes(hidden, context.world_size, max_tokens),
+        )
         self._count_tag = count_tag_of(context.next_exchange_id())
         on_gpu = context.device.type == "cuda"
-        self._sm_shared_bytes = sm_shared_bytes(context.device)
+        self._ranks: dict[str, Any] = {
+            "rank": context.rank,
+            "world_size": context.world_size,
+            "sm_shared_bytes": sm_shared_bytes(context.device),
+        }
         with torch.inference_mode(False):
             self._state = torch.zeros(2, dtype=torch.int32, device=context.device)
             self._host = torch.zeros(
@@ -71,19 +83,24 @@ class DirectExchange:
         self._ticket = 0
         self._tables: torch.Tensor | None = None
         self._geometries: dict[tuple[PayloadLayout, int | None, bool], RowGeometry] = {}
+        self._sums: dict[tuple[int, int, int | None], SumGeometry] = {}
         self._steps = 0
+        widest = PayloadLayout(WORD * hidden, 0, MOST_TOP_K)
+        self._fits = (
+            self.geometry(widest, None).fits and SumGeometry(**self._ranks, hidden=hidden, top_k=MOST_TOP_K).fits
+        )
 
-    def takes(self, layout: PayloadLayout, num_local: int) -> bool:
-        """Whether the kernels take such tokens, and as many experts of a rank."""
-        return num_local <= rows.MOST_LOCAL and self.geometry(layout, None).fits
+    def takes(self, num_experts: int) -> bool:
+        """Whether the kernels take a token, and the experts of all ranks."""
+        return self._fits and num_experts <= rows.MOST_LOCAL * self.context.world_size
 
     def geometry(self, layout: PayloadLayout, num_sms: int | None, own_too: bool = False) -> RowGeometry:
         """Of tokens with this payload."""
         key = layout, num_sms, own_too
         if key not in self._geometries:
-            context = self.context
-            sizes = context.rank, context.world_size, self.max_tokens, *key
-            self._geometries[key] = RowGeometry(*sizes, sm_shared_bytes=self._sm_shared_bytes)
+            self._geometries[key] = RowGeometry(
+                **self._ranks, max_tokens=self.max_tokens, layout=layout, num_sms=num_sms, own_too=own_too
+            )
         return self._geometries[key]
 
     @property
@@ -92,7 +109,13 @@ class DirectExchange:
         return self.context.timeout_ns if self._steps else self.context.startup_timeout_ns
 
     def count(
-        self, routing: torch.Tensor, per_expert: torch.Tensor | None, num_experts: int, num_worst_tokens: int
+        self,
+        routing: torch.Tensor,
+        per_expert: torch.Tensor | None,
+        num_experts: int,
+        num_worst_tokens: int,
+        *,
+        with_entries: bool,
     ) -> Route:
         """Count this rank's tokens and exchange the counts.
 
@@ -100,6 +123,7 @@ class DirectExchange:
             routing, per_expert: as of `rows.count_tokens`.
             num_experts: of all ranks.
             num_worst_tokens: most rows that may come; 0 for the host to know.
+            with_entries: as of `Route.allocate`.
 
         Raises `ValueError` in the capture of a CUDA graph if the host is to know them.
         """
@@ -112,9 +136,8 @@ class DirectExchange:
         if not num_worst_tokens:
             self._ticket = self._ticket % (2**31 - 1) + 1
         with torch.inference_mode(False):
-            route = Route.allocate(
-                routing.shape[0], context.world_size, num_experts // context.world_size, context.device
-            )
+            sizes = routing.shape[0], context.world_size, num_experts // context.world_size
+            route = Route.allocate(*sizes, context.device, with_entries=with_entries)
         rows.count_tokens(
             context,
             routing,
@@ -189,6 +212,7 @@ class DirectExchange:
         out: UnpackedRows,
         *,
         window: int,
+        is_first: bool,
         positions: torch.Tensor | None,
         row_index: torch.Tensor | None,
         room: int,
@@ -204,6 +228,7 @@ class DirectExchange:
             epoch,
             out,
             window=window,
+            is_first=is_first,
             positions=positions,
             row_index=row_index,
             room=room,
@@ -212,6 +237,65 @@ class DirectExchange:
             timeout_ns=self._timeout_ns,
         )
         self._steps += 1
+
+    def combine(
+        self,
+        rows_of_rank: RowsOfRank,
+        route: Route,
+        source_tokens: torch.Tensor,
+        biases: tuple[torch.Tensor, ...],
+        most_tokens: int,
+        num_sms: int | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Sum the rows of each token, and their weights.
+
+        Args:
+            rows_of_rank: what this rank brings.
+            route, source_tokens: of the dispatch.
+            biases: bf16 `[T, H]`, contiguous, two at most.
+            most_tokens: of a rank.
+            num_sms: most SMs; None is all.
+
+        Returns bf16 `[T, H]`, and fp32 `[T, K]` or None without weights.
+        """
+        context, weights = self.context, rows_of_rank.weights
+        top_k, num_tokens = 0 if weights is None else weights.shape[1], route.index.shape[0]
+        key = top_k, len(biases), num_sms
+        if key not in self._sums:
+            self._sums[key] = SumGeometry(
+                **self._ranks, hidden=self.hidden, top_k=top_k, biases=len(biases), num_sms=num_sms
+            )
+        geometry = self._sums[key]
+        with torch.inference_mode(False):
+            y = torch.empty(num_tokens, self.hidden, dtype=torch.bfloat16, device=context.device)
+            summed = None
+            if top_k:
+                summed = torch.empty(num_tokens, top_k, dtype=torch.float32, device=context.device)
+            epoch = torch.empty(1, dtype=torch.int32, device=context.device)
+        for start in range(0, max(1, most_tokens), self.max_tokens):
+            of_step = y, summed, biases
+            first = min(start, num_tokens)
+            if most_tokens > self.max_tokens:
+                there = slice(first, min(start + self.max_tokens, num_tokens))
+                of_step = y[there], None if summed is None else summed[there], tuple(bias[there] for bias in biases)
+            context.dispatches += 1
+            row_sums.send_sums(
+                context,
+                geometry,
+                self._count_tag,
+                rows_of_rank,
+                route,
+                source_tokens,
+                epoch,
+                start=start,
+                room=self.max_tokens,
+                timeout_ns=self._timeout_ns,
+            )
+            row_sums.recv_sums(
+                context, geometry, rows_of_rank, route, epoch, *of_step, start=first, timeout_ns=self._timeout_ns
+            )
+            self._steps += 1
+        return y, summed
 
     def records(self, geometry: RowGeometry) -> torch.Tensor:
         """uint8 `[rows of both halves, record_bytes]`, of rows that stay where they landed."""

@@ -505,13 +505,13 @@ class ElasticBuffer(GroupBuffer):
         exchange = self._exchange(x.shape[1], num_sms or handle.num_sms)
         with self._comm.running(beside, *waits_for):
             x = x.contiguous()
-            if handle.do_expand and not self.allow_multiple_reduction:
-                y = exchange.combine_once(x, handle._steps, biases)
+            weights = None if topk_weights is None else handle._weights_by_row(topk_weights)
+            if not handle.do_expand:
+                y, weights = exchange.combine(x, handle._rows, biases, weights)
             else:
-                y = exchange.combine(x, handle._steps, biases)
-            weights = None
-            if topk_weights is not None:
-                weights = exchange.combine_weights(handle._weights_by_row(topk_weights), handle._rows)
+                sums = exchange.combine_steps if self.allow_multiple_reduction else exchange.combine_once
+                y = sums(x, handle._steps, biases)
+                weights = None if weights is None else exchange.combine_weights(weights, handle._rows)
         used = x, topk_weights, *biases, y, weights, *handle._tensors
         return y, weights, self._comm.finish(beside, bool(async_with_compute_stream), used)
 
@@ -521,10 +521,10 @@ class ElasticBuffer(GroupBuffer):
     def _check_handle(self, handle: EPHandle, hidden: int) -> None:
         """`handle` may be of another buffer with the same ranks, if there is room for as many tokens of `hidden`."""
         check_kind("handle", handle, EPHandle)
-        (step,) = handle._rows.steps
-        fits = handle._rank == self.rank_idx and step.positions.shape[1] == self.num_ranks
+        rows = handle._rows
+        fits = handle._rank == self.rank_idx and rows.num_ranks == self.num_ranks
         room = normal_tokens(self.num_bytes, hidden, self.num_ranks)
-        if not fits or step.room > room or handle.topk_idx.device != self.device:
+        if not fits or rows.room > room or handle.topk_idx.device != self.device:
             raise ValueError("handle: expected one of this buffer, or of one with the same ranks and no more room")
 
     # Other jobs

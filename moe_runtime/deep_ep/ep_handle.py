@@ -89,8 +89,7 @@ class EPHandle:
         """int32 `[E_local]`: rows of each local expert."""
         if self._rows.route is not None:
             return self._rows.route.experts
-        num_ranks = self._rows.steps[0].positions.shape[1]
-        return count_entries(self._ids, self.num_experts // num_ranks)
+        return count_entries(self._ids, self.num_experts // self._rows.num_ranks)
 
     @cached_property
     def psum_num_recv_tokens_per_scaleup_rank(self) -> torch.Tensor:
@@ -99,7 +98,7 @@ class EPHandle:
         if prefix is not None:
             return prefix[:, self._rank].contiguous()
         (step,) = self._rows.steps
-        num_ranks = step.positions.shape[1]
+        num_ranks = self._rows.num_ranks
         came = step.positions.view(num_ranks, step.room, num_ranks)[:, :, self._rank] >= 0
         return came.sum(dim=1).cumsum(0, dtype=torch.int32)
 
@@ -135,7 +134,7 @@ class EPHandle:
     @cached_property
     def dst_buffer_slot_idx(self) -> torch.Tensor:
         """int32 `[T, K]`: where a token lands on the rank of each of its experts, -1 for none."""
-        room, num_tokens = self._rows.steps[0].room, self._rows.num_tokens
+        room, num_tokens = self._rows.room, self._rows.num_tokens
         slots = self._rank * room + torch.arange(num_tokens, dtype=torch.int32, device=self.topk_idx.device)
         return torch.where(valid_ids(self.topk_idx, self.num_experts) >= 0, slots[:, None], -1)
 

@@ -36,8 +36,9 @@ from moe_runtime.kernels.exchange.payload import (
     pack_tokens,
     unpack_rows,
 )
+from moe_runtime.kernels.exchange.row_sums import RowsOfRank
 from moe_runtime.kernels.exchange.rows import Route, TokensOfRank
-from moe_runtime.kernels.formats.number_formats import align, ceil_div
+from moe_runtime.kernels.formats.number_formats import align
 from moe_runtime.kernels.formats.reference_quantize import bf16_parts
 
 LEAST_ROOM = 64
@@ -61,8 +62,8 @@ class Step:
         entries: int `[T, W]`, rank `r` where the token goes there, else -1. Expanded: `[T, K]`, experts of the token,
             -1 for none.
         weights: fp32 ones of this shape.
-        positions: int32 `[W * room, W]`, or `[W * room, K]`: row of each slot and entry, slots by source rank and
-            token. Of entries that do not come here it has -1, or anything: combine looks at those that come.
+        positions: int32 `[W * room, W]`, or `[W * room, K]`: row of each slot and entry, -1 for none. Slots are by
+            source rank and token.
         num_experts: `E` of expanded rows; None where entries are ranks.
     """
 
@@ -84,19 +85,24 @@ class NormalHandle(tuple[torch.Tensor | None, ...]):
     `num_worst_tokens`.
 
     Attributes:
-        steps: the tokens of each step, and where their rows are.
+        num_ranks: `W`.
         num_tokens: `T`.
         num_rows: `R`, rows that came, or `num_worst_tokens`.
+        room: most tokens of a rank in a step.
         tokens_of_experts: tokens that came for each local expert; None with `num_worst_tokens`.
+        steps: the tokens of each step, and where their rows are. With `route` only of rows that are to be expanded.
         route: where tokens go, for kernels that store to peers; None elsewhere.
-        most_sent: tokens of a pair of ranks at most, with `route`.
+        most_tokens, most_sent: of a rank and of a pair of ranks at most, with `route`.
     """
 
-    steps: list[Step]
+    num_ranks: int
     num_tokens: int
     num_rows: int
+    room: int
     tokens_of_experts: list[int] | None
+    steps: list[Step]
     route: Route | None = None
+    most_tokens: int = 0
     most_sent: int = 0
 
 
@@ -155,7 +161,7 @@ class NormalExchange:
         self._ones = torch.ones(max_tokens, context.world_size, dtype=torch.float32, device=context.device)
         self._direct: DirectExchange | None = None
         if has_kernels(context) if direct is None else direct:
-            self._direct = DirectExchange(context, max_tokens)
+            self._direct = DirectExchange(context, hidden, max_tokens)
         # The widest first: the memory for it suffices for all others.
         self._dispatcher(normal_words(hidden), max_tokens)
         context.allocate()
@@ -228,9 +234,7 @@ class NormalExchange:
         """
         form = {"max_tokens": max_tokens, "to_expand": to_expand, "scales_by_column": scales_by_column}
         given = x, token_layout, topk_idx, topk_weights, num_worst_tokens, num_experts
-        if self._direct is not None and self._direct.takes(
-            self._layout(x, topk_idx), num_experts // self.context.world_size
-        ):
+        if self._direct is not None and self._direct.takes(num_experts):
             return self.start(*given, **form).finish()  # type: ignore[arg-type]
         return self._dispatch_in_steps(*given, **form)  # type: ignore[arg-type]
 
@@ -259,15 +263,17 @@ class NormalExchange:
                 self._check_one_step(num_tokens)
             if to_expand:
                 assert max_tokens is not None
-                # Which slots have rows is looked at later.
-                positions = self._positions(1, self._room_for(max_tokens)).fill_(-1)
+                shape = self.context.world_size * self._room_for(max_tokens), self.context.world_size
+                with torch.inference_mode(False):
+                    positions = torch.full(shape, -1, dtype=torch.int32, device=self.context.device)
             per_expert = None
             if token_layout is None:
                 assert topk_idx is not None
                 routing = topk_idx
             else:
                 routing, per_expert = token_layout[0].contiguous(), token_layout[2].contiguous()
-            route = self._direct.count(routing, per_expert, num_experts, num_worst_tokens)
+            counted = routing, per_expert, num_experts, num_worst_tokens
+            route = self._direct.count(*counted, with_entries=to_expand)
             geometry = self._direct.geometry(layout, self.num_sms, to_expand)
             epoch = self._direct.send(geometry, tokens, route, window=0, after_counts=True)
         in_rank = None if token_layout is None else token_layout[0]
@@ -280,11 +286,6 @@ class NormalExchange:
                 f"x: expected at most {self.max_tokens} tokens with num_worst_tokens (num_nvl_bytes has room "
                 f"for no more in one step), got {num_tokens}"
             )
-
-    def _positions(self, windows: int, room: int) -> torch.Tensor:
-        world = self.context.world_size
-        with torch.inference_mode(False):
-            return torch.empty(windows, world * room, world, dtype=torch.int32, device=self.context.device)
 
     @by_one_thread
     def _finish(self, begun: StartedDispatch) -> Received:
@@ -299,21 +300,18 @@ class NormalExchange:
             most, most_sent, num_rows = counts.most_tokens, counts.most_sent, counts.num_rows
         with collective_step(self.context):
             room = self._room_for(most if begun.max_tokens is None else begun.max_tokens)
-            windows = max(1, ceil_div(most, room)) if counts is not None else 1
-            positions = self._positions(windows, room) if begun.positions is None else begun.positions
             out = self._rows(layout, num_rows, begun.to_expand, begun.scales_by_column)
-            landed = self._receive_rows(begun, out, most_sent, positions, room)
+            landed = self._receive_rows(begun, out, most_sent, room)
         num_tokens = route.index.shape[0]
         handle = NormalHandle((route.prefix, None, None, out.source_tokens, begun.is_token_in_rank, None))
-        ones = self._ones_for(num_tokens)
         handle.steps = []
-        for window in range(windows):
-            start, end = min(window * room, num_tokens), min((window + 1) * room, num_tokens)
-            of_step = route.entries[start:end], ones[start:end], positions[window]
-            handle.steps.append(Step(start, end, room, *of_step))
-        handle.num_tokens, handle.num_rows = num_tokens, num_rows
+        if begun.positions is not None:
+            assert route.entries is not None
+            ones = self._ones_for(num_tokens)
+            handle.steps.append(Step(0, num_tokens, room, route.entries, ones, begun.positions))
+        handle.num_tokens, handle.num_rows, handle.num_ranks = num_tokens, num_rows, self.context.world_size
         handle.tokens_of_experts = None if counts is None else counts.of_experts
-        handle.route, handle.most_sent = route, most_sent
+        handle.room, handle.route, handle.most_tokens, handle.most_sent = room, route, most, most_sent
         return self._received(layout, out, handle, landed)
 
     def _receive_rows(
@@ -321,12 +319,11 @@ class NormalExchange:
         begun: StartedDispatch,
         out: UnpackedRows,
         most_sent: int,
-        positions: torch.Tensor | None,
-        room: int,
+        room: int = 0,
     ) -> LandedRows | None:
         """Receive the step that has begun, and send and receive more, up to `most_sent` tokens of a pair of ranks.
 
-        Returns where rows are that stay there.
+        `room` is of positions, and 0 for a cached dispatch. Returns where rows are that stay there.
         """
         direct, tokens, route, epoch = self._direct, begun.tokens, begun.route, begun.epoch
         assert direct is not None
@@ -342,7 +339,8 @@ class NormalExchange:
                 epoch,
                 out,
                 window=window,
-                positions=positions,
+                is_first=room > 0,
+                positions=begun.positions,
                 row_index=row_index,
                 room=room,
                 num_experts=begun.num_experts,
@@ -412,8 +410,8 @@ class NormalExchange:
             assert table is not None
             steps, landed = self._steps(layout, sent, first, most, table, out, num_experts)
         handle = NormalHandle((prefix, None, None, out.source_tokens, is_token_in_rank, None))
-        handle.steps, handle.num_tokens, handle.num_rows = steps, num_tokens, num_rows
-        handle.tokens_of_experts = of_experts
+        handle.num_ranks, handle.num_tokens, handle.num_rows = self.context.world_size, num_tokens, num_rows
+        handle.steps, handle.room, handle.tokens_of_experts = steps, max(step.room for step in steps), of_experts
         return self._received(layout, out, handle, landed)
 
     def dispatch_again(
@@ -472,7 +470,7 @@ class NormalExchange:
             form = 0, num_experts, None, to_expand, scales_by_column
             begun = StartedDispatch(self, layout, tokens, route, epoch, None, None, *form)
             out = self._rows(layout, handle.num_rows, to_expand, scales_by_column, source_tokens)
-            landed = self._receive_rows(begun, out, handle.most_sent, None, 1)
+            landed = self._receive_rows(begun, out, handle.most_sent)
         return self._received(layout, out, handle, landed)
 
     def _entries(self, is_token_in_rank: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -652,8 +650,46 @@ class NormalExchange:
 
     # Combine
 
-    def combine(self, x: torch.Tensor, steps: list[Step], biases: tuple[torch.Tensor, ...] = ()) -> torch.Tensor:
-        """bf16 `[T, H]`, the unweighted sum in fp32 of the `biases` and of each token's rows."""
+    def combine(
+        self,
+        x: torch.Tensor,
+        handle: NormalHandle,
+        biases: tuple[torch.Tensor, ...] = (),
+        topk_weights: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Sum the rows of each token, unweighted, in fp32: the `biases`, then ranks ascending.
+
+        Args:
+            x: bf16 `[R, H]`, contiguous.
+            handle: of the dispatch; its rows are not expanded.
+            biases: bf16 `[T, H]`, two at most.
+            topk_weights: fp32 `[R, K]`, summed likewise.
+
+        Returns bf16 `[T, H]`, and fp32 `[T, K]` or None.
+        """
+        if handle.route is not None and self._direct is not None:
+            return self._combine_rows(x, handle, biases, topk_weights)
+        y = self.combine_steps(x, handle.steps, biases)
+        return y, None if topk_weights is None else self.combine_weights(topk_weights, handle)
+
+    @by_one_thread
+    def _combine_rows(
+        self,
+        x: torch.Tensor,
+        handle: NormalHandle,
+        biases: tuple[torch.Tensor, ...],
+        topk_weights: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`combine` by kernels that store to peers."""
+        route, source_tokens = handle.route, handle[3]
+        assert self._direct is not None and route is not None and source_tokens is not None
+        with collective_step(self.context):
+            rows = RowsOfRank(_aligned(x), topk_weights)
+            biases = tuple(_aligned(bias.contiguous()) for bias in biases)
+            return self._direct.combine(rows, route, source_tokens, biases, handle.most_tokens, self.num_sms)
+
+    def combine_steps(self, x: torch.Tensor, steps: list[Step], biases: tuple[torch.Tensor, ...] = ()) -> torch.Tensor:
+        """bf16 `[T, H]`, the unweighted sum in fp32 of the `biases` and of each token's rows, by dispatchers."""
         sums = []
         for step in steps:
             added = [bias[step.start : step.end].contiguous() for bias in biases]
@@ -684,7 +720,7 @@ class NormalExchange:
                 weights=step.weights[:, entry],
                 positions=step.positions[:, entry].contiguous(),
             )
-            total += self.combine(x, [one])
+            total += self.combine_steps(x, [one])
         return total.to(torch.bfloat16)
 
     def combine_weights(self, topk_weights: torch.Tensor, handle: NormalHandle) -> torch.Tensor:
@@ -762,9 +798,12 @@ class StartedDispatch:
 
 def _tokens_of_rank(x: Tokens, topk_idx: torch.Tensor | None, topk_weights: torch.Tensor | None) -> TokensOfRank:
     quants, scales = x if isinstance(x, tuple) else (x, None)
-    if quants.data_ptr() % 16:
-        quants = quants.clone()
-    return TokensOfRank(quants, scales, topk_idx, topk_weights)
+    return TokensOfRank(_aligned(quants), scales, topk_idx, topk_weights)
+
+
+def _aligned(rows: torch.Tensor) -> torch.Tensor:
+    """The rows at a multiple of 16 bytes: themselves, or a copy."""
+    return rows if rows.data_ptr() % 16 == 0 else rows.clone()
 
 
 def _typed(layout: PayloadLayout, tokens: torch.Tensor) -> torch.Tensor:

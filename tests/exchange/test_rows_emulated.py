@@ -14,7 +14,7 @@ from moe_runtime.comm.errors import CapacityError, MoERuntimeError, PeerTimeoutE
 from moe_runtime.comm.heaps.private_heap import PrivateHeap
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.deep_ep.normal import NormalExchange, Received, StartedDispatch, TokenLayout, Tokens
-from moe_runtime.kernels.exchange import rows
+from moe_runtime.kernels.exchange import row_sums, rows
 from moe_runtime.kernels.exchange.layout import dispatch_layout
 from tests.emulator import Emulator, needs_emulator
 from tests.support.comparison import assert_same_bits
@@ -33,11 +33,15 @@ def few_sms(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Draws how many blocks and warps there are."""
     draw = random.Random(seed)
     sms = draw.choice((1, 2, 3))
-    monkeypatch.setattr(rows, "most_sms", lambda device: sms)
+    for module in (rows, row_sums):
+        monkeypatch.setattr(module, "most_sms", lambda device: sms)
+    monkeypatch.setattr(row_sums, "SUM_WARPS", draw.choice((1, 2)))
+    monkeypatch.setattr(row_sums, "MOST_SUM_WARPS", 4)
     monkeypatch.setattr(rows, "COUNT_WARPS", draw.choice((1, 2, 4)))
     monkeypatch.setattr(rows, "MOST_WARPS", draw.choice((1, 2, 3)))
     monkeypatch.setattr(rows, "MOST_STAGES", draw.choice((2, 3, 4)))
     rows.forget_kernels()
+    row_sums.forget_kernels()
 
 
 @dataclass(frozen=True)
@@ -124,13 +128,6 @@ def check(got: Received, cases: list[Case], rank: int, num_rows: int | None = No
     ]
     assert got.handle.route is not None and got.handle.route.experts.tolist() == of_experts
     assert got.handle.tokens_of_experts in (None, of_experts)
-    # Combine finds the rows by slot.
-    for row, (s, t) in enumerate(arriving):
-        (step,) = [step for number, step in enumerate(got.handle.steps) if t // step.room == number]
-        assert int(step.positions[s * step.room + t % step.room, rank]) == row
-    entries = torch.cat([step.entries for step in got.handle.steps])
-    wanted = torch.stack([torch.where(cases[rank].goes_to(to), to, -1) for to in range(world)], dim=1)
-    assert torch.equal(entries, wanted.to(torch.int32))
 
 
 def start_all(
@@ -201,7 +198,6 @@ def test_more_tokens_than_a_step_has_room_for(world: int, emulator: Emulator, se
     got = finish_all(start_all(ranks, cases, emulator, started), emulator)
     for rank in range(world):
         check(got[rank], cases, rank)
-        assert len(got[rank].handle.steps) == 3
     others = [case_of(seed + 1, r, (11, 3)[r], world, 128, True) for r in range(world)]
     handles = {id(e): g.handle for e, g in zip(ranks, got, strict=True)}
     again = start_all(ranks, others, emulator, lambda e, c: e.dispatch_again(c.x, handles[id(e)]))
@@ -231,6 +227,8 @@ def test_rows_that_stay_where_they_landed(world: int, emulator: Emulator, seed: 
                 assert_same_bits(record[: layout.token_bytes], quants[t].view(torch.uint8), "tokens")
                 assert_same_bits(record[layout.token_bytes : layout.ids_at].view(torch.float32), scales[t], "scales")
             (step,) = one.handle.steps
+            wanted = torch.stack([torch.where(cases[rank].goes_to(to), to, -1) for to in range(world)], dim=1)
+            assert torch.equal(step.entries, wanted.to(torch.int32))
             came = {s * step.room + t: row for row, (s, t) in enumerate(arriving)}
             assert step.positions[:, rank].tolist() == [came.get(slot, -1) for slot in range(world * step.room)]
 
@@ -283,3 +281,70 @@ def test_a_number_of_counts_is_not_taken_for_another(emulator: Emulator, seed: i
             rank._direct._ticket += 1
             rank._direct.await_counts(begun.route)
         rank._direct._ticket -= 1
+
+
+def combined(case: Case, rank: int, of_rows: list[list[torch.Tensor]], biases: list[torch.Tensor]) -> torch.Tensor:
+    """fp32 sums, biases first, then ranks ascending; `of_rows` are the rows of each rank, by source and token."""
+    total = torch.zeros(case.ids.shape[0], of_rows[0][0].shape[1])
+    for bias in biases:
+        total += bias.float()
+    for there, rows_there in enumerate(of_rows):
+        for token in case.goes_to(there).nonzero()[:, 0].tolist():
+            total[token] += rows_there[rank][token].float()
+    return total
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("room", [12, 5])
+def test_rows_are_summed_at_home(world: int, room: int, emulator: Emulator, seed: int) -> None:
+    """Combines of one handle, again and again, with weights and biases and without; in steps, too."""
+    draw, hidden = random.Random(seed), 272
+    ranks = exchanges(world, hidden, room, draw.choice((None, 2)))
+    for turn in range(2):
+        cases = [
+            case_of(seed + turn, r, draw.choice((0, 1, 12, draw.randint(0, 12))), world, hidden, False)
+            for r in range(world)
+        ]
+        got = finish_all(start_all(ranks, cases, emulator, started), emulator)
+        for again in range(3):
+            g = torch.Generator().manual_seed(seed * 91 + turn * 7 + again)
+            num_biases, top_k = (turn + again) % 3, again * 4
+            # By rank, source rank and token there.
+            outputs = [
+                [torch.randn(case.ids.shape[0], hidden, generator=g).bfloat16() for case in cases] for _ in ranks
+            ]
+            weights = [[torch.randn(case.ids.shape[0], top_k, generator=g) for case in cases] for _ in ranks]
+            biases = [
+                [torch.randn(c.ids.shape[0], hidden, generator=g).bfloat16() for _ in range(num_biases)] for c in cases
+            ]
+
+            def brought(of_rank: list[torch.Tensor], rank: int, cases: list[Case] = cases) -> torch.Tensor:
+                return torch.cat([part[case.goes_to(rank)] for part, case in zip(of_rank, cases, strict=True)])
+
+            found: list[Any] = []
+            with emulator.together() as choose:
+                for rank, exchange in enumerate(ranks):
+                    choose(rank)
+                    of_rows = strided(brought(weights[rank], rank), draw) if top_k else None
+                    rows_here = brought(outputs[rank], rank)
+                    found.append(exchange.combine(rows_here, got[rank].handle, tuple(biases[rank]), of_rows))
+            for rank, (y, y_weights) in enumerate(found):
+                wanted = combined(cases[rank], rank, outputs, biases[rank]).to(torch.bfloat16)
+                assert_same_bits(y, wanted, f"sums of rank {rank}, {num_biases} biases")
+                assert (y_weights is None) == (top_k == 0)
+                if y_weights is not None:
+                    assert_same_bits(y_weights, combined(cases[rank], rank, weights, []), f"weights of rank {rank}")
+    for exchange in ranks:
+        exchange.context.check_peers()
+
+
+def test_sums_of_a_step_that_fails_are_nan(emulator: Emulator, seed: int) -> None:
+    ranks = exchanges(2, 128, 8)
+    cases = [case_of(seed, r, 8, 2, 128, False) for r in range(2)]
+    for case in cases:
+        case.ids[:, 0], case.ids[:, 1] = 1, LOCAL
+    got = finish_all(start_all(ranks, cases, emulator, started), emulator)
+    (y, weights) = ranks[0].combine(got[0].x, got[0].handle, (), torch.ones(16, 2))  # type: ignore[arg-type]
+    assert weights is not None and y.isnan().all() and weights.isnan().all()
+    with pytest.raises(PeerTimeoutError, match="rank 1 did not answer"):
+        ranks[0].context.check()

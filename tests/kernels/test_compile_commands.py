@@ -30,6 +30,8 @@ WRONG = [
     ("rows.cu", {"K": 33}, "K: a lane has an expert of a token"),
     ("rows.cu", {"STAGES": 1}, "STAGES: one record is loaded while another is stored"),
     ("rows.cu", {"RECORD_BYTES": 1024}, "RECORD_BYTES: too few for what travels"),
+    ("row_sums.cu", {"HIDDEN": 36}, "HIDDEN: a lane reads 16 bytes at a time"),
+    ("row_sums.cu", {"BIASES": 3}, "BIASES: none, one or two"),
     ("tma_gemm.cu", {"ROWS": 24}, "ROWS: wgmma has no such tile here"),
     ("tma_gemm.cu", {"STAGES": 7}, "STAGES: the ring is larger than the shared memory"),
     ("tma_gemm.cu", {"A_BOX": 48}, "A_BOX: boxes fill a tile"),

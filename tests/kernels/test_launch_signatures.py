@@ -17,7 +17,7 @@ from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.deep_ep.normal import NormalExchange
 from moe_runtime.kernels import clock, nvrtc
 from moe_runtime.kernels.bound_kernel import BoundKernel
-from moe_runtime.kernels.exchange import cuda, hierarchical, plan, rows
+from moe_runtime.kernels.exchange import cuda, hierarchical, plan, row_sums, rows
 from moe_runtime.kernels.exchange.layout import dispatch_layout
 from moe_runtime.kernels.exchange.local_ids import local_ids
 from moe_runtime.kernels.exchange.padded_rows import PaddedRows
@@ -68,7 +68,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Variant]:
     monkeypatch.setattr(BoundKernel, "launch", launch)
     monkeypatch.setattr(nvrtc, "most_sms", lambda device, limit=None: min(132, limit or 132))
     monkeypatch.setattr(cuda, "most_sms", lambda device, limit=None: min(132, limit or 132))
-    monkeypatch.setattr(rows, "most_sms", lambda device: 132)
+    for module in (rows, row_sums):
+        monkeypatch.setattr(module, "most_sms", lambda device: 132)
     monkeypatch.setattr(driver, "cuTensorMapEncodeTiled", encode_tiled)
     monkeypatch.setattr(dequant_gemm, "is_hopper", lambda device: True)
     for module in (grouped_gemm, op_gemm):
@@ -116,6 +117,8 @@ def normal_mode() -> None:
         for layout in (None, (in_rank, per_rank, per_expert)):
             got = exchange.dispatch(data.x, layout, ids, data.topk_weights, 16, num_experts=4)
             exchange.dispatch_again(data.x, got.handle)
+            for biases in ((), (data.x, data.x)):
+                exchange.combine(torch.zeros(16, 256).bfloat16(), got.handle, biases, torch.zeros(16, 3))
 
 
 def hosts(monkeypatch: pytest.MonkeyPatch) -> None:
