@@ -19,6 +19,7 @@
 constexpr int THREADS = WARPS * 32;
 constexpr int FLAG = 0, TOKENS = 1, COUNTS = 2, EXPERTS = COUNTS + WORLD;
 constexpr int HOST_TICKET = 0, HOST_MOST = 1, HOST_PREFIX = 2, HOST_EXPERTS = HOST_PREFIX + WORLD * WORLD;
+constexpr int AT_ONCE = 8;       // ids of a token that are loaded at a time
 constexpr int MOST_GROUPS = 32;  // of 32 tokens, that a warp looks at before the block adds up
 
 static_assert(WARPS >= 1 && WARPS <= 32, "WARPS: a lane has the count of a warp");
@@ -57,11 +58,18 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
   auto goes = [&](int token) {
 #if FROM_IDS
     bool here = false;
-    for (int k = 0; k < top_k; ++k) {
-      const int expert = static_cast<int>(topk_idx[token * id_row + k * id_column]) - first_expert;
-      if (expert < 0 || expert >= num_local) continue;
-      atomicAdd(&of_experts[expert], 1);
-      here = true;
+    for (int first = 0; first < top_k; first += AT_ONCE) {
+      long long ids[AT_ONCE];
+#pragma unroll
+      for (int k = 0; k < AT_ONCE; ++k)
+        ids[k] = first + k < top_k ? topk_idx[token * id_row + (first + k) * id_column] : -1;
+#pragma unroll
+      for (int k = 0; k < AT_ONCE; ++k) {
+        const int id = static_cast<int>(ids[k]), expert = id - first_expert;
+        if (id < 0 || expert < 0 || expert >= num_local) continue;
+        atomicAdd(&of_experts[expert], 1);
+        here = true;
+      }
     }
     return here;
 #else
@@ -73,13 +81,12 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     const int groups = min(MOST_GROUPS, ceil_div(num_tokens - start, THREADS));
     const int first = start + warp * groups * 32 + lane;
     u32 mine = 0;
+    // All loads first, so that several are in flight.
+#pragma unroll 4
+    for (int g = 0; g < groups; ++g)
+      if (first + g * 32 < num_tokens) mine |= static_cast<u32>(goes(first + g * 32)) << g;
     int count = 0;
-    for (int g = 0; g < groups; ++g) {
-      const int token = first + g * 32;
-      const bool here = token < num_tokens && goes(token);
-      mine |= static_cast<u32>(here) << g;
-      count += __popc(__ballot_sync(ALL, here));
-    }
+    for (int g = 0; g < groups; ++g) count += __popc(__ballot_sync(ALL, mine >> g & 1));
     if (lane == 0) of_warps[warp] = count;
     __syncthreads();
     const int of_lane = lane < WARPS ? of_warps[lane] : 0;

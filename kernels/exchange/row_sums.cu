@@ -24,7 +24,7 @@ static_assert(HIDDEN % 8 == 0, "HIDDEN: a lane reads 16 bytes at a time");
 static_assert(RECORD_BYTES >= ROW_BYTES + 4 * K, "RECORD_BYTES: too few for what travels");
 static_assert(K <= 32, "K: a lane has a weight of a row");
 static_assert(BIASES >= 0 && BIASES <= 2, "BIASES: none, one or two");
-static_assert(WARPS >= 1 && WARPS <= 32 && SUM_WARPS >= 1 && SUM_WARPS <= 32, "WARPS, SUM_WARPS: of a block");
+static_assert(WARPS >= 1 && WARPS <= 32 && SUM_WARPS >= 1 && SUM_WARPS <= 24, "WARPS, SUM_WARPS: of a block");
 
 __device__ __forceinline__ int flag_of(int epoch) { return epoch ^ 0x40000000; }
 
@@ -117,7 +117,7 @@ __device__ __forceinline__ void add_unit(float (&total)[8], const uint4& unit) {
 }
 
 // `index`, `y`, `out_weights` and the biases begin with the first of the `num_tokens` tokens of this step.
-extern "C" __global__ void __launch_bounds__(32 * SUM_WARPS, 32 / SUM_WARPS)
+extern "C" __global__ void __launch_bounds__(32 * SUM_WARPS, 24 / SUM_WARPS)
     combine_recv_rows(const u8* rows, const void* weights, long long weight_row, long long weight_column,
                       const int* index, const int* prefix, int num_tokens, int num_rows, const u8* bias,
                       const u8* bias_2, const u64* combine, const u64* token_flags, const u64* signals,

@@ -20,9 +20,9 @@ from moe_runtime.kernels.exchange.rows import CopyGeometry, Route
 from moe_runtime.kernels.formats.number_formats import align
 from moe_runtime.kernels.nvrtc import Defines, most_sms
 
-SUM_WARPS, BLOCKS_PER_SM = 8, 4
-"""Of a block that sums, and of an SM: as many blocks as there are registers for find room beside one that sends."""
-MOST_SUM_WARPS = 32
+SUM_WARPS, BLOCKS_PER_SM = 8, 3
+"""Of a block that sums, and blocks of an SM: there are registers for two of them beside one that sends."""
+MOST_SUM_WARPS = 24
 """Of such a block where SMs are limited: it has an SM of its own."""
 
 
