@@ -33,10 +33,18 @@ __device__ __forceinline__ long long slot_of(int token, int of, int home) {
   return static_cast<long long>(token) * PEERS + (of < home ? of : of - 1);
 }
 
+// The bits of weight `lane` of a row, which is 0 where `ids`, if given, has no expert.
+__device__ __forceinline__ u32 weight_of(const void* weights, long long weight_row, long long weight_column,
+                                         const long long* ids, int row) {
+  const int lane = threadIdx.x & 31;
+  if (ids != nullptr && ids[static_cast<long long>(row) * K + lane] < 0) return 0;
+  return static_cast<const u32*>(weights)[row * weight_row + lane * weight_column];
+}
+
 // `source_tokens` are the tokens of the rows at their ranks, which are in the order of `prefix` (see row_counts.cu).
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
     combine_send_rows(const u8* rows, const void* weights, long long weight_row, long long weight_column,
-                      const int* source_tokens, const int* prefix, int num_rows, int start, int room, int count_tag,
+                      const long long* ids, const int* source_tokens, const int* prefix, int num_rows, int start, int room, int count_tag,
                       const u64* combine, const u64* token_flags, const u64* signals, int* epoch_ptr,
                       int* handle_epoch, int* error, int* latch, int* counter, int rank, long long combine_half,
                       long long token_flags_half, long long timeout_ns) {
@@ -94,8 +102,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
     if (there) stages.load(rows + static_cast<long long>(row) * ROW_BYTES, ROW_BYTES);
     u8* const record = stages.at(stages.current);
     if (lane < K)
-      reinterpret_cast<u32*>(record + WEIGHTS_AT)[lane] =
-          static_cast<const u32*>(weights)[this_row * weight_row + lane * weight_column];
+      reinterpret_cast<u32*>(record + WEIGHTS_AT)[lane] = weight_of(weights, weight_row, weight_column, ids, this_row);
     if (K > 0) bulk_fence();
     stages.await_load();
     if (failed) break;
@@ -119,7 +126,7 @@ __device__ __forceinline__ void add_unit(float (&total)[8], const uint4& unit) {
 // `index`, `y`, `out_weights` and the biases begin with the first of the `num_tokens` tokens of this step.
 extern "C" __global__ void __launch_bounds__(32 * SUM_WARPS, 24 / SUM_WARPS)
     combine_recv_rows(const u8* rows, const void* weights, long long weight_row, long long weight_column,
-                      const int* index, const int* prefix, int num_tokens, int num_rows, const u8* bias,
+                      const long long* ids, const int* index, const int* prefix, int num_tokens, int num_rows, const u8* bias,
                       const u8* bias_2, const u64* combine, const u64* token_flags, const u64* signals,
                       const int* handle_epoch, int* error, int* latch, u8* y, float* out_weights, int rank,
                       long long combine_half, long long token_flags_half, long long timeout_ns) {
@@ -192,7 +199,7 @@ extern "C" __global__ void __launch_bounds__(32 * SUM_WARPS, 24 / SUM_WARPS)
       const int of = __ffs(left) - 1;
       const u64 record = __shfl_sync(ALL, at, of);
       if (lane >= K) continue;
-      const u32 word = of == rank ? static_cast<const u32*>(weights)[own_row * weight_row + lane * weight_column]
+      const u32 word = of == rank ? weight_of(weights, weight_row, weight_column, ids, own_row)
                                   : __ldcg(reinterpret_cast<const u32*>(record + WEIGHTS_AT) + lane);
       sum = __fadd_rn(sum, __uint_as_float(word));
     }

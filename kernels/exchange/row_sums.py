@@ -63,10 +63,12 @@ class RowsOfRank:
     Attributes:
         rows: bf16 `[R, H]`, contiguous, at a multiple of 16 bytes.
         weights: fp32 `[R, K]`, any strides, or None.
+        ids: int64 `[R, K]`, contiguous: weights beside a negative id count as 0; or None.
     """
 
     rows: torch.Tensor
     weights: torch.Tensor | None
+    ids: torch.Tensor | None
 
     @cached_property
     def arguments(self) -> dict[str, Argument]:
@@ -77,127 +79,121 @@ class RowsOfRank:
             "weights": self.weights,
             "weight_row": row,
             "weight_column": column,
+            "ids": self.ids,
             "num_rows": self.rows.shape[0],
         }
 
 
-def send_sums(
-    memory: ExchangeMemory,
-    geometry: SumGeometry,
-    count_tag: int,
-    rows: RowsOfRank,
-    route: Route,
-    source_tokens: torch.Tensor,
-    handle_epoch: torch.Tensor,
-    *,
-    start: int,
-    room: int,
-    timeout_ns: int,
-) -> None:
-    """Send rows home.
+class SumKernels:
+    """`row_sums.cu` over a rank's memory.
 
     Args:
+        memory: of the exchange.
+        geometry: of what travels.
         count_tag: `comm.signals.count_tag_of` the exchange.
-        source_tokens: int32 `[R]`, the token of each row at its rank.
-        handle_epoch: int32 `[1]`, receives the epoch of this step.
-        start, room: first token of each rank in this step, and how many.
     """
-    _send(geometry, memory.device).launch(
-        {
-            **rows.arguments,
-            "source_tokens": source_tokens,
-            "prefix": route.prefix,
-            "start": start,
-            "room": room,
-            "count_tag": count_tag,
+
+    def __init__(self, memory: ExchangeMemory, geometry: SumGeometry, count_tag: int) -> None:
+        self.geometry, self._sms = geometry, most_sms(memory.device)
+        shared: dict[str, Argument] = {
             "combine": memory.combine_pointers,
             "token_flags": memory.token_flags_pointers,
             "signals": memory.signal_pointers,
+            "error": memory.error,
+            "latch": memory.latch,
+            "rank": geometry.rank,
+            "combine_half": memory.half_bytes["combine"],
+            "token_flags_half": memory.half_bytes["token_flags"],
+        }
+        sends: dict[str, Argument] = {
+            **shared,
             "epoch_ptr": memory.epoch,
-            "handle_epoch": handle_epoch,
-            "error": memory.error,
-            "latch": memory.latch,
             "counter": memory.counters,
-            "combine_half": memory.half_bytes["combine"],
-            "token_flags_half": memory.half_bytes["token_flags"],
-            "timeout_ns": timeout_ns,
-        },
-        (geometry.blocks(rows.rows.shape[0], most_sms(memory.device), sends=True), 1, 1),
-    )
+            "count_tag": count_tag,
+        }
 
+        def made(name: str, warps: int, bound: dict[str, Argument], shared_bytes: int) -> BoundKernel:
+            return BoundKernel(
+                "row_sums.cu",
+                name,
+                sum_macros(geometry),
+                block=warps * WARP,
+                bound=bound,
+                device=memory.device,
+                shared_bytes=shared_bytes,
+                early=True,
+            )
 
-@cache
-def _send(geometry: SumGeometry, device: torch.device) -> BoundKernel:
-    return BoundKernel(
-        "row_sums.cu",
-        "combine_send_rows",
-        sum_macros(geometry),
-        block=geometry.warps * WARP,
-        bound={"rank": geometry.rank},
-        device=device,
-        shared_bytes=geometry.shared_bytes,
-        early=True,
-    )
+        self._send = made("combine_send_rows", geometry.warps, sends, geometry.shared_bytes)
+        self._recv = made("combine_recv_rows", geometry.sum_warps, shared, 0)
 
+    def send(
+        self,
+        rows: RowsOfRank,
+        route: Route,
+        source_tokens: torch.Tensor,
+        handle_epoch: torch.Tensor,
+        *,
+        start: int,
+        room: int,
+        timeout_ns: int,
+    ) -> None:
+        """Send rows home.
 
-def recv_sums(
-    memory: ExchangeMemory,
-    geometry: SumGeometry,
-    rows: RowsOfRank,
-    route: Route,
-    handle_epoch: torch.Tensor,
-    y: torch.Tensor,
-    out_weights: torch.Tensor | None,
-    biases: tuple[torch.Tensor, ...],
-    *,
-    start: int,
-    timeout_ns: int,
-) -> None:
-    """Wait for the rows of this rank's tokens, and sum them.
+        Args:
+            source_tokens: int32 `[R]`, the token of each row at its rank.
+            handle_epoch: int32 `[1]`, receives the epoch of this step.
+            start, room: first token of each rank in this step, and how many.
+        """
+        self._send.launch(
+            {
+                **rows.arguments,
+                "source_tokens": source_tokens,
+                "prefix": route.prefix,
+                "start": start,
+                "room": room,
+                "handle_epoch": handle_epoch,
+                "timeout_ns": timeout_ns,
+            },
+            (self.geometry.blocks(rows.rows.shape[0], self._sms, sends=True), 1, 1),
+        )
 
-    Args:
-        y: bf16 `[T, H]`, written: of the tokens of this step, the first of which is `start`.
-        out_weights: fp32 `[T, K]`, written, or None.
-        biases: bf16 `[T, H]`, contiguous, at a multiple of 16 bytes, added first.
-        others: as of `send_sums`.
-    """
-    num_tokens, warps = y.shape[0], geometry.sum_warps
-    sms = most_sms(memory.device) * (BLOCKS_PER_SM if geometry.num_sms is None else 1)
-    _recv(geometry, memory.device).launch(
-        {
-            **rows.arguments,
-            "index": route.index[start:] if start else route.index,
-            "prefix": route.prefix,
-            "num_tokens": num_tokens,
-            "bias": biases[0] if biases else None,
-            "bias_2": biases[1] if len(biases) > 1 else None,
-            "combine": memory.combine_pointers,
-            "token_flags": memory.token_flags_pointers,
-            "signals": memory.signal_pointers,
-            "handle_epoch": handle_epoch,
-            "error": memory.error,
-            "latch": memory.latch,
-            "y": y,
-            "out_weights": out_weights,
-            "combine_half": memory.half_bytes["combine"],
-            "token_flags_half": memory.half_bytes["token_flags"],
-            "timeout_ns": timeout_ns,
-        },
-        (geometry.blocks(num_tokens, sms, sends=False, warps=warps), 1, 1),
-    )
+    def receive(
+        self,
+        rows: RowsOfRank,
+        route: Route,
+        handle_epoch: torch.Tensor,
+        y: torch.Tensor,
+        out_weights: torch.Tensor | None,
+        biases: tuple[torch.Tensor, ...],
+        *,
+        start: int,
+        timeout_ns: int,
+    ) -> None:
+        """Wait for the rows of this rank's tokens, and sum them.
 
-
-@cache
-def _recv(geometry: SumGeometry, device: torch.device) -> BoundKernel:
-    return BoundKernel(
-        "row_sums.cu",
-        "combine_recv_rows",
-        sum_macros(geometry),
-        block=geometry.sum_warps * WARP,
-        bound={"rank": geometry.rank},
-        device=device,
-        early=True,
-    )
+        Args:
+            y: bf16 `[T, H]`, written: of the tokens of this step, the first of which is `start`.
+            out_weights: fp32 `[T, K]`, written, or None.
+            biases: bf16 `[T, H]`, contiguous, at a multiple of 16 bytes, added first.
+        """
+        num_tokens, geometry = y.shape[0], self.geometry
+        sms = self._sms * (BLOCKS_PER_SM if geometry.num_sms is None else 1)
+        self._recv.launch(
+            {
+                **rows.arguments,
+                "index": route.index[start:] if start else route.index,
+                "prefix": route.prefix,
+                "num_tokens": num_tokens,
+                "bias": biases[0] if biases else None,
+                "bias_2": biases[1] if len(biases) > 1 else None,
+                "handle_epoch": handle_epoch,
+                "y": y,
+                "out_weights": out_weights,
+                "timeout_ns": timeout_ns,
+            },
+            (geometry.blocks(num_tokens, sms, sends=False, warps=geometry.sum_warps), 1, 1),
+        )
 
 
 @cache
@@ -214,9 +210,3 @@ def sum_macros(geometry: SumGeometry) -> Defines:
             "COMBINE_RECV": int(Phase.COMBINE_RECV),
         }
     )
-
-
-def forget_kernels() -> None:
-    """Bind kernels anew, as where constants have changed."""
-    for bound in (_send, _recv, sum_macros):
-        bound.cache_clear()

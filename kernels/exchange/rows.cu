@@ -141,16 +141,16 @@ struct Row {
   __device__ __forceinline__ bool there() const { return row >= 0; }
 };
 
-// `positions` are `[W, room, W]`: the row of each token that comes, by source and token, in the column of this rank. They,
-// `source_tokens` and `row_index` may be null.
+// `also_ids` gets the same as `out_ids`. `positions` are `[W, room, W]`: the row of each token that comes, by source and
+// token, in the column of this rank. Both, `source_tokens` and `row_index` may be null.
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
     dispatch_recv_rows(const u8* tokens, const void* scales, long long scale_row, long long scale_column,
                        const long long* ids, long long id_row, long long id_column, const void* weights,
                        long long weight_row, long long weight_column, const int* index, const int* prefix,
                        int num_tokens, int window, const u64* landing, const u64* token_flags, const u64* signals,
                        const int* handle_epoch, int* error, int* latch, u8* out_tokens, void* out_scales,
-                       long long out_scale_row, long long out_scale_column, long long* out_ids, void* out_weights,
-                       int* source_tokens, int* positions, int* row_index, int room, int num_rows, int first_expert,
+                       long long out_scale_row, long long out_scale_column, long long* out_ids, long long* also_ids,
+                       void* out_weights, int* source_tokens, int* positions, int* row_index, int room, int num_rows, int first_expert,
                        int num_experts, int first_row, int rank, int max_tokens, long long landing_half,
                        long long token_flags_half, long long timeout_ns) {
   extern __shared__ __align__(128) u8 shared[];  // [WARPS][STAGES][PITCH]
@@ -237,6 +237,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
       const int local = id - first_expert;
       const bool here = id >= 0 && local >= 0 && local < num_experts;
       out_ids[to * K + lane] = here ? local : -1;
+      if (also_ids != nullptr) also_ids[to * K + lane] = here ? local : -1;
       static_cast<u32*>(out_weights)[to * K + lane] = here ? weight : 0;
     }
     if (lane == 0) {
@@ -267,9 +268,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
     row = then;
   }
   // Rows that nothing comes for.
-  if (window == 0)
-    for (long long i = (failed ? 0 : came) + first; i < num_rows; i += stride)
-      if (lane < K) out_ids[i * K + lane] = -1, static_cast<u32*>(out_weights)[i * K + lane] = 0;
+  for (long long i = (failed ? 0 : came) + first; window == 0 && lane < K && i < num_rows; i += stride) {
+    out_ids[i * K + lane] = -1, static_cast<u32*>(out_weights)[i * K + lane] = 0;
+    if (also_ids != nullptr) also_ids[i * K + lane] = -1;
+  }
   if (lane == 0) bulk_await();
   // So that a kernel that waits for this one also waits for `dispatch_send_rows`.
   asm volatile("griddepcontrol.wait;" ::: "memory");

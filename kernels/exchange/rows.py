@@ -173,11 +173,21 @@ class TokensOfRank:
     @cached_property
     def arguments(self) -> dict[str, Argument]:
         """Of both kernels."""
-        found: dict[str, Argument] = {"tokens": self.tokens}
-        for name, one in (("scale", self.scales), ("id", self.ids), ("weight", self.weights)):
-            row, column = (0, 0) if one is None else one.stride()
-            found |= {f"{name}s": one, f"{name}_row": row, f"{name}_column": column}
-        return found
+        scales, ids, weights = (
+            (0, 0) if one is None else one.stride() for one in (self.scales, self.ids, self.weights)
+        )
+        return {
+            "tokens": self.tokens,
+            "scales": self.scales,
+            "scale_row": scales[0],
+            "scale_column": scales[1],
+            "ids": self.ids,
+            "id_row": ids[0],
+            "id_column": ids[1],
+            "weights": self.weights,
+            "weight_row": weights[0],
+            "weight_column": weights[1],
+        }
 
 
 @dataclass(frozen=True)
@@ -211,212 +221,226 @@ class Route:
         return cls(index, entries, prefix.view(world_size, world_size), experts, offsets)
 
 
-def count_tokens(
-    memory: ExchangeMemory,
-    routing: torch.Tensor,
-    per_expert: torch.Tensor | None,
-    route: Route,
-    tables: torch.Tensor,
-    state: torch.Tensor,
-    *,
-    capacity: int,
-    host: torch.Tensor | None,
-    ticket: int,
-    timeout_ns: int,
-) -> None:
-    """Exchange counts, and write `route`. Collective.
+class CountKernel:
+    """`row_counts.cu` over a rank's memory.
 
     Args:
-        routing: bool `[T, W]`, contiguous, whether a token goes to a rank; or, without `per_expert`, int64 `[T, K]` of
-            expert ids, any strides, of which any that is none counts as none.
-        per_expert: int32 `[E * W]`, contiguous, this rank's tokens for each expert of all ranks.
-        route: written.
+        memory: of the exchange.
         tables: int64 `[W]`, where each rank's table lies, of `table_bytes`, at first zeros.
-        state: int32 `[2]`, at first zeros.
-        capacity: most rows that may come, or 0. More are a `CapacityError`.
-        host: int32 `[host_words]` in host-visible memory, or None.
-        ticket: written to its first word, behind all else.
-        timeout_ns: how long to wait for a peer.
+        host: int32 `[host_words]` in host-visible memory.
     """
-    from_ids = per_expert is None
-    given: dict[str, Argument]
-    if from_ids:
-        row, column = routing.stride()
-        given = {"topk_idx": routing, "id_row": row, "id_column": column, "top_k": routing.shape[1]}
-    else:
-        given = {"in_rank": routing.view(torch.uint8), "per_expert": per_expert}
-    _counts(memory.rank, memory.world_size, memory.device, from_ids).launch(
-        {
-            **given,
-            "num_tokens": routing.shape[0],
-            "num_local": route.experts.shape[0],
-            "index": route.index,
-            "entries": route.entries,
-            "prefix": route.prefix,
-            "experts": route.experts,
-            "offsets": route.offsets,
+
+    def __init__(self, memory: ExchangeMemory, tables: torch.Tensor, host: torch.Tensor) -> None:
+        self._memory, self._host = memory, host
+        with torch.inference_mode(False):
+            state = torch.zeros(2, dtype=torch.int32, device=memory.device)
+        self._bound: dict[str, Argument] = {
             "tables": tables,
             "state": state,
             "signals": memory.signal_pointers,
             "epoch_ptr": memory.epoch,
             "error": memory.error,
             "latch": memory.latch,
-            "host": host,
-            "capacity": capacity,
-            "ticket": ticket,
-            "timeout_ns": timeout_ns,
+            "rank": memory.rank,
         }
-    )
+        self._kernels: dict[bool, BoundKernel] = {}
+
+    def launch(
+        self,
+        routing: torch.Tensor,
+        per_expert: torch.Tensor | None,
+        route: Route,
+        *,
+        capacity: int,
+        ticket: int,
+        timeout_ns: int,
+    ) -> None:
+        """Exchange counts, and write `route`. Collective.
+
+        Args:
+            routing: bool `[T, W]`, contiguous, whether a token goes to a rank; or, without `per_expert`, int64 `[T, K]`
+                of expert ids, any strides, of which any that is none counts as none.
+            per_expert: int32 `[E * W]`, contiguous, this rank's tokens for each expert of all ranks.
+            route: written.
+            capacity: most rows that may come, or 0. More are a `CapacityError`.
+            ticket: written to the first word of the host's memory, behind sums; 0 for no writes there.
+            timeout_ns: how long to wait for a peer.
+        """
+        from_ids = per_expert is None
+        if from_ids not in self._kernels:
+            self._kernels[from_ids] = self._bound_kernel(from_ids)
+        given: dict[str, Argument]
+        if from_ids:
+            row, column = routing.stride()
+            given = {"topk_idx": routing, "id_row": row, "id_column": column, "top_k": routing.shape[1]}
+        else:
+            given = {"in_rank": routing, "per_expert": per_expert}
+        self._kernels[from_ids].launch(
+            {
+                **given,
+                "num_tokens": routing.shape[0],
+                "num_local": route.experts.shape[0],
+                "index": route.index,
+                "entries": route.entries,
+                "prefix": route.prefix,
+                "experts": route.experts,
+                "offsets": route.offsets,
+                "host": self._host if ticket else None,
+                "capacity": capacity,
+                "ticket": ticket,
+                "timeout_ns": timeout_ns,
+            }
+        )
+
+    def _bound_kernel(self, from_ids: bool) -> BoundKernel:
+        world = self._memory.world_size
+        return BoundKernel(
+            "row_counts.cu",
+            "dispatch_counts",
+            count_macros(world, from_ids=from_ids),
+            block=COUNT_WARPS * WARP,
+            grid=(world, 1, 1),
+            bound=self._bound,
+            device=self._memory.device,
+            early=True,
+        )
 
 
-@cache
-def _counts(rank: int, world_size: int, device: torch.device, from_ids: bool) -> BoundKernel:
-    return BoundKernel(
-        "row_counts.cu",
-        "dispatch_counts",
-        count_macros(world_size, from_ids=from_ids),
-        block=COUNT_WARPS * WARP,
-        grid=(world_size, 1, 1),
-        bound={"rank": rank},
-        device=device,
-        early=True,
-    )
-
-
-def send_rows(
-    memory: ExchangeMemory,
-    geometry: RowGeometry,
-    count_tag: int,
-    tokens: TokensOfRank,
-    route: Route,
-    handle_epoch: torch.Tensor,
-    *,
-    window: int,
-    after_counts: bool,
-    timeout_ns: int,
-) -> None:
-    """Send tokens to the peers that want them.
+class RowKernels:
+    """`rows.cu` over a rank's memory.
 
     Args:
+        memory: of the exchange.
+        geometry: of what travels.
         count_tag: `comm.signals.count_tag_of` the exchange.
-        handle_epoch: int32 `[1]`, receives the epoch of this step.
-        window: number of the first token for each rank.
-        after_counts: whether `count_tokens` was launched just before.
     """
-    num_tokens = route.index.shape[0]
-    _send(geometry, memory.device).launch(
-        {
-            **tokens.arguments,
-            "index": route.index,
-            "num_tokens": num_tokens,
-            "window": window,
-            "after_counts": int(after_counts),
-            "count_tag": count_tag,
+
+    def __init__(self, memory: ExchangeMemory, geometry: RowGeometry, count_tag: int) -> None:
+        self.geometry, self._sms = geometry, most_sms(memory.device)
+        landing_half = geometry.landing_half(memory.half_bytes["landing"])
+        shared: dict[str, Argument] = {
             "landing": memory.landing_pointers,
             "token_flags": memory.token_flags_pointers,
             "signals": memory.signal_pointers,
-            "epoch_ptr": memory.epoch,
-            "handle_epoch": handle_epoch,
             "error": memory.error,
             "latch": memory.latch,
-            "counter": memory.counters,
-            "landing_half": geometry.landing_half(memory.half_bytes["landing"]),
-            "token_flags_half": memory.half_bytes["token_flags"],
-            "timeout_ns": timeout_ns,
-        },
-        (geometry.blocks(num_tokens, most_sms(memory.device), sends=True), 1, 1),
-    )
-
-
-@cache
-def _send(geometry: RowGeometry, device: torch.device) -> BoundKernel:
-    return _copier("dispatch_send_rows", geometry, device, geometry.warps + 1)
-
-
-def recv_rows(
-    memory: ExchangeMemory,
-    geometry: RowGeometry,
-    tokens: TokensOfRank,
-    route: Route,
-    handle_epoch: torch.Tensor,
-    out: UnpackedRows,
-    *,
-    window: int,
-    is_first: bool,
-    positions: torch.Tensor | None,
-    row_index: torch.Tensor | None,
-    room: int,
-    first_expert: int,
-    num_local: int,
-    timeout_ns: int,
-) -> None:
-    """Wait for the tokens that come, and make rows of them, by source rank and then by token.
-
-    Args:
-        tokens: as of `send_rows`.
-        out: written; without tokens rows stay where they landed (`RowGeometry.own_too`). Rows that nothing comes for
-            get ids of -1 and weights of 0.
-        is_first: whether `out.source_tokens` is written, as it is unless the dispatch is a cached one.
-        positions: int32 `[W * room, W]`, receives in the column of this rank the row of each token that comes, by
-            source rank and token; or None.
-        row_index: int32 `[R]`, receives the landing record of each row; None unless rows stay there.
-        room: of `positions`.
-        first_expert, num_local: ids of this rank's experts.
-    """
-    num_rows = out.source_tokens.shape[0]
-    scale_row, scale_column = (0, 0) if out.scales is None else out.scales.stride()
-    landing_half = geometry.landing_half(memory.half_bytes["landing"])
-    _recv(geometry, memory.device).launch(
-        {
-            **tokens.arguments,
-            "index": route.index,
-            "prefix": route.prefix,
-            "num_tokens": route.index.shape[0],
-            "window": window,
-            "landing": memory.landing_pointers,
-            "token_flags": memory.token_flags_pointers,
-            "signals": memory.signal_pointers,
-            "handle_epoch": handle_epoch,
-            "error": memory.error,
-            "latch": memory.latch,
-            "out_tokens": out.tokens,
-            "out_scales": out.scales,
-            "out_scale_row": scale_row,
-            "out_scale_column": scale_column,
-            "out_ids": out.ids,
-            "out_weights": out.weights,
-            "source_tokens": out.source_tokens if is_first else None,
-            "positions": positions,
-            "row_index": row_index,
-            "room": room,
-            "num_rows": num_rows,
-            "first_expert": first_expert,
-            "num_experts": num_local,
-            "first_row": landing_half // geometry.record_bytes,
+            "rank": geometry.rank,
+            "max_tokens": geometry.max_tokens,
             "landing_half": landing_half,
             "token_flags_half": memory.half_bytes["token_flags"],
-            "timeout_ns": timeout_ns,
-        },
-        (geometry.blocks(num_rows, most_sms(memory.device), sends=False), 1, 1),
-    )
+        }
+        sends: dict[str, Argument] = {
+            **shared,
+            "epoch_ptr": memory.epoch,
+            "counter": memory.counters,
+            "count_tag": count_tag,
+        }
+        receives: dict[str, Argument] = {**shared, "first_row": landing_half // geometry.record_bytes}
 
+        def made(name: str, warps: int, bound: dict[str, Argument]) -> BoundKernel:
+            return BoundKernel(
+                "rows.cu",
+                name,
+                row_macros(geometry),
+                block=warps * WARP,
+                bound=bound,
+                device=memory.device,
+                shared_bytes=geometry.shared_bytes,
+                early=True,
+            )
 
-@cache
-def _recv(geometry: RowGeometry, device: torch.device) -> BoundKernel:
-    return _copier("dispatch_recv_rows", geometry, device, geometry.warps)
+        self._send = made("dispatch_send_rows", geometry.warps + 1, sends)
+        self._recv = made("dispatch_recv_rows", geometry.warps, receives)
 
+    def send(
+        self,
+        tokens: TokensOfRank,
+        route: Route,
+        handle_epoch: torch.Tensor,
+        *,
+        window: int,
+        after_counts: bool,
+        timeout_ns: int,
+    ) -> None:
+        """Send tokens to the peers that want them.
 
-def _copier(name: str, geometry: RowGeometry, device: torch.device, warps: int) -> BoundKernel:
-    return BoundKernel(
-        "rows.cu",
-        name,
-        row_macros(geometry),
-        block=warps * WARP,
-        bound={"rank": geometry.rank, "max_tokens": geometry.max_tokens},
-        device=device,
-        shared_bytes=geometry.shared_bytes,
-        early=True,
-    )
+        Args:
+            handle_epoch: int32 `[1]`, receives the epoch of this step.
+            window: number of the first token for each rank.
+            after_counts: whether `CountKernel` was launched just before.
+        """
+        num_tokens = route.index.shape[0]
+        self._send.launch(
+            {
+                **tokens.arguments,
+                "index": route.index,
+                "num_tokens": num_tokens,
+                "window": window,
+                "after_counts": int(after_counts),
+                "handle_epoch": handle_epoch,
+                "timeout_ns": timeout_ns,
+            },
+            (self.geometry.blocks(num_tokens, self._sms, sends=True), 1, 1),
+        )
+
+    def receive(
+        self,
+        tokens: TokensOfRank,
+        route: Route,
+        handle_epoch: torch.Tensor,
+        out: UnpackedRows,
+        *,
+        window: int,
+        is_first: bool,
+        also_ids: torch.Tensor | None,
+        positions: torch.Tensor | None,
+        row_index: torch.Tensor | None,
+        room: int,
+        num_local: int,
+        timeout_ns: int,
+    ) -> None:
+        """Wait for the tokens that come, and make rows of them, by source rank and then by token.
+
+        Args:
+            tokens: as of `send`.
+            out: written; without tokens rows stay where they landed (`RowGeometry.own_too`). Rows that nothing comes
+                for get ids of -1 and weights of 0.
+            is_first: whether `out.source_tokens` is written, as it is unless the dispatch is a cached one.
+            also_ids: int64 `[R, K]`, gets the same as `out.ids`; or None.
+            positions: int32 `[W * room, W]`, receives in the column of this rank the row of each token that comes, by
+                source rank and token; or None.
+            row_index: int32 `[R]`, receives the landing record of each row; None unless rows stay there.
+            room: of `positions`.
+            num_local: experts of each rank.
+        """
+        num_rows = out.source_tokens.shape[0]
+        scale_row, scale_column = (0, 0) if out.scales is None else out.scales.stride()
+        self._recv.launch(
+            {
+                **tokens.arguments,
+                "index": route.index,
+                "prefix": route.prefix,
+                "num_tokens": route.index.shape[0],
+                "window": window,
+                "handle_epoch": handle_epoch,
+                "out_tokens": out.tokens,
+                "out_scales": out.scales,
+                "out_scale_row": scale_row,
+                "out_scale_column": scale_column,
+                "out_ids": out.ids,
+                "also_ids": also_ids,
+                "out_weights": out.weights,
+                "source_tokens": out.source_tokens if is_first else None,
+                "positions": positions,
+                "row_index": row_index,
+                "room": room,
+                "num_rows": num_rows,
+                "first_expert": num_local * self.geometry.rank,
+                "num_experts": num_local,
+                "timeout_ns": timeout_ns,
+            },
+            (self.geometry.blocks(num_rows, self._sms, sends=False), 1, 1),
+        )
 
 
 def signal_macros(world_size: int) -> dict[str, int | str]:
@@ -465,7 +489,7 @@ def row_macros(geometry: RowGeometry) -> Defines:
     )
 
 
-def forget_kernels() -> None:
-    """Bind kernels anew, as where constants have changed."""
-    for bound in (_counts, _send, _recv, count_macros, row_macros):
-        bound.cache_clear()
+def forget_macros() -> None:
+    """Make macros anew, as where constants have changed."""
+    for made in (count_macros, row_macros):
+        made.cache_clear()

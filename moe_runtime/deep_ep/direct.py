@@ -15,11 +15,11 @@ from moe_runtime.comm.signals import count_tag_of
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.context.threads import is_capturing
 from moe_runtime.deep_ep.sizes import MOST_TOP_K, combine_bytes
-from moe_runtime.kernels.exchange import row_sums, rows
+from moe_runtime.kernels.exchange import rows
 from moe_runtime.kernels.exchange.payload import WORD, PayloadLayout, UnpackedRows
 from moe_runtime.kernels.exchange.plan import exchange_engine, sm_shared_bytes
-from moe_runtime.kernels.exchange.row_sums import RowsOfRank, SumGeometry
-from moe_runtime.kernels.exchange.rows import Route, RowGeometry, TokensOfRank
+from moe_runtime.kernels.exchange.row_sums import RowsOfRank, SumGeometry, SumKernels
+from moe_runtime.kernels.exchange.rows import CountKernel, Route, RowGeometry, RowKernels, TokensOfRank
 
 LOOKS = 256
 """How often the host looks for counts before it looks for failures."""
@@ -75,33 +75,36 @@ class DirectExchange:
             "sm_shared_bytes": sm_shared_bytes(context.device),
         }
         with torch.inference_mode(False):
-            self._state = torch.zeros(2, dtype=torch.int32, device=context.device)
             self._host = torch.zeros(
                 rows.host_words(context.world_size), dtype=torch.int32, device="cpu", pin_memory=on_gpu
             )
         self._words = self._host.numpy()
         self._ticket = 0
-        self._tables: torch.Tensor | None = None
-        self._geometries: dict[tuple[PayloadLayout, int | None, bool], RowGeometry] = {}
-        self._sums: dict[tuple[int, int, int | None], SumGeometry] = {}
+        # Bound to memory that is there once the first step has begun.
+        self._counts: CountKernel | None = None
+        self._rows: dict[tuple[PayloadLayout, int | None, bool], RowKernels] = {}
+        self._sums: dict[tuple[int, int, int | None], SumKernels] = {}
         self._steps = 0
         widest = PayloadLayout(WORD * hidden, 0, MOST_TOP_K)
-        self._fits = (
-            self.geometry(widest, None).fits and SumGeometry(**self._ranks, hidden=hidden, top_k=MOST_TOP_K).fits
-        )
+        sums = SumGeometry(**self._ranks, hidden=hidden, top_k=MOST_TOP_K)
+        self._fits = sums.fits and RowGeometry(**self._ranks, max_tokens=max_tokens, layout=widest).fits
 
     def takes(self, num_experts: int) -> bool:
         """Whether the kernels take a token, and the experts of all ranks."""
         return self._fits and num_experts <= rows.MOST_LOCAL * self.context.world_size
 
-    def geometry(self, layout: PayloadLayout, num_sms: int | None, own_too: bool = False) -> RowGeometry:
-        """Of tokens with this payload."""
+    def row_kernels(self, layout: PayloadLayout, num_sms: int | None, own_too: bool = False) -> RowKernels:
+        """The kernels for tokens with this payload; in a step that has begun."""
         key = layout, num_sms, own_too
-        if key not in self._geometries:
-            self._geometries[key] = RowGeometry(
+        found = self._rows.get(key)
+        if found is None:
+            geometry = RowGeometry(
                 **self._ranks, max_tokens=self.max_tokens, layout=layout, num_sms=num_sms, own_too=own_too
             )
-        return self._geometries[key]
+            if not geometry.fits:
+                raise ValueError(f"x: expected fewer columns, got tokens of {layout.token_bytes} bytes")
+            found = self._rows[key] = RowKernels(self.context, geometry, self._count_tag)
+        return found
 
     @property
     def _timeout_ns(self) -> int:
@@ -120,7 +123,7 @@ class DirectExchange:
         """Count this rank's tokens and exchange the counts.
 
         Args:
-            routing, per_expert: as of `rows.count_tokens`.
+            routing, per_expert: as of `CountKernel.launch`.
             num_experts: of all ranks.
             num_worst_tokens: most rows that may come; 0 for the host to know.
             with_entries: as of `Route.allocate`.
@@ -130,25 +133,17 @@ class DirectExchange:
         context = self.context
         if not num_worst_tokens and is_capturing(context.device):
             raise ValueError("num_worst_tokens: expected it in a capture, where the host cannot wait for the counts")
-        if self._tables is None:
+        if self._counts is None:
             with torch.inference_mode(False):
-                self._tables = context.heap.peer_pointers("staging")
+                self._counts = CountKernel(context, context.heap.peer_pointers("staging"), self._host)
+        ticket = 0
         if not num_worst_tokens:
-            self._ticket = self._ticket % (2**31 - 1) + 1
+            ticket = self._ticket = self._ticket % (2**31 - 1) + 1
         with torch.inference_mode(False):
             sizes = routing.shape[0], context.world_size, num_experts // context.world_size
             route = Route.allocate(*sizes, context.device, with_entries=with_entries)
-        rows.count_tokens(
-            context,
-            routing,
-            per_expert,
-            route,
-            self._tables,
-            self._state,
-            capacity=num_worst_tokens,
-            host=None if num_worst_tokens else self._host,
-            ticket=self._ticket,
-            timeout_ns=self._timeout_ns,
+        self._counts.launch(
+            routing, per_expert, route, capacity=num_worst_tokens, ticket=ticket, timeout_ns=self._timeout_ns
         )
         return route
 
@@ -184,58 +179,29 @@ class DirectExchange:
         return Counts(found[rows.HOST_MOST], max(sent), num_rows, found[end:])
 
     def send(
-        self, geometry: RowGeometry, tokens: TokensOfRank, route: Route, *, window: int, after_counts: bool
+        self, kernels: RowKernels, tokens: TokensOfRank, route: Route, *, window: int, after_counts: bool
     ) -> torch.Tensor:
         """Send a step of tokens; `after_counts` right after `count`. Returns int32 `[1]`, its epoch."""
         with torch.inference_mode(False):
             epoch = torch.empty(1, dtype=torch.int32, device=self.context.device)
         self.context.dispatches += 1
-        rows.send_rows(
-            self.context,
-            geometry,
-            self._count_tag,
-            tokens,
-            route,
-            epoch,
-            window=window,
-            after_counts=after_counts,
-            timeout_ns=self._timeout_ns,
-        )
+        kernels.send(tokens, route, epoch, window=window, after_counts=after_counts, timeout_ns=self._timeout_ns)
         return epoch
 
     def receive(
         self,
-        geometry: RowGeometry,
+        kernels: RowKernels,
         tokens: TokensOfRank,
         route: Route,
         epoch: torch.Tensor,
         out: UnpackedRows,
         *,
-        window: int,
-        is_first: bool,
-        positions: torch.Tensor | None,
-        row_index: torch.Tensor | None,
-        room: int,
         num_experts: int,
+        **how: Any,
     ) -> None:
-        """Make rows of the tokens of a step; arguments are as of `rows.recv_rows`, `num_experts` of all ranks."""
+        """Make rows of the tokens of a step; `how` is as of `RowKernels.receive`, `num_experts` of all ranks."""
         local = num_experts // self.context.world_size
-        rows.recv_rows(
-            self.context,
-            geometry,
-            tokens,
-            route,
-            epoch,
-            out,
-            window=window,
-            is_first=is_first,
-            positions=positions,
-            row_index=row_index,
-            room=room,
-            first_expert=local * self.context.rank,
-            num_local=local,
-            timeout_ns=self._timeout_ns,
-        )
+        kernels.receive(tokens, route, epoch, out, num_local=local, timeout_ns=self._timeout_ns, **how)
         self._steps += 1
 
     def combine(
@@ -261,11 +227,10 @@ class DirectExchange:
         context, weights = self.context, rows_of_rank.weights
         top_k, num_tokens = 0 if weights is None else weights.shape[1], route.index.shape[0]
         key = top_k, len(biases), num_sms
-        if key not in self._sums:
-            self._sums[key] = SumGeometry(
-                **self._ranks, hidden=self.hidden, top_k=top_k, biases=len(biases), num_sms=num_sms
-            )
-        geometry = self._sums[key]
+        kernels = self._sums.get(key)
+        if kernels is None:
+            geometry = SumGeometry(**self._ranks, hidden=self.hidden, top_k=top_k, biases=len(biases), num_sms=num_sms)
+            kernels = self._sums[key] = SumKernels(context, geometry, self._count_tag)
         with torch.inference_mode(False):
             y = torch.empty(num_tokens, self.hidden, dtype=torch.bfloat16, device=context.device)
             summed = None
@@ -279,10 +244,7 @@ class DirectExchange:
                 there = slice(first, min(start + self.max_tokens, num_tokens))
                 of_step = y[there], None if summed is None else summed[there], tuple(bias[there] for bias in biases)
             context.dispatches += 1
-            row_sums.send_sums(
-                context,
-                geometry,
-                self._count_tag,
+            kernels.send(
                 rows_of_rank,
                 route,
                 source_tokens,
@@ -291,9 +253,7 @@ class DirectExchange:
                 room=self.max_tokens,
                 timeout_ns=self._timeout_ns,
             )
-            row_sums.recv_sums(
-                context, geometry, rows_of_rank, route, epoch, *of_step, start=first, timeout_ns=self._timeout_ns
-            )
+            kernels.receive(rows_of_rank, route, epoch, *of_step, start=first, timeout_ns=self._timeout_ns)
             self._steps += 1
         return y, summed
 

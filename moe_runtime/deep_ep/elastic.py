@@ -431,10 +431,15 @@ class ElasticBuffer(GroupBuffer):
             max_tokens=max_tokens,
             to_expand=form.expand,
             scales_by_column=form.scales_by_column,
+            # Callers may change the ids that they get.
+            keeps_ids=not form.expand,
         )
-        assert got.topk_idx is not None
+        kept_ids = got.topk_idx if form.expand else got.kept_ids
+        assert kept_ids is not None
         alignment, local = routing.alignment, num_experts // self.num_ranks
-        rounded = [align(count, alignment) for count in got.handle.tokens_of_experts or ()]
+        rounded = got.handle.tokens_of_experts or []
+        if alignment > 1:
+            rounded = [align(count, alignment) for count in rounded]
         handle = EPHandle(
             do_expand=form.expand,
             num_experts=num_experts,
@@ -447,8 +452,7 @@ class ElasticBuffer(GroupBuffer):
             num_recv_tokens_per_expert_list=rounded,
             _rank=self.rank_idx,
             _rows=got.handle,
-            # Callers may change the ids that they get.
-            _ids=got.topk_idx if form.expand else got.topk_idx.clone(),
+            _ids=kept_ids,
         )
         if form.expand and not sync and top_k > local:
             check_room(handle)
@@ -505,13 +509,14 @@ class ElasticBuffer(GroupBuffer):
         exchange = self._exchange(x.shape[1], num_sms or handle.num_sms)
         with self._comm.running(beside, *waits_for):
             x = x.contiguous()
-            weights = None if topk_weights is None else handle._weights_by_row(topk_weights)
             if not handle.do_expand:
-                y, weights = exchange.combine(x, handle._rows, biases, weights)
+                y, weights = exchange.combine(x, handle._rows, biases, topk_weights, handle._ids)
             else:
                 sums = exchange.combine_steps if self.allow_multiple_reduction else exchange.combine_once
                 y = sums(x, handle._steps, biases)
-                weights = None if weights is None else exchange.combine_weights(weights, handle._rows)
+                weights = None
+                if topk_weights is not None:
+                    weights = exchange.combine_weights(handle._weights_by_row(topk_weights), handle._rows)
         used = x, topk_weights, *biases, y, weights, *handle._tensors
         return y, weights, self._comm.finish(beside, bool(async_with_compute_stream), used)
 

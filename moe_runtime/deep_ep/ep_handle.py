@@ -73,9 +73,8 @@ class EPHandle:
         return replace(step, entries=entries, weights=ones, positions=positions, num_experts=self.num_experts)
 
     def _weights_by_row(self, topk_weights: torch.Tensor) -> torch.Tensor:
-        """fp32 `[R, K]` of weights as a combine takes them, 0 where a row has no such entry."""
-        if self._slots is None:
-            return torch.where(self._ids >= 0, topk_weights, 0.0)
+        """fp32 `[R, K]` of the weights `[N]` of expanded rows, 0 where a row has no such entry."""
+        assert self._slots is not None
         return torch.where(self._slots >= 0, topk_weights[self._slots.clamp(min=0).to(torch.int64)], 0.0)
 
     @property

@@ -118,6 +118,7 @@ class Received:
         handle: for combine.
         layout: of what travelled.
         landed: with rows that are to be expanded, in place of `x` and `scales`; until the next dispatch.
+        kept_ids: as `topk_idx`, in memory that callers do not get; None where nobody asked.
     """
 
     x: torch.Tensor | None
@@ -127,6 +128,7 @@ class Received:
     handle: NormalHandle
     layout: PayloadLayout
     landed: LandedRows | None
+    kept_ids: torch.Tensor | None = None
 
     @property
     def tokens(self) -> Tokens:
@@ -218,6 +220,7 @@ class NormalExchange:
         max_tokens: int | None = None,
         to_expand: bool = False,
         scales_by_column: bool = False,
+        keeps_ids: bool = False,
     ) -> Received:
         """Send tokens, and receive those that all ranks send, by source rank and then by token.
 
@@ -231,8 +234,14 @@ class NormalExchange:
             max_tokens: most tokens of a rank, equal on all ranks, which fit in one step; None where that is not known.
             to_expand: whether rows stay where they land, for `expand`; of one step.
             scales_by_column: as of `allocate_scales`.
+            keeps_ids: whether there are `Received.kept_ids`.
         """
-        form = {"max_tokens": max_tokens, "to_expand": to_expand, "scales_by_column": scales_by_column}
+        form = {
+            "max_tokens": max_tokens,
+            "to_expand": to_expand,
+            "scales_by_column": scales_by_column,
+            "keeps_ids": keeps_ids,
+        }
         given = x, token_layout, topk_idx, topk_weights, num_worst_tokens, num_experts
         if self._direct is not None and self._direct.takes(num_experts):
             return self.start(*given, **form).finish()  # type: ignore[arg-type]
@@ -251,6 +260,7 @@ class NormalExchange:
         max_tokens: int | None,
         to_expand: bool,
         scales_by_column: bool,
+        keeps_ids: bool,
     ) -> StartedDispatch:
         """The part of a direct `dispatch` that does not wait for counts."""
         assert self._direct is not None
@@ -274,10 +284,10 @@ class NormalExchange:
                 routing, per_expert = token_layout[0].contiguous(), token_layout[2].contiguous()
             counted = routing, per_expert, num_experts, num_worst_tokens
             route = self._direct.count(*counted, with_entries=to_expand)
-            geometry = self._direct.geometry(layout, self.num_sms, to_expand)
-            epoch = self._direct.send(geometry, tokens, route, window=0, after_counts=True)
+            kernels = self._direct.row_kernels(layout, self.num_sms, to_expand)
+            epoch = self._direct.send(kernels, tokens, route, window=0, after_counts=True)
         in_rank = None if token_layout is None else token_layout[0]
-        form = num_worst_tokens, num_experts, max_tokens, to_expand, scales_by_column
+        form = num_worst_tokens, num_experts, max_tokens, to_expand, scales_by_column, keeps_ids
         return StartedDispatch(self, layout, tokens, route, epoch, positions, in_rank, *form)
 
     def _check_one_step(self, num_tokens: int) -> None:
@@ -301,7 +311,8 @@ class NormalExchange:
         with collective_step(self.context):
             room = self._room_for(most if begun.max_tokens is None else begun.max_tokens)
             out = self._rows(layout, num_rows, begun.to_expand, begun.scales_by_column)
-            landed = self._receive_rows(begun, out, most_sent, room)
+            kept_ids = torch.empty_like(out.ids) if begun.keeps_ids and out.ids is not None else None
+            landed = self._receive_rows(begun, out, most_sent, room, kept_ids)
         num_tokens = route.index.shape[0]
         handle = NormalHandle((route.prefix, None, None, out.source_tokens, begun.is_token_in_rank, None))
         handle.steps = []
@@ -312,7 +323,7 @@ class NormalExchange:
         handle.num_tokens, handle.num_rows, handle.num_ranks = num_tokens, num_rows, self.context.world_size
         handle.tokens_of_experts = None if counts is None else counts.of_experts
         handle.room, handle.route, handle.most_tokens, handle.most_sent = room, route, most, most_sent
-        return self._received(layout, out, handle, landed)
+        return self._received(layout, out, handle, landed, kept_ids)
 
     def _receive_rows(
         self,
@@ -320,6 +331,7 @@ class NormalExchange:
         out: UnpackedRows,
         most_sent: int,
         room: int = 0,
+        kept_ids: torch.Tensor | None = None,
     ) -> LandedRows | None:
         """Receive the step that has begun, and send and receive more, up to `most_sent` tokens of a pair of ranks.
 
@@ -327,25 +339,26 @@ class NormalExchange:
         """
         direct, tokens, route, epoch = self._direct, begun.tokens, begun.route, begun.epoch
         assert direct is not None
-        geometry = direct.geometry(begun.layout, self.num_sms, begun.to_expand)
+        kernels = direct.row_kernels(begun.layout, self.num_sms, begun.to_expand)
         row_index = torch.empty_like(out.source_tokens) if begun.to_expand else None
         for window in range(0, max(1, most_sent), self.max_tokens):
             if window:
-                epoch = direct.send(geometry, tokens, route, window=window, after_counts=False)
+                epoch = direct.send(kernels, tokens, route, window=window, after_counts=False)
             direct.receive(
-                geometry,
+                kernels,
                 tokens,
                 route,
                 epoch,
                 out,
                 window=window,
                 is_first=room > 0,
+                also_ids=kept_ids,
                 positions=begun.positions,
                 row_index=row_index,
                 room=room,
                 num_experts=begun.num_experts,
             )
-        return None if row_index is None else LandedRows(direct.records(geometry), row_index, route.offsets)
+        return None if row_index is None else LandedRows(direct.records(kernels.geometry), row_index, route.offsets)
 
     def _dispatch_in_steps(
         self,
@@ -359,6 +372,7 @@ class NormalExchange:
         max_tokens: int | None,
         to_expand: bool,
         scales_by_column: bool,
+        keeps_ids: bool,
     ) -> Received:
         """`dispatch` by a `TokenDispatcher` whose experts are the ranks."""
         if token_layout is None:
@@ -412,7 +426,8 @@ class NormalExchange:
         handle = NormalHandle((prefix, None, None, out.source_tokens, is_token_in_rank, None))
         handle.num_ranks, handle.num_tokens, handle.num_rows = self.context.world_size, num_tokens, num_rows
         handle.steps, handle.room, handle.tokens_of_experts = steps, max(step.room for step in steps), of_experts
-        return self._received(layout, out, handle, landed)
+        kept_ids = out.ids.clone() if keeps_ids and out.ids is not None else None
+        return self._received(layout, out, handle, landed, kept_ids)
 
     def dispatch_again(
         self,
@@ -465,9 +480,9 @@ class NormalExchange:
         assert direct is not None and route is not None and source_tokens is not None
         tokens = _tokens_of_rank(x, topk_idx, topk_weights)
         with collective_step(self.context):
-            geometry = direct.geometry(layout, self.num_sms, to_expand)
-            epoch = direct.send(geometry, tokens, route, window=0, after_counts=False)
-            form = 0, num_experts, None, to_expand, scales_by_column
+            kernels = direct.row_kernels(layout, self.num_sms, to_expand)
+            epoch = direct.send(kernels, tokens, route, window=0, after_counts=False)
+            form = 0, num_experts, None, to_expand, scales_by_column, False
             begun = StartedDispatch(self, layout, tokens, route, epoch, None, None, *form)
             out = self._rows(layout, handle.num_rows, to_expand, scales_by_column, source_tokens)
             landed = self._receive_rows(begun, out, handle.most_sent)
@@ -569,12 +584,17 @@ class NormalExchange:
         return UnpackedRows.allocate(layout, num_rows, self.context.device, source_tokens, **how)
 
     def _received(
-        self, layout: PayloadLayout, out: UnpackedRows, handle: NormalHandle, landed: LandedRows | None
+        self,
+        layout: PayloadLayout,
+        out: UnpackedRows,
+        handle: NormalHandle,
+        landed: LandedRows | None,
+        kept_ids: torch.Tensor | None = None,
     ) -> Received:
         if out.tokens is not None:
-            return Received(_typed(layout, out.tokens), out.scales, out.ids, out.weights, handle, layout, None)
-        assert len(handle.steps) == 1
-        return Received(None, None, out.ids, out.weights, handle, layout, landed)
+            landed = None
+        tokens = None if out.tokens is None else _typed(layout, out.tokens)
+        return Received(tokens, out.scales, out.ids, out.weights, handle, layout, landed, kept_ids)
 
     def _unpack(
         self,
@@ -656,6 +676,7 @@ class NormalExchange:
         handle: NormalHandle,
         biases: tuple[torch.Tensor, ...] = (),
         topk_weights: torch.Tensor | None = None,
+        ids: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Sum the rows of each token, unweighted, in fp32: the `biases`, then ranks ascending.
 
@@ -664,12 +685,15 @@ class NormalExchange:
             handle: of the dispatch; its rows are not expanded.
             biases: bf16 `[T, H]`, two at most.
             topk_weights: fp32 `[R, K]`, summed likewise.
+            ids: int64 `[R, K]`: weights beside a negative id count as 0; or None.
 
         Returns bf16 `[T, H]`, and fp32 `[T, K]` or None.
         """
         if handle.route is not None and self._direct is not None:
-            return self._combine_rows(x, handle, biases, topk_weights)
+            return self._combine_rows(x, handle, biases, topk_weights, ids)
         y = self.combine_steps(x, handle.steps, biases)
+        if topk_weights is not None and ids is not None:
+            topk_weights = torch.where(ids >= 0, topk_weights, 0.0)
         return y, None if topk_weights is None else self.combine_weights(topk_weights, handle)
 
     @by_one_thread
@@ -679,12 +703,13 @@ class NormalExchange:
         handle: NormalHandle,
         biases: tuple[torch.Tensor, ...],
         topk_weights: torch.Tensor | None,
+        ids: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`combine` by kernels that store to peers."""
         route, source_tokens = handle.route, handle[3]
         assert self._direct is not None and route is not None and source_tokens is not None
         with collective_step(self.context):
-            rows = RowsOfRank(_aligned(x), topk_weights)
+            rows = RowsOfRank(_aligned(x), topk_weights, ids)
             biases = tuple(_aligned(bias.contiguous()) for bias in biases)
             return self._direct.combine(rows, route, source_tokens, biases, handle.most_tokens, self.num_sms)
 
@@ -775,7 +800,8 @@ class StartedDispatch:
         layout, tokens, route, epoch: of what travels.
         positions: of its only step, if they are there already.
         is_token_in_rank: as the caller gave it.
-        num_worst_tokens, num_experts, max_tokens, to_expand, scales_by_column: as of `NormalExchange.dispatch`.
+        num_worst_tokens, num_experts, max_tokens, to_expand, scales_by_column, keeps_ids: as of
+            `NormalExchange.dispatch`.
     """
 
     exchange: NormalExchange
@@ -790,6 +816,7 @@ class StartedDispatch:
     max_tokens: int | None
     to_expand: bool
     scales_by_column: bool
+    keeps_ids: bool
 
     def finish(self) -> Received:
         """Wait for the counts, if the host is to know them, and receive rows."""

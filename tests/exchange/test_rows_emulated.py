@@ -40,8 +40,8 @@ def few_sms(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     monkeypatch.setattr(rows, "COUNT_WARPS", draw.choice((1, 2, 4)))
     monkeypatch.setattr(rows, "MOST_WARPS", draw.choice((1, 2, 3)))
     monkeypatch.setattr(rows, "MOST_STAGES", draw.choice((2, 3, 4)))
-    rows.forget_kernels()
-    row_sums.forget_kernels()
+    rows.forget_macros()
+    row_sums.sum_macros.cache_clear()
 
 
 @dataclass(frozen=True)
@@ -117,6 +117,7 @@ def check(got: Received, cases: list[Case], rank: int, num_rows: int | None = No
             assert torch.equal(got.topk_idx[row], torch.where(here, local, -1))
             assert torch.equal(got.topk_weights[row], torch.where(here, cases[s].weights[t], 0.0))
         assert (got.topk_idx[came:] == -1).all() and (got.topk_weights[came:] == 0).all()
+        assert got.kept_ids is None or torch.equal(got.kept_ids, got.topk_idx)
     prefix, source_tokens = got.handle[0], got.handle[3]
     assert prefix is not None and source_tokens is not None
     assert source_tokens[:came].tolist() == [t for _, t in arriving]
@@ -143,7 +144,7 @@ def start_all(
 
 
 def started(exchange: NormalExchange, case: Case, **how: Any) -> StartedDispatch:
-    form: dict[str, Any] = {"max_tokens": None, "to_expand": False, "scales_by_column": False} | how
+    form: dict[str, Any] = {"max_tokens": None, "to_expand": False, "scales_by_column": False, "keeps_ids": True} | how
     worst, from_ids = form.pop("worst", 0), form.pop("from_ids", False)
     world = exchange.context.world_size
     layout = None if from_ids else case.layout(world)
@@ -301,22 +302,21 @@ def test_rows_are_summed_at_home(world: int, room: int, emulator: Emulator, seed
     draw, hidden = random.Random(seed), 272
     ranks = exchanges(world, hidden, room, draw.choice((None, 2)))
     for turn in range(2):
-        cases = [
-            case_of(seed + turn, r, draw.choice((0, 1, 12, draw.randint(0, 12))), world, hidden, False)
-            for r in range(world)
-        ]
+        counts = [draw.choice((0, 1, 12, draw.randint(0, 12))) for _ in range(world)]
+        cases = [case_of(seed + turn, r, count, world, hidden, False) for r, count in enumerate(counts)]
         got = finish_all(start_all(ranks, cases, emulator, started), emulator)
         for again in range(3):
             g = torch.Generator().manual_seed(seed * 91 + turn * 7 + again)
             num_biases, top_k = (turn + again) % 3, again * 4
             # By rank, source rank and token there.
-            outputs = [
-                [torch.randn(case.ids.shape[0], hidden, generator=g).bfloat16() for case in cases] for _ in ranks
-            ]
-            weights = [[torch.randn(case.ids.shape[0], top_k, generator=g) for case in cases] for _ in ranks]
-            biases = [
-                [torch.randn(c.ids.shape[0], hidden, generator=g).bfloat16() for _ in range(num_biases)] for c in cases
-            ]
+            outputs = [[torch.randn(count, hidden, generator=g).bfloat16() for count in counts] for _ in ranks]
+            weights = [[torch.randn(count, top_k, generator=g) for count in counts] for _ in ranks]
+            biases = [[torch.randn(n, hidden, generator=g).bfloat16() for _ in range(num_biases)] for n in counts]
+            # Beside some ids, weights do not count.
+            ids: list[torch.Tensor | None] = [None] * world
+            if top_k and draw.random() < 0.5:
+                drawn = [[torch.randint(-1, 2, (count, top_k), generator=g) for count in counts] for _ in ranks]
+                ids = [torch.cat([i[c.goes_to(r)] for i, c in zip(drawn[r], cases, strict=True)]) for r in range(world)]
 
             def brought(of_rank: list[torch.Tensor], rank: int, cases: list[Case] = cases) -> torch.Tensor:
                 return torch.cat([part[case.goes_to(rank)] for part, case in zip(of_rank, cases, strict=True)])
@@ -327,13 +327,18 @@ def test_rows_are_summed_at_home(world: int, room: int, emulator: Emulator, seed
                     choose(rank)
                     of_rows = strided(brought(weights[rank], rank), draw) if top_k else None
                     rows_here = brought(outputs[rank], rank)
-                    found.append(exchange.combine(rows_here, got[rank].handle, tuple(biases[rank]), of_rows))
+                    given = tuple(biases[rank]), of_rows, ids[rank]
+                    found.append(exchange.combine(rows_here, got[rank].handle, *given))
             for rank, (y, y_weights) in enumerate(found):
                 wanted = combined(cases[rank], rank, outputs, biases[rank]).to(torch.bfloat16)
                 assert_same_bits(y, wanted, f"sums of rank {rank}, {num_biases} biases")
                 assert (y_weights is None) == (top_k == 0)
                 if y_weights is not None:
-                    assert_same_bits(y_weights, combined(cases[rank], rank, weights, []), f"weights of rank {rank}")
+                    counted = weights
+                    if ids[0] is not None:
+                        pairs = [list(zip(*pair, strict=True)) for pair in zip(weights, drawn, strict=True)]
+                        counted = [[torch.where(i >= 0, w, 0.0) for w, i in pair] for pair in pairs]
+                    assert_same_bits(y_weights, combined(cases[rank], rank, counted, []), f"weights of rank {rank}")
     for exchange in ranks:
         exchange.context.check_peers()
 
