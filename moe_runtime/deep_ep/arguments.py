@@ -54,9 +54,9 @@ def check_matrix(
     _check_place(name, tensor, device)
     if tensor.dtype not in dtypes:
         raise ValueError(f"{name}: expected {' or '.join(map(str, dtypes))}, got {tensor.dtype}")
-    sizes = (rows, columns)
-    if tensor.ndim != 2 or any(want not in (None, got) for want, got in zip(sizes, tensor.shape, strict=True)):
-        expected = ", ".join("any" if size is None else str(size) for size in sizes)
+    shape = tensor.shape
+    if len(shape) != 2 or rows not in (None, shape[0]) or columns not in (None, shape[1]):
+        expected = ", ".join("any" if size is None else str(size) for size in (rows, columns))
         raise ValueError(f"{name}: expected shape [{expected}], got {list(tensor.shape)}")
 
 

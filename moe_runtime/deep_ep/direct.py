@@ -80,7 +80,7 @@ class DirectExchange:
             )
         self._words = self._host.numpy()
         self._ticket = 0
-        # Bound to memory that is there once the first step has begun.
+        # Bound to memory that is not there yet.
         self._counts: CountKernel | None = None
         self._rows: dict[tuple[PayloadLayout, int | None, bool], RowKernels] = {}
         self._sums: dict[tuple[int, int, int | None], SumKernels] = {}
@@ -88,6 +88,16 @@ class DirectExchange:
         widest = PayloadLayout(WORD * hidden, 0, MOST_TOP_K)
         sums = SumGeometry(**self._ranks, hidden=hidden, top_k=MOST_TOP_K)
         self._fits = sums.fits and RowGeometry(**self._ranks, max_tokens=max_tokens, layout=widest).fits
+
+    def bind(self) -> None:
+        """Point at the memory of the context, which has been allocated."""
+        with torch.inference_mode(False):
+            self._counts = CountKernel(self.context, self.context.heap.peer_pointers("staging"), self._host)
+
+    def check_can_wait(self) -> None:
+        """Raise `ValueError` in the capture of a CUDA graph, where the host cannot wait for counts."""
+        if is_capturing(self.context.device):
+            raise ValueError("num_worst_tokens: expected it in a capture, where the host cannot wait for the counts")
 
     def takes(self, num_experts: int) -> bool:
         """Whether the kernels take a token, and the experts of all ranks."""
@@ -127,19 +137,13 @@ class DirectExchange:
             num_experts: of all ranks.
             num_worst_tokens: most rows that may come; 0 for the host to know.
             with_entries: as of `Route.allocate`.
-
-        Raises `ValueError` in the capture of a CUDA graph if the host is to know them.
         """
         context = self.context
-        if not num_worst_tokens and is_capturing(context.device):
-            raise ValueError("num_worst_tokens: expected it in a capture, where the host cannot wait for the counts")
-        if self._counts is None:
-            with torch.inference_mode(False):
-                self._counts = CountKernel(context, context.heap.peer_pointers("staging"), self._host)
+        assert self._counts is not None
         ticket = 0
         if not num_worst_tokens:
             ticket = self._ticket = self._ticket % (2**31 - 1) + 1
-        with torch.inference_mode(False):
+        with torch._C._InferenceMode(False):  # which takes no call of a Python function
             sizes = routing.shape[0], context.world_size, num_experts // context.world_size
             route = Route.allocate(*sizes, context.device, with_entries=with_entries)
         self._counts.launch(
@@ -182,7 +186,7 @@ class DirectExchange:
         self, kernels: RowKernels, tokens: TokensOfRank, route: Route, *, window: int, after_counts: bool
     ) -> torch.Tensor:
         """Send a step of tokens; `after_counts` right after `count`. Returns int32 `[1]`, its epoch."""
-        with torch.inference_mode(False):
+        with torch._C._InferenceMode(False):
             epoch = torch.empty(1, dtype=torch.int32, device=self.context.device)
         self.context.dispatches += 1
         kernels.send(tokens, route, epoch, window=window, after_counts=after_counts, timeout_ns=self._timeout_ns)
@@ -231,7 +235,7 @@ class DirectExchange:
         if kernels is None:
             geometry = SumGeometry(**self._ranks, hidden=self.hidden, top_k=top_k, biases=len(biases), num_sms=num_sms)
             kernels = self._sums[key] = SumKernels(context, geometry, self._count_tag)
-        with torch.inference_mode(False):
+        with torch._C._InferenceMode(False):
             y = torch.empty(num_tokens, self.hidden, dtype=torch.bfloat16, device=context.device)
             summed = None
             if top_k:

@@ -37,7 +37,7 @@ from moe_runtime.kernels.exchange.payload import (
     unpack_rows,
 )
 from moe_runtime.kernels.exchange.row_sums import RowsOfRank
-from moe_runtime.kernels.exchange.rows import Route, TokensOfRank
+from moe_runtime.kernels.exchange.rows import Route, RowKernels, TokensOfRank
 from moe_runtime.kernels.formats.number_formats import align
 from moe_runtime.kernels.formats.reference_quantize import bf16_parts
 
@@ -155,6 +155,7 @@ class NormalExchange:
     ) -> None:
         self.context, self.hidden, self.max_tokens = context, hidden, max_tokens
         self.num_sms: int | None = None
+        self._guard = collective_step(context)
         self._dispatchers: dict[tuple[int, int, int | None], TokenDispatcher] = {}
         self._combiners: dict[tuple[int, ...], RoutingDispatcher] = {}
         self._counts: dict[tuple[int, int | None], CountsExchange] = {}
@@ -167,6 +168,8 @@ class NormalExchange:
         # The widest first: the memory for it suffices for all others.
         self._dispatcher(normal_words(hidden), max_tokens)
         context.allocate()
+        if self._direct is not None:
+            self._direct.bind()
 
     def _dispatcher(self, words: int, room: int) -> TokenDispatcher:
         """The exchange of payload of `words`, in steps of at most `room` tokens of a rank."""
@@ -267,7 +270,9 @@ class NormalExchange:
         layout = self._layout(x, topk_idx)
         tokens = _tokens_of_rank(x, topk_idx, topk_weights)
         positions = None
-        with collective_step(self.context):
+        if not num_worst_tokens:
+            self._direct.check_can_wait()
+        with self._guard:
             num_tokens = tokens.tokens.shape[0]
             if num_worst_tokens:
                 self._check_one_step(num_tokens)
@@ -288,7 +293,7 @@ class NormalExchange:
             epoch = self._direct.send(kernels, tokens, route, window=0, after_counts=True)
         in_rank = None if token_layout is None else token_layout[0]
         form = num_worst_tokens, num_experts, max_tokens, to_expand, scales_by_column, keeps_ids
-        return StartedDispatch(self, layout, tokens, route, epoch, positions, in_rank, *form)
+        return StartedDispatch(self, kernels, layout, tokens, route, epoch, positions, in_rank, *form)
 
     def _check_one_step(self, num_tokens: int) -> None:
         if num_tokens > self.max_tokens:
@@ -308,7 +313,7 @@ class NormalExchange:
         if not num_rows:
             counts = direct.await_counts(route)
             most, most_sent, num_rows = counts.most_tokens, counts.most_sent, counts.num_rows
-        with collective_step(self.context):
+        with self._guard:
             room = self._room_for(most if begun.max_tokens is None else begun.max_tokens)
             out = self._rows(layout, num_rows, begun.to_expand, begun.scales_by_column)
             kept_ids = torch.empty_like(out.ids) if begun.keeps_ids and out.ids is not None else None
@@ -339,7 +344,7 @@ class NormalExchange:
         """
         direct, tokens, route, epoch = self._direct, begun.tokens, begun.route, begun.epoch
         assert direct is not None
-        kernels = direct.row_kernels(begun.layout, self.num_sms, begun.to_expand)
+        kernels = begun.kernels
         row_index = torch.empty_like(out.source_tokens) if begun.to_expand else None
         for window in range(0, max(1, most_sent), self.max_tokens):
             if window:
@@ -388,7 +393,7 @@ class NormalExchange:
         room = self._agreed_room if max_tokens is None else self._room_for(max_tokens)
         counts: CountsExchange | None = None
         if num_worst_tokens:
-            with collective_step(self.context):
+            with self._guard:
                 self._check_one_step(num_tokens)
             room = self.max_tokens if max_tokens is None else room
         else:
@@ -479,11 +484,11 @@ class NormalExchange:
         direct, route, source_tokens = self._direct, handle.route, handle[3]
         assert direct is not None and route is not None and source_tokens is not None
         tokens = _tokens_of_rank(x, topk_idx, topk_weights)
-        with collective_step(self.context):
+        with self._guard:
             kernels = direct.row_kernels(layout, self.num_sms, to_expand)
             epoch = direct.send(kernels, tokens, route, window=0, after_counts=False)
             form = 0, num_experts, None, to_expand, scales_by_column, False
-            begun = StartedDispatch(self, layout, tokens, route, epoch, None, None, *form)
+            begun = StartedDispatch(self, kernels, layout, tokens, route, epoch, None, None, *form)
             out = self._rows(layout, handle.num_rows, to_expand, scales_by_column, source_tokens)
             landed = self._receive_rows(begun, out, handle.most_sent)
         return self._received(layout, out, handle, landed)
@@ -708,7 +713,7 @@ class NormalExchange:
         """`combine` by kernels that store to peers."""
         route, source_tokens = handle.route, handle[3]
         assert self._direct is not None and route is not None and source_tokens is not None
-        with collective_step(self.context):
+        with self._guard:
             rows = RowsOfRank(_aligned(x), topk_weights, ids)
             biases = tuple(_aligned(bias.contiguous()) for bias in biases)
             return self._direct.combine(rows, route, source_tokens, biases, handle.most_tokens, self.num_sms)
@@ -796,7 +801,7 @@ class StartedDispatch:
     """A direct dispatch whose tokens are on their way. It keeps what kernels read.
 
     Attributes:
-        exchange: of it.
+        exchange, kernels: of it.
         layout, tokens, route, epoch: of what travels.
         positions: of its only step, if they are there already.
         is_token_in_rank: as the caller gave it.
@@ -805,6 +810,7 @@ class StartedDispatch:
     """
 
     exchange: NormalExchange
+    kernels: RowKernels
     layout: PayloadLayout
     tokens: TokensOfRank
     route: Route
