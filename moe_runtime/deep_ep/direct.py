@@ -17,7 +17,7 @@ from moe_runtime.context.threads import is_capturing
 from moe_runtime.deep_ep.sizes import MOST_TOP_K, combine_bytes
 from moe_runtime.kernels.exchange import rows
 from moe_runtime.kernels.exchange.payload import WORD, PayloadLayout, UnpackedRows
-from moe_runtime.kernels.exchange.plan import exchange_engine, sm_shared_bytes
+from moe_runtime.kernels.exchange.plan import WARP, exchange_engine, sm_shared_bytes
 from moe_runtime.kernels.exchange.row_sums import RowsOfRank, SumGeometry, SumKernels
 from moe_runtime.kernels.exchange.rows import CountKernel, Route, RowGeometry, RowKernels, TokensOfRank
 
@@ -47,7 +47,8 @@ class Counts:
 def has_kernels(context: ExpertParallelContext) -> bool:
     """Whether ranks of `context` store to each other by kernels in CUDA C++."""
     engine, _ = exchange_engine(context.engine, context.device)
-    return engine == "cuda" and context.hosts is None and context.heap.directly_mapped
+    one_memory = context.hosts is None and context.heap.directly_mapped
+    return engine == "cuda" and one_memory and context.world_size <= WARP
 
 
 class DirectExchange:
