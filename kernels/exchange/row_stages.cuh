@@ -2,14 +2,15 @@
 // the flags that say that they have landed; for inclusion. Each warp has rows of its own.
 //
 // Macros: those of signalling.cuh, RECORD_BYTES (of what is stored), WARPS (of a block, that copy), STAGES (records
-// that a warp has in shared memory).
+// that a warp has in shared memory), TOGETHER (flags that are stored at a time).
 
 #include "signalling.cuh"
 
 constexpr int PITCH = (RECORD_BYTES + 127) / 128 * 128;
-constexpr int BEHIND = 2;  // records of a warp that may be on their way when the flag of the one before is stored
+constexpr int BEHIND = 2;  // records of a warp that may be on their way when flags of those before are stored
 
 static_assert(RECORD_BYTES % 16 == 0, "RECORD_BYTES: the copy engine stores 16 bytes at a time");
+static_assert(TOGETHER >= 1, "TOGETHER: at least one flag is stored at a time");
 static_assert(STAGES >= 2, "STAGES: one record is loaded while another is stored");
 
 // The stages of a warp, used in turn: a load into one is awaited by its barrier.
@@ -51,42 +52,51 @@ __device__ __forceinline__ void init_barriers(const u64* barriers) {
 }
 
 // Flags of the records that a warp stores, each on the rank that the record goes to, once it has landed there. A lane
-// stands for that rank.
+// stands for that rank. TOGETHER flags share a fence, which takes about as long as a record.
 struct Flags {
+  static constexpr int MOST = BEHIND + TOGETHER;
+
   int* of_lane;  // of the first slot there
   int value;
-  int waiting[BEHIND];  // slots of the last records, -1 for none
+  int waiting[MOST];  // slots of the last records, -1 for none
+  int count = 0;      // of these
 
   __device__ __forceinline__ Flags(int* of_lane, int value) : of_lane(of_lane), value(value) {
 #pragma unroll
-    for (int i = 0; i < BEHIND; ++i) waiting[i] = -1;
+    for (int i = 0; i < MOST; ++i) waiting[i] = -1;
   }
 
-  __device__ __forceinline__ void store(int slot) const {
-    if (!__any_sync(ALL, slot >= 0)) return;
-    fence_system();
-    if (slot >= 0) store_relaxed(of_lane + slot, value);
-  }
-
-  // Ends the group of copies of a record, which goes to `slot` of the lane's rank, if that is none of -1, and stores
-  // the flag of the record BEHIND before it.
+  // Ends the group of copies of a record, which goes to `slot` of the lane's rank, or to none there if that is -1. When
+  // enough records are behind it, stores the flags of the first of them.
   __device__ __forceinline__ void store_behind(int slot) {
-    if ((threadIdx.x & 31) == 0) {
-      bulk_commit();
-      bulk_await<BEHIND>();
-    }
-    __syncwarp();
-    store(waiting[0]);
+    if ((threadIdx.x & 31) == 0) bulk_commit();
 #pragma unroll
-    for (int i = 0; i + 1 < BEHIND; ++i) waiting[i] = waiting[i + 1];
-    waiting[BEHIND - 1] = slot;
+    for (int i = 0; i < MOST; ++i)
+      if (i == count) waiting[i] = slot;
+    if (++count < MOST) return;
+    if ((threadIdx.x & 31) == 0) bulk_await<BEHIND>();
+    store<TOGETHER>();
+#pragma unroll
+    for (int i = 0; i < BEHIND; ++i) waiting[i] = waiting[i + TOGETHER];
+    count = BEHIND;
   }
 
-  __device__ __forceinline__ void store_all() const {
+  __device__ __forceinline__ void store_all() {
     if ((threadIdx.x & 31) == 0) bulk_await();
-    __syncwarp();
 #pragma unroll
-    for (int i = 0; i < BEHIND; ++i) store(waiting[i]);
+    for (int i = 0; i < MOST; ++i)
+      if (i >= count) waiting[i] = -1;
+    store<MOST>();
+  }
+
+  // The flags of the first FIRST records, which lane 0 has seen landed.
+  template <int FIRST>
+  __device__ __forceinline__ void store() const {
+    __syncwarp();
+    fence_system();
+#pragma unroll
+    for (int i = 0; i < FIRST; ++i)
+      if (waiting[i] >= 0) store_relaxed(of_lane + waiting[i], value);
   }
 };
 

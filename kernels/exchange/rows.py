@@ -37,6 +37,8 @@ COUNT_WARPS = 32
 MOST_WARPS = 16
 """Of a block that copies rows: more have no room for rows of their own."""
 MOST_STAGES = 4
+FLAGS_TOGETHER = 4
+"""Flags that a warp stores at a time where SMs are limited: it has many records then, and each fence costs."""
 STATIC_BYTES = 1024
 """Shared memory of a block that copies rows, beside the rows."""
 HOST_TICKET, HOST_MOST, HOST_PREFIX = range(3)
@@ -107,6 +109,7 @@ class CopyGeometry(ABC):
             "RECORD_BYTES": self.record_bytes,
             "WARPS": self.warps,
             "STAGES": self.stages,
+            "TOGETHER": 1 if self.num_sms is None else FLAGS_TOGETHER,
             "DISPATCH_FLAG": signals.dispatch_flag,
             "TOKEN_COUNT": signals.token_count,
             "READY": signals.ready,

@@ -228,7 +228,7 @@ class Buffer(GroupBuffer):
         if expert_alignment > 1:
             experts = [align(count, expert_alignment) for count in experts]
         used = (quants, scales, topk_idx, topk_weights, got.x, got.scales, got.topk_idx, got.topk_weights)
-        event = self._comm.finish(beside, async_finish, (*used, *counts, got.handle[3]))
+        event = self._comm.finish(beside, async_finish, (*used, *counts, *got.handle.tensors))
         return got.tokens, got.topk_idx, got.topk_weights, experts, got.handle, event
 
     def combine(

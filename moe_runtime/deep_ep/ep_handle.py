@@ -81,7 +81,7 @@ class EPHandle:
     def _tensors(self) -> tuple[torch.Tensor | None, ...]:
         """What kernels of later calls read."""
         steps = [tensor for step in self._steps for tensor in (step.entries, step.weights, step.positions)]
-        return self.topk_idx, self._ids, self._slots, *self._rows, *steps
+        return self.topk_idx, self._ids, self._slots, *self._rows.tensors, *steps
 
     @cached_property
     def num_unaligned_recv_tokens_per_expert(self) -> torch.Tensor:

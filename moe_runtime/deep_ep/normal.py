@@ -105,6 +105,12 @@ class NormalHandle(tuple[torch.Tensor | None, ...]):
     most_tokens: int = 0
     most_sent: int = 0
 
+    @property
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """What kernels of later calls read."""
+        of_steps = [tensor for step in self.steps for tensor in (step.entries, step.weights, step.positions)]
+        return *self, *(() if self.route is None else (self.route.index, self.route.entries)), *of_steps
+
 
 @dataclass(frozen=True)
 class Received:

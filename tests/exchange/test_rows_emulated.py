@@ -40,6 +40,7 @@ def few_sms(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     monkeypatch.setattr(rows, "COUNT_WARPS", draw.choice((1, 2, 4)))
     monkeypatch.setattr(rows, "MOST_WARPS", draw.choice((1, 2, 3)))
     monkeypatch.setattr(rows, "MOST_STAGES", draw.choice((2, 3, 4)))
+    monkeypatch.setattr(rows, "FLAGS_TOGETHER", draw.choice((1, 2, 4)))
     rows.forget_macros()
     row_sums.sum_macros.cache_clear()
 
