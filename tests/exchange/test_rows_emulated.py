@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -354,3 +355,89 @@ def test_sums_of_a_step_that_fails_are_nan(emulator: Emulator, seed: int) -> Non
     assert weights is not None and y.isnan().all() and weights.isnan().all()
     with pytest.raises(PeerTimeoutError, match="rank 1 did not answer"):
         ranks[0].context.check()
+
+
+def run_on(ranks: list[NormalExchange], emulator: Emulator, seed: int, *, in_a_ring: bool = False) -> None:
+    """Dispatches and combines that no host waits for, all at once, so that ranks run ahead as far as they may.
+
+    With `in_a_ring` tokens go to the next rank alone, which a rank then hears nothing of.
+    """
+    world, draw, turns = len(ranks), random.Random(seed), 6 if in_a_ring else 4
+    first = [case_of(seed, r, draw.randint(6, 8), world, 128, False) for r in range(world)]
+    for rank, case in enumerate(first):
+        if in_a_ring:
+            case.ids[:] = (rank + 1) % world * LOCAL
+    cases = [
+        [case_of(seed + 1 + turn, r, len(c.ids), world, 128, False) for r, c in enumerate(first)]
+        for turn in range(turns)
+    ]
+    got: list[Any] = [[] for _ in ranks]
+    again: list[Any] = [[] for _ in ranks]
+    sums: list[Any] = [[] for _ in ranks]
+    with emulator.together() as choose:
+        for rank, exchange in enumerate(ranks):
+            choose(rank)
+            one = started(exchange, first[rank], worst=world * 8).finish()
+            got[rank].append(one)
+            for turn in range(turns):
+                again[rank].append(exchange.dispatch_again(cases[turn][rank].x, one.handle))
+                if turn % 2 and not in_a_ring:
+                    sums[rank].append(exchange.combine(again[rank][-1].x, one.handle)[0])
+    for rank in range(world):
+        check(got[rank][0], first, rank, world * 8)
+        here = [case.goes_to(rank) for case in first]
+        copies = torch.stack([first[rank].goes_to(r) for r in range(world)]).sum(dim=0)[:, None]
+        for turn in range(turns):
+            wanted = torch.cat([parts(c.x)[0][there] for c, there in zip(cases[turn], here, strict=True)])
+            assert_same_bits(again[rank][turn].x[: len(wanted)], wanted, f"rows of turn {turn}")
+            if turn % 2 and not in_a_ring:
+                y = (parts(cases[turn][rank].x)[0].float() * copies + 0.0).to(torch.bfloat16)  # 0 is no -0
+                assert_same_bits(sums[rank][turn // 2], y, f"sums of turn {turn}")
+    for exchange in ranks:
+        exchange.context.check_peers()
+
+
+def slowed(text: str) -> str:
+    """One rank takes its time for each row, which others may not overtake."""
+    waits = "for (int i = 0; rank == 1 && i < 100; ++i) load_acquire(flags);"
+    return re.sub(r"const bool is_own = row\.slot < 0;", rf"\g<0> {waits}", text)
+
+
+@pytest.mark.parametrize("in_a_ring", [False, True])
+def test_ranks_that_run_ahead(in_a_ring: bool, emulator: Emulator, seed: int) -> None:
+    emulator.edit = slowed
+    run_on(exchanges(3, 128, 8), emulator, seed, in_a_ring=in_a_ring)
+
+
+MISTAKES = {
+    "flags before records have landed": (r"bulk_await<BEHIND>\(\);", ";"),
+    "the last flags before records have landed": (r"bulk_await\(\);(\s*\S+ )", r";\1"),
+    "rows before their flags": (r"if \(has_landed\(row\)\) return true;", "return true;"),
+    "records loaded over what is still stored": (r"bulk_await_read<\d+ - 2>\(\);", ";"),
+    "halves that are still read": (r"lane < \d+ && lane != rank, own", "false, own"),
+    "counts before those of peers": (r"await\(x, own, lane < \d+, flag", "await(x, own, false, flag"),
+    "sums before their records": (r"wanted = load_acquire\(flags \+ slot\) != tag;", "wanted = false;"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_found(mistake: str, emulator: Emulator, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests of this file would notice what they are there for. A warp has several records, in as few stages as may
+    be."""
+    edits = 0
+    for module in (rows, row_sums):
+        monkeypatch.setattr(module, "most_sms", lambda device: 1)
+    for name, value in (("MOST_WARPS", 1), ("MOST_STAGES", 2)):
+        monkeypatch.setattr(rows, name, value)
+
+    def edit(text: str) -> str:
+        nonlocal edits
+        text, times = re.subn(*MISTAKES[mistake], text)
+        edits += times
+        return slowed(text)
+
+    emulator.edit = edit
+    with pytest.raises((AssertionError, MoERuntimeError)):
+        for turn in range(12):
+            run_on(exchanges(3, 128, 8), emulator, seed + turn, in_a_ring=turn % 2 == 1)
+    assert edits > 0
