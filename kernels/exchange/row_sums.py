@@ -122,6 +122,7 @@ class SumKernels:
                 device=memory.device,
                 shared_bytes=shared_bytes,
                 early=True,
+                all_shared=True,  # so that both kernels share an SM
             )
 
         self._send = made("combine_send_rows", geometry.warps, sends, geometry.shared_bytes)

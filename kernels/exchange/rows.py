@@ -306,6 +306,7 @@ class CountKernel:
             bound=self._bound,
             device=self._memory.device,
             early=True,
+            all_shared=True,  # as the kernels behind it
         )
 
 
@@ -350,6 +351,7 @@ class RowKernels:
                 device=memory.device,
                 shared_bytes=geometry.shared_bytes,
                 early=True,
+                all_shared=True,  # so that both kernels share an SM
             )
 
         self._send = made("dispatch_send_rows", geometry.warps + 1, sends)
