@@ -83,10 +83,9 @@ class UnpackedRows:
         layout: PayloadLayout,
         num_rows: int,
         device: torch.device,
-        source_tokens: torch.Tensor | None = None,
-        *,
         with_tokens: bool = True,
         scales_by_column: bool = False,
+        source_tokens: torch.Tensor | None = None,
     ) -> UnpackedRows:
         """Uninitialised memory for `num_rows` rows; `scales_by_column` as of `allocate_scales`.
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from moe_runtime.deep_ep import low_latency
-from moe_runtime.deep_ep.normal import Tokens
+from moe_runtime.deep_ep.normal_handle import Tokens
 from moe_runtime.deep_ep.sizes import FP8_BLOCK_SIZE, MOST_TOP_K
 from moe_runtime.support.arguments import check_integer, check_is_tensor, describe
 

@@ -27,7 +27,8 @@ from moe_runtime.deep_ep.arguments import (
 from moe_runtime.deep_ep.events import EventHandle, EventOverlap
 from moe_runtime.deep_ep.group_buffer import GroupBuffer, not_there, runs_beside
 from moe_runtime.deep_ep.low_latency import LowLatencyExchange, LowLatencyHandle
-from moe_runtime.deep_ep.normal import NormalExchange, NormalHandle, Tokens
+from moe_runtime.deep_ep.normal import NormalExchange
+from moe_runtime.deep_ep.normal_handle import NormalHandle, Tokens
 from moe_runtime.deep_ep.sizes import FP8_BLOCK_SIZE, Config, low_latency_bytes
 from moe_runtime.kernels.exchange.layout import dispatch_layout
 from moe_runtime.kernels.formats.number_formats import align

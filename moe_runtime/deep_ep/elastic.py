@@ -31,7 +31,8 @@ from moe_runtime.deep_ep.arguments import (
 from moe_runtime.deep_ep.ep_handle import EPHandle, check_room, most_rows
 from moe_runtime.deep_ep.events import EventHandle, EventOverlap, overlap_of
 from moe_runtime.deep_ep.group_buffer import GroupBuffer, not_there, runs_beside
-from moe_runtime.deep_ep.normal import NormalExchange, Received, Tokens
+from moe_runtime.deep_ep.normal import NormalExchange
+from moe_runtime.deep_ep.normal_handle import Received, Tokens
 from moe_runtime.deep_ep.sizes import normal_bytes, normal_tokens
 from moe_runtime.deep_ep.utils.envs import get_logical_domain_size, get_physical_domain_size
 from moe_runtime.kernels.formats.number_formats import align

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from moe_runtime.deep_ep.normal import NormalHandle, Step
+from moe_runtime.deep_ep.normal_handle import NormalHandle, Step
 from moe_runtime.kernels.formats.number_formats import align
 
 

@@ -11,20 +11,30 @@ is equal on all ranks. If a rank has more, they travel in further steps.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.context.peers import collective_step
-from moe_runtime.context.threads import by_one_thread
 from moe_runtime.deep_ep.counts import CountsExchange, count_words
-from moe_runtime.deep_ep.direct import Counts, DirectExchange, has_kernels
-from moe_runtime.deep_ep.sizes import MOST_TOP_K, normal_words
+from moe_runtime.deep_ep.direct import has_kernels
+from moe_runtime.deep_ep.direct_dispatch import DirectDispatch
+from moe_runtime.deep_ep.normal_handle import (
+    NormalHandle,
+    Received,
+    Step,
+    TokenLayout,
+    Tokens,
+    check_one_step,
+    payload_layout,
+    room_for,
+)
+from moe_runtime.deep_ep.sizes import normal_words
 from moe_runtime.dispatcher.handle import DispatchedTokens, DispatchHandle
 from moe_runtime.dispatcher.token_dispatcher import RoutingDispatcher, TokenDispatcher
-from moe_runtime.kernels.exchange.landing import LandedRows, LandedTokens
+from moe_runtime.kernels.exchange.landing import LandedTokens
 from moe_runtime.kernels.exchange.layout import dispatch_layout
 from moe_runtime.kernels.exchange.payload import (
     WORD,
@@ -36,111 +46,8 @@ from moe_runtime.kernels.exchange.payload import (
     pack_tokens,
     unpack_rows,
 )
-from moe_runtime.kernels.exchange.row_sums import RowsOfRank
-from moe_runtime.kernels.exchange.rows import Route, RowKernels, TokensOfRank
 from moe_runtime.kernels.formats.number_formats import align
 from moe_runtime.kernels.formats.reference_quantize import bf16_parts
-
-LEAST_ROOM = 64
-"""Tokens of a rank in the smallest step."""
-
-Tokens = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-TokenLayout = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""`is_token_in_rank` bool `[T, W]`, `num_tokens_per_rank` int32 `[W]` and `num_tokens_per_expert` int32 `[E]`."""
-
-
-@dataclass(frozen=True)
-class Step:
-    """Tokens that travelled in one step, and where their rows are.
-
-    Each entry of a token has a row of its own. An entry is a rank that the token goes to, or, where rows are expanded,
-    an expert.
-
-    Attributes:
-        start, end: of this rank's tokens.
-        room: most tokens of a rank, for which the step was made.
-        entries: int `[T, W]`, rank `r` where the token goes there, else -1. Expanded: `[T, K]`, experts of the token,
-            -1 for none.
-        weights: fp32 ones of this shape.
-        positions: int32 `[W * room, W]`, or `[W * room, K]`: row of each slot and entry, -1 for none. Slots are by
-            source rank and token.
-        num_experts: `E` of expanded rows; None where entries are ranks.
-    """
-
-    start: int
-    end: int
-    room: int
-    entries: torch.Tensor
-    weights: torch.Tensor
-    positions: torch.Tensor
-    num_experts: int | None = None
-
-
-class NormalHandle(tuple[torch.Tensor | None, ...]):
-    """What a dispatch leaves for cached dispatches and for combines, as often as they are called.
-
-    As a tuple it has DeepEP's six fields, None where they speak of its channels: `rank_prefix_matrix` int32 `[W, W]`
-    (entry `[i, r]` counts the tokens of ranks 0 to `i` for rank `r`), None, None, `recv_src_idx` int32 `[R]` (the
-    token at its rank), `is_token_in_rank` bool `[T, W]`, None. On CPUs, `rank_prefix_matrix` is None too with
-    `num_worst_tokens`.
-
-    Attributes:
-        num_ranks: `W`.
-        num_tokens: `T`.
-        num_rows: `R`, rows that came, or `num_worst_tokens`.
-        room: most tokens of a rank in a step.
-        tokens_of_experts: tokens that came for each local expert; None with `num_worst_tokens`.
-        steps: the tokens of each step, and where their rows are. With `route` only of rows that are to be expanded.
-        route: where tokens go, for kernels that store to peers; None elsewhere.
-        most_tokens, most_sent: of a rank and of a pair of ranks at most, with `route`.
-    """
-
-    num_ranks: int
-    num_tokens: int
-    num_rows: int
-    room: int
-    tokens_of_experts: list[int] | None
-    steps: list[Step]
-    route: Route | None = None
-    most_tokens: int = 0
-    most_sent: int = 0
-
-    @property
-    def tensors(self) -> tuple[torch.Tensor | None, ...]:
-        """What kernels of later calls read."""
-        of_steps = [tensor for step in self.steps for tensor in (step.entries, step.weights, step.positions)]
-        return *self, *(() if self.route is None else (self.route.index, self.route.entries)), *of_steps
-
-
-@dataclass(frozen=True)
-class Received:
-    """What a dispatch gives back.
-
-    Attributes:
-        x: `[R, H]` in bf16 or e4m3.
-        scales: fp32 `[R, V]`; None for bf16.
-        topk_idx: int64 `[R, K]`, local expert ids, -1 for experts of other ranks; None without top-k.
-        topk_weights: fp32 `[R, K]`, 0 where the id is -1; None without top-k.
-        handle: for combine.
-        layout: of what travelled.
-        landed: with rows that are to be expanded, in place of `x` and `scales`; until the next dispatch.
-        kept_ids: as `topk_idx`, in memory that callers do not get; None where nobody asked.
-    """
-
-    x: torch.Tensor | None
-    scales: torch.Tensor | None
-    topk_idx: torch.Tensor | None
-    topk_weights: torch.Tensor | None
-    handle: NormalHandle
-    layout: PayloadLayout
-    landed: LandedRows | None
-    kept_ids: torch.Tensor | None = None
-
-    @property
-    def tokens(self) -> Tokens:
-        """The rows that came, in the form in which they were sent."""
-        assert self.x is not None
-        return self.x if self.scales is None else (self.x, self.scales)
 
 
 class NormalExchange:
@@ -168,14 +75,14 @@ class NormalExchange:
         self._rank_numbers = torch.arange(context.world_size, dtype=torch.int64, device=context.device)
         self._agreed_room: int | None = None  # From the counts of the last dispatch, equal on all ranks.
         self._ones = torch.ones(max_tokens, context.world_size, dtype=torch.float32, device=context.device)
-        self._direct: DirectExchange | None = None
+        self._direct: DirectDispatch | None = None
         if has_kernels(context) if direct is None else direct:
-            self._direct = DirectExchange(context, hidden, max_tokens)
+            self._direct = DirectDispatch(context, hidden, max_tokens)
         # The widest first: the memory for it suffices for all others.
         self._dispatcher(normal_words(hidden), max_tokens)
         context.allocate()
         if self._direct is not None:
-            self._direct.bind()
+            self._direct.kernels.bind()
 
     def _dispatcher(self, words: int, room: int) -> TokenDispatcher:
         """The exchange of payload of `words`, in steps of at most `room` tokens of a rank."""
@@ -210,10 +117,6 @@ class NormalExchange:
             "num_sms": self.num_sms,
             "output_size": output,
         }
-
-    def _room_for(self, tokens: int) -> int:
-        """A step's size for `tokens` of the rank that has most: kernels look at each slot of it."""
-        return min(self.max_tokens, max(LEAST_ROOM, 1 << (tokens - 1).bit_length() if tokens else 1))
 
     # Dispatch
 
@@ -252,124 +155,11 @@ class NormalExchange:
             "keeps_ids": keeps_ids,
         }
         given = x, token_layout, topk_idx, topk_weights, num_worst_tokens, num_experts
-        if self._direct is not None and self._direct.takes(num_experts):
-            return self.start(*given, **form).finish()  # type: ignore[arg-type]
+        direct = self._direct
+        if direct is not None and direct.kernels.takes(num_experts):
+            direct.num_sms = self.num_sms
+            return direct.start(*given, **form).finish()  # type: ignore[arg-type]
         return self._dispatch_in_steps(*given, **form)  # type: ignore[arg-type]
-
-    @by_one_thread
-    def start(
-        self,
-        x: Tokens,
-        token_layout: TokenLayout | None,
-        topk_idx: torch.Tensor | None,
-        topk_weights: torch.Tensor | None,
-        num_worst_tokens: int,
-        num_experts: int,
-        *,
-        max_tokens: int | None,
-        to_expand: bool,
-        scales_by_column: bool,
-        keeps_ids: bool,
-    ) -> StartedDispatch:
-        """The part of a direct `dispatch` that does not wait for counts."""
-        assert self._direct is not None
-        layout = self._layout(x, topk_idx)
-        tokens = _tokens_of_rank(x, topk_idx, topk_weights)
-        positions = None
-        if not num_worst_tokens:
-            self._direct.check_can_wait()
-        with self._guard:
-            num_tokens = tokens.tokens.shape[0]
-            if num_worst_tokens:
-                self._check_one_step(num_tokens)
-            if to_expand:
-                assert max_tokens is not None
-                shape = self.context.world_size * self._room_for(max_tokens), self.context.world_size
-                with torch.inference_mode(False):
-                    positions = torch.full(shape, -1, dtype=torch.int32, device=self.context.device)
-            per_expert = None
-            if token_layout is None:
-                assert topk_idx is not None
-                routing = topk_idx
-            else:
-                routing, per_expert = token_layout[0].contiguous(), token_layout[2].contiguous()
-            counted = routing, per_expert, num_experts, num_worst_tokens
-            route = self._direct.count(*counted, with_entries=to_expand)
-            kernels = self._direct.row_kernels(layout, self.num_sms, to_expand)
-            epoch = self._direct.send(kernels, tokens, route, window=0, after_counts=True)
-        in_rank = None if token_layout is None else token_layout[0]
-        form = num_worst_tokens, num_experts, max_tokens, to_expand, scales_by_column, keeps_ids
-        return StartedDispatch(self, kernels, layout, tokens, route, epoch, positions, in_rank, *form)
-
-    def _check_one_step(self, num_tokens: int) -> None:
-        if num_tokens > self.max_tokens:
-            raise ValueError(
-                f"x: expected at most {self.max_tokens} tokens with num_worst_tokens (num_nvl_bytes has room "
-                f"for no more in one step), got {num_tokens}"
-            )
-
-    @by_one_thread
-    def _finish(self, begun: StartedDispatch) -> Received:
-        """The rest of it: `StartedDispatch.finish`."""
-        direct, layout, route = self._direct, begun.layout, begun.route
-        assert direct is not None
-        counts: Counts | None = None
-        most = most_sent = self.max_tokens
-        num_rows = begun.num_worst_tokens
-        if not num_rows:
-            counts = direct.await_counts(route)
-            most, most_sent, num_rows = counts.most_tokens, counts.most_sent, counts.num_rows
-        with self._guard:
-            room = self._room_for(most if begun.max_tokens is None else begun.max_tokens)
-            out = self._rows(layout, num_rows, begun.to_expand, begun.scales_by_column)
-            kept_ids = torch.empty_like(out.ids) if begun.keeps_ids and out.ids is not None else None
-            landed = self._receive_rows(begun, out, most_sent, room, kept_ids)
-        num_tokens = route.index.shape[0]
-        handle = NormalHandle((route.prefix, None, None, out.source_tokens, begun.is_token_in_rank, None))
-        handle.steps = []
-        if begun.positions is not None:
-            assert route.entries is not None
-            ones = self._ones_for(num_tokens)
-            handle.steps.append(Step(0, num_tokens, room, route.entries, ones, begun.positions))
-        handle.num_tokens, handle.num_rows, handle.num_ranks = num_tokens, num_rows, self.context.world_size
-        handle.tokens_of_experts = None if counts is None else counts.of_experts
-        handle.room, handle.route, handle.most_tokens, handle.most_sent = room, route, most, most_sent
-        return self._received(layout, out, handle, landed, kept_ids)
-
-    def _receive_rows(
-        self,
-        begun: StartedDispatch,
-        out: UnpackedRows,
-        most_sent: int,
-        room: int = 0,
-        kept_ids: torch.Tensor | None = None,
-    ) -> LandedRows | None:
-        """Receive the step that has begun, and send and receive more, up to `most_sent` tokens of a pair of ranks.
-
-        `room` is of positions, and 0 for a cached dispatch. Returns where rows are that stay there.
-        """
-        direct, tokens, route, epoch = self._direct, begun.tokens, begun.route, begun.epoch
-        assert direct is not None
-        kernels = begun.kernels
-        row_index = torch.empty_like(out.source_tokens) if begun.to_expand else None
-        for window in range(0, max(1, most_sent), self.max_tokens):
-            if window:
-                epoch = direct.send(kernels, tokens, route, window=window, after_counts=False)
-            direct.receive(
-                kernels,
-                tokens,
-                route,
-                epoch,
-                out,
-                window=window,
-                is_first=room > 0,
-                also_ids=kept_ids,
-                positions=begun.positions,
-                row_index=row_index,
-                room=room,
-                num_experts=begun.num_experts,
-            )
-        return None if row_index is None else LandedRows(direct.records(kernels.geometry), row_index, route.offsets)
 
     def _dispatch_in_steps(
         self,
@@ -395,12 +185,12 @@ class NormalExchange:
             topk_weights = torch.zeros(topk_idx.shape, dtype=torch.float32, device=topk_idx.device)
         is_token_in_rank, num_tokens_per_rank, num_tokens_per_expert = token_layout
         num_tokens = is_token_in_rank.shape[0]
-        layout = self._layout(x, topk_idx)
-        room = self._agreed_room if max_tokens is None else self._room_for(max_tokens)
+        layout = payload_layout(self.hidden, x, topk_idx)
+        room = self._agreed_room if max_tokens is None else room_for(max_tokens, self.max_tokens)
         counts: CountsExchange | None = None
         if num_worst_tokens:
             with self._guard:
-                self._check_one_step(num_tokens)
+                check_one_step(num_tokens, self.max_tokens)
             room = self.max_tokens if max_tokens is None else room
         else:
             counts = self._counts_of(num_tokens_per_rank, num_tokens_per_expert)
@@ -417,7 +207,7 @@ class NormalExchange:
             # Small arrays, which numpy handles in a fraction of the time.
             numbers = table.numpy()
             most = int(numbers[:, 0].max())
-            self._agreed_room = self._room_for(most)
+            self._agreed_room = room_for(most, self.max_tokens)
             num_rows = int(numbers[:, 1 + self.context.rank].sum())
             local = num_experts // self.context.world_size
             at = 1 + self.context.world_size + self.context.rank * local
@@ -425,7 +215,8 @@ class NormalExchange:
         if first is None:
             assert self._agreed_room is not None
             first = self._send(layout, sent, 0, self._agreed_room)
-        out = self._rows(layout, num_rows, to_expand, scales_by_column)
+        form = not to_expand, scales_by_column
+        out = UnpackedRows.allocate(layout, num_rows, self.context.device, *form)
         step, arrived = first
         if most <= step.room:
             if table is None:
@@ -438,7 +229,7 @@ class NormalExchange:
         handle.num_ranks, handle.num_tokens, handle.num_rows = self.context.world_size, num_tokens, num_rows
         handle.steps, handle.room, handle.tokens_of_experts = steps, max(step.room for step in steps), of_experts
         kept_ids = out.ids.clone() if keeps_ids and out.ids is not None else None
-        return self._received(layout, out, handle, landed, kept_ids)
+        return Received.of(layout, out, handle, landed, kept_ids)
 
     def dispatch_again(
         self,
@@ -455,11 +246,14 @@ class NormalExchange:
 
         `num_experts` comes with `topk_idx`; other arguments are as of `dispatch`.
         """
-        layout = self._layout(x, topk_idx)
         if handle.route is not None and self._direct is not None:
-            return self._send_again(layout, x, handle, topk_idx, topk_weights, num_experts, to_expand, scales_by_column)
+            given = topk_idx, topk_weights, num_experts, to_expand, scales_by_column
+            self._direct.num_sms = self.num_sms
+            return self._direct.dispatch_again(x, handle, *given)
+        layout = payload_layout(self.hidden, x, topk_idx)
         packed = self._packed(layout, x, topk_idx, topk_weights)
-        out = self._rows(layout, handle.num_rows, to_expand, scales_by_column)
+        form = not to_expand, scales_by_column
+        out = UnpackedRows.allocate(layout, handle.num_rows, self.context.device, *form)
         landed: LandedTokens | None = None
         for step in handle.steps:
             dispatcher = self._dispatcher(layout.words, step.room)
@@ -472,32 +266,7 @@ class NormalExchange:
                 place = torch.empty(int(came.sum()), dtype=torch.int64, device=old.device)
                 place[new[came].to(torch.int64)] = old[came].to(torch.int64)
             landed = self._unpack(layout, arrived, out, place, num_experts)
-        return self._received(layout, out, handle, landed)
-
-    @by_one_thread
-    def _send_again(
-        self,
-        layout: PayloadLayout,
-        x: Tokens,
-        handle: NormalHandle,
-        topk_idx: torch.Tensor | None,
-        topk_weights: torch.Tensor | None,
-        num_experts: int,
-        to_expand: bool,
-        scales_by_column: bool,
-    ) -> Received:
-        """`dispatch_again` of a direct dispatch."""
-        direct, route, source_tokens = self._direct, handle.route, handle[3]
-        assert direct is not None and route is not None and source_tokens is not None
-        tokens = _tokens_of_rank(x, topk_idx, topk_weights)
-        with self._guard:
-            kernels = direct.row_kernels(layout, self.num_sms, to_expand)
-            epoch = direct.send(kernels, tokens, route, window=0, after_counts=False)
-            form = 0, num_experts, None, to_expand, scales_by_column, False
-            begun = StartedDispatch(self, kernels, layout, tokens, route, epoch, None, None, *form)
-            out = self._rows(layout, handle.num_rows, to_expand, scales_by_column, source_tokens)
-            landed = self._receive_rows(begun, out, handle.most_sent)
-        return self._received(layout, out, handle, landed)
+        return Received.of(layout, out, handle, landed)
 
     def _entries(self, is_token_in_rank: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Each rank is one expert of the exchange: `Step.entries` and `Step.weights` of all tokens."""
@@ -542,7 +311,7 @@ class NormalExchange:
             start += step.room
             if start >= most:
                 return done, landed
-            step, arrived = self._send(layout, sent, start, self._room_for(most - start))
+            step, arrived = self._send(layout, sent, start, room_for(most - start, self.max_tokens))
 
     def _counts_of(self, per_rank: torch.Tensor, per_expert: torch.Tensor) -> CountsExchange:
         """For counts `[W, 1 + W + E]`: of a rank its tokens, those by rank, and by expert."""
@@ -567,14 +336,6 @@ class NormalExchange:
 
     # Payload
 
-    def _layout(self, x: Tokens, topk_idx: torch.Tensor | None) -> PayloadLayout:
-        top_k = 0 if topk_idx is None else topk_idx.shape[1]
-        if top_k > MOST_TOP_K:
-            raise ValueError(f"topk_idx: expected at most {MOST_TOP_K} experts of a token, got {top_k}")
-        if isinstance(x, tuple):
-            return PayloadLayout(self.hidden, x[1].shape[1], top_k)
-        return PayloadLayout(WORD * self.hidden, 0, top_k)
-
     def _packed(
         self, layout: PayloadLayout, x: Tokens, topk_idx: torch.Tensor | None, topk_weights: torch.Tensor | None
     ) -> torch.Tensor:
@@ -582,30 +343,6 @@ class NormalExchange:
         quants, scales = x if isinstance(x, tuple) else (x, None)
         how = {"engine": self.context.engine, "num_sms": self.num_sms}
         return pack_tokens(layout, quants, scales, topk_idx, topk_weights, **how)  # type: ignore[arg-type]
-
-    def _rows(
-        self,
-        layout: PayloadLayout,
-        num_rows: int,
-        to_expand: bool,
-        scales_by_column: bool,
-        source_tokens: torch.Tensor | None = None,
-    ) -> UnpackedRows:
-        how = {"with_tokens": not to_expand, "scales_by_column": scales_by_column}
-        return UnpackedRows.allocate(layout, num_rows, self.context.device, source_tokens, **how)
-
-    def _received(
-        self,
-        layout: PayloadLayout,
-        out: UnpackedRows,
-        handle: NormalHandle,
-        landed: LandedRows | None,
-        kept_ids: torch.Tensor | None = None,
-    ) -> Received:
-        if out.tokens is not None:
-            landed = None
-        tokens = None if out.tokens is None else _typed(layout, out.tokens)
-        return Received(tokens, out.scales, out.ids, out.weights, handle, layout, landed, kept_ids)
 
     def _unpack(
         self,
@@ -670,7 +407,7 @@ class NormalExchange:
         out = ExpandedRows(tokens, scales, weights)
         how = {"engine": self.context.engine, "num_sms": self.num_sms}
         expand_rows(layout, got.landed, slots, got.topk_weights, out, **how)  # type: ignore[arg-type]
-        return _typed(layout, tokens), scales, weights
+        return tokens.view(torch.float8_e4m3fn if layout.num_scales else torch.bfloat16), scales, weights
 
     def meet(self) -> None:
         """Wait, on the device, until every rank has come to this call."""
@@ -701,28 +438,12 @@ class NormalExchange:
         Returns bf16 `[T, H]`, and fp32 `[T, K]` or None.
         """
         if handle.route is not None and self._direct is not None:
-            return self._combine_rows(x, handle, biases, topk_weights, ids)
+            self._direct.num_sms = self.num_sms
+            return self._direct.combine(x, handle, biases, topk_weights, ids)
         y = self.combine_steps(x, handle.steps, biases)
         if topk_weights is not None and ids is not None:
             topk_weights = torch.where(ids >= 0, topk_weights, 0.0)
         return y, None if topk_weights is None else self.combine_weights(topk_weights, handle)
-
-    @by_one_thread
-    def _combine_rows(
-        self,
-        x: torch.Tensor,
-        handle: NormalHandle,
-        biases: tuple[torch.Tensor, ...],
-        topk_weights: torch.Tensor | None,
-        ids: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`combine` by kernels that store to peers."""
-        route, source_tokens = handle.route, handle[3]
-        assert self._direct is not None and route is not None and source_tokens is not None
-        with self._guard:
-            rows = RowsOfRank(_aligned(x), topk_weights, ids)
-            biases = tuple(_aligned(bias.contiguous()) for bias in biases)
-            return self._direct.combine(rows, route, source_tokens, biases, handle.most_tokens, self.num_sms)
 
     def combine_steps(self, x: torch.Tensor, steps: list[Step], biases: tuple[torch.Tensor, ...] = ()) -> torch.Tensor:
         """bf16 `[T, H]`, the unweighted sum in fp32 of the `biases` and of each token's rows, by dispatchers."""
@@ -800,50 +521,3 @@ class NormalExchange:
             there = renewed.num_parts[:, None] > part
             total = torch.where(there, total + values(landed.float()), total)
         return total
-
-
-@dataclass(frozen=True)
-class StartedDispatch:
-    """A direct dispatch whose tokens are on their way. It keeps what kernels read.
-
-    Attributes:
-        exchange, kernels: of it.
-        layout, tokens, route, epoch: of what travels.
-        positions: of its only step, if they are there already.
-        is_token_in_rank: as the caller gave it.
-        num_worst_tokens, num_experts, max_tokens, to_expand, scales_by_column, keeps_ids: as of
-            `NormalExchange.dispatch`.
-    """
-
-    exchange: NormalExchange
-    kernels: RowKernels
-    layout: PayloadLayout
-    tokens: TokensOfRank
-    route: Route
-    epoch: torch.Tensor
-    positions: torch.Tensor | None
-    is_token_in_rank: torch.Tensor | None
-    num_worst_tokens: int
-    num_experts: int
-    max_tokens: int | None
-    to_expand: bool
-    scales_by_column: bool
-    keeps_ids: bool
-
-    def finish(self) -> Received:
-        """Wait for the counts, if the host is to know them, and receive rows."""
-        return self.exchange._finish(self)
-
-
-def _tokens_of_rank(x: Tokens, topk_idx: torch.Tensor | None, topk_weights: torch.Tensor | None) -> TokensOfRank:
-    quants, scales = x if isinstance(x, tuple) else (x, None)
-    return TokensOfRank(_aligned(quants), scales, topk_idx, topk_weights)
-
-
-def _aligned(rows: torch.Tensor) -> torch.Tensor:
-    """The rows at a multiple of 16 bytes: themselves, or a copy."""
-    return rows if rows.data_ptr() % 16 == 0 else rows.clone()
-
-
-def _typed(layout: PayloadLayout, tokens: torch.Tensor) -> torch.Tensor:
-    return tokens.view(torch.float8_e4m3fn if layout.num_scales else torch.bfloat16)

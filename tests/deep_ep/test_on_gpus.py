@@ -15,7 +15,8 @@ import torch.distributed as dist
 from moe_runtime.comm.errors import PeerTimeoutError
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.deep_ep import Buffer, ElasticBuffer, EventHandle
-from moe_runtime.deep_ep.normal import NormalExchange, NormalHandle, Received
+from moe_runtime.deep_ep.normal import NormalExchange
+from moe_runtime.deep_ep.normal_handle import NormalHandle, Received
 from moe_runtime.deep_ep.sizes import normal_bytes
 from tests.deep_ep.test_elastic import CASES, every_call
 from tests.deep_ep.test_training import train_elastic

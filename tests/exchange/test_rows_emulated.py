@@ -14,7 +14,9 @@ import torch
 from moe_runtime.comm.errors import CapacityError, MoERuntimeError, PeerTimeoutError
 from moe_runtime.comm.heaps.private_heap import PrivateHeap
 from moe_runtime.context.expert_parallel import ExpertParallelContext
-from moe_runtime.deep_ep.normal import NormalExchange, Received, StartedDispatch, TokenLayout, Tokens
+from moe_runtime.deep_ep.direct_dispatch import StartedDispatch
+from moe_runtime.deep_ep.normal import NormalExchange
+from moe_runtime.deep_ep.normal_handle import Received, TokenLayout, Tokens
 from moe_runtime.kernels.exchange import row_sums, rows
 from moe_runtime.kernels.exchange.layout import dispatch_layout
 from tests.emulator import Emulator, needs_emulator
@@ -150,11 +152,14 @@ def started(exchange: NormalExchange, case: Case, **how: Any) -> StartedDispatch
     worst, from_ids = form.pop("worst", 0), form.pop("from_ids", False)
     world = exchange.context.world_size
     layout = None if from_ids else case.layout(world)
-    return exchange.start(case.x, layout, case.ids, case.weights, worst, world * LOCAL, **form)
+    direct = exchange._direct
+    assert direct is not None
+    direct.num_sms = exchange.num_sms
+    return direct.start(case.x, layout, case.ids, case.weights, worst, world * LOCAL, **form)
 
 
 def finish_all(begun: list[StartedDispatch], emulator: Emulator) -> list[Received]:
-    return start_all([one.exchange for one in begun], begun, emulator, lambda _, one: one.finish())  # type: ignore[arg-type]
+    return start_all(begun, begun, emulator, lambda _, one: one.finish())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
@@ -281,9 +286,9 @@ def test_a_number_of_counts_is_not_taken_for_another(emulator: Emulator, seed: i
         check(begun.finish(), [case], 0)
         with pytest.raises(MoERuntimeError, match="ended without counts"):
             assert rank._direct is not None
-            rank._direct._ticket += 1
-            rank._direct.await_counts(begun.route)
-        rank._direct._ticket -= 1
+            rank._direct.kernels._ticket += 1
+            rank._direct.kernels.await_counts(begun.route)
+        rank._direct.kernels._ticket -= 1
 
 
 def combined(case: Case, rank: int, of_rows: list[list[torch.Tensor]], biases: list[torch.Tensor]) -> torch.Tensor:
