@@ -2,7 +2,8 @@
 
 `[torchrun --nproc-per-node=N] -m moe_runtime.launch.bench [dispatch|combine|gemm|layer|low_latency|normal ...]
 --config NAME` prints a table and writes JSON. A result that fails its check is not timed and makes the exit code 1.
-With `--trace` the layer is checked and recorded, and nothing is timed.
+Where `low_latency` and `normal` are both named, and `--tokens` are few and many, each takes those that it is for. With
+`--trace` the layer is checked and recorded, and nothing is timed.
 """
 
 from __future__ import annotations
@@ -98,17 +99,20 @@ def _bench_format(
         layers = [first, *(_sharing(first, MoELayer(config.replace(**each), context)) for each in changes[1:])]
         turns = [(layer, routing) for layer in layers for routing in options.routing]
         for layer, routing in with_progress(turns, f"bench {config.token_format}", len(turns), shown=context.rank == 0):
-            results += _results(Bench(layer, run, routing, settings, baselines))
+            results += _results(Bench(layer, run, routing, settings, baselines), options.tokens)
         record = environment.environment_record(context) if context.rank == 0 else {}
         environment.barrier(context, "end")
     return results, record, config
 
 
-def _results(bench: Bench) -> list[dict[str, Any]]:
-    """Those of the operations that are asked for. Collective."""
+def _results(bench: Bench, counts: list[int]) -> list[dict[str, Any]]:
+    """Those of the operations that are asked for; `counts` are the tokens of all benches. Collective."""
     wanted = set(bench.settings.operations)
     if wanted & {"dispatch", "combine"}:
         layer_operations.exchange(bench)
+    most = deep_ep_operations.FEW_TOKENS
+    if wanted >= {"low_latency", "normal"} and min(counts) <= most < max(counts):
+        wanted -= {"normal" if bench.layer.config.max_tokens_per_rank <= most else "low_latency"}
     if "low_latency" in wanted:
         deep_ep_operations.low_latency(bench)
     if "normal" in wanted:

@@ -38,25 +38,34 @@ def landing_scales(context: ExchangeMemory, geometry: ExchangeGeometry) -> torch
 
 
 @dataclass(frozen=True)
-class LandedTokens:
+class LandedRows:
+    """Rows that stay where they landed.
+
+    Attributes:
+        records: uint8 `[rows of both halves, record_bytes]`.
+        row_index: int32 `[R]`, row of `records` of each position.
+        group_offsets: int32 `[E + 1]`, first position of each expert, and the end of the last.
+    """
+
+    records: torch.Tensor
+    row_index: torch.Tensor
+    group_offsets: torch.Tensor
+
+
+@dataclass(frozen=True)
+class LandedTokens(LandedRows):
     """What `dispatch_recv` leaves of a dispatch with gathered rows.
 
     Attributes:
         geometry: of the dispatch.
-        records: uint8 `[rows of both halves, record_bytes]`.
         first_row: rows of `records` before the second half.
-        row_index: int32 `[R]`, row of `records` of each position.
         positions: int32 `[S, K]`, position of each (landing slot, k), -1 for none.
-        group_offsets: int32 `[E + 1]`, first position of each expert, and the end of the last.
         epoch: int32 `[1]`.
     """
 
     geometry: ExchangeGeometry
-    records: torch.Tensor
     first_row: int
-    row_index: torch.Tensor
     positions: torch.Tensor
-    group_offsets: torch.Tensor
     epoch: torch.Tensor
 
     @classmethod
@@ -71,4 +80,4 @@ class LandedTokens:
     ) -> LandedTokens:
         """What has landed in `context`, and what `dispatch_recv` has written of it."""
         records, first_row = landing_records(context, geometry), second_half_row(context, geometry)
-        return cls(geometry, records, first_row, row_index, positions, group_offsets, epoch)
+        return cls(records, row_index, group_offsets, geometry, first_row, positions, epoch)

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_runtime.kernels.exchange.landing import LandedTokens
+from moe_runtime.kernels.exchange.landing import LandedRows, LandedTokens
 from moe_runtime.kernels.exchange.row_kernels import padded
 from moe_runtime.kernels.formats.number_formats import align
 
@@ -83,11 +83,14 @@ class UnpackedRows:
         layout: PayloadLayout,
         num_rows: int,
         device: torch.device,
-        *,
         with_tokens: bool = True,
         scales_by_column: bool = False,
+        source_tokens: torch.Tensor | None = None,
     ) -> UnpackedRows:
-        """Uninitialised memory for `num_rows` rows; `scales_by_column` as of `allocate_scales`."""
+        """Uninitialised memory for `num_rows` rows; `scales_by_column` as of `allocate_scales`.
+
+        `source_tokens` is given where it is known.
+        """
         ids = weights = scales = tokens = None
         if with_tokens:
             tokens = torch.empty(num_rows, layout.token_bytes, dtype=torch.uint8, device=device)
@@ -95,7 +98,9 @@ class UnpackedRows:
         if layout.top_k:
             ids = torch.empty(num_rows, layout.top_k, dtype=torch.int64, device=device)
             weights = torch.empty(num_rows, layout.top_k, dtype=torch.float32, device=device)
-        return cls(tokens, scales, ids, weights, torch.empty(num_rows, dtype=torch.int32, device=device))
+        if source_tokens is None:
+            source_tokens = torch.empty(num_rows, dtype=torch.int32, device=device)
+        return cls(tokens, scales, ids, weights, source_tokens)
 
 
 @dataclass(frozen=True)
@@ -267,7 +272,7 @@ def _unpack_reference(
 
 def expand_rows(
     layout: PayloadLayout,
-    landed: LandedTokens,
+    landed: LandedRows,
     slots: torch.Tensor,
     weights: torch.Tensor | None,
     out: ExpandedRows,
@@ -309,7 +314,7 @@ def expand_rows(
 
 def _expand_reference(
     layout: PayloadLayout,
-    landed: LandedTokens,
+    landed: LandedRows,
     slots: torch.Tensor,
     weights: torch.Tensor | None,
     out: ExpandedRows,

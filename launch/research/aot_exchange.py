@@ -11,7 +11,7 @@ import torch
 
 from moe_runtime.comm.hosts import Hosts
 from moe_runtime.kernels import clock, recorded_routes
-from moe_runtime.kernels.exchange import hierarchical_cuda, layout, local_ids, padded, payload
+from moe_runtime.kernels.exchange import hierarchical_cuda, layout, local_ids, padded, payload, row_sums, rows
 from moe_runtime.kernels.exchange.geometry import ExchangeGeometry, worst_case_rows
 from moe_runtime.kernels.exchange.hierarchical import HostGeometry
 from moe_runtime.kernels.exchange.macros import (
@@ -240,6 +240,29 @@ def _rows() -> Iterator[AotCase]:
         yield row_case("dispatch_expand", fmt, payload._dispatch_expand_kernel, expand, types)
 
 
+def _direct(archs: tuple[int, ...]) -> Iterator[CudaCase]:
+    """Counts and rows of normal mode: rank 3 of 8, tokens in bf16 and FP8, with ids and bare, copied and left."""
+    for from_ids in (False, True):
+        defines = rows.count_macros(8, from_ids=from_ids)
+        yield CudaCase("dispatch_counts", "any", "row_counts.cu", "dispatch_counts", defines, archs, shared_bytes=0)
+    ranks: dict[str, Any] = {"rank": 3, "world_size": 8, "sm_shared_bytes": SM_SHARED_BYTES_OF[archs[0]]}
+    for packed in _PAYLOADS:
+        fmt = "fp8_block" if packed.num_scales else "bf16"
+        for own_too in (False, True):
+            geometry = rows.RowGeometry(**ranks, max_tokens=4096, layout=packed, own_too=own_too)
+            macros, shared_bytes = rows.row_macros(geometry), geometry.shared_bytes
+            for kernel, instruction in (("dispatch_send_rows", BULK_LOAD), ("dispatch_recv_rows", BULK_STORE)):
+                stay = own_too and kernel == "dispatch_recv_rows"
+                wanted = {} if stay else dict.fromkeys(archs, instruction)
+                yield CudaCase(kernel, fmt, "rows.cu", kernel, macros, archs, wanted, shared_bytes)
+    for top_k, biases, num_sms in ((0, 0, None), (8, 2, None), (0, 1, 24)):
+        sums = row_sums.SumGeometry(**ranks, hidden=7168, top_k=top_k, biases=biases, num_sms=num_sms)
+        for kernel, shared_bytes in (("combine_send_rows", sums.shared_bytes), ("combine_recv_rows", 0)):
+            wanted = dict.fromkeys(archs, BULK_STORE) if shared_bytes else {}
+            macros = row_sums.sum_macros(sums)
+            yield CudaCase(kernel, "bf16", "row_sums.cu", kernel, macros, archs, wanted, shared_bytes)
+
+
 def _others() -> Iterator[CudaCase]:
     yield CudaCase("write_clock", "any", "clock.cu", "write_clock", clock.DEFINES, instruction={90: "globaltimer"})
     for ids_64 in (False, True):
@@ -252,6 +275,7 @@ def _others() -> Iterator[CudaCase]:
 AOT_CASES: tuple[AotCase | CudaCase, ...] = (
     *(case for archs in SAME_MEMORY for fmt in FORMATS for case in _Cases(fmt, archs)),
     *(case for archs in SAME_MEMORY for fmt in FORMATS for case in _of_hosts(fmt, archs)),
+    *(case for archs in SAME_MEMORY for case in _direct(archs)),
     *_rows(),
     *_others(),
 )

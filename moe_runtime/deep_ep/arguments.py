@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from moe_runtime.deep_ep import low_latency
-from moe_runtime.deep_ep.normal import Tokens
+from moe_runtime.deep_ep.normal_handle import Tokens
 from moe_runtime.deep_ep.sizes import FP8_BLOCK_SIZE, MOST_TOP_K
 from moe_runtime.support.arguments import check_integer, check_is_tensor, describe
 
@@ -54,9 +54,9 @@ def check_matrix(
     _check_place(name, tensor, device)
     if tensor.dtype not in dtypes:
         raise ValueError(f"{name}: expected {' or '.join(map(str, dtypes))}, got {tensor.dtype}")
-    sizes = (rows, columns)
-    if tensor.ndim != 2 or any(want not in (None, got) for want, got in zip(sizes, tensor.shape, strict=True)):
-        expected = ", ".join("any" if size is None else str(size) for size in sizes)
+    shape = tensor.shape
+    if len(shape) != 2 or rows not in (None, shape[0]) or columns not in (None, shape[1]):
+        expected = ", ".join("any" if size is None else str(size) for size in (rows, columns))
         raise ValueError(f"{name}: expected shape [{expected}], got {list(tensor.shape)}")
 
 

@@ -27,7 +27,8 @@ from moe_runtime.deep_ep.arguments import (
 from moe_runtime.deep_ep.events import EventHandle, EventOverlap
 from moe_runtime.deep_ep.group_buffer import GroupBuffer, not_there, runs_beside
 from moe_runtime.deep_ep.low_latency import LowLatencyExchange, LowLatencyHandle
-from moe_runtime.deep_ep.normal import NormalExchange, NormalHandle, Tokens
+from moe_runtime.deep_ep.normal import NormalExchange
+from moe_runtime.deep_ep.normal_handle import NormalHandle, Tokens
 from moe_runtime.deep_ep.sizes import FP8_BLOCK_SIZE, Config, low_latency_bytes
 from moe_runtime.kernels.exchange.layout import dispatch_layout
 from moe_runtime.kernels.formats.number_formats import align
@@ -221,12 +222,14 @@ class Buffer(GroupBuffer):
         )
         check_routing(topk_idx, topk_weights, quants.shape[0], self.device)
         with self._comm.running(beside, previous_event):
-            got = self._exchange(hidden).dispatch(x, *counts, topk_idx, topk_weights, num_worst_tokens)
+            got = self._exchange(hidden).dispatch(
+                x, counts, topk_idx, topk_weights, num_worst_tokens, num_experts=counts[2].numel()
+            )
         experts = [] if got.handle.tokens_of_experts is None else got.handle.tokens_of_experts
         if expert_alignment > 1:
             experts = [align(count, expert_alignment) for count in experts]
         used = (quants, scales, topk_idx, topk_weights, got.x, got.scales, got.topk_idx, got.topk_weights)
-        event = self._comm.finish(beside, async_finish, (*used, *counts, got.handle[3]))
+        event = self._comm.finish(beside, async_finish, (*used, *counts, *got.handle.tensors))
         return got.tokens, got.topk_idx, got.topk_weights, experts, got.handle, event
 
     def combine(
@@ -262,8 +265,7 @@ class Buffer(GroupBuffer):
         beside = runs_beside(previous_event, async_finish, allocate_on_comm_stream)
         with self._comm.running(beside, previous_event):
             exchange = self._exchange(check_hidden(x.shape[1]))
-            y = exchange.combine(x.contiguous(), handle.steps, biases)
-            weights = None if topk_weights is None else exchange.combine_weights(topk_weights, handle)
+            y, weights = exchange.combine(x.contiguous(), handle, biases, topk_weights)
         return y, weights, self._comm.finish(beside, async_finish, (x, topk_weights, *biases, y, weights))
 
     def internode_dispatch(self, *arguments: object, **settings: object) -> NoReturn:

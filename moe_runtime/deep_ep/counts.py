@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from moe_runtime.context.expert_parallel import ExpertParallelContext
-from moe_runtime.context.peers import collective_step
 from moe_runtime.context.threads import by_one_thread, is_capturing
 from moe_runtime.dispatcher.token_dispatcher import TokenDispatcher
 from moe_runtime.kernels.exchange.payload import WORD
@@ -20,10 +19,8 @@ def count_words(num_counts: int) -> int:
 class CountsExchange:
     """The exchange of `N` counts of each rank: of its tokens, and of those for each of some receivers.
 
-    `start` and `finish` are two calls, between which the host may launch what does not depend on the counts.
-
-    On a GPU the second call captures it in a CUDA graph, which is replayed from then on. Launched one by one, its
-    kernels would take the host longer than tokens take to travel.
+    `start` and `finish` are two calls, between which the host may launch what does not depend on the counts. Where
+    kernels store to peers, `direct` has a quicker one.
 
     Args:
         dispatcher: of steps of one token of each rank for all ranks, `count_words(num_counts)` wide.
@@ -45,8 +42,6 @@ class CountsExchange:
             on_gpu = device.type == "cuda"
             self._table = torch.empty(world, num_counts, dtype=torch.int32, pin_memory=on_gpu, device="cpu")
             self._sums = torch.empty(world, num_counts, dtype=torch.int32, device=device)
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._is_warm = False
         self._done = torch.cuda.Event() if on_gpu else None
 
     @by_one_thread
@@ -59,19 +54,16 @@ class CountsExchange:
 
         Raises `ValueError` in the capture of a CUDA graph.
         """
-        device = self.context.device
-        if is_capturing(device):
+        if is_capturing(self.context.device):
             raise ValueError("num_worst_tokens: expected it in a capture, where the host cannot wait for the counts")
         self._num_tokens.fill_(num_tokens)
         torch.cat(by_receiver, out=self._by_receiver)
-        if self._graph is None and self._is_warm and device.type == "cuda" and self.context.graph_safe:
-            self._graph = self._captured()
-        if self._graph is None:
-            self._run()
-        else:
-            with collective_step(self.context):
-                self._graph.replay()
-        self._is_warm = True
+        arrived = self._dispatcher.dispatch(*self._sent)
+        assert arrived.row_index is not None
+        landed = arrived.rows.index_select(0, arrived.row_index[: self.context.world_size])
+        table = landed.view(torch.int32)[:, : self._num_counts].contiguous()
+        self._table.copy_(table, non_blocking=True)
+        torch.cumsum(table, 0, dtype=torch.int32, out=self._sums)
         if self._done is not None:
             self._done.record()
 
@@ -87,18 +79,3 @@ class CountsExchange:
         # By now a failure is known.
         self.context.check()
         return self._table, self._sums
-
-    def _run(self) -> None:
-        arrived = self._dispatcher.dispatch(*self._sent)
-        assert arrived.row_index is not None
-        landed = arrived.rows.index_select(0, arrived.row_index[: self.context.world_size])
-        table = landed.view(torch.int32)[:, : self._num_counts].contiguous()
-        self._table.copy_(table, non_blocking=True)
-        torch.cumsum(table, 0, dtype=torch.int32, out=self._sums)
-
-    def _captured(self) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
-        # Other threads of the process may make calls meanwhile that a capture forbids.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            self._run()
-        return graph

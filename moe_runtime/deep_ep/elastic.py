@@ -31,10 +31,10 @@ from moe_runtime.deep_ep.arguments import (
 from moe_runtime.deep_ep.ep_handle import EPHandle, check_room, most_rows
 from moe_runtime.deep_ep.events import EventHandle, EventOverlap, overlap_of
 from moe_runtime.deep_ep.group_buffer import GroupBuffer, not_there, runs_beside
-from moe_runtime.deep_ep.normal import NormalExchange, Received, Tokens
+from moe_runtime.deep_ep.normal import NormalExchange
+from moe_runtime.deep_ep.normal_handle import Received, Tokens
 from moe_runtime.deep_ep.sizes import normal_bytes, normal_tokens
 from moe_runtime.deep_ep.utils.envs import get_logical_domain_size, get_physical_domain_size
-from moe_runtime.kernels.exchange.layout import dispatch_layout
 from moe_runtime.kernels.formats.number_formats import align
 from moe_runtime.support.arguments import (
     check_apart,
@@ -421,28 +421,26 @@ class ElasticBuffer(GroupBuffer):
         with collective_step(exchange.context):
             if num_tokens > max_tokens:
                 raise ValueError(f"x: expected at most num_max_tokens_per_rank = {max_tokens} tokens, got {num_tokens}")
-        weights = routing.topk_weights
-        if weights is None:
-            weights = torch.zeros(ids.shape, dtype=torch.float32, device=self.device)
-        per_rank, per_expert, in_rank = dispatch_layout(
-            ids, num_experts, self.num_ranks, engine=exchange.context.engine
-        )
         most = self.num_ranks * max_tokens
         got = exchange.dispatch(
             x,
-            in_rank,
-            per_rank,
-            per_expert,
+            None,
             ids,
-            weights,
+            routing.topk_weights,
             0 if sync else most,
+            num_experts=num_experts,
             max_tokens=max_tokens,
             to_expand=form.expand,
             scales_by_column=form.scales_by_column,
+            # Callers may change the ids that they get.
+            keeps_ids=not form.expand,
         )
-        assert got.topk_idx is not None
+        kept_ids = got.topk_idx if form.expand else got.kept_ids
+        assert kept_ids is not None
         alignment, local = routing.alignment, num_experts // self.num_ranks
-        rounded = [align(count, alignment) for count in got.handle.tokens_of_experts or ()]
+        rounded = got.handle.tokens_of_experts or []
+        if alignment > 1:
+            rounded = [align(count, alignment) for count in rounded]
         handle = EPHandle(
             do_expand=form.expand,
             num_experts=num_experts,
@@ -455,8 +453,7 @@ class ElasticBuffer(GroupBuffer):
             num_recv_tokens_per_expert_list=rounded,
             _rank=self.rank_idx,
             _rows=got.handle,
-            # Callers may change the ids that they get.
-            _ids=got.topk_idx if form.expand else got.topk_idx.clone(),
+            _ids=kept_ids,
         )
         if form.expand and not sync and top_k > local:
             check_room(handle)
@@ -513,13 +510,14 @@ class ElasticBuffer(GroupBuffer):
         exchange = self._exchange(x.shape[1], num_sms or handle.num_sms)
         with self._comm.running(beside, *waits_for):
             x = x.contiguous()
-            if handle.do_expand and not self.allow_multiple_reduction:
-                y = exchange.combine_once(x, handle._steps, biases)
+            if not handle.do_expand:
+                y, weights = exchange.combine(x, handle._rows, biases, topk_weights, handle._ids)
             else:
-                y = exchange.combine(x, handle._steps, biases)
-            weights = None
-            if topk_weights is not None:
-                weights = exchange.combine_weights(handle._weights_by_row(topk_weights), handle._rows)
+                sums = exchange.combine_steps if self.allow_multiple_reduction else exchange.combine_once
+                y = sums(x, handle._steps, biases)
+                weights = None
+                if topk_weights is not None:
+                    weights = exchange.combine_weights(handle._weights_by_row(topk_weights), handle._rows)
         used = x, topk_weights, *biases, y, weights, *handle._tensors
         return y, weights, self._comm.finish(beside, bool(async_with_compute_stream), used)
 
@@ -529,10 +527,10 @@ class ElasticBuffer(GroupBuffer):
     def _check_handle(self, handle: EPHandle, hidden: int) -> None:
         """`handle` may be of another buffer with the same ranks, if there is room for as many tokens of `hidden`."""
         check_kind("handle", handle, EPHandle)
-        (step,) = handle._rows.steps
-        fits = handle._rank == self.rank_idx and step.positions.shape[1] == self.num_ranks
+        rows = handle._rows
+        fits = handle._rank == self.rank_idx and rows.num_ranks == self.num_ranks
         room = normal_tokens(self.num_bytes, hidden, self.num_ranks)
-        if not fits or step.room > room or handle.topk_idx.device != self.device:
+        if not fits or rows.room > room or handle.topk_idx.device != self.device:
             raise ValueError("handle: expected one of this buffer, or of one with the same ranks and no more room")
 
     # Other jobs

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from moe_runtime.deep_ep.normal import NormalHandle, Step
+from moe_runtime.deep_ep.normal_handle import NormalHandle, Step
 from moe_runtime.kernels.formats.number_formats import align
 
 
@@ -73,22 +73,22 @@ class EPHandle:
         return replace(step, entries=entries, weights=ones, positions=positions, num_experts=self.num_experts)
 
     def _weights_by_row(self, topk_weights: torch.Tensor) -> torch.Tensor:
-        """fp32 `[R, K]` of weights as a combine takes them, 0 where a row has no such entry."""
-        if self._slots is None:
-            return torch.where(self._ids >= 0, topk_weights, 0.0)
+        """fp32 `[R, K]` of the weights `[N]` of expanded rows, 0 where a row has no such entry."""
+        assert self._slots is not None
         return torch.where(self._slots >= 0, topk_weights[self._slots.clamp(min=0).to(torch.int64)], 0.0)
 
     @property
     def _tensors(self) -> tuple[torch.Tensor | None, ...]:
         """What kernels of later calls read."""
         steps = [tensor for step in self._steps for tensor in (step.entries, step.weights, step.positions)]
-        return self.topk_idx, self._ids, self._slots, *self._rows, *steps
+        return self.topk_idx, self._ids, self._slots, *self._rows.tensors, *steps
 
     @cached_property
     def num_unaligned_recv_tokens_per_expert(self) -> torch.Tensor:
         """int32 `[E_local]`: rows of each local expert."""
-        num_ranks = self._rows.steps[0].positions.shape[1]
-        return count_entries(self._ids, self.num_experts // num_ranks)
+        if self._rows.route is not None:
+            return self._rows.route.experts
+        return count_entries(self._ids, self.num_experts // self._rows.num_ranks)
 
     @cached_property
     def psum_num_recv_tokens_per_scaleup_rank(self) -> torch.Tensor:
@@ -97,7 +97,7 @@ class EPHandle:
         if prefix is not None:
             return prefix[:, self._rank].contiguous()
         (step,) = self._rows.steps
-        num_ranks = step.positions.shape[1]
+        num_ranks = self._rows.num_ranks
         came = step.positions.view(num_ranks, step.room, num_ranks)[:, :, self._rank] >= 0
         return came.sum(dim=1).cumsum(0, dtype=torch.int32)
 
@@ -133,7 +133,7 @@ class EPHandle:
     @cached_property
     def dst_buffer_slot_idx(self) -> torch.Tensor:
         """int32 `[T, K]`: where a token lands on the rank of each of its experts, -1 for none."""
-        room, num_tokens = self._rows.steps[0].room, self._rows.num_tokens
+        room, num_tokens = self._rows.room, self._rows.num_tokens
         slots = self._rank * room + torch.arange(num_tokens, dtype=torch.int32, device=self.topk_idx.device)
         return torch.where(valid_ids(self.topk_idx, self.num_experts) >= 0, slots[:, None], -1)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -77,6 +77,10 @@ def overlap_of(name: str, event: EventOverlap | EventHandle | None) -> EventOver
     return EventOverlap(event) if isinstance(event, EventHandle) else event
 
 
+_AS_IT_IS = nullcontext()
+"""Of calls that run on the current stream and wait for nothing."""
+
+
 class CommStream:
     """The stream on which calls with `async_finish`, `previous_event` or `allocate_on_comm_stream` run.
 
@@ -86,14 +90,19 @@ class CommStream:
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
-    @contextmanager
     def running(
         self, beside: bool, previous_event: EventOverlap | None, also: EventOverlap | None = None
-    ) -> Iterator[None]:
+    ) -> AbstractContextManager[None]:
         """Run the body on the stream if `beside`, after `previous_event`, or else after the current stream.
 
         Either way after `also`.
         """
+        if not beside and previous_event is None and also is None:
+            return _AS_IT_IS
+        return self._running(beside, previous_event, also)
+
+    @contextmanager
+    def _running(self, beside: bool, previous_event: EventOverlap | None, also: EventOverlap | None) -> Iterator[None]:
         previous, other = (None if event is None else event.event for event in (previous_event, also))
         stream = self.stream if beside else None
         if stream is not None and previous is None:

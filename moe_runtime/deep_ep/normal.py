@@ -1,16 +1,17 @@
 """Normal mode over a `TokenDispatcher` whose experts are the ranks: a token goes once to each rank that wants it.
 
-What travels with a token is payload of bf16 words, of which the exchange copies the bits (`kernels.exchange.payload`).
+What travels with a token is payload, of which the exchange copies the bits (`kernels.exchange.payload`). Ranks tell
+each other their counts first, so that the host knows how many rows come. Tokens do not wait for the host.
 
-Ranks tell each other their counts first, one small record each, so that the host knows how many rows come. Tokens do
-not wait for that: as many as the dispatch before had room for follow at once, which is equal on all ranks. If a rank
-has more, they travel in further steps.
+Where kernels store to peers (`direct`), tokens follow as soon as their rank has counted them. Elsewhere, and on CPUs,
+counts are one small record of each rank, and as many tokens follow at once as the dispatch before had room for, which
+is equal on all ranks. If a rank has more, they travel in further steps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,10 +19,23 @@ import torch
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.context.peers import collective_step
 from moe_runtime.deep_ep.counts import CountsExchange, count_words
-from moe_runtime.deep_ep.sizes import MOST_TOP_K, normal_words
+from moe_runtime.deep_ep.direct import has_kernels
+from moe_runtime.deep_ep.direct_dispatch import DirectDispatch
+from moe_runtime.deep_ep.normal_handle import (
+    NormalHandle,
+    Received,
+    Step,
+    TokenLayout,
+    Tokens,
+    check_one_step,
+    payload_layout,
+    room_for,
+)
+from moe_runtime.deep_ep.sizes import normal_words
 from moe_runtime.dispatcher.handle import DispatchedTokens, DispatchHandle
 from moe_runtime.dispatcher.token_dispatcher import RoutingDispatcher, TokenDispatcher
 from moe_runtime.kernels.exchange.landing import LandedTokens
+from moe_runtime.kernels.exchange.layout import dispatch_layout
 from moe_runtime.kernels.exchange.payload import (
     WORD,
     ExpandedRows,
@@ -35,87 +49,6 @@ from moe_runtime.kernels.exchange.payload import (
 from moe_runtime.kernels.formats.number_formats import align
 from moe_runtime.kernels.formats.reference_quantize import bf16_parts
 
-LEAST_ROOM = 64
-"""Tokens of a rank in the smallest step."""
-
-Tokens = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Step:
-    """Tokens that travelled in one step, and where their rows are.
-
-    Each entry of a token has a row of its own. An entry is a rank that the token goes to, or, where rows are expanded,
-    an expert.
-
-    Attributes:
-        start, end: of this rank's tokens.
-        room: most tokens of a rank, for which the step was made.
-        entries: int `[T, W]`, rank `r` where the token goes there, else -1. Expanded: `[T, K]`, experts of the token,
-            -1 for none.
-        weights: fp32 ones of this shape.
-        positions: int32 `[W * room, W]`, or `[W * room, K]`: row of each landing slot and entry, -1 for none.
-        num_experts: `E` of expanded rows; None where entries are ranks.
-    """
-
-    start: int
-    end: int
-    room: int
-    entries: torch.Tensor
-    weights: torch.Tensor
-    positions: torch.Tensor
-    num_experts: int | None = None
-
-
-class NormalHandle(tuple[torch.Tensor | None, ...]):
-    """What a dispatch leaves for cached dispatches and for combines, as often as they are called.
-
-    As a tuple it has DeepEP's six fields, None where they speak of its channels: `rank_prefix_matrix` int32 `[W, W]`
-    (entry `[i, r]` counts the tokens of ranks 0 to `i` for rank `r`), None, None, `recv_src_idx` int32 `[R]` (the
-    token at its rank), `is_token_in_rank` bool `[T, W]`, None. With `num_worst_tokens` the host knows no counts:
-    `rank_prefix_matrix` is None too.
-
-    Attributes:
-        steps: the tokens of each step, and where their rows are.
-        num_tokens: `T`.
-        num_rows: `R`, rows that came, or `num_worst_tokens`.
-        tokens_of_experts: tokens that came for each local expert; None with `num_worst_tokens`.
-    """
-
-    steps: list[Step]
-    num_tokens: int
-    num_rows: int
-    tokens_of_experts: list[int] | None
-
-
-@dataclass(frozen=True)
-class Received:
-    """What a dispatch gives back.
-
-    Attributes:
-        x: `[R, H]` in bf16 or e4m3.
-        scales: fp32 `[R, V]`; None for bf16.
-        topk_idx: int64 `[R, K]`, local expert ids, -1 for experts of other ranks; None without top-k.
-        topk_weights: fp32 `[R, K]`, 0 where the id is -1; None without top-k.
-        handle: for combine.
-        layout: of what travelled.
-        landed: with rows that are to be expanded, in place of `x` and `scales`; until the next dispatch.
-    """
-
-    x: torch.Tensor | None
-    scales: torch.Tensor | None
-    topk_idx: torch.Tensor | None
-    topk_weights: torch.Tensor | None
-    handle: NormalHandle
-    layout: PayloadLayout
-    landed: LandedTokens | None
-
-    @property
-    def tokens(self) -> Tokens:
-        """The rows that came, in the form in which they were sent."""
-        assert self.x is not None
-        return self.x if self.scales is None else (self.x, self.scales)
-
 
 class NormalExchange:
     """Dispatch and combine of normal mode for tokens of `hidden` elements. All calls are collective.
@@ -124,23 +57,32 @@ class NormalExchange:
         context: its own; nothing else is registered there.
         hidden: `H`, a multiple of 16.
         max_tokens: most tokens of a rank in one step.
+        direct: whether kernels store to peers; None where they can.
 
     Attributes:
         num_sms: most SMs that a call takes; None is all.
     """
 
-    def __init__(self, context: ExpertParallelContext, hidden: int, max_tokens: int) -> None:
+    def __init__(
+        self, context: ExpertParallelContext, hidden: int, max_tokens: int, *, direct: bool | None = None
+    ) -> None:
         self.context, self.hidden, self.max_tokens = context, hidden, max_tokens
         self.num_sms: int | None = None
+        self._guard = collective_step(context)
         self._dispatchers: dict[tuple[int, int, int | None], TokenDispatcher] = {}
         self._combiners: dict[tuple[int, ...], RoutingDispatcher] = {}
         self._counts: dict[tuple[int, int | None], CountsExchange] = {}
         self._rank_numbers = torch.arange(context.world_size, dtype=torch.int64, device=context.device)
         self._agreed_room: int | None = None  # From the counts of the last dispatch, equal on all ranks.
         self._ones = torch.ones(max_tokens, context.world_size, dtype=torch.float32, device=context.device)
+        self._direct: DirectDispatch | None = None
+        if has_kernels(context) if direct is None else direct:
+            self._direct = DirectDispatch(context, hidden, max_tokens)
         # The widest first: the memory for it suffices for all others.
         self._dispatcher(normal_words(hidden), max_tokens)
         context.allocate()
+        if self._direct is not None:
+            self._direct.kernels.bind()
 
     def _dispatcher(self, words: int, room: int) -> TokenDispatcher:
         """The exchange of payload of `words`, in steps of at most `room` tokens of a rank."""
@@ -176,49 +118,79 @@ class NormalExchange:
             "output_size": output,
         }
 
-    def _room_for(self, tokens: int) -> int:
-        """A step's size for `tokens` of the rank that has most: kernels look at each slot of it."""
-        return min(self.max_tokens, max(LEAST_ROOM, 1 << (tokens - 1).bit_length() if tokens else 1))
-
     # Dispatch
 
     def dispatch(
         self,
         x: Tokens,
-        is_token_in_rank: torch.Tensor,
-        num_tokens_per_rank: torch.Tensor,
-        num_tokens_per_expert: torch.Tensor,
+        token_layout: TokenLayout | None,
         topk_idx: torch.Tensor | None,
         topk_weights: torch.Tensor | None,
         num_worst_tokens: int = 0,
         *,
+        num_experts: int,
         max_tokens: int | None = None,
         to_expand: bool = False,
         scales_by_column: bool = False,
+        keeps_ids: bool = False,
     ) -> Received:
         """Send tokens, and receive those that all ranks send, by source rank and then by token.
 
         Waits for the host unless `num_worst_tokens` says how many rows to make room for.
 
         Args:
-            x, topk_idx, topk_weights: as of `Buffer.dispatch`.
-            is_token_in_rank, num_tokens_per_rank, num_tokens_per_expert: as of `Buffer.dispatch`.
+            x, topk_idx, topk_weights: as of `Buffer.dispatch`; with ids, weights of None are zeros.
+            token_layout: of `Buffer.get_dispatch_layout`; None for that of `topk_idx`.
             num_worst_tokens: rows to make room for; 0 for those that come.
+            num_experts: `E`.
             max_tokens: most tokens of a rank, equal on all ranks, which fit in one step; None where that is not known.
             to_expand: whether rows stay where they land, for `expand`; of one step.
             scales_by_column: as of `allocate_scales`.
+            keeps_ids: whether there are `Received.kept_ids`.
         """
-        num_tokens, num_experts = is_token_in_rank.shape[0], num_tokens_per_expert.numel()
-        layout = self._layout(x, topk_idx)
-        room = self._agreed_room if max_tokens is None else self._room_for(max_tokens)
+        form = {
+            "max_tokens": max_tokens,
+            "to_expand": to_expand,
+            "scales_by_column": scales_by_column,
+            "keeps_ids": keeps_ids,
+        }
+        given = x, token_layout, topk_idx, topk_weights, num_worst_tokens, num_experts
+        direct = self._direct
+        if direct is not None and direct.kernels.takes(num_experts):
+            direct.num_sms = self.num_sms
+            return direct.start(*given, **form).finish()  # type: ignore[arg-type]
+        return self._dispatch_in_steps(*given, **form)  # type: ignore[arg-type]
+
+    def _dispatch_in_steps(
+        self,
+        x: Tokens,
+        token_layout: TokenLayout | None,
+        topk_idx: torch.Tensor | None,
+        topk_weights: torch.Tensor | None,
+        num_worst_tokens: int,
+        num_experts: int,
+        *,
+        max_tokens: int | None,
+        to_expand: bool,
+        scales_by_column: bool,
+        keeps_ids: bool,
+    ) -> Received:
+        """`dispatch` by a `TokenDispatcher` whose experts are the ranks."""
+        if token_layout is None:
+            assert topk_idx is not None
+            world, engine = self.context.world_size, self.context.engine
+            per_rank, per_expert, in_rank = dispatch_layout(topk_idx, num_experts, world, engine=engine)
+            token_layout = in_rank, per_rank, per_expert
+        if topk_idx is not None and topk_weights is None:
+            topk_weights = torch.zeros(topk_idx.shape, dtype=torch.float32, device=topk_idx.device)
+        is_token_in_rank, num_tokens_per_rank, num_tokens_per_expert = token_layout
+        num_tokens = is_token_in_rank.shape[0]
+        layout = payload_layout(self.hidden, x, topk_idx)
+        room = self._agreed_room if max_tokens is None else room_for(max_tokens, self.max_tokens)
         counts: CountsExchange | None = None
         if num_worst_tokens:
-            with collective_step(self.context):
-                if num_tokens > self.max_tokens:
-                    raise ValueError(
-                        f"x: expected at most {self.max_tokens} tokens with num_worst_tokens (num_nvl_bytes has room "
-                        f"for no more in one step), got {num_tokens}"
-                    )
+            with self._guard:
+                check_one_step(num_tokens, self.max_tokens)
             room = self.max_tokens if max_tokens is None else room
         else:
             counts = self._counts_of(num_tokens_per_rank, num_tokens_per_expert)
@@ -235,7 +207,7 @@ class NormalExchange:
             # Small arrays, which numpy handles in a fraction of the time.
             numbers = table.numpy()
             most = int(numbers[:, 0].max())
-            self._agreed_room = self._room_for(most)
+            self._agreed_room = room_for(most, self.max_tokens)
             num_rows = int(numbers[:, 1 + self.context.rank].sum())
             local = num_experts // self.context.world_size
             at = 1 + self.context.world_size + self.context.rank * local
@@ -243,7 +215,8 @@ class NormalExchange:
         if first is None:
             assert self._agreed_room is not None
             first = self._send(layout, sent, 0, self._agreed_room)
-        out = self._rows(layout, num_rows, to_expand, scales_by_column)
+        form = not to_expand, scales_by_column
+        out = UnpackedRows.allocate(layout, num_rows, self.context.device, *form)
         step, arrived = first
         if most <= step.room:
             if table is None:
@@ -253,9 +226,10 @@ class NormalExchange:
             assert table is not None
             steps, landed = self._steps(layout, sent, first, most, table, out, num_experts)
         handle = NormalHandle((prefix, None, None, out.source_tokens, is_token_in_rank, None))
-        handle.steps, handle.num_tokens, handle.num_rows = steps, num_tokens, num_rows
-        handle.tokens_of_experts = of_experts
-        return self._received(layout, out, handle, landed)
+        handle.num_ranks, handle.num_tokens, handle.num_rows = self.context.world_size, num_tokens, num_rows
+        handle.steps, handle.room, handle.tokens_of_experts = steps, max(step.room for step in steps), of_experts
+        kept_ids = out.ids.clone() if keeps_ids and out.ids is not None else None
+        return Received.of(layout, out, handle, landed, kept_ids)
 
     def dispatch_again(
         self,
@@ -272,9 +246,14 @@ class NormalExchange:
 
         `num_experts` comes with `topk_idx`; other arguments are as of `dispatch`.
         """
-        layout = self._layout(x, topk_idx)
+        if handle.route is not None and self._direct is not None:
+            given = topk_idx, topk_weights, num_experts, to_expand, scales_by_column
+            self._direct.num_sms = self.num_sms
+            return self._direct.dispatch_again(x, handle, *given)
+        layout = payload_layout(self.hidden, x, topk_idx)
         packed = self._packed(layout, x, topk_idx, topk_weights)
-        out = self._rows(layout, handle.num_rows, to_expand, scales_by_column)
+        form = not to_expand, scales_by_column
+        out = UnpackedRows.allocate(layout, handle.num_rows, self.context.device, *form)
         landed: LandedTokens | None = None
         for step in handle.steps:
             dispatcher = self._dispatcher(layout.words, step.room)
@@ -287,7 +266,7 @@ class NormalExchange:
                 place = torch.empty(int(came.sum()), dtype=torch.int64, device=old.device)
                 place[new[came].to(torch.int64)] = old[came].to(torch.int64)
             landed = self._unpack(layout, arrived, out, place, num_experts)
-        return self._received(layout, out, handle, landed)
+        return Received.of(layout, out, handle, landed)
 
     def _entries(self, is_token_in_rank: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Each rank is one expert of the exchange: `Step.entries` and `Step.weights` of all tokens."""
@@ -332,7 +311,7 @@ class NormalExchange:
             start += step.room
             if start >= most:
                 return done, landed
-            step, arrived = self._send(layout, sent, start, self._room_for(most - start))
+            step, arrived = self._send(layout, sent, start, room_for(most - start, self.max_tokens))
 
     def _counts_of(self, per_rank: torch.Tensor, per_expert: torch.Tensor) -> CountsExchange:
         """For counts `[W, 1 + W + E]`: of a rank its tokens, those by rank, and by expert."""
@@ -357,14 +336,6 @@ class NormalExchange:
 
     # Payload
 
-    def _layout(self, x: Tokens, topk_idx: torch.Tensor | None) -> PayloadLayout:
-        top_k = 0 if topk_idx is None else topk_idx.shape[1]
-        if top_k > MOST_TOP_K:
-            raise ValueError(f"topk_idx: expected at most {MOST_TOP_K} experts of a token, got {top_k}")
-        if isinstance(x, tuple):
-            return PayloadLayout(self.hidden, x[1].shape[1], top_k)
-        return PayloadLayout(WORD * self.hidden, 0, top_k)
-
     def _packed(
         self, layout: PayloadLayout, x: Tokens, topk_idx: torch.Tensor | None, topk_weights: torch.Tensor | None
     ) -> torch.Tensor:
@@ -372,18 +343,6 @@ class NormalExchange:
         quants, scales = x if isinstance(x, tuple) else (x, None)
         how = {"engine": self.context.engine, "num_sms": self.num_sms}
         return pack_tokens(layout, quants, scales, topk_idx, topk_weights, **how)  # type: ignore[arg-type]
-
-    def _rows(self, layout: PayloadLayout, num_rows: int, to_expand: bool, scales_by_column: bool) -> UnpackedRows:
-        how = {"with_tokens": not to_expand, "scales_by_column": scales_by_column}
-        return UnpackedRows.allocate(layout, num_rows, self.context.device, **how)
-
-    def _received(
-        self, layout: PayloadLayout, out: UnpackedRows, handle: NormalHandle, landed: LandedTokens | None
-    ) -> Received:
-        if out.tokens is not None:
-            return Received(_typed(layout, out.tokens), out.scales, out.ids, out.weights, handle, layout, None)
-        assert len(handle.steps) == 1
-        return Received(None, None, out.ids, out.weights, handle, layout, landed)
 
     def _unpack(
         self,
@@ -448,7 +407,7 @@ class NormalExchange:
         out = ExpandedRows(tokens, scales, weights)
         how = {"engine": self.context.engine, "num_sms": self.num_sms}
         expand_rows(layout, got.landed, slots, got.topk_weights, out, **how)  # type: ignore[arg-type]
-        return _typed(layout, tokens), scales, weights
+        return tokens.view(torch.float8_e4m3fn if layout.num_scales else torch.bfloat16), scales, weights
 
     def meet(self) -> None:
         """Wait, on the device, until every rank has come to this call."""
@@ -459,8 +418,35 @@ class NormalExchange:
 
     # Combine
 
-    def combine(self, x: torch.Tensor, steps: list[Step], biases: tuple[torch.Tensor, ...] = ()) -> torch.Tensor:
-        """bf16 `[T, H]`, the unweighted sum in fp32 of the `biases` and of each token's rows."""
+    def combine(
+        self,
+        x: torch.Tensor,
+        handle: NormalHandle,
+        biases: tuple[torch.Tensor, ...] = (),
+        topk_weights: torch.Tensor | None = None,
+        ids: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Sum the rows of each token, unweighted, in fp32: the `biases`, then ranks ascending.
+
+        Args:
+            x: bf16 `[R, H]`, contiguous.
+            handle: of the dispatch; its rows are not expanded.
+            biases: bf16 `[T, H]`, two at most.
+            topk_weights: fp32 `[R, K]`, summed likewise.
+            ids: int64 `[R, K]`: weights beside a negative id count as 0; or None.
+
+        Returns bf16 `[T, H]`, and fp32 `[T, K]` or None.
+        """
+        if handle.route is not None and self._direct is not None:
+            self._direct.num_sms = self.num_sms
+            return self._direct.combine(x, handle, biases, topk_weights, ids)
+        y = self.combine_steps(x, handle.steps, biases)
+        if topk_weights is not None and ids is not None:
+            topk_weights = torch.where(ids >= 0, topk_weights, 0.0)
+        return y, None if topk_weights is None else self.combine_weights(topk_weights, handle)
+
+    def combine_steps(self, x: torch.Tensor, steps: list[Step], biases: tuple[torch.Tensor, ...] = ()) -> torch.Tensor:
+        """bf16 `[T, H]`, the unweighted sum in fp32 of the `biases` and of each token's rows, by dispatchers."""
         sums = []
         for step in steps:
             added = [bias[step.start : step.end].contiguous() for bias in biases]
@@ -491,7 +477,7 @@ class NormalExchange:
                 weights=step.weights[:, entry],
                 positions=step.positions[:, entry].contiguous(),
             )
-            total += self.combine(x, [one])
+            total += self.combine_steps(x, [one])
         return total.to(torch.bfloat16)
 
     def combine_weights(self, topk_weights: torch.Tensor, handle: NormalHandle) -> torch.Tensor:
@@ -535,7 +521,3 @@ class NormalExchange:
             there = renewed.num_parts[:, None] > part
             total = torch.where(there, total + values(landed.float()), total)
         return total
-
-
-def _typed(layout: PayloadLayout, tokens: torch.Tensor) -> torch.Tensor:
-    return tokens.view(torch.float8_e4m3fn if layout.num_scales else torch.bfloat16)

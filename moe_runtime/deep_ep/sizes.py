@@ -14,6 +14,7 @@ has a bf16 token, `K` ids and weights.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 from moe_runtime.kernels.exchange.geometry import ExchangeGeometry, worst_case_rows
 from moe_runtime.kernels.exchange.payload import WORD, PayloadLayout
@@ -84,6 +85,12 @@ def normal_bytes(hidden: int, num_ranks: int, tokens: int) -> int:
     return exchange_bytes(normal_words(hidden), hidden, num_ranks, num_ranks, num_ranks, tokens)
 
 
+def combine_bytes(hidden: int, num_ranks: int, tokens: int) -> int:
+    """Bytes of rows and their 32 weights that come home from the peers of a rank in a step."""
+    return tokens * (num_ranks - 1) * align(WORD * hidden + 4 * MOST_TOP_K, 16)
+
+
+@cache
 def normal_tokens(num_bytes: int, hidden: int, num_ranks: int) -> int:
     """Most tokens of a rank in one step of normal mode for which `num_bytes` suffice; 0 where none fits."""
     fixed = normal_bytes(hidden, num_ranks, 1)

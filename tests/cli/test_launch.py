@@ -134,9 +134,11 @@ def test_bench_times_the_calls_of_deep_ep(tmp_path: Path) -> None:
     report = json.loads(file.read_text())
     assert report["kind"] == "low_latency" and report["passed"] is True
     timed = {(r["operation"], r["implementation"]): r for r in report["results"]}
-    limits = ("24 SMs", "all SMs")
-    names = [f"{layer_report.NORMAL}, {fmt}, {limit}" for limit in limits for fmt in ("bf16", "fp8")]
-    dispatches = {("dispatch", f"{name}{cached}") for name in names for cached in ("", ", cached")}
+    forms = [f"{fmt}, {limit}" for limit in ("24 SMs", "64 SMs", "all SMs") for fmt in ("bf16", "fp8")]
+    names = [f"{layer_report.NORMAL}, {buffer}{form}" for buffer in ("", "ElasticBuffer, ") for form in forms]
+    calls = ("", ", num_worst_tokens", ", cached")
+    dispatches = {("dispatch", f"{name}{call}") for name in names for call in calls}
+    dispatches |= {("dispatch", f"{layer_report.NORMAL}, {form}, with layout") for form in forms}
     combines = {("combine", name) for name in names if "bf16" in name}
     parts = ("dispatch", "combine", "dispatch+combine")
     low_latency = {(part, f"{layer_report.LOW_LATENCY}, fp8") for part in parts}

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_runtime.deep_ep import Buffer, Config, group_buffer, normal
+from moe_runtime.deep_ep import Buffer, Config, group_buffer, normal_handle
 from moe_runtime.deep_ep.sizes import normal_bytes
 from moe_runtime.deep_ep.utils.math import per_token_cast_to_fp8
 
@@ -150,7 +150,7 @@ def many_sizes(rank: int, world: int, seed: int) -> None:
 
     Most bring more or fewer tokens than the one before, whose size the first step has.
     """
-    least, normal.LEAST_ROOM = normal.LEAST_ROOM, 2
+    least, normal_handle.LEAST_ROOM = normal_handle.LEAST_ROOM, 2
     try:
         buffer = a_buffer(16)
         kept = []
@@ -182,7 +182,7 @@ def many_sizes(rank: int, world: int, seed: int) -> None:
             assert torch.equal(y, (mine.x.float() * in_rank.sum(dim=1, keepdim=True)).to(torch.bfloat16))
         buffer.destroy()
     finally:
-        normal.LEAST_ROOM = least
+        normal_handle.LEAST_ROOM = least
 
 
 @pytest.mark.cpu_only

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import random
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from moe_runtime.comm.errors import PeerTimeoutError
+from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.deep_ep import Buffer, ElasticBuffer, EventHandle
+from moe_runtime.deep_ep.normal import NormalExchange
+from moe_runtime.deep_ep.normal_handle import NormalHandle, Received
 from moe_runtime.deep_ep.sizes import normal_bytes
 from tests.deep_ep.test_elastic import CASES, every_call
 from tests.deep_ep.test_training import train_elastic
+from tests.exchange.test_rows_emulated import LOCAL
+from tests.exchange.test_rows_emulated import case_of as row_case
+from tests.exchange.test_rows_emulated import check as check_rows
+from tests.exchange.test_rows_emulated import parts as row_parts
+from tests.support.comparison import assert_same_bits
 from tests.support.exchange_data import repeated_ids
+from tests.support.pool import run_once
 
 HIDDEN, EXPERTS, TOP_K, MOST = 1024, 32, 4, 48
 REPLAYS = 40
@@ -278,6 +291,97 @@ def replay_elastic(rank: int, world: int, seed: int) -> None:
         torch.cuda.synchronize()
         check(seed + turn, found, turn % 2 == 1)
     buffer.destroy()
+
+
+def on_cpu(got: Received) -> Received:
+    """Copies on the CPU of what a dispatch gave."""
+    handle = NormalHandle(None if one is None else one.cpu() for one in got.handle)
+    vars(handle).update(vars(got.handle))
+    route = got.handle.route
+    assert route is not None and not handle.steps
+    handle.route = replace(route, experts=route.experts.cpu())
+    parts = {name: getattr(got, name) for name in ("x", "scales", "topk_idx", "topk_weights")}
+    return replace(got, handle=handle, **{n: None if part is None else part.cpu() for n, part in parts.items()})
+
+
+def compare_rows(rank: int, world: int, seed: int) -> None:
+    """Rows of normal mode, of few tokens and many, on few SMs and all, with ranks that come late: as a plain model."""
+    device, draw = torch.device("cuda", torch.cuda.current_device()), random.Random(seed)
+    late = random.Random(seed * 31 + rank)
+    for hidden, room, fp8, turns in ((256, 40, True, 30), (1024, 300, False, 10), (7168, 4096, True, 2)):
+        context = ExpertParallelContext(dist.group.WORLD, timeout_s=20)
+        exchange = NormalExchange(context, hidden, room)
+        assert exchange._direct is not None
+        for turn in range(turns):
+            exchange.num_sms = draw.choice((None, 2, 24))
+            # More than a step has room for, too, where the host knows of it.
+            worst = draw.choice((0, 0, world * room))
+            most = room if worst or hidden == 7168 else 3 * room
+            counts = [draw.choice((0, 1, most, draw.randint(0, most))) for _ in range(world)]
+            cases = [row_case(seed + turn, r, counts[r], world, hidden, fp8) for r in range(world)]
+            others = [row_case(seed + turn + 1000, r, counts[r], world, hidden, fp8) for r in range(world)]
+            mine, layout = cases[rank], cases[rank].layout(world)
+            there = None if draw.random() < 0.5 else tuple(one.to(device) for one in layout)
+            torch.cuda._sleep(late.choice((0, 0, 10**5, 10**6)))
+            sent = tuple(one.to(device) for one in row_parts(mine.x))
+            got = exchange.dispatch(
+                sent if fp8 else sent[0],  # type: ignore[arg-type]
+                there,  # type: ignore[arg-type]
+                mine.ids.to(device),
+                mine.weights.to(device),
+                worst,
+                num_experts=world * LOCAL,
+                scales_by_column=draw.random() < 0.5,
+            )
+            torch.cuda._sleep(late.choice((0, 0, 10**5, 10**6)))
+            again = exchange.dispatch_again(
+                tuple(one.to(device) for one in row_parts(others[rank].x)) if fp8 else others[rank].x.to(device),  # type: ignore[arg-type]
+                got.handle,
+            )
+            check_rows(on_cpu(got), cases, rank, worst or None)
+            here = [case.goes_to(rank) for case in cases]
+            for number, part in enumerate(row_parts(again.tokens)):
+                wanted = torch.cat([row_parts(o.x)[number][there] for o, there in zip(others, here, strict=True)])
+                assert_same_bits(part.cpu()[: len(wanted)], wanted, f"part {number} again")
+            if not fp8:
+                assert got.x is not None
+                y, _ = exchange.combine(got.x, got.handle)
+                copies = torch.stack([mine.goes_to(r) for r in range(world)]).sum(dim=0)[:, None]
+                assert torch.equal(y.cpu(), (row_parts(mine.x)[0].float() * copies).to(torch.bfloat16))
+        context.check_peers()
+        context.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_rows_of_normal_mode(world: int, get_pool: Any, seed: int) -> None:
+    if torch.cuda.device_count() < world:
+        pytest.skip(f"needs {world} GPUs")
+    get_pool(world, gpus=True).run(compare_rows, seed)
+
+
+def miss_counts(rank: int, world: int) -> str:
+    """The last rank does not come to a second dispatch: what the host is told that waits for its counts."""
+    context = ExpertParallelContext(dist.group.WORLD, timeout_s=2, startup_timeout_s=60)
+    exchange = NormalExchange(context, 256, 16)
+    case, device = row_case(1, rank, 8, world, 256, False), context.device
+    given = row_parts(case.x)[0].to(device), None, case.ids.to(device), case.weights.to(device)
+    exchange.dispatch(*given, num_experts=world * LOCAL)
+    torch.cuda.synchronize()
+    if rank == world - 1:
+        time.sleep(5)
+        return ""
+    with pytest.raises(PeerTimeoutError) as raised:
+        exchange.dispatch(*given, num_experts=world * LOCAL)
+    return str(raised.value)
+
+
+@pytest.mark.gpu
+def test_counts_that_do_not_come() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    told, _ = run_once(miss_counts, 2, gpus=True)
+    assert told.error is None and "rank 1 did not answer within 2 s" in told.result, told
 
 
 @pytest.mark.cpu_only

@@ -12,9 +12,13 @@ import pytest
 import torch
 from cuda.bindings import driver
 
+from moe_runtime.comm.heaps.private_heap import PrivateHeap
+from moe_runtime.context.expert_parallel import ExpertParallelContext
+from moe_runtime.deep_ep.normal import NormalExchange
 from moe_runtime.kernels import clock, nvrtc
 from moe_runtime.kernels.bound_kernel import BoundKernel
-from moe_runtime.kernels.exchange import cuda, hierarchical, plan
+from moe_runtime.kernels.exchange import cuda, hierarchical, plan, row_sums, rows
+from moe_runtime.kernels.exchange.layout import dispatch_layout
 from moe_runtime.kernels.exchange.local_ids import local_ids
 from moe_runtime.kernels.exchange.padded_rows import PaddedRows
 from moe_runtime.kernels.gemm import dequant_gemm, grouped_gemm, op_gemm
@@ -64,6 +68,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Variant]:
     monkeypatch.setattr(BoundKernel, "launch", launch)
     monkeypatch.setattr(nvrtc, "most_sms", lambda device, limit=None: min(132, limit or 132))
     monkeypatch.setattr(cuda, "most_sms", lambda device, limit=None: min(132, limit or 132))
+    for module in (rows, row_sums):
+        monkeypatch.setattr(module, "most_sms", lambda device: 132)
     monkeypatch.setattr(driver, "cuTensorMapEncodeTiled", encode_tiled)
     monkeypatch.setattr(dequant_gemm, "is_hopper", lambda device: True)
     for module in (grouped_gemm, op_gemm):
@@ -98,6 +104,21 @@ def padded_exchange() -> None:
     out = PaddedRows.allocate(experts, rows, 512, 2, 3, device=CPU)
     dispatcher.dispatch_recv_padded(handle, out)
     dispatcher.combine(torch.zeros(handle.geometry.row_capacity, 256), handle, topk_weights=data.topk_weights)
+
+
+def normal_mode() -> None:
+    """A dispatch by ids and one by their layout, and a cached one."""
+    for world in (1, 2):
+        heap = PrivateHeap.group(world, CPU)[0]
+        exchange = NormalExchange(ExpertParallelContext(heap=heap), 256, 8, direct=True)
+        data = rank_input(1, 0, 5, 256, 4, 3, "random")
+        ids = data.topk_idx.long()
+        per_rank, per_expert, in_rank = dispatch_layout(ids, 4, world, engine="torch")
+        for layout in (None, (in_rank, per_rank, per_expert)):
+            got = exchange.dispatch(data.x, layout, ids, data.topk_weights, 16, num_experts=4)
+            exchange.dispatch_again(data.x, got.handle)
+            for biases in ((), (data.x, data.x)):
+                exchange.combine(torch.zeros(16, 256).bfloat16(), got.handle, biases, torch.zeros(16, 3))
 
 
 def hosts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,6 +178,7 @@ def all_launches(rng: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     exchange(2, 2000, waits=True)
     exchange(2, 2000, reusable_handles=True)
     padded_exchange()
+    normal_mode()
     hosts(monkeypatch)
     products(rng, monkeypatch)
     clock.write_clock(torch.zeros(1, dtype=torch.int64))

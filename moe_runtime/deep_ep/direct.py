@@ -1,0 +1,270 @@
+"""The exchange of normal mode where kernels in CUDA C++ store to peers: counts, which the host reads as they come, and
+rows (`kernels.exchange.rows`).
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from moe_runtime.comm.errors import MoERuntimeError
+from moe_runtime.comm.signals import count_tag_of
+from moe_runtime.context.expert_parallel import ExpertParallelContext
+from moe_runtime.context.threads import is_capturing
+from moe_runtime.deep_ep.sizes import MOST_TOP_K, combine_bytes
+from moe_runtime.kernels.exchange import rows
+from moe_runtime.kernels.exchange.payload import WORD, PayloadLayout, UnpackedRows
+from moe_runtime.kernels.exchange.plan import WARP, exchange_engine, sm_shared_bytes
+from moe_runtime.kernels.exchange.row_sums import RowsOfRank, SumGeometry, SumKernels
+from moe_runtime.kernels.exchange.rows import CountKernel, Route, RowGeometry, RowKernels, TokensOfRank
+
+LOOKS = 256
+"""How often the host looks for counts before it looks for failures."""
+PATIENCE_S = 0.5
+"""From then on it also looks whether its kernels have ended, and leaves the processor to others in between."""
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What the host knows of a dispatch, equal on all ranks but for the last two.
+
+    Attributes:
+        most_tokens: of a rank.
+        most_sent: of a pair of ranks.
+        num_rows: that come here.
+        of_experts: tokens for each expert of this rank.
+    """
+
+    most_tokens: int
+    most_sent: int
+    num_rows: int
+    of_experts: list[int]
+
+
+def has_kernels(context: ExpertParallelContext) -> bool:
+    """Whether ranks of `context` store to each other by kernels in CUDA C++."""
+    engine, _ = exchange_engine(context.engine, context.device)
+    one_memory = context.hosts is None and context.heap.directly_mapped
+    return engine == "cuda" and one_memory and context.world_size <= WARP
+
+
+class DirectExchange:
+    """The kernels of counts, rows and sums over a context. All calls are collective.
+
+    They come in this order for a dispatch: `count`, `send`, `await_counts` if the host is to know them, `receive`.
+
+    Args:
+        context: that is not allocated yet.
+        hidden: elements of a token.
+        max_tokens: of a pair of ranks in one step.
+    """
+
+    def __init__(self, context: ExpertParallelContext, hidden: int, max_tokens: int) -> None:
+        self.context, self.hidden, self.max_tokens = context, hidden, max_tokens
+        context.register(
+            staging_bytes=rows.table_bytes(context.world_size),
+            combine=combine_bytes(hidden, context.world_size, max_tokens),
+        )
+        self._count_tag = count_tag_of(context.next_exchange_id())
+        on_gpu = context.device.type == "cuda"
+        self._ranks: dict[str, Any] = {
+            "rank": context.rank,
+            "world_size": context.world_size,
+            "sm_shared_bytes": sm_shared_bytes(context.device),
+        }
+        with torch.inference_mode(False):
+            self._host = torch.zeros(
+                rows.host_words(context.world_size), dtype=torch.int32, device="cpu", pin_memory=on_gpu
+            )
+        self._words = self._host.numpy()
+        self._ticket = 0
+        # Bound to memory that is not there yet.
+        self._counts: CountKernel | None = None
+        self._rows: dict[tuple[PayloadLayout, int | None, bool], RowKernels] = {}
+        self._sums: dict[tuple[int, int, int | None], SumKernels] = {}
+        self._steps = 0
+        widest = PayloadLayout(WORD * hidden, 0, MOST_TOP_K)
+        sums = SumGeometry(**self._ranks, hidden=hidden, top_k=MOST_TOP_K)
+        self._fits = sums.fits and RowGeometry(**self._ranks, max_tokens=max_tokens, layout=widest).fits
+
+    def bind(self) -> None:
+        """Point at the memory of the context, which has been allocated."""
+        with torch.inference_mode(False):
+            self._counts = CountKernel(self.context, self.context.heap.peer_pointers("staging"), self._host)
+
+    def check_can_wait(self) -> None:
+        """Raise `ValueError` in the capture of a CUDA graph, where the host cannot wait for counts."""
+        if is_capturing(self.context.device):
+            raise ValueError("num_worst_tokens: expected it in a capture, where the host cannot wait for the counts")
+
+    def takes(self, num_experts: int) -> bool:
+        """Whether the kernels take a token, and the experts of all ranks."""
+        return self._fits and num_experts <= rows.MOST_LOCAL * self.context.world_size
+
+    def row_kernels(self, layout: PayloadLayout, num_sms: int | None, own_too: bool = False) -> RowKernels:
+        """The kernels for tokens with this payload; in a step that has begun."""
+        key = layout, num_sms, own_too
+        found = self._rows.get(key)
+        if found is None:
+            geometry = RowGeometry(
+                **self._ranks, max_tokens=self.max_tokens, layout=layout, num_sms=num_sms, own_too=own_too
+            )
+            if not geometry.fits:
+                raise ValueError(f"x: expected fewer columns, got tokens of {layout.token_bytes} bytes")
+            found = self._rows[key] = RowKernels(self.context, geometry, self._count_tag)
+        return found
+
+    @property
+    def _timeout_ns(self) -> int:
+        """Of kernels, which the first step compiles."""
+        return self.context.timeout_ns if self._steps else self.context.startup_timeout_ns
+
+    def count(
+        self,
+        routing: torch.Tensor,
+        per_expert: torch.Tensor | None,
+        num_experts: int,
+        num_worst_tokens: int,
+        *,
+        with_entries: bool,
+    ) -> Route:
+        """Count this rank's tokens and exchange the counts.
+
+        Args:
+            routing, per_expert: as of `CountKernel.launch`.
+            num_experts: of all ranks.
+            num_worst_tokens: most rows that may come; 0 for the host to know.
+            with_entries: as of `Route.allocate`.
+        """
+        context = self.context
+        assert self._counts is not None
+        ticket = 0
+        if not num_worst_tokens:
+            ticket = self._ticket = self._ticket % (2**31 - 1) + 1
+        with torch._C._InferenceMode(False):  # which takes no call of a Python function
+            sizes = routing.shape[0], context.world_size, num_experts // context.world_size
+            route = Route.allocate(*sizes, context.device, with_entries=with_entries)
+        self._counts.launch(
+            routing, per_expert, route, capacity=num_worst_tokens, ticket=ticket, timeout_ns=self._timeout_ns
+        )
+        return route
+
+    def await_counts(self, route: Route) -> Counts:
+        """Wait for the counts of all ranks, and for nothing else.
+
+        Raises `MoERuntimeError` for a rank that failed or did not come.
+        """
+        words, context = self._words, self.context
+        on_gpu, looks, began = context.device.type == "cuda", 0, 0.0
+        while words[rows.HOST_TICKET] != self._ticket:
+            looks += 1
+            if on_gpu and looks % LOOKS:
+                continue
+            context.check()
+            began = began or time.monotonic()
+            if on_gpu and time.monotonic() - began < PATIENCE_S:
+                continue
+            # Every wait of a kernel ends, so the kernels do; an error of CUDA is raised here.
+            ended = not on_gpu or torch.cuda.current_stream(context.device).query()
+            if ended and words[rows.HOST_TICKET] != self._ticket:
+                context.check()
+                raise MoERuntimeError("dispatch: the kernel that counts tokens ended without counts")
+            time.sleep(0.001)
+        # By now a failure is known.
+        context.check()
+        world, num_local = context.world_size, route.experts.shape[0]
+        end = rows.HOST_PREFIX + world * world
+        found = words[: end + num_local].tolist()
+        prefix = found[rows.HOST_PREFIX : end]
+        sent = [prefix[i] - (prefix[i - world] if i >= world else 0) for i in range(world * world)]
+        num_rows = prefix[world * (world - 1) + context.rank]
+        return Counts(found[rows.HOST_MOST], max(sent), num_rows, found[end:])
+
+    def send(
+        self, kernels: RowKernels, tokens: TokensOfRank, route: Route, *, window: int, after_counts: bool
+    ) -> torch.Tensor:
+        """Send a step of tokens; `after_counts` right after `count`. Returns int32 `[1]`, its epoch."""
+        with torch._C._InferenceMode(False):
+            epoch = torch.empty(1, dtype=torch.int32, device=self.context.device)
+        self.context.dispatches += 1
+        kernels.send(tokens, route, epoch, window=window, after_counts=after_counts, timeout_ns=self._timeout_ns)
+        return epoch
+
+    def receive(
+        self,
+        kernels: RowKernels,
+        tokens: TokensOfRank,
+        route: Route,
+        epoch: torch.Tensor,
+        out: UnpackedRows,
+        *,
+        num_experts: int,
+        **how: Any,
+    ) -> None:
+        """Make rows of the tokens of a step; `how` is as of `RowKernels.receive`, `num_experts` of all ranks."""
+        local = num_experts // self.context.world_size
+        kernels.receive(tokens, route, epoch, out, num_local=local, timeout_ns=self._timeout_ns, **how)
+        self._steps += 1
+
+    def combine(
+        self,
+        rows_of_rank: RowsOfRank,
+        route: Route,
+        source_tokens: torch.Tensor,
+        biases: tuple[torch.Tensor, ...],
+        most_tokens: int,
+        num_sms: int | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Sum the rows of each token, and their weights.
+
+        Args:
+            rows_of_rank: what this rank brings.
+            route, source_tokens: of the dispatch.
+            biases: bf16 `[T, H]`, contiguous, two at most.
+            most_tokens: of a rank.
+            num_sms: most SMs; None is all.
+
+        Returns bf16 `[T, H]`, and fp32 `[T, K]` or None without weights.
+        """
+        context, weights = self.context, rows_of_rank.weights
+        top_k, num_tokens = 0 if weights is None else weights.shape[1], route.index.shape[0]
+        key = top_k, len(biases), num_sms
+        kernels = self._sums.get(key)
+        if kernels is None:
+            geometry = SumGeometry(**self._ranks, hidden=self.hidden, top_k=top_k, biases=len(biases), num_sms=num_sms)
+            kernels = self._sums[key] = SumKernels(context, geometry, self._count_tag)
+        with torch._C._InferenceMode(False):
+            y = torch.empty(num_tokens, self.hidden, dtype=torch.bfloat16, device=context.device)
+            summed = None
+            if top_k:
+                summed = torch.empty(num_tokens, top_k, dtype=torch.float32, device=context.device)
+            epoch = torch.empty(1, dtype=torch.int32, device=context.device)
+        for start in range(0, max(1, most_tokens), self.max_tokens):
+            of_step = y, summed, biases
+            first = min(start, num_tokens)
+            if most_tokens > self.max_tokens:
+                there = slice(first, min(start + self.max_tokens, num_tokens))
+                of_step = y[there], None if summed is None else summed[there], tuple(bias[there] for bias in biases)
+            context.dispatches += 1
+            kernels.send(
+                rows_of_rank,
+                route,
+                source_tokens,
+                epoch,
+                start=start,
+                room=self.max_tokens,
+                timeout_ns=self._timeout_ns,
+            )
+            kernels.receive(rows_of_rank, route, epoch, *of_step, start=first, timeout_ns=self._timeout_ns)
+            self._steps += 1
+        return y, summed
+
+    def records(self, geometry: RowGeometry) -> torch.Tensor:
+        """uint8 `[rows of both halves, record_bytes]`, of rows that stay where they landed."""
+        half = geometry.landing_half(self.context.half_bytes["landing"]) // geometry.record_bytes
+        num_records = half + geometry.world_size * geometry.max_tokens
+        region = self.context.heap.tensor("landing")
+        return region[: num_records * geometry.record_bytes].view(num_records, geometry.record_bytes)

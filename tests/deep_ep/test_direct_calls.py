@@ -1,0 +1,50 @@
+"""The buffers' calls of normal mode over the kernels in CUDA C++, emulated, of a rank without peers.
+
+What they are compared with is as on GPUs and CPUs. Several ranks are in tests/exchange/test_rows_emulated.py: emulated
+kernels of different processes cannot wait for each other.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from moe_runtime.deep_ep import normal
+from moe_runtime.kernels.exchange import row_sums, rows
+from tests.deep_ep.test_elastic import CASES, every_call
+from tests.deep_ep.test_normal import dispatch_and_combine, worst_case
+from tests.emulator import Emulator, needs_emulator
+
+pytestmark = [needs_emulator, pytest.mark.cpu_only]
+
+
+def emulated(rank: int, world: int, seed: int, call: Any, arguments: tuple[Any, ...]) -> None:
+    """`call` with the kernels in place of the `TokenDispatcher`s."""
+    emulator = Emulator(seed)
+    with pytest.MonkeyPatch.context() as patch:
+        emulator.stand_in(patch)
+        patch.setattr(normal, "has_kernels", lambda context: True)
+        for module in (rows, row_sums):
+            patch.setattr(module, "most_sms", lambda device: 3)
+        patch.setattr(rows, "MOST_WARPS", 2)
+        patch.setattr(rows, "COUNT_WARPS", 2)
+        rows.forget_macros()
+        row_sums.sum_macros.cache_clear()
+        call(rank, world, *arguments)
+    rows.forget_macros()
+    row_sums.sum_macros.cache_clear()
+    assert {name for _, name in emulator.launched} >= {"dispatch_counts", "dispatch_send_rows", "dispatch_recv_rows"}
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_buffer(fp8: bool, get_pool: Any, seed: int) -> None:
+    """More tokens than a step has room for, too."""
+    for room in (32, 4):
+        get_pool(1).run(emulated, seed, dispatch_and_combine, ([9], fp8, room, seed))
+    get_pool(1).run(emulated, seed, worst_case, (seed,))
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "fp8", "packed"])
+def test_elastic_buffer(fmt: str, get_pool: Any, seed: int) -> None:
+    get_pool(1).run(emulated, seed, every_call, (list(CASES), [fmt], seed))
