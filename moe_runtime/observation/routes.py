@@ -78,6 +78,7 @@ class RecordedRoutes:
             least = f"[steps, at least {max_tokens} tokens, {top_k}]"
             raise ValueError(f"ids: expected {least}, got {list(ids.shape)}")
         _check_place("ids", ids, device)
+        device = ids.device
         if weights is not None:
             check_is_tensor("weights", weights)
             if weights.dtype != torch.float32 or weights.shape != ids.shape:
@@ -151,7 +152,7 @@ class RecordedRoutes:
 
 
 def _check_place(name: str, ring: torch.Tensor, device: torch.device) -> None:
-    if ring.device != device:
+    if ring.device.type != device.type or device.index not in (None, ring.device.index):
         raise ValueError(f"{name}: expected a tensor on {device}, got one on {ring.device}")
     if not ring.is_contiguous():
         raise ValueError(f"{name}: expected a contiguous tensor, got strides {ring.stride()}")
