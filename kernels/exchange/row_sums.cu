@@ -46,9 +46,9 @@ __device__ __forceinline__ u32 weight_of(const void* weights, long long weight_r
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
     combine_send_rows(const u8* rows, const void* weights, long long weight_row, long long weight_column,
                       const long long* ids, const int* source_tokens, const int* prefix, int num_rows, int start,
-                      int room, int count_tag, const u64* combine, const u64* token_flags, const u64* signals, int* epoch_ptr,
-                      int* handle_epoch, int* error, int* latch, int* counter, int rank, long long combine_half,
-                      long long token_flags_half, long long timeout_ns) {
+                      int room, int count_tag, const u64* combine, const u64* token_flags, const u64* signals,
+                      int* epoch_ptr, int* handle_epoch, int* error, int* latch, int* counter, int rank,
+                      long long combine_half, long long token_flags_half, long long timeout_ns) {
   extern __shared__ __align__(128) u8 shared[];  // [WARPS][STAGES][PITCH]
   __shared__ u64 barriers[WARPS * STAGES];
   const int warp = threadIdx.x / 32, lane = threadIdx.x & 31, peer = min(lane, WORLD - 1);

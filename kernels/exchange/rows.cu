@@ -151,8 +151,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
                        const int* handle_epoch, int* error, int* latch, u8* out_tokens, void* out_scales,
                        long long out_scale_row, long long out_scale_column, long long* out_ids, long long* also_ids,
                        void* out_weights, int* source_tokens, int* positions, int* row_index, int room, int num_rows,
-                       int first_expert, int num_experts, int first_row, int rank, int max_tokens, long long landing_half,
-                       long long token_flags_half, long long timeout_ns) {
+                       int first_expert, int num_experts, int first_row, int rank, int max_tokens,
+                       long long landing_half, long long token_flags_half, long long timeout_ns) {
   extern __shared__ __align__(128) u8 shared[];  // [WARPS][STAGES][PITCH]
   __shared__ u64 barriers[WARPS * STAGES];
   constexpr int SOURCES = OWN_TOO ? WORLD : WORLD - 1;
