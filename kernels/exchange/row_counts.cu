@@ -26,9 +26,9 @@ static_assert(WARPS >= 1 && WARPS <= 32, "WARPS: a lane has the count of a warp"
 static_assert(TABLE_WORDS >= EXPERTS + MOST_LOCAL, "TABLE_WORDS: too few for the counts of a source");
 
 // `in_rank` or `topk_idx` and its strides are of this rank's tokens. Written: `index`, `[T, W]`, the number of a token
-// among those for a rank, or -1; `entries`, `[T, W]` or null, that rank, or -1; `prefix`, `[W, W]`, tokens of ranks 0 to i for
-// rank j; `experts`, of all ranks for each expert of this one; `offsets`, 0 and the rows that come here. `state` has
-// the number of the last exchange and a counter of blocks. `capacity` is of rows, or 0.
+// among those for a rank, or -1; `entries`, `[T, W]` or null, that rank, or -1; `prefix`, `[W, W]`, tokens of ranks 0
+// to i for rank j; `experts`, of all ranks for each expert of this one; `offsets`, 0 and the rows that come here.
+// `state` has the number of the last exchange and a counter of blocks. `capacity` is of rows, or 0.
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
     dispatch_counts(
 #if FROM_IDS

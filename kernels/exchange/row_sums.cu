@@ -4,14 +4,15 @@
 // it, and has the record stored at home, in a slot for each token and peer. The flag of a slot says that its record has
 // landed.
 // `combine_recv_rows`: a warp takes a token, awaits its records, and sums them in fp32, biases first, then ranks
-// ascending. The row that this rank itself has of it is read where the caller has it. Both kernels run at the same time.
+// ascending. The row that this rank itself has of it is read where the caller has it. Both kernels run at the same
+// time.
 //
-// A step takes `room` tokens of each rank, from `start` on. It is an epoch of its own, whose flags no other kernel takes
-// for its own: the epoch with bit 30 turned over. A half of the landing region for sums is free once its rank has
-// entered the epoch, since by then it has summed those before.
+// A step takes `room` tokens of each rank, from `start` on. It is an epoch of its own, whose flags no other kernel
+// takes for its own: the epoch with bit 30 turned over. A half of the region for sums is free once its rank has entered
+// the epoch, since by then it has summed those before.
 //
-// Macros: those of row_stages.cuh with TURN_BIT and COUNT_BITS, HIDDEN (elements of a row), K (weights of a row), SUM_WARPS (of a block that sums),
-// BIASES (at most 2), words of SignalLayout, COMBINE_SEND and COMBINE_RECV (Phase).
+// Macros: those of row_stages.cuh with TURN_BIT and COUNT_BITS, HIDDEN (elements of a row), K (weights of a row),
+// SUM_WARPS (of a block that sums), BIASES (at most 2), words of SignalLayout, COMBINE_SEND and COMBINE_RECV (Phase).
 
 #include "row_stages.cuh"
 
@@ -44,10 +45,10 @@ __device__ __forceinline__ u32 weight_of(const void* weights, long long weight_r
 // `source_tokens` are the tokens of the rows at their ranks, which are in the order of `prefix` (see row_counts.cu).
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
     combine_send_rows(const u8* rows, const void* weights, long long weight_row, long long weight_column,
-                      const long long* ids, const int* source_tokens, const int* prefix, int num_rows, int start, int room, int count_tag,
-                      const u64* combine, const u64* token_flags, const u64* signals, int* epoch_ptr,
-                      int* handle_epoch, int* error, int* latch, int* counter, int rank, long long combine_half,
-                      long long token_flags_half, long long timeout_ns) {
+                      const long long* ids, const int* source_tokens, const int* prefix, int num_rows, int start,
+                      int room, int count_tag, const u64* combine, const u64* token_flags, const u64* signals,
+                      int* epoch_ptr, int* handle_epoch, int* error, int* latch, int* counter, int rank,
+                      long long combine_half, long long token_flags_half, long long timeout_ns) {
   extern __shared__ __align__(128) u8 shared[];  // [WARPS][STAGES][PITCH]
   __shared__ u64 barriers[WARPS * STAGES];
   const int warp = threadIdx.x / 32, lane = threadIdx.x & 31, peer = min(lane, WORLD - 1);
@@ -126,8 +127,8 @@ __device__ __forceinline__ void add_unit(float (&total)[8], const uint4& unit) {
 // `index`, `y`, `out_weights` and the biases begin with the first of the `num_tokens` tokens of this step.
 extern "C" __global__ void __launch_bounds__(32 * SUM_WARPS, 24 / SUM_WARPS)
     combine_recv_rows(const u8* rows, const void* weights, long long weight_row, long long weight_column,
-                      const long long* ids, const int* index, const int* prefix, int num_tokens, int num_rows, const u8* bias,
-                      const u8* bias_2, const u64* combine, const u64* token_flags, const u64* signals,
+                      const long long* ids, const int* index, const int* prefix, int num_tokens, int num_rows,
+                      const u8* bias, const u8* bias_2, const u64* combine, const u64* token_flags, const u64* signals,
                       const int* handle_epoch, int* error, int* latch, u8* y, float* out_weights, int rank,
                       long long combine_half, long long token_flags_half, long long timeout_ns) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;

@@ -141,8 +141,8 @@ struct Row {
   __device__ __forceinline__ bool there() const { return row >= 0; }
 };
 
-// `also_ids` gets the same as `out_ids`. `positions` are `[W, room, W]`: the row of each token that comes, by source and
-// token, in the column of this rank. Both, `source_tokens` and `row_index` may be null.
+// `also_ids` gets the same as `out_ids`. `positions` are `[W, room, W]`: the row of each token that comes, by source
+// and token, in the column of this rank. Both, `source_tokens` and `row_index` may be null.
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
     dispatch_recv_rows(const u8* tokens, const void* scales, long long scale_row, long long scale_column,
                        const long long* ids, long long id_row, long long id_column, const void* weights,
@@ -150,9 +150,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
                        int num_tokens, int window, const u64* landing, const u64* token_flags, const u64* signals,
                        const int* handle_epoch, int* error, int* latch, u8* out_tokens, void* out_scales,
                        long long out_scale_row, long long out_scale_column, long long* out_ids, long long* also_ids,
-                       void* out_weights, int* source_tokens, int* positions, int* row_index, int room, int num_rows, int first_expert,
-                       int num_experts, int first_row, int rank, int max_tokens, long long landing_half,
-                       long long token_flags_half, long long timeout_ns) {
+                       void* out_weights, int* source_tokens, int* positions, int* row_index, int room, int num_rows,
+                       int first_expert, int num_experts, int first_row, int rank, int max_tokens,
+                       long long landing_half, long long token_flags_half, long long timeout_ns) {
   extern __shared__ __align__(128) u8 shared[];  // [WARPS][STAGES][PITCH]
   __shared__ u64 barriers[WARPS * STAGES];
   constexpr int SOURCES = OWN_TOO ? WORLD : WORLD - 1;
