@@ -29,16 +29,15 @@ static_assert(TABLE_WORDS >= EXPERTS + MOST_LOCAL, "TABLE_WORDS: too few for the
 // among those for a rank, or -1; `entries`, `[T, W]` or null, that rank, or -1; `prefix`, `[W, W]`, tokens of ranks 0
 // to i for rank j; `experts`, of all ranks for each expert of this one; `offsets`, 0 and the rows that come here.
 // `state` has the number of the last exchange and a counter of blocks. `capacity` is of rows, or 0.
-extern "C" __global__ void __launch_bounds__(32 * WARPS)
-    dispatch_counts(
+extern "C" __global__ void __launch_bounds__(32 * WARPS) dispatch_counts(
 #if FROM_IDS
-        const long long* topk_idx, long long id_row, long long id_column, int top_k,
+    const long long* topk_idx, long long id_row, long long id_column, int top_k,
 #else
-        const u8* in_rank, const int* per_expert,
+    const u8* in_rank, const int* per_expert,
 #endif
-        int num_tokens, int num_local, int* index, int* entries, int* prefix, int* experts, int* offsets,
-        const u64* tables, int* state, const u64* signals, const int* epoch_ptr, int* error, int* latch, int* host,
-        int rank, int capacity, int ticket, long long timeout_ns) {
+    int num_tokens, int num_local, int* index, int* entries, int* prefix, int* experts, int* offsets, const u64* tables,
+    int* state, const u64* signals, const int* epoch_ptr, int* error, int* latch, int* host, int rank, int capacity,
+    int ticket, long long timeout_ns) {
   __shared__ int of_warps[WARPS];
   __shared__ int of_experts[FROM_IDS ? MOST_LOCAL : 1];
   __shared__ bool is_last;
@@ -146,8 +145,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
   failed = __syncthreads_or(failed) != 0;
   for (int i = threadIdx.x; i < WORLD * WORLD; i += THREADS) {
     int sum = 0;
-    for (int source = 0; source <= i / WORLD; ++source)
-      sum += load_relaxed(row_of(rank, source) + COUNTS + i % WORLD);
+    for (int source = 0; source <= i / WORLD; ++source) sum += load_relaxed(row_of(rank, source) + COUNTS + i % WORLD);
     if (failed) sum = 0;
     prefix[i] = sum;
     if (host != nullptr) store_relaxed(host + HOST_PREFIX + i, sum);

@@ -54,10 +54,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS + 32, 1)
     dispatch_send_rows(const u8* tokens, const void* scales, long long scale_row, long long scale_column,
                        const long long* ids, long long id_row, long long id_column, const void* weights,
                        long long weight_row, long long weight_column, const int* index, int num_tokens, int window,
-                       int after_counts, int count_tag, const u64* landing, const u64* token_flags,
-                       const u64* signals, int* epoch_ptr, int* handle_epoch, int* error, int* latch, int* counter,
-                       int rank, int max_tokens, long long landing_half, long long token_flags_half,
-                       long long timeout_ns) {
+                       int after_counts, int count_tag, const u64* landing, const u64* token_flags, const u64* signals,
+                       int* epoch_ptr, int* handle_epoch, int* error, int* latch, int* counter, int rank,
+                       int max_tokens, long long landing_half, long long token_flags_half, long long timeout_ns) {
   extern __shared__ __align__(128) u8 shared[];  // [WARPS][STAGES][PITCH]
   __shared__ u64 barriers[WARPS * STAGES];
   const int warp = threadIdx.x / 32, lane = threadIdx.x & 31, peer = min(lane, WORLD - 1);
@@ -110,8 +109,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS + 32, 1)
       advance(then, slot_then);
       if (then < num_tokens) stages.load(tokens + static_cast<long long>(then) * TOKEN_BYTES, TOKEN_BYTES);
       u8* const record = stages.at(stages.current);
-      for (int v = lane; v < SCALES; v += 32)
-        reinterpret_cast<u32*>(record + TOKEN_BYTES)[v] = fields.scale(token, v);
+      for (int v = lane; v < SCALES; v += 32) reinterpret_cast<u32*>(record + TOKEN_BYTES)[v] = fields.scale(token, v);
       if (lane < K) {
         reinterpret_cast<int*>(record + IDS_AT)[lane] = fields.id(token, lane);
         reinterpret_cast<u32*>(record + WEIGHTS_AT)[lane] = fields.weight(token, lane);

@@ -71,7 +71,7 @@ struct Strips {
 // The strips of a block's tiles, as the thread knows them that starts the copies.
 struct Reader {
   const Strips& strips;
-  int k_blocks, last_stage;   // of a tile
+  int k_blocks, last_stage;        // of a tile
   int before = -1, halves_before;  // the last strip, if it has not yet told that it has been read
   int now, halves;
 
@@ -79,8 +79,8 @@ struct Reader {
       : strips(strips), k_blocks(k_blocks), last_stage((k_blocks - 1) % STAGES) {}
 
   // The row of the ring at which the weights of a tile begin. Waits until all of them are there.
-  __device__ __forceinline__ int find(const Block& block, const RingPhases& phases, const Tile& tile, int halves_of_tile,
-                                      int group, int tiles_n) {
+  __device__ __forceinline__ int find(const Block& block, const RingPhases& phases, const Tile& tile,
+                                      int halves_of_tile, int group, int tiles_n) {
     // A cluster may reach past the last column tile. Nothing is stored there, and any weights will do.
     now = group * tiles_n + min(tile.column / TILE_COLUMNS, tiles_n - 1), halves = halves_of_tile;
     const u32* written = strips.written(now);
@@ -202,10 +202,10 @@ __device__ __forceinline__ void expand_strips(const Block& block, const Strips& 
     next.advance(strips, tiles_n, k_blocks);
     int u = threadIdx.x % 128;
     if (u < UNITS && next.strip < all) {
-      asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(
-                       next.unit(u, units, block.groups, columns, k_blocks)),
-                   "r"(UNIT_BYTES)
-                   : "memory");
+      asm volatile(
+          "cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(next.unit(u, units, block.groups, columns, k_blocks)),
+          "r"(UNIT_BYTES)
+          : "memory");
     }
     pieces.load(job, units, block.groups, columns, k_blocks);
   };

@@ -1,12 +1,13 @@
 // Four-bit weights that become e4m3, for inclusion by tma_gemm.cu. Here the threads that produce expand a block of K of
-// a tile in shared memory while others are on their way; tma_ahead.cuh expands in memory, before tiles need the weights.
+// a tile in shared memory while others are on their way; tma_ahead.cuh expands in memory, before tiles need the
+// weights.
 //
 // Macros: EXPAND (weights along K that share a block scale, 16 of `nvfp4` or 32 of `mxfp4`; 0 if weights are stored as
 // they are multiplied), PACKED (stages of a ring of packed weights in shared memory), AHEAD (1: weights are expanded in
-// memory). With neither, threads load packed weights into registers. `expanded_weights.py` makes the units that are read here: 64 weight rows times 128 columns of K, then
-// their scale codes. A unit has 256 words of 16 bytes, of 32 weights each; word `32 * group + 8 * span + row` is of row
-// `8 * group + row` and of columns `32 * span` and on. So a warp loads 512 contiguous bytes, and 8 lanes store to all
-// banks.
+// memory). With neither, threads load packed weights into registers. `expanded_weights.py` makes the units that are
+// read here: 64 weight rows times 128 columns of K, then their scale codes. A unit has 256 words of 16 bytes, of 32
+// weights each; word `32 * group + 8 * span + row` is of row `8 * group + row` and of columns `32 * span` and on. So a
+// warp loads 512 contiguous bytes, and 8 lanes store to all banks.
 //
 // A scale code has the upper bits but the sign of an fp16 number, by which the e2m1 magnitudes are multiplied: 5 of
 // exponent, and of mantissa 3 for `nvfp4`, 1 for `mxfp4`. The products are rounded to e4m3. A table has the 8 products

@@ -1,6 +1,6 @@
 // Grouped GEMM for Hopper that feeds operands to the tensor cores as they are stored. One warpgroup of producers fills
-// a ring in shared memory by TMA (gathered rows one by one); two warpgroups multiply by wgmma. Where threads load packed
-// weights into registers, or expand them in memory (EXPAND without PACKED), a fourth warpgroup expands.
+// a ring in shared memory by TMA (gathered rows one by one); two warpgroups multiply by wgmma. Where threads load
+// packed weights into registers, or expand them in memory (EXPAND without PACKED), a fourth warpgroup expands.
 //
 // A tile is 128 rows times two halves of 128 weight rows: 256 columns of a result, or gate and up of the same 128
 // columns of a gated one. Each math warpgroup multiplies 64 of the rows. Tiles of at most 64 rows alternate between the
@@ -23,14 +23,14 @@
 // one thread produces contiguous rows; needs FP8, 4 stages, scales of a row a multiple of 4), SHORT_BLOCKS (the columns
 // of an activated result end within a block of 128, and so do gate and up unless interleaved), EXPAND (weights along K
 // that share a block scale where weights are expanded, 16 of `nvfp4` or 32 of `mxfp4`; 0 if they are stored as they are
-// multiplied), PACKED (stages of a ring of packed weights; 0 if threads load them into registers), AHEAD (1: weights are expanded in memory instead), EACH_LANE_ARRIVES
-// (of mbarrier.cuh; not defined but by `research.sanitize`).
+// multiplied), PACKED (stages of a ring of packed weights; 0 if threads load them into registers), AHEAD (1: weights
+// are expanded in memory instead), EACH_LANE_ARRIVES (of mbarrier.cuh; not defined but by `research.sanitize`).
 //
 // The last stage of K may be short, too: past its end TMA writes zeros, which add nothing.
 //
 // Sizes are in tma_sizes.cuh, shared memory and barriers in tma_block.cuh, the order of tiles in tma_tiles.cuh.
-// Producers are in tma_producer.cuh, their copies in tma_loads.cuh. Weights are expanded in tma_expand.cuh and tma_ahead.cuh.
-// Consumers are in tma_consumer.cuh, products in tma_products.cuh, what is stored in tma_epilogue.cuh.
+// Producers are in tma_producer.cuh, their copies in tma_loads.cuh. Weights are expanded in tma_expand.cuh and
+// tma_ahead.cuh. Consumers are in tma_consumer.cuh, products in tma_products.cuh, what is stored in tma_epilogue.cuh.
 
 #include "tma_consumer.cuh"
 #include "tma_producer.cuh"

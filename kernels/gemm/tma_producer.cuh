@@ -63,8 +63,7 @@ struct Loading {
     for (int h = shared_weights ? block.rank : 0; h < halves; h += shared_weights ? TEAM : 1) {
       if (AHEAD)
         load_rows(map, to + h * BOX_BYTES, ready, 0, row_of_ring + (kb * BOXES + h) * BOX_ROWS, shared_weights);
-      else
-        load_half(map, to + h * BOX_BYTES, ready, kb * BK, tile.column, h, tile.expert, shared_weights);
+      else load_half(map, to + h * BOX_BYTES, ready, kb * BK, tile.column, h, tile.expert, shared_weights);
     }
   }
 

@@ -25,9 +25,9 @@ __device__ __forceinline__ int tiles_of(int rows, int tiles_n) {
 }
 
 // Called by the whole block: lists the groups that have tiles, and counts these. A search then passes over no others,
-// of which there are many where each of few tokens has its own experts. `groups[num_groups]` has the number of all tiles
-// as `first`, and that of the groups that are listed as `rows`. Each warp takes 32 groups, so that memory is mostly waited for once; `totals` has the tiles and groups of each
-// warp.
+// of which there are many where each of few tokens has its own experts. `groups[num_groups]` has the number of all
+// tiles as `first`, and that of the groups that are listed as `rows`. Each warp takes 32 groups, so that memory is
+// mostly waited for once; `totals` has the tiles and groups of each warp.
 __device__ void count_tiles(Group* groups, int2* totals, const int* offsets, const RoutedIds& ids,
                             const int* expert_ids, const int* num_active, int num_groups, int num_experts, int capacity,
                             int tiles_n) {
