@@ -176,18 +176,26 @@ def low_latency_table(found: Found) -> str:
     return _by_tokens(reports, columns, "In parentheses: our native calls, and the ratio to them.")
 
 
+ELASTIC = "ElasticBuffer"
+"""In the names of its calls."""
+
+
 def normal_table(found: Found) -> str:
-    """A line per call of normal mode and limit of SMs, a column per number of tokens."""
+    """A line per call of normal mode and number of tokens, a column per buffer and limit of SMs."""
     reports = found.get(runs.NORMAL, [])
-    rows: dict[str, dict[int, str]] = {}
+    rows: dict[tuple[str, int], dict[str, str]] = {}
     for _, report in reports:
         for result in report["results"]:
             if str(result["implementation"]).startswith(NORMAL):
-                call = f"{result['operation']}{result['implementation'].removeprefix(NORMAL)}"
-                rows.setdefault(call, {})[result["tokens_per_rank"]] = _cell(result)
-    counts = sorted({count for row in rows.values() for count in row})
-    lines = [[call, *(row.get(count, "") for count in counts)] for call, row in rows.items()]
-    table = markdown_table(["call", *(f"{count} tokens" for count in counts)], lines)
+                parts = result["implementation"].removeprefix(NORMAL).strip(", ").split(", ")
+                by = [part for part in parts if part == ELASTIC or part.endswith(" SMs")]
+                call = ", ".join([result["operation"], *(part for part in parts if part not in by)])
+                column = ", ".join(by if ELASTIC in by else ["Buffer", *by])
+                rows.setdefault((call, result["tokens_per_rank"]), {})[column] = _cell(result)
+    found_columns = dict.fromkeys(column for row in rows.values() for column in row)
+    columns = sorted(found_columns, key=lambda column: column.startswith(ELASTIC))
+    lines = [[call, f"{count}", *(row.get(column, "") for column in columns)] for (call, count), row in rows.items()]
+    table = markdown_table(["call", "tokens", *columns], lines)
     return "\n\n".join([" ".join(_source(*run) for run in reports), table])
 
 

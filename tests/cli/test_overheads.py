@@ -1,0 +1,35 @@
+"""The program that times what counted waits and recorded routes cost."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from moe_runtime.launch.research import overheads
+
+
+def test_it_times_every_variant(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "times.json"
+    arguments = ["--config", "tiny_deepseek_v3", "--tokens", "1", "8", "--rounds", "2", "--json", str(file)]
+    assert overheads.main(arguments) == 0
+    report = json.loads(file.read_text())
+    assert report["kind"] == "overheads" and [row["tokens"] for row in report["results"]] == [1, 8]
+    for row in report["results"]:
+        assert set(row["us"]) == set(row["over_off"]) == set(overheads.VARIANTS)
+        assert all(us > 0 for us in row["us"].values()) and row["over_off"]["off"] == 0
+    assert "T=8: off" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--json", "no/such/times.json"], "--json: no folder no/such"),
+        (["--rounds", "0"], "--rounds: expected at least 1, got 0"),
+        (["--tokens", "8", "0"], "--tokens: expected at least 1, got 0"),
+    ],
+)
+def test_wrong_calls_are_named(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert overheads.main(arguments) == 2
+    assert message in capsys.readouterr().err
