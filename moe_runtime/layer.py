@@ -329,6 +329,7 @@ class MoELayer(LayerParts):
             assert self.slots is not None
             self.slots.update(placement)
             self.placement, self.experts = placement, experts
+            self._members.placement = placement
         except BaseException as error:
             self.context.abort(reason_of(error))
             raise
@@ -378,30 +379,10 @@ class MoELayer(LayerParts):
         """
         return self._members.without_expert
 
-    def _check_members(self, members: tuple[int, ...]) -> None:
-        """As `Recovery` calls it: raise `ExpertsLostError` if the layer cannot go on with these ranks."""
-        self._members.check(members, self.placement)
-
     def _check_loaded(self) -> None:
         """As `Recovery` calls it."""
         if self.experts is None:
             raise ValueError(f"experts: no weights of layer {self.layer_id} are loaded; load them as the others did")
-
-    def _present(self) -> list[list[int]] | None:
-        """As `Recovery` calls it: the experts of each current rank; None while experts that died are loaded again."""
-        return self._members.present(self.placement) if self._members.lost is None else None
-
-    def _take_as_present(self, members: tuple[int, ...], present: list[list[int]]) -> None:
-        """As `Recovery` calls it."""
-        self._members.take_as_present(members, present)
-
-    def _expect(self, members: tuple[int, ...]) -> dict[int, list[int]]:
-        """As `Recovery` calls it: plan for these ranks, and tell what each previous rank holds."""
-        return self._members.expect(members, self.placement)
-
-    def _settle(self) -> None:
-        """As `Recovery` calls it."""
-        self._members.settle()
 
     def _follow_members(self, members: tuple[int, ...], before: dict[int, list[int]] | None) -> None:
         """As `Recovery` calls it: go over to other ranks, those that are left, or with some that have come back."""
