@@ -11,13 +11,13 @@ Layers, from the top. A module imports from its own layer or from those below it
     launch.benchmarks
     launch.common
     virtual, integrations, observation.metrics
-    layer, ops, checkpoints.conversion
+    layer, layer_parts, ops, checkpoints.conversion
     resilience.layer_members, checkpoints.expert_loader
     build, resilience.lost_experts, placement.rebalance
     checkpoints.kept_experts, checkpoints.converted_experts, checkpoints.calibration
     placement.migration
     experts, placement.rail
-    step, warming, observation.waits
+    step, warming, observation.waits, observation.observed_layer
     deep_ep
     dispatcher
     expert_slots

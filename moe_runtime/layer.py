@@ -2,55 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
 import torch
-from torch import nn
 
-from moe_runtime.build import (
-    built_over,
-    check_context,
-    checkpoint_overrides,
-    fill_dense,
-    load_dense,
-    random_expert,
-)
-from moe_runtime.checkpoints.checkpoint import Checkpoint, opened
-from moe_runtime.checkpoints.expert_loader import ExpertLoader
-from moe_runtime.checkpoints.loading import FRESH, ExpertTensors, QuantBuffers, check_buffers
 from moe_runtime.comm.errors import reason_of
-from moe_runtime.config import MoELayerConfig, RunConfig, load_config
+from moe_runtime.config import MoELayerConfig
 from moe_runtime.context.expert_parallel import ExpertParallelContext
-from moe_runtime.context.memory import staging_bytes
 from moe_runtime.context.peers import abort_peers, abort_peers_on_error, collective_step
 from moe_runtime.context.threads import by_one_thread, is_capturing
 from moe_runtime.dispatcher.arguments import check_shared, flat_shared, flat_tokens
 from moe_runtime.dispatcher.token_dispatcher import TokenDispatcher
-from moe_runtime.experts import Experts
-from moe_runtime.kernels.exchange.plan import exchange_engine
-from moe_runtime.kernels.formats.scale_blocks import expert_starts
 from moe_runtime.kernels.gemm.grouped_rows import MAX_ROUTED_IDS
 from moe_runtime.kernels.launch_order import IN_ORDER, ONLY_ROWS_PENDING, LaunchOrder
-from moe_runtime.observation.counters import LayerCounters
-from moe_runtime.observation.phases import PhaseTimes, phase
-from moe_runtime.observation.routes import RecordedRoutes
-from moe_runtime.observation.waits import LayerWaits
+from moe_runtime.layer_parts import LayerParts
+from moe_runtime.observation.phases import phase
 from moe_runtime.placement.migration import move_experts
-from moe_runtime.placement.physical_experts import SlotTable
-from moe_runtime.placement.placement import Placement, placement_from_config
+from moe_runtime.placement.placement import Placement
 from moe_runtime.placement.rebalance import Replacement, agree_on_replacement
-from moe_runtime.post_expert_norm import PostExpertNorm
-from moe_runtime.resilience.layer_members import Holding, LayerMembers
-from moe_runtime.router import Router
-from moe_runtime.shared_expert import SharedExpert
+from moe_runtime.resilience.layer_members import Holding
 from moe_runtime.step import LayerStep
-from moe_runtime.support.arguments import check_flag, check_integer, describe
 from moe_runtime.support.compiling import not_compiled
 from moe_runtime.warming import WarmUpStep, warm_up_steps
 
@@ -67,7 +41,7 @@ class Stage(NamedTuple):
     run: Callable[[MoELayer, LayerStep], None]
 
 
-class MoELayer(nn.Module):
+class MoELayer(LayerParts):
     """One expert-parallel MoE layer, for inference.
 
     Every rank of the context's group makes the layer with an equal config. All ranks call the layers in the same order,
@@ -109,55 +83,13 @@ class MoELayer(nn.Module):
         placement: Placement | None = None,
         router: bool = True,
     ) -> None:
-        super().__init__()
-        if not isinstance(config, MoELayerConfig):
-            way = "; of a RunConfig it is `layer`" if hasattr(config, "layer") else ""
-            raise ValueError(f"config: expected a MoELayerConfig, got {type(config).__name__}{way}")
-        check_context(context)
-        check_flag("router", router)
-        if context is not None:
-            context.check()
-        self.config = config
-        self.context = context if context is not None else ExpertParallelContext()
-        self._owns_context = context is None
-        device = self.context.device
-        self.layer_id = self.context.next_layer_id()
-        self.placement = placement
-        self.slots: SlotTable | None = None
-        agree: dict[str, object] = {**config.flat()}
-        if placement is not None:
-            self._check_placement(placement)
-            self.slots = SlotTable(placement, device)
-            agree["placement"] = placement.fingerprint
-        if self.context.host_transport is None and (placement is not None or self.context.can_rejoin):
-            self.context.register(staging_bytes=staging_bytes(config, self.context.heap.world_size))
-        self.router: Router | None = None
-        if router:
-            sizes = (config.hidden_size, config.num_experts, config.top_k)
-            self.router = Router(*sizes, config.router, device, engine=self.context.engine)
-        num_slots = None if placement is None else placement.num_slots
-        self.dispatchers = TokenDispatcher.of_all_sizes(self.context, config, num_slots=num_slots)
-        self.context.register(agree=agree, about=f"layer {self.layer_id}")
-        self.dispatcher = self.dispatchers[config.max_tokens_per_rank]
-        self.experts: Experts | None = None
-        self.shared_expert: SharedExpert | None = None
-        if config.shared_expert is not None:
-            self.shared_expert = SharedExpert(config.hidden_size, config.shared_expert, device, config.activation)
-        self.post_expert_norm: PostExpertNorm | None = None
-        if config.post_expert_norm is not None:
-            self.post_expert_norm = PostExpertNorm(config.hidden_size, config.post_expert_norm, device)
-        self._loader = ExpertLoader(config, self.context, self.post_expert_norm)
-        self.times: PhaseTimes | None = None
-        self.counters: LayerCounters | None = None
-        self.routes: RecordedRoutes | None = None
-        self.waits: LayerWaits | None = None
+        super().__init__(config, context, placement=placement, router=router)
         absent = set() if self.context.hosts is not None else {"dispatch_forward", "combine_forward"}
         if self.shared_expert is None:
             absent.add("shared_expert")
         self._stages = tuple(stage for stage in self._STAGES if stage.phase not in absent)
         self._guard = collective_step(self.context)
         self._capturable = self.context.graph_safe
-        self._members = LayerMembers(self.context, self.layer_id, config.num_experts, placement)
         if self.context.recovery is not None:
             self.context.recovery.add(self)
 
@@ -314,16 +246,6 @@ class MoELayer(nn.Module):
         order = IN_ORDER if step.handle._received_in is None else ONLY_ROWS_PENDING
         step.dispatcher._combine_send(step.output, step.handle, step.shared, order)
 
-    def _observe(self, step: LayerStep) -> None:
-        """Count the step and record its routes, if that was asked for: now, while results travel."""
-        if self.counters is not None:
-            assert step.handle is not None and step.received is not None
-            self.counters.add(step.topk_idx, step.slots, step.handle.num_parts, step.received.group_offsets)
-        if self.routes is not None:
-            # Ids were there before the dispatch. Kernels of combine let the next one begin after their wait, and the
-            # one that counts, when it has ended.
-            self.routes.add(step.topk_idx, step.topk_weights, settled=True)
-
     def _combine_forward(self, step: LayerStep) -> None:
         """Between several hosts: send the sums of this host to the others."""
         assert step.handle is not None
@@ -341,7 +263,7 @@ class MoELayer(nn.Module):
         Stage("dispatch_recv", _dispatch_recv),
         Stage("experts", _run_experts),
         Stage("combine_send", _combine_send),
-        Stage(None, _observe),
+        Stage(None, LayerParts._observe),
         Stage("combine_forward", _combine_forward),
         Stage("combine_recv", _combine_recv),
     )
@@ -368,173 +290,6 @@ class MoELayer(nn.Module):
         """Whether steps leave the block scales of tokens in the records that arrive; the experts read them there."""
         keeps = self.dispatcher.can_keep_scales_in_record
         return keeps and self.experts is not None and self.experts.reads_scales_in_record
-
-    @classmethod
-    def from_yaml(cls, path: str | Path, *, context: ExpertParallelContext | None = None) -> MoELayer:
-        """The layer of a YAML file (or of a packaged config's bare name), with its weights.
-
-        Weights come from the file's `checkpoint`, else at random from its `seed`, the same for any number of ranks.
-        Without a `context` one is made from the file's `parallel` section.
-        """
-        return cls.from_run_config(load_config(path), context)
-
-    @classmethod
-    def from_run_config(cls, run: RunConfig, context: ExpertParallelContext | None = None) -> MoELayer:
-        """The layer of a validated `RunConfig`, with its placement and weights.
-
-        Formats that the file does not set come from its checkpoint, if it has one. Without a `context` one is made
-        from the section `parallel`.
-
-        Raises:
-            ValueError: as `from_checkpoint`, also where the config contradicts the checkpoint; the peers get
-                `PeerAbortedError`.
-        """
-        if not isinstance(run, RunConfig):
-            raise ValueError(f"run: expected a RunConfig, got {type(run).__name__}")
-        with built_over(context, run.parallel) as used:
-            placement = None
-            if run.placement is not None:
-                placement = placement_from_config(run.placement, run.layer.num_experts, used.world_size)
-            if run.checkpoint is None:
-                layer = cls(run.layer, used, placement=placement)
-                layer.load_random(run.seed)
-            else:
-                settings = run.checkpoint.model_dump(exclude={"path", "layer"})
-                with Checkpoint(run.checkpoint.path, **settings) as checkpoint:
-                    overrides = checkpoint_overrides(run.layer)
-                    layer = cls._of_checkpoint(checkpoint, run.checkpoint.layer, used, placement, overrides)
-        layer._owns_context = context is None
-        return layer
-
-    @classmethod
-    def from_checkpoint(
-        cls,
-        path: str | Path,
-        *,
-        layer: int = 0,
-        context: ExpertParallelContext | None = None,
-        placement: Placement | None = None,
-        keep_in_host_memory: bool = False,
-        ignore_keys: Collection[str] = (),
-        **overrides: object,
-    ) -> MoELayer:
-        """Layer `layer` of a safetensors checkpoint of a family in `moe_runtime.checkpoints.families`.
-
-        Sizes, router and activation come from the checkpoint's `config.json`, and so do the formats of tokens and
-        weights where they are not asked for (`moe_runtime.checkpoints.checkpoint.choose_formats`): weights that are
-        stored in the format of the layer are taken as they are, others are converted, one by one. `overrides` set other
-        fields of
-        `MoELayerConfig`, at least `max_tokens_per_rank`. Each rank reads only its own experts. Before the first step
-        ranks compare what they have read.
-
-        NVFP4 tokens have a scale each, whatever `input_scale` the checkpoint has for them; that of the down projections
-        becomes `intermediate_gsf`.
-
-        With `keep_in_host_memory` a copy of the loaded experts stays in host memory, from which a process that starts
-        again loads them (docs/failures.md). `ignore_keys` names keys of the JSON files that have no influence, although
-        they look as if they changed what is computed; such keys are refused otherwise.
-
-        Raises:
-            ValueError: naming the file, and the tensor or key that is missing or wrong; the peers get
-                `PeerAbortedError`.
-        """
-        with built_over(context) as used:
-            with Checkpoint(path, keep_in_host_memory=keep_in_host_memory, ignore_keys=ignore_keys) as checkpoint:
-                made = cls._of_checkpoint(checkpoint, layer, used, placement, overrides)
-        made._owns_context = context is None
-        return made
-
-    @classmethod
-    def _of_checkpoint(
-        cls,
-        checkpoint: Checkpoint,
-        layer: int,
-        context: ExpertParallelContext,
-        placement: Placement | None,
-        overrides: dict[str, Any],
-    ) -> MoELayer:
-        config = checkpoint.layer_config(layer, **overrides)
-        checkpoint.check_sizes(layer)
-        made = cls(config, context, placement=placement)
-        made.load_checkpoint(checkpoint, layer)
-        return made
-
-    @property
-    def local_experts(self) -> Sequence[int]:
-        """Ids of this rank's experts, in the order in which they are loaded."""
-        if self.placement is not None:
-            return self.placement.rank_experts(self.context.rank)
-        starts = expert_starts(self.config.num_experts, self.context.world_size)
-        return range(starts[self.context.rank], starts[self.context.rank + 1])
-
-    def load_checkpoint(
-        self, checkpoint: Checkpoint | str | Path, layer: int, *, shared_elsewhere: bool = False
-    ) -> None:
-        """Read router, shared expert and this rank's experts of decoder layer `layer`; on terminals with a bar.
-
-        A `checkpoint` that is given as a path is opened for this and closed. Where the checkpoint has a shared expert
-        and the layer has none, `shared_elsewhere` says that the caller adds it (see `shared` of `forward`). Experts of
-        a checkpoint with `keep_in_host_memory` come from copies there, or are kept there.
-
-        In a process that comes back (`ExpertParallelContext.rejoin`) experts are not read: the others send theirs.
-
-        Raises `ValueError` as `Checkpoint` and `load_experts` do, and, naming the field, where the layer's config
-        contradicts the checkpoint; the peers get `PeerAbortedError`. Formats may be others; a layer without a router
-        may be of any `top_k`.
-        """
-        check_flag("shared_elsewhere", shared_elsewhere)
-        elsewhere = set() if self.router is not None else {"router", "top_k"}
-        if shared_elsewhere and self.shared_expert is None:
-            elsewhere.add("shared_expert")
-        context = self.context
-        with abort_peers_on_error(context), opened(checkpoint) as files:
-            files.check_fits(self.config, layer=layer, but_for=elsewhere)
-            load_dense(files, layer, self.router, self.shared_expert)
-            context.check()
-            if context.joins:
-                self.experts = self._loader.none(len(self.local_experts))
-            else:
-                self.experts = self._loader.read(files, layer, self.local_experts, shown=context.rank == 0)
-            self._members.reload = self._loader.reader(files, layer)
-            context.register(agree=files.digests(layer), about=f"layer {self.layer_id}")
-
-    def load_random(self, seed: int) -> None:
-        """Random weights from `seed`, of sizes that keep activations near unit variance; equal on any `ep_size`.
-
-        Experts are drawn on the layer's device: the weights differ by kind of device.
-
-        Args:
-            seed: from 0 to 2^63 - 1.
-        """
-        self.context.check()
-        check_integer("seed", seed, 0, 2**63 - 1)
-        fill_dense(self.config, seed, self.router, self.shared_expert, self.post_expert_norm)
-        device = self.context.device
-        self.load_experts(random_expert(self.config, seed, expert, device) for expert in self.local_experts)
-        self._members.reload = partial(self._loader.random, seed)
-
-    def load_experts(
-        self, experts: Iterable[ExpertTensors | tuple[torch.Tensor, torch.Tensor]], buffers: QuantBuffers = FRESH
-    ) -> None:
-        """Quantize this rank's experts, in order: for each, gate-and-up `[2I, H]` and down `[H, I]`, bf16 or fp32.
-
-        Where the config says `expert_bias` each is an `ExpertTensors` with its biases; one may hold quantized weights.
-        `buffers` is for readers. In a process that comes back (`ExpertParallelContext.rejoin`) nothing is taken from
-        `experts`: the others send theirs.
-
-        Raises `ValueError` as `moe_runtime.checkpoints.loading.quantize_experts`, and what `experts` raises; the peers
-        get `PeerAbortedError`.
-        """
-        self.context.check()
-        with abort_peers_on_error(self.context):
-            if not isinstance(experts, Iterable) or isinstance(experts, torch.Tensor | np.ndarray):
-                raise ValueError(f"experts: expected this rank's, in order, got {describe(experts)}")
-            check_buffers(buffers)
-            count = len(self.local_experts)
-            self.experts = (
-                self._loader.none(count) if self.context.joins else self._loader.make(experts, count, buffers)
-            )
-            self._members.reload = None
 
     @by_one_thread
     @torch.inference_mode()  # weights that were loaded in this mode may not be changed outside it
@@ -574,6 +329,7 @@ class MoELayer(nn.Module):
             assert self.slots is not None
             self.slots.update(placement)
             self.placement, self.experts = placement, experts
+            self._members.placement = placement
         except BaseException as error:
             self.context.abort(reason_of(error))
             raise
@@ -608,78 +364,12 @@ class MoELayer(nn.Module):
             if self.context.device.type == "cuda":
                 self.context.check_peers()
 
-    @contextmanager
-    def _unobserved(self) -> Iterator[None]:
-        """Steps inside launch the kernel that counts, but change no counts or times that the caller sees."""
-        observed = self.counters, self.routes, self.times
-        self.counters = self.routes = self.times = None
-        try:
-            self.count_steps()
-            with nullcontext() if self.waits is None else self.waits._unchanged():
-                yield
-        finally:
-            self.counters, self.routes, self.times = observed
-
     def _warm_up_steps(self) -> Iterator[WarmUpStep]:
         """The arguments of each step of a warm-up, after the router has run on its token."""
         for step in warm_up_steps(self.config, self.context.device, takes_shared=self.shared_expert is None):
             if self.router is not None:
                 self.router(step.x)
             yield step
-
-    def count_steps(self) -> LayerCounters:
-        """Count tokens, rows and bytes of each step from now on; what to `poll`, kept in `counters` too.
-
-        A step that was captured in a graph before is replayed uncounted.
-        """
-        if self.counters is None:
-            geometry, context = self.dispatcher.geometry, self.context
-            experts = self.config.num_experts
-            self.counters = LayerCounters(geometry, experts, context.device, context.engine, context.hosts)
-        return self.counters
-
-    def count_waits(self) -> LayerWaits:
-        """Count how long dispatch and combine wait for each peer from now on; what to `poll`, kept in `waits` too.
-
-        It takes kernels of its own, so call it before `warm_up`; a step that was captured in a graph before is replayed
-        uncounted. Kernels that wait have one block more, besides those that `num_sms` allows. It changes no bit, and
-        ranks may differ in it. After the death of a rank it counts from zero. A rank alone waits for nobody.
-
-        Raises `ValueError` over several hosts, and with the transport `collective`, where nothing is waited for by
-        peer.
-        """
-        if self.waits is None:
-            self.waits = LayerWaits(self.context, self.dispatchers)
-        return self.waits
-
-    def record_routes(self, ids: torch.Tensor, weights: torch.Tensor | None = None) -> RecordedRoutes:
-        """Record the experts of each token of each step from now on into a ring of steps; what to `read`, kept in
-        `routes` too.
-
-        A step that was captured in a graph before is replayed unrecorded. Ids are those of experts, whatever the
-        placement. Warm-up steps are not recorded; a step that is run again after the death of a rank may be twice.
-
-        Args:
-            ids: int16 or int32 `[S, M, K]` on the device of the layer, contiguous, for `S` steps of up to
-                `M >= max_tokens_per_rank` tokens. Keep it, and what this returns, as long as graphs that were captured
-                since may be replayed.
-            weights: fp32 of the same shape for the weights of these experts; None to record ids alone.
-
-        Raises:
-            ValueError: a tensor that is too small, or of another dtype, shape or device; it is named.
-        """
-        config, context = self.config, self.context
-        engine, _ = exchange_engine(context.engine, context.device, self.dispatcher.geometry)
-        self.routes = RecordedRoutes(
-            ids,
-            weights,
-            max_tokens=config.max_tokens_per_rank,
-            top_k=config.top_k,
-            num_experts=config.num_experts,
-            device=context.device,
-            engine=engine,
-        )
-        return self.routes
 
     @property
     def without_expert(self) -> tuple[int, int]:
@@ -689,30 +379,10 @@ class MoELayer(nn.Module):
         """
         return self._members.without_expert
 
-    def _check_members(self, members: tuple[int, ...]) -> None:
-        """As `Recovery` calls it: raise `ExpertsLostError` if the layer cannot go on with these ranks."""
-        self._members.check(members, self.placement)
-
     def _check_loaded(self) -> None:
         """As `Recovery` calls it."""
         if self.experts is None:
             raise ValueError(f"experts: no weights of layer {self.layer_id} are loaded; load them as the others did")
-
-    def _present(self) -> list[list[int]] | None:
-        """As `Recovery` calls it: the experts of each current rank; None while experts that died are loaded again."""
-        return self._members.present(self.placement) if self._members.lost is None else None
-
-    def _take_as_present(self, members: tuple[int, ...], present: list[list[int]]) -> None:
-        """As `Recovery` calls it."""
-        self._members.take_as_present(members, present)
-
-    def _expect(self, members: tuple[int, ...]) -> dict[int, list[int]]:
-        """As `Recovery` calls it: plan for these ranks, and tell what each previous rank holds."""
-        return self._members.expect(members, self.placement)
-
-    def _settle(self) -> None:
-        """As `Recovery` calls it."""
-        self._members.settle()
 
     def _follow_members(self, members: tuple[int, ...], before: dict[int, list[int]] | None) -> None:
         """As `Recovery` calls it: go over to other ranks, those that are left, or with some that have come back."""
@@ -725,39 +395,4 @@ class MoELayer(nn.Module):
         for size, dispatcher in self.dispatchers.items():
             dispatcher._took_steps_as(old[size])
         self.dispatcher = self.dispatchers[self.config.max_tokens_per_rank]
-        if self.counters is not None:
-            self.counters._follow(self.dispatcher.geometry)
-        if self.waits is not None:
-            self.waits._begin(self.dispatchers)
-
-    def _check_placement(self, placement: Placement) -> None:
-        if not isinstance(placement, Placement):
-            raise ValueError(f"placement: expected a Placement or None, got {type(placement).__name__}")
-        expected, ranks = self.config.num_experts, self.context.world_size
-        if (placement.num_experts, placement.num_ranks) != (expected, ranks):
-            raise ValueError(f"placement: expected {expected} experts on {ranks} rank(s), got {placement.sizes}")
-
-    def close(self) -> None:
-        """Close the context if it was made for this layer; one that was given is left alone. Safe to call twice.
-
-        Collective, and raises, as `ExpertParallelContext.close`.
-        """
-        if self._owns_context:
-            self.context.close()
-
-    def __enter__(self) -> MoELayer:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if self._owns_context:
-            self.context.__exit__(kind, error, tb)
-
-    def extra_repr(self) -> str:
-        config = self.config
-        multiplied = ", fp4_multiplied_in=fp8" if config.fp4_multiplied_in == "fp8" else ""
-        return (
-            f"hidden_size={config.hidden_size}, intermediate_size={config.intermediate_size}, "
-            f"num_experts={config.num_experts}, top_k={config.top_k}, token_format={config.token_format}, "
-            f"weight_format={config.weight_format}{multiplied}, combine_format={config.combine_format}, "
-            f"rank={self.context.rank} of {self.context.world_size}"
-        )
+        self._observe_new_dispatchers()

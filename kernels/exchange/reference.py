@@ -7,6 +7,7 @@ Ranks that share a heap may mix it with the kernels.
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import torch
 
@@ -22,6 +23,8 @@ from moe_runtime.kernels.formats.number_formats import BF16, FormatCode, Quantiz
 from moe_runtime.kernels.formats.reference_quantize import dequantize_rows, f32_to_bf16_bits, quantize_rows
 
 SPINS_BEFORE_SLEEP = 200
+SLEEPS_S = 2e-4, 2e-3
+"""Least and longest sleep of a wait, which else is a sixteenth of the time waited: ranks may share few cores."""
 
 
 def _signals_of(context: ExchangeMemory, rank: int) -> torch.Tensor:
@@ -115,17 +118,23 @@ def _wait(
 
     `watch` looks meanwhile at what all peers signal.
     """
-    own = _signals_of(context, context.rank)
-    deadline = time.monotonic_ns() + timeout_ns
-    spins = 0
-    while int(context.latch[0]) == 0 and not any(_ahead(int(own[word]), value) for word, value in words):
-        adopt_aborts(context)
+    own: Any = context.heap.peer_tensor("signals", context.rank).view(torch.int32)
+    latch: Any = context.latch
+    codes = own[context.signals_layout.abort :][: ABORT_WORDS * context.world_size : ABORT_WORDS]
+    if own.device.type == "cpu":
+        # Looked at thousands of times: an element of an array is there ten times sooner than one of a tensor.
+        own, codes, latch = own.numpy(), codes.numpy(), latch.numpy()
+    began, spins = time.monotonic_ns(), 0
+    while int(latch[0]) == 0 and not any(_ahead(int(own[word]), value) for word, value in words):
+        if codes.any():
+            adopt_aborts(context)
         if watch is not None:
             watch.look()
-        if time.monotonic_ns() > deadline:
+        waited = time.monotonic_ns() - began
+        if waited > timeout_ns:
             record_failure(context, ErrorCode.TIMEOUT, peer, phase, epoch, min(timeout_ns // 1000000, 2**31 - 1))
         spins += 1
-        time.sleep(0 if spins < SPINS_BEFORE_SLEEP else 2e-4)
+        time.sleep(0 if spins < SPINS_BEFORE_SLEEP else min(max(SLEEPS_S[0], waited / 16e9), SLEEPS_S[1]))
     if watch is not None:
         watch.look()
     adopt_aborts(context)

@@ -149,9 +149,9 @@ EXCHANGE_SIZES = {"hidden_size": 256, "num_experts": 96, "top_k": 3, "max_tokens
 RANKS = 2
 
 
-def exchange_config(name: str) -> MoELayerConfig:
+def exchange_config(name: str, intermediate_size: int = 256) -> MoELayerConfig:
     """Of one of `EXCHANGES`, but for its mode, which layers do not choose, and its ranks."""
-    sizes = EXCHANGE_SIZES | {"intermediate_size": 256}
+    sizes = EXCHANGE_SIZES | {"intermediate_size": intermediate_size}
     own = {key: value for key, value in EXCHANGES[name].items() if key not in ("mode", "ranks")}
     return MoELayerConfig(**(sizes | own))
 
@@ -173,12 +173,12 @@ def run_cases(engine: str, chosen: Sequence[str]) -> None:
         print(name, flush=True)
 
 
-def run_exchange(name: str, engine: str, device: str = "cuda") -> None:
+def run_exchange(name: str, engine: str, device: str = "cuda", intermediate_size: int = 256) -> None:
     """Two steps of a layer on virtual ranks, then one with an expert id of rank 0 out of range.
 
     From the second on waits are counted and routes recorded.
     """
-    config, mode = exchange_config(name), EXCHANGES[name]["mode"]
+    config, mode = exchange_config(name, intermediate_size), EXCHANGES[name]["mode"]
 
     def load(layer: MoELayer) -> None:
         layer.dispatcher = TokenDispatcher.from_config(layer.context, config, mode=mode, agreed=True)

@@ -52,6 +52,7 @@ class LayerMembers:
         placement: with which the layer began, of all ranks.
 
     Attributes:
+        placement: the present one, as the layer has it.
         began_placed: whether the layer was made with a placement.
         lost: experts that died with their last rank and are still loaded again; None where there are none.
         reload: loads the experts of these ids again; None where they came from the caller.
@@ -60,7 +61,7 @@ class LayerMembers:
     def __init__(
         self, context: ExpertParallelContext, layer_id: int, num_experts: int, placement: Placement | None
     ) -> None:
-        self.began_placed = placement is not None
+        self.placement, self.began_placed = placement, placement is not None
         self.lost: LostExperts | None = None
         self.reload: Callable[[Sequence[int]], Experts] | None = None
         self._context, self._layer_id, self._num_experts = context, layer_id, num_experts
@@ -86,29 +87,33 @@ class LayerMembers:
         self._without_expert += counts
         return topk_idx, topk_weights
 
-    def check(self, members: tuple[int, ...], now: Placement | None) -> None:
+    def check(self, members: tuple[int, ...]) -> None:
         """Raise `ExpertsLostError` if experts that none of `members` holds cannot be loaded."""
-        lost = missing_experts(self.held_by(members, now), self._num_experts)
+        lost = missing_experts(self.held_by(members), self._num_experts)
         if lost and self.reload is None:
             raise ExpertsLostError(
                 f"layer {self._layer_id}: no rank that is left holds expert {', '.join(map(str, lost))}, which did not "
                 f"come from a checkpoint; ranks {', '.join(map(str, members))} are left"
             )
 
-    def present(self, now: Placement | None) -> list[list[int]]:
-        """The experts that each current rank holds for sure, slot by slot, with the placement `now`."""
+    def present(self) -> list[list[int]]:
+        """The experts that each current rank holds for sure, slot by slot."""
         if self._unsettled is not None:
             return self._unsettled
-        return _held(now, self._num_experts, len(self._members)) if self.lost is None else self.lost.held
+        return _held(self.placement, self._num_experts, len(self._members)) if self.lost is None else self.lost.held
 
-    def expect(self, members: tuple[int, ...], now: Placement | None) -> dict[int, list[int]]:
+    def settled(self) -> list[list[int]] | None:
+        """`present`; None while experts that died are loaded again."""
+        return self.present() if self.lost is None else None
+
+    def expect(self, members: tuple[int, ...]) -> dict[int, list[int]]:
         """Plan for `members`, some of them rejoining. Returns the experts of each previous rank, slot by slot.
 
         Some ranks may have gone over to `members`, and others not, when another rank dies. Until `settle` all of them
         therefore count on what `held_by` says now, and not on more that they have got since.
         """
-        before = dict(zip(self._members, self.present(now), strict=True))
-        self._members, self._unsettled = members, self.held_by(members, now)
+        before = dict(zip(self._members, self.present(), strict=True))
+        self._members, self._unsettled = members, self.held_by(members)
         return before
 
     def settle(self) -> None:
@@ -119,12 +124,12 @@ class LayerMembers:
         """In a process that comes back: `members`, to whom it comes, hold these experts."""
         self._members, self._unsettled = members, present
 
-    def held_by(self, members: tuple[int, ...], now: Placement | None) -> list[list[int]]:
-        """The experts that each of `members` holds, slot by slot, with the placement `now`.
+    def held_by(self, members: tuple[int, ...]) -> list[list[int]]:
+        """The experts that each of `members` holds, slot by slot.
 
         A rank that comes back holds what it held at the start. Then the others hold no more than they did there.
         """
-        held = dict(zip(self._members, self.present(now), strict=True))
+        held = dict(zip(self._members, self.present(), strict=True))
         if set(members) <= held.keys():
             return [held[member] for member in members]
         if not self.began_placed:
@@ -143,7 +148,7 @@ class LayerMembers:
 
         Raises `PeerTimeoutError` if a rank dies while experts come from it or go to it; nothing has changed then.
         """
-        held, rank = self.held_by(members, now.placement), self._context.rank
+        held, rank = self.held_by(members), self._context.rank
         self._members = members
         # Without a placement, and with less experts than ranks, one may have gone that had none: others keep theirs.
         placed = self.began_placed or held != _held(None, self._num_experts, len(members))
@@ -156,7 +161,7 @@ class LayerMembers:
             lost = missing_experts(held, self._num_experts)
             added = 0 if placement is None or not lost else placement.slots_per_rank - len(held[rank])
             experts = self._with_slots(now.experts, len(held[rank]), added)
-        self.lost = None
+        self.lost, self.placement = None, placement
         if placement is None:
             return Holding(None, None, experts)
         slots = SlotTable(placement, self._context.device) if now.slots is None else now.slots

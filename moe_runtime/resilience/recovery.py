@@ -54,29 +54,36 @@ _HELD = many_of(many_of(integer(0)))
 _ASKS: Reader[Asks] = many_of(row(integer(0), text))
 
 
-class Follower(Protocol):
-    """What changes with the members of a context: a layer. Members are named by their numbers at the start."""
+class FollowerMembers(Protocol):
+    """The members of a layer, named by their numbers at the start, and what each of them holds."""
 
-    def _check_members(self, members: tuple[int, ...]) -> None:
+    def check(self, members: tuple[int, ...]) -> None:
         """Raise `ExpertsLostError` if they cannot go on: on all of them alike. Changes nothing."""
+
+    def settled(self) -> Held | None:
+        """What each current member holds; None while experts that died are loaded again."""
+
+    def take_as_present(self, members: tuple[int, ...], present: Held) -> None:
+        """In a process that comes back: these are the members to whom it comes, and what they hold."""
+
+    def expect(self, members: tuple[int, ...]) -> Before:
+        """Plan for these members, some of them rejoining. What each previous member holds, by its id."""
+
+    def settle(self) -> None:
+        """All members have gone over."""
+
+
+class Follower(Protocol):
+    """What changes with the members of a context: a layer."""
+
+    @property
+    def _members(self) -> FollowerMembers: ...
 
     def _check_loaded(self) -> None:
         """Raise `ValueError` if it is not ready to take part in steps."""
 
-    def _present(self) -> Held | None:
-        """What each current member holds; None while experts that died are loaded again."""
-
-    def _take_as_present(self, members: tuple[int, ...], present: Held) -> None:
-        """In a process that comes back: these are the members to whom it comes, and what they hold."""
-
-    def _expect(self, members: tuple[int, ...]) -> Before:
-        """Plan for these members, some of them rejoining. What each previous member holds, by its id."""
-
     def _follow_members(self, members: tuple[int, ...], before: Before | None) -> None:
-        """Go over to them, when there is memory for them; `before` as of `_expect`, where some come back."""
-
-    def _settle(self) -> None:
-        """All members have gone over."""
+        """Go over to them, when there is memory for them; `before` as of `expect`, where some come back."""
 
 
 class Recovery:
@@ -216,7 +223,7 @@ class Recovery:
         read = row(optional(_ASKS), _ASKS)
 
         def mine() -> list[object]:
-            ready = all(follower._present() is not None for follower in self._followers)
+            ready = all(follower._members.settled() is not None for follower in self._followers)
             return [None, _plain(self.membership.askers()) if ready else []]
 
         def decided(words: list[tuple[Asks | None, Asks]]) -> Asks:
@@ -229,7 +236,7 @@ class Recovery:
         came = tuple(rank for rank, _ in asks)
         record = {rank: self.steps_done for rank in sorted((*self.membership.members, *came))}
         if self.membership.rank == self.membership.members[0]:
-            present = [follower._present() for follower in self._followers]
+            present = [follower._members.settled() for follower in self._followers]
             more = [self.layer_steps, list(self.membership.members), present]
             for rank, word in asks:
                 self.membership.answer(rank, word, record, more)
@@ -259,7 +266,7 @@ class Recovery:
             raise ValueError(f"ranks: the members disagree, {words}")
         stay = tuple(rank for rank in self.membership.members if rank not in ranks)
         for follower in self._followers:
-            follower._check_members(stay)
+            follower._members.check(stay)
         if self.membership.rank in ranks:
             self.membership.members = stay
             error = RankRemovedError(f"rank {self.membership.rank} is out, as was asked for", self.membership.rank)
@@ -282,7 +289,7 @@ class Recovery:
             text = f"the others have {len(present)} layers, this rank has {len(self._followers)}"
             raise MoERuntimeError(f"rejoin: {text}")
         for follower, held in zip(self._followers, present, strict=True):
-            follower._take_as_present(tuple(before), held)
+            follower._members.take_as_present(tuple(before), held)
         try:
             self._go_over(tuple(before))
         except PeerTimeoutError as error:
@@ -348,7 +355,7 @@ class Recovery:
                 raise MoERuntimeError(f"recovery: steps are further apart than can be: {text}", membership.rank)
             self._settle(max(record.values()))
             for follower in self._followers:
-                follower._check_members(membership.members)
+                follower._members.check(membership.members)
             try:
                 self._go_over(before)
                 return record
@@ -360,7 +367,7 @@ class Recovery:
         membership, followers = self.membership, self._followers
         before: list[Before] | None = None
         if not set(membership.members) <= set(members_before):
-            before = [follower._expect(membership.members) for follower in followers]
+            before = [follower._members.expect(membership.members) for follower in followers]
             self._came_after = self.steps_done
         self._renew(membership.members, membership.group())
         for number, follower in enumerate(followers):
@@ -371,7 +378,7 @@ class Recovery:
         if self._came_after is not None and steps > self._came_after:
             self._came_after = None
             for follower in self._followers:
-                follower._settle()
+                follower._members.settle()
 
     def _until_none_dies(self, work: Callable[[], T]) -> T:
         while True:

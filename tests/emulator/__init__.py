@@ -15,6 +15,7 @@ import platform
 import re
 import subprocess
 import tempfile
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -164,15 +165,29 @@ def _with_shared_variables(text: str) -> str:
     return re.sub(r"__shared__ ((?:__align__\(\d+\) )?\w+) ([^;]+);", declared, text)
 
 
-def _included(text: str) -> str:
-    return re.sub(
-        r'^#include "(.*)"$', lambda match: _included(nvrtc.source_path(match.group(1)).read_text()), text, flags=re.M
+@cache
+def _source(file: str) -> str:
+    """A source of the kernels with what it includes."""
+    text = nvrtc.source_path(file).read_text()
+    return re.sub(r'^#include "(.*)"$', lambda match: _source(match.group(1)), text, flags=re.M)
+
+
+def _translated(file: str, defines: nvrtc.Defines) -> str:
+    """A source of the kernels and what it includes, for a compiler of the host.
+
+    It is kept: the preprocessor alone takes longer than most kernels run.
+    """
+    text = _source(file)
+    key = hashlib.sha256(repr((text, tuple(defines.items()))).encode() + Path(__file__).read_bytes()).hexdigest()[:32]
+    kept = made_once(
+        _folder() / f"{file}-{key}.zlib",
+        lambda path: path.write_bytes(zlib.compress(_translate(text, defines).encode(), 1)),
     )
+    return zlib.decompress(kept.read_bytes()).decode()
 
 
-def translated(file: str, defines: nvrtc.Defines) -> str:
-    """A source of the kernels and what it includes, for a compiler of the host."""
-    text = _preprocessed(_included(nvrtc.source_path(file).read_text()), defines)
+def _translate(text: str, defines: nvrtc.Defines) -> str:
+    text = _preprocessed(text, defines)
     kernels = []
     for match in re.finditer(r'extern "C" __global__ void\s', text):
         at = match.end()
@@ -192,7 +207,7 @@ def _library(file: str, defines: nvrtc.Defines, edit: Callable[[str], str] | Non
     _scheduler()
     # instructions.h compiled by itself: half of what a kernel takes otherwise.
     _compiled([HERE / "instructions.h"], "instructions.h.gch", OF_KERNELS, "-x", "c++-header")
-    text = translated(file, defines)
+    text = _translated(file, defines)
     text = text if edit is None else edit(text)
     name = f"{file}-{hashlib.sha256(text.encode()).hexdigest()[:32]}.so"
     with tempfile.TemporaryDirectory() as folder:

@@ -83,7 +83,7 @@ def test_other_bits_and_other_groups_are_found(fates: list[list[Fate]]) -> None:
     right = found[1].results[4]
     for wrong, message in (
         (Result(4, right.members, right.at, bytes(len(right.y))), "other bits"),
-        (Result(4, (0, 1, 2, 3), right.at, survivors.expected(4, 3, (0, 1, 2, 3))[4, 1]), "its group grew"),
+        (Result(4, (0, 1, 2, 3), right.at, survivors.expected(4, 3, (0, 1, 2, 3), 4)[1]), "its group grew"),
         (Result(3, right.members, right.at, right.y), "other bits"),
     ):
         found[1].results[4] = wrong

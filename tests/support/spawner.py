@@ -3,6 +3,7 @@
 `interpreter()` takes the place of `sys.executable`: a small program that asks a process of ours, which has torch and
 nothing of Triton or moe_runtime, to fork. The child takes over its arguments, environment, folder and files, and it
 ends as the child does. What a child starts by `sys.executable`, such as the ranks of torchrun, comes from there too.
+Programs whose `PYTHONPATH` begins with this checkout come from a child of that process which has imported its layers.
 Other options than `-c`, `-m` and `-u`, and all programs where there are GPUs, are left to the real interpreter. Not for
 programs that use multiprocessing: results that name classes of `__main__` may not find them.
 """
@@ -30,6 +31,8 @@ from typing import Any
 SOCKET = "MOE_RUNTIME_TEST_SPAWNER"
 """The environment variable that says where the process listens."""
 PRELOADED = ("numpy", "yaml", "torch", "torch.distributed.launcher.api")
+LOADED = ("moe_runtime.layer", "moe_runtime.launch.common.environment")
+ROOT = str(Path(__file__).resolve().parents[2])
 
 STAND_IN = """\
 #!{python} -IS
@@ -84,33 +87,64 @@ _spawners: list[subprocess.Popen[str]] = []
 """Kept: it ends when its input is closed, which this process does at its end, however that comes."""
 
 
-def _serve(path: str) -> tuple[list[str], bool]:
-    """Forks a child for each that asks; returns in the child, with its arguments and whether it is not to buffer."""
+def _serve(source: socket.socket, listens: bool) -> tuple[list[str], bool]:
+    """Forks a child for each that asks; returns in the child, with its arguments and whether it is not to buffer.
+
+    Args:
+        source: where programs are asked for, or, in a process that has more loaded, the first process hands them on.
+        listens: whether this is the first process.
+    """
     chooser = selectors.DefaultSelector()
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(path)
-    listener.listen(64)
-    chooser.register(listener, selectors.EVENT_READ)
-    chooser.register(sys.stdin, selectors.EVENT_READ)
-    print("ready", flush=True)
+    chooser.register(source, selectors.EVENT_READ)
+    if listens:
+        chooser.register(sys.stdin, selectors.EVENT_READ)
+        print("ready", flush=True)
     asking: dict[int, socket.socket] = {}  # by the child's pid
+    loaded: dict[str, socket.socket] = {}  # processes that have more loaded, by their TRITON_INTERPRET
+
+    def leave(*others: socket.socket) -> None:
+        """In a child: what is open belongs to this process."""
+        chooser.close()
+        for other in (source, *asking.values(), *loaded.values(), *others):
+            other.close()
+
     while True:
         for key, _ in chooser.select():
             if key.fileobj is sys.stdin:
-                shutil.rmtree(Path(path).parent, ignore_errors=True)
+                shutil.rmtree(Path(source.getsockname()).parent, ignore_errors=True)
                 os._exit(0)
-            elif key.fileobj is listener:
-                pipe, _ = listener.accept()
-                asked = _receive(pipe)
-                if asked is None:
-                    pipe.close()
-                    continue
+            elif key.fileobj is source:
+                if listens:
+                    pipe, _ = source.accept()
+                    asked = _receive(pipe)
+                    if asked is None:
+                        pipe.close()
+                        continue
+                    kind = _loads(asked[0][2])
+                    if kind is not None:
+                        if kind not in loaded:
+                            near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                            if os.fork() == 0:
+                                leave(near, pipe)
+                                for file in asked[1]:
+                                    os.close(file)
+                                _load(kind)
+                                return _serve(far, False)
+                            far.close()
+                            loaded[kind] = near
+                        socket.send_fds(loaded[kind], [json.dumps(asked[0]).encode()], [*asked[1], pipe.fileno()])
+                        pipe.close()
+                        for file in asked[1]:
+                            os.close(file)
+                        continue
+                else:
+                    what, files, _, _ = socket.recv_fds(source, 1 << 20, 4)
+                    if not what:
+                        os._exit(0)
+                    pipe, asked = socket.socket(fileno=files.pop()), (json.loads(what), files)
                 pid = os.fork()
                 if pid == 0:
-                    chooser.close()
-                    listener.close()
-                    for other in (*asking.values(), pipe):
-                        other.close()
+                    leave(pipe)
                     return _become(*asked)
                 for file in asked[1]:
                     os.close(file)
@@ -133,6 +167,25 @@ def _serve(path: str) -> tuple[list[str], bool]:
                     chooser.unregister(pipe)
                 _answer(pipe, code)
                 pipe.close()
+
+
+def _loads(environment: dict[str, str]) -> str | None:
+    """Which process with more loaded a program comes from: of this checkout, and by whether Triton interprets."""
+    interprets = environment.get("TRITON_INTERPRET", "0")
+    ours = environment.get("PYTHONPATH", "").split(os.pathsep)[0] == ROOT
+    return interprets if ours and interprets in ("0", "1") else None
+
+
+def _load(kind: str) -> None:
+    """Import what nearly all programs of this checkout do."""
+    if kind == "1":
+        os.environ["TRITON_INTERPRET"] = "1"
+    sys.path.insert(0, ROOT)
+    for name in LOADED:
+        import_module(name)
+    sys.path.remove(ROOT)
+    gc.collect()
+    gc.freeze()
 
 
 def _answer(pipe: socket.socket, number: int) -> None:
@@ -195,6 +248,9 @@ if __name__ == "__main__":
     gc.collect()
     gc.freeze()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The session's end ends this process.
-    asked = _serve(sys.argv[1])
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(sys.argv[1])
+    listener.listen(64)
+    asked = _serve(listener, True)
     sys.executable = sys.argv[2]
     _run(*asked)

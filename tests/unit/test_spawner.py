@@ -45,13 +45,18 @@ def both(*arguments: str, **more: str) -> list[subprocess.CompletedProcess[str]]
     ]
 
 
+@pytest.mark.parametrize("ours_first", [False, True])
 @pytest.mark.parametrize("how", ["-c", "-m", "file"])
-def test_a_program_sees_what_it_would(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_sees_what_it_would(
+    how: str, ours_first: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "seen.py").write_text(SEEN)
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
     start = {"-c": ("-c", SEEN), "-m": ("-u", "-m", "seen"), "file": ("seen.py",)}[how]
-    real, ours = both(*start, "-c", "two words", ABOUT="this", PYTHONPATH=f"{tmp_path / 'elsewhere'}{os.pathsep}{ROOT}")
+    folders = [str(tmp_path / "elsewhere"), str(ROOT)]
+    path = os.pathsep.join(reversed(folders) if ours_first else folders)
+    real, ours = both(*start, "-c", "two words", ABOUT="this", PYTHONPATH=path)
     assert ours.args != real.args
     assert (ours.returncode, json.loads(ours.stdout), ours.stderr) == (7, json.loads(real.stdout), "an error\n")
     assert real.returncode == 7
@@ -87,6 +92,16 @@ def test_programs_of_programs_come_from_there_too() -> None:
     inner = "import sys; print('torch' in sys.modules)"
     real, ours = both("-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', {inner!r}])")
     assert (real.stdout, ours.stdout) == ("False\n", "True\n")
+
+
+@pytest.mark.parametrize("interprets", ["0", "1"])
+def test_a_program_of_this_checkout_begins_with_its_layers(interprets: str) -> None:
+    code = "import sys; print('moe_runtime.layer' in sys.modules); from moe_runtime.kernels.formats import quantize; "
+    code += "print(type(quantize.quantize_tile).__name__, quantize.__file__)"
+    real, ours = both("-c", code, PYTHONPATH=str(ROOT), TRITON_INTERPRET=interprets)
+    (began, *seen), (began_here, *seen_here) = real.stdout.split(), ours.stdout.split()
+    assert (began, began_here) == ("False", "True"), ours.stderr
+    assert seen == seen_here and seen[0] == {"0": "JITFunction", "1": "InterpretedFunction"}[interprets]
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
