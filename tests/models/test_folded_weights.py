@@ -108,15 +108,15 @@ def test_nothing_is_lost_where_exponents_are_close(name: str, rng: torch.Generat
 
 
 @pytest.mark.parametrize(("name", "most"), [("nvfp4", 0.0225), ("mxfp4", 0.0), ("mxfp8", 1e-5)])
-def test_folding_loses_less_than_quantizing_again(name: str, most: float, rng: torch.Generator) -> None:
-    """The error of normal weights in the Frobenius norm. Where the scales of the blocks are powers of two times that of
-    the expert by chance, `nvfp4` loses the same either way."""
+def test_folding_loses_no_more_than_quantizing_again(name: str, most: float, rng: torch.Generator) -> None:
+    """The error of normal weights in the Frobenius norm. `nvfp4` loses about the same either way: the scales of folding
+    are powers of two, the others are not, and which of the two fits the weights better is chance (0.93 to 1.10)."""
     source = ExpertWeights.quantize(torch.randn(1, 256, 512, generator=rng), name, engine="torch")
     exact = source.dequantize(engine="torch")
     ours, again = fold_into_fp8(source), ExpertWeights.quantize(exact, "fp8_block", engine="torch")
     errors = [relative_error(x.dequantize(engine="torch"), exact)[0] for x in (ours, again)]
-    assert errors[0] <= most and 0.02 < errors[1] < rounding_error("fp8_block")
-    assert errors[0] < 1.02 * errors[1]
+    assert errors[0] <= most and 0.018 < errors[1] < rounding_error("fp8_block")
+    assert errors[0] < (1.25 if name == "nvfp4" else 0.1) * errors[1]
 
 
 def test_special_numbers(device: torch.device) -> None:
