@@ -195,9 +195,8 @@ class ReplayedRoutes:
         weights_TK = None if self._weights is None else self._weights[index]
         absent_TK = ids_TK < 0
         some_absent = bool(absent_TK.any())
-        # What the router reads at places of no expert, and what experts get that take no -1: any, with weight 0.
-        places = torch.arange(ids_TK.shape[1], device=ids_TK.device)
-        present_TK = torch.where(absent_TK, places, ids_TK)
+        # What the router reads at places of no expert, and what experts get that take no -1, with weight 0.
+        present_TK = _filled(ids_TK, block.num_experts) if some_absent else ids_TK
         modes: list[_GivenChoice] = []
 
         def end_choice() -> None:
@@ -212,11 +211,11 @@ class ReplayedRoutes:
                 modes[-1].__enter__()
 
         def give(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            asked = weights_TK is not None or any(mode.asked for mode in modes)
+            has_weights = weights_TK is not None or any(mode.asked for mode in modes)
             end_choice()
             hidden, index_TK, own_TK = (*args, *(kwargs.get(name) for name in _ARGUMENTS[len(args) :]))[:3]
             with nullcontext() if self._context is None else abort_peers_on_error(self._context):
-                self._check_call(index, index_TK, asked)
+                self._check_call(index, index_TK, has_weights)
             device = index_TK.device
             absent = absent_TK.to(device)
             new_TK = (ids_TK if block.takes_absent else present_TK).to(device)
@@ -239,7 +238,7 @@ class ReplayedRoutes:
         ):
             stack.callback(handle.remove)
 
-    def _check_call(self, index: int, index_TK: torch.Tensor, asked: bool) -> None:
+    def _check_call(self, index: int, index_TK: torch.Tensor, has_weights: bool) -> None:
         """Raise `ValueError` unless it is the turn of layer `index`, with tokens for which there are routes."""
         shape, name = tuple(self._ids.shape[1:]), self._blocks[index].name
         if index_TK.shape != shape:
@@ -249,8 +248,11 @@ class ReplayedRoutes:
             )
         if is_capturing(index_TK.device):
             raise ValueError("replay_routes: a pass that is captured in a CUDA graph cannot be given routes")
-        if not asked:
-            raise ValueError(f"weights: expected them, the router of {name} does not choose by torch.topk")
+        # A router that looks its experts up by the token chooses the same ones again (DeepSeek-V4).
+        if not has_weights and not torch.equal(index_TK.long(), self._ids[index].to(index_TK.device)):
+            raise ValueError(
+                f"weights: expected them, the router of {name} does not choose by torch.topk, and chose other experts"
+            )
         # Activation checkpointing runs blocks again in the backward pass, in any order.
         if torch._C._current_graph_task_id() != -1:
             return
@@ -260,6 +262,19 @@ class ReplayedRoutes:
                 f"call of {name} after {self.layers} of them"
             )
         self.layers += 1
+
+
+def _filled(ids_TK: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """Ids with experts that the token does not have in place of each -1.
+
+    >>> _filled(torch.tensor([[-1, 0, -1], [-1, -1, -1], [3, 1, 2]]), 4).tolist()
+    [[1, 0, 2], [0, 1, 2], [3, 1, 2]]
+    """
+    absent_TK = ids_TK < 0
+    taken_TE = torch.zeros(len(ids_TK), num_experts + 1, dtype=torch.uint8, device=ids_TK.device)
+    taken_TE.scatter_(1, ids_TK.masked_fill(absent_TK, num_experts), 1)
+    free_TE = taken_TE[:, :num_experts].sort(dim=1, stable=True).indices
+    return torch.where(absent_TK, free_TE.gather(1, (absent_TK.cumsum(dim=1) - 1).clamp(min=0)), ids_TK)
 
 
 def _check_block(block: RoutedBlock, ids_TK: torch.Tensor, has_weights: bool) -> None:
