@@ -186,7 +186,7 @@ class ReplayedRoutes:
         if error is None and self.layers != len(self._blocks):
             raise ValueError(
                 f"ids: expected a forward pass of {len(self._blocks)} MoE layers inside replay_routes, got "
-                f"{self.layers}; a compiled model or a replayed CUDA graph does not ask for routes"
+                f"{self.layers}; a CUDA graph that is replayed asks for none"
             )
 
     def _hook(self, stack: ExitStack, index: int, block: RoutedBlock) -> None:

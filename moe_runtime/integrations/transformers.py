@@ -285,8 +285,8 @@ class ExpertParallel:
         The pass has the `T` tokens of `ids` on this rank, also where `join` splits it. With the ids and weights that
         were recorded it gives the same bits for the same tokens. Without weights the model's routers give those of the
         given experts by their own formula, to the same bits where the hidden states are the same. Other ranks may
-        replay theirs or not. Leaving the block restores the model. Waits for the device. A pass that replays cannot be
-        captured in a CUDA graph, nor compiled.
+        replay theirs or not. Leaving the block restores the model. Waits for the device. The pass cannot be captured in
+        a CUDA graph.
 
         Args:
             ids: int16, int32 or int64 `[L, T, K]` on the device of the layers, for the `L` MoE layers in the order of

@@ -242,6 +242,24 @@ def test_experts_that_run_here_by_name(seed: int) -> None:
     close_experts(model)
 
 
+@pytest.mark.parametrize("first", ["compiled", "replayed"])
+def test_a_compiled_model_replays(first: str, converted: Any) -> None:
+    """Whether it was compiled before or in the pass that replays; a pass afterwards takes its own routes."""
+    model, parallel, ids, logits, chosen, weights = converted
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="eager")
+    other = (chosen + 1) % 12
+    with parallel.replay_routes(other):
+        expected = model(ids).logits
+    assert not torch.equal(expected, logits)
+    if first == "compiled":
+        assert_same_bits(compiled(ids).logits, logits)
+    for given, wanted in (((other, None), expected), ((chosen, weights), logits)):
+        with parallel.replay_routes(*given):
+            assert_same_bits(compiled(ids).logits, wanted)
+    assert_same_bits(compiled(ids).logits, logits)
+
+
 @pytest.fixture
 def converted(tmp_path: Path, seed: int) -> Any:
     """A model on one rank, the ids of a prompt, and a pass with its routes."""
