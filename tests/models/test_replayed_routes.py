@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from moe_runtime.comm.errors import PeerAbortedError
+from moe_runtime.config import ParallelConfig
 from moe_runtime.integrations import replay_routes
 from moe_runtime.integrations.transformers_registry import NAME, close_experts, experts_settings
 from moe_runtime.reference import error_bound
@@ -17,7 +18,11 @@ from tests.support.comparison import assert_same_bits
 
 pytest.importorskip("transformers")
 
-from tests.models.test_transformers import error, prompts, spread
+from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
+
+from tests.models.test_transformers import WAIT_S, error, prompts, spread
+from tests.models.test_transformers_registry import without_accelerate
 from tests.support import families_table, parallel_models, tiny_models
 
 pytestmark = pytest.mark.cpu_only
@@ -371,3 +376,33 @@ def test_a_rank_with_wrong_routes_is_named_on_the_others(get_pool: Any, tmp_path
     (kind, message), (other, told) = (outcome.result for outcome in outcomes)
     assert kind is ValueError and message.startswith("ids: expected a call of 17 tokens")
     assert other is PeerAbortedError and message in told
+
+
+def distributed_pass(rank: int, world: int, path: Path, ids: list[Any], sizes: dict[str, int]) -> Any:
+    """Logits of a model that transformers spread over ranks, of replays with weights and without, and of other ids."""
+    limits = ParallelConfig(timeout_s=WAIT_S, startup_timeout_s=WAIT_S)
+    with experts_settings(max_tokens_per_rank=MOST, parallel=limits), without_accelerate():
+        config = DistributedConfig(**sizes, ep_implementation=NAME)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, distributed_config=config)
+    with torch.no_grad():
+        logits, routes = parallel_models.record_routes(model, ids[rank])
+        chosen, weights = torch.stack([i for _, i in routes]), torch.stack([w for w, _ in routes])
+        answers = [logits]
+        for given in ((chosen, weights), (chosen, None), ((chosen + 5) % 12, weights)):
+            with replay_routes(model, *given):
+                answers.append(model(ids[rank]).logits)
+    close_experts(model)
+    return answers
+
+
+@pytest.mark.parametrize("sizes", [{"ep_size": 2, "fsdp_size": 2}, {"ep_size": 2, "tp_size": 2}])
+def test_a_model_that_transformers_spread_replays(
+    sizes: dict[str, int], get_pool: Any, tmp_path: Path, seed: int
+) -> None:
+    """Ranks with tokens of their own, and ranks that share them."""
+    folder, ids = save(tmp_path, "qwen3_moe", seed), prompts(seed, 2)
+    ids = ids[:1] * 2 if "tp_size" in sizes else ids
+    for logits, with_weights, without, other in get_pool(2).run(distributed_pass, folder, ids, sizes, timeout=120.0):
+        assert_same_bits(with_weights, logits)
+        assert_same_bits(without, logits)
+        assert not torch.equal(other, logits)
