@@ -9,17 +9,26 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from moe_runtime.integrations.replayed_routes import replay_routes
     from moe_runtime.integrations.transformers import ExpertParallel, apply_expert_parallel
     from moe_runtime.integrations.transformers_models import without_experts
     from moe_runtime.integrations.transformers_registry import close_experts, experts_settings
 
-__all__ = ["ExpertParallel", "apply_expert_parallel", "close_experts", "experts_settings", "without_experts"]
+__all__ = [
+    "ExpertParallel",
+    "apply_expert_parallel",
+    "close_experts",
+    "experts_settings",
+    "replay_routes",
+    "without_experts",
+]
 
 _MODULE_OF = {
     "ExpertParallel": "transformers",
     "apply_expert_parallel": "transformers",
     "close_experts": "transformers_registry",
     "experts_settings": "transformers_registry",
+    "replay_routes": "replayed_routes",
     "without_experts": "transformers_models",
 }
 

@@ -6,7 +6,8 @@ An engine has its own names for these, which `vllm_experts` and `sglang_experts`
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,8 +17,10 @@ import torch.distributed as dist
 from moe_runtime.config import ActivationConfig, MoELayerConfig
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.context.peers import abort_peers_on_error
+from moe_runtime.context.threads import is_capturing
 from moe_runtime.integrations.engine_weights import EngineWeights
 from moe_runtime.integrations.layer_settings import LayerSettings, context_of, layer_config
+from moe_runtime.integrations.replayed_routes import checked_ids, checked_weights
 from moe_runtime.integrations.shared_tokens import part_of, place_part, run_in_steps, steps_for
 from moe_runtime.kernels.exchange.local_ids import local_ids
 from moe_runtime.kernels.exchange.plan import exchange_engine
@@ -29,9 +32,11 @@ from moe_runtime.kernels.formats.number_formats import (
     token_formats_for,
 )
 from moe_runtime.layer import MoELayer
-from moe_runtime.observation.routes import RecordedRoutes
+from moe_runtime.observation.routes import RecordedRoutes, StepRoutes
+from moe_runtime.support.arguments import check_kind
 from moe_runtime.support.compiling import not_compiled
 
+_BUILT = weakref.WeakValueDictionary[str, "EngineExperts"]()
 _RECORDED = weakref.WeakValueDictionary[str, RecordedRoutes]()
 
 
@@ -42,6 +47,96 @@ def recorded_routes() -> dict[str, RecordedRoutes]:
     one process have equal names, the newest has them.
     """
     return dict(_RECORDED)
+
+
+class _Given:
+    """Routes that calls of layers take, each once.
+
+    Attributes:
+        left: by layer, those that were not taken so far.
+    """
+
+    def __init__(self, left: dict[EngineExperts, tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self.left = left
+
+    def take(self, experts: EngineExperts, topk_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The ids and weights of a call of `experts` for which the engine chose `topk_ids`.
+
+        Raises `ValueError` where there are none, or of other tokens, or the call is captured in a graph.
+        """
+        if is_capturing(topk_ids.device):
+            raise ValueError(
+                f"routes: {experts.name} is captured in a CUDA graph, whose replays cannot be given routes"
+            )
+        if experts not in self.left:
+            raise ValueError(f"routes: expected those of one call of each layer, got none for a call of {experts.name}")
+        ids, weights = self.left[experts]
+        if ids.shape != topk_ids.shape:
+            raise ValueError(
+                f"routes: expected {list(topk_ids.shape)} for this call of {experts.name}, got {list(ids.shape)}"
+            )
+        del self.left[experts]
+        return ids.to(topk_ids.dtype), weights
+
+
+_given: _Given | None = None
+
+
+def replay_routes(routes: Mapping[str, StepRoutes]) -> AbstractContextManager[None]:
+    """Inside, each layer named in `routes` takes these in its next call, in place of what the engine's router chose.
+
+    For one step of the engine, in this process. Leaving it restores all layers. The names are those of
+    `recorded_routes`, and each rank gives its own. Weights are needed: the engine's router, which has answered before,
+    gives those of its own choice. A step that the engine replays as a CUDA graph asks for no routes: have it run
+    without graphs (vLLM's `enforce_eager`, SGLang's `disable_cuda_graph`).
+
+    Args:
+        routes: by name of the layer, for all layers of the step: ids int16, int32 or int64 `[T, K]` and weights fp32
+            `[T, K]` on the layer's device, for the tokens that the engine passes to it, padding included; copied.
+
+    Raises:
+        ValueError: a name without a layer, wrong tensors, a call of a layer that is not named, was called before or has
+            other tokens, whose peers get `PeerAbortedError`, a call that is captured in a graph; and, on leaving, a
+            layer that was not called.
+    """
+    check_kind("routes", routes, Mapping)
+    given: dict[EngineExperts, tuple[torch.Tensor, torch.Tensor]] = {}
+    for name, step in routes.items():
+        experts = _BUILT.get(name) if isinstance(name, str) else None
+        if experts is None:
+            raise ValueError(f"routes: expected names of layers ({_some(_BUILT)}), got {name!r}")
+        check_kind(f"routes[{name!r}]", step, StepRoutes)
+        ids, weights, config = step.topk_idx, step.topk_weights, experts.layer.config
+        if weights is None:
+            raise ValueError(f"routes[{name!r}].topk_weights: expected a tensor, got None; record them with weights")
+        shape = (None, config.top_k)
+        checked_ids(f"routes[{name!r}].topk_idx", ids, shape, experts.num_experts, experts.layer.context.device)
+        checked_weights(f"routes[{name!r}].topk_weights", weights, ids)
+        given[experts] = ids.clone(), weights.clone()
+    return _in_force(_Given(given))
+
+
+@contextmanager
+def _in_force(given: _Given) -> Iterator[None]:
+    global _given
+    if _given is not None:
+        raise ValueError("replay_routes: expected no other in force in this process")
+    _given = given
+    try:
+        yield
+    finally:
+        _given = None
+    if left := [experts.name for experts in given.left]:
+        raise ValueError(
+            f"routes: expected a step of the engine inside replay_routes, got no call of {_some(left)}; a CUDA graph "
+            "that is replayed asks for none"
+        )
+
+
+def _some(names: Iterable[str]) -> str:
+    """A few names, and how many more there are."""
+    first, *others = [*names] or ["none"]
+    return f"{first} and {len(others)} others" if others else first
 
 
 @dataclass(frozen=True)
@@ -158,7 +253,10 @@ class EngineLayers:
             layer.load_experts(weights.tensors(), weights.buffers())
             weights.release()
         ours.cold.append(layer)
-        return EngineExperts(layer, ours, share, stated.num_experts, first, self._ring(stated, ours.context))
+        ring = self._ring(stated, ours.context)
+        experts = EngineExperts(layer, ours, share, stated.num_experts, first, ring, stated.name)
+        _BUILT[stated.name] = experts
+        return experts
 
     def _ring(self, stated: EngineLayer, context: ExpertParallelContext) -> RecordedRoutes | None:
         """Where the routes of a layer are recorded, if they are."""
@@ -248,9 +346,10 @@ class EngineExperts:
         num_experts: of the engine's layer.
         first: the engine's id of the first expert of `layer`.
         routes: where the routes of each call are recorded; None for nowhere.
+        name: of the layer, for messages.
 
     Attributes:
-        layer, share, routes: as above.
+        layer, share, num_experts, routes, name: as above.
     """
 
     def __init__(
@@ -261,10 +360,13 @@ class EngineExperts:
         num_experts: int,
         first: int = 0,
         routes: RecordedRoutes | None = None,
+        name: str = "",
     ) -> None:
         self.layer = layer
         self.share = share
+        self.num_experts = num_experts
         self.routes = routes
+        self.name = name
         self._group = group
         self._ids = num_experts, first, layer.config.num_experts, layer.context.engine
 
@@ -295,6 +397,9 @@ class EngineExperts:
         self._group.warm_up()
         share, limit = self.share, self.layer.config.max_tokens_per_rank
         num_tokens = x.shape[0]
+        if _given is not None:
+            with abort_peers_on_error(self.layer.context):
+                topk_ids, topk_weights = _given.take(self, topk_ids)
         if self.routes is not None:
             most = self.routes.ids.shape[1]
             for ids, weights in zip(topk_ids.split(most), topk_weights.float().split(most), strict=True):

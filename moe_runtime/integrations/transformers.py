@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, NoReturn, cast
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,7 @@ from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.context.peers import abort_peers, abort_peers_on_error, agree_on
 from moe_runtime.integrations import transformers_registry
 from moe_runtime.integrations.expert_modules import DescribedExperts, routes_of
+from moe_runtime.integrations.replayed_routes import ReplayedRoutes, RoutedBlock
 from moe_runtime.integrations.shared_tokens import run_in_steps, steps_for
 from moe_runtime.integrations.transformers_models import MoEBlock, check_read, model_config_of, moe_blocks
 from moe_runtime.integrations.transformers_registry import layer_fields
@@ -143,6 +145,7 @@ def apply_expert_parallel(
             for index, block in enumerate(blocks):
                 _load(owner.layers[index], block, experts)
                 block.module.experts = ParallelExperts(owner, index, block.described)
+                owner._blocks.append(ref(block.module))
         context.allocate()
     except BaseException:
         context.close()
@@ -181,6 +184,7 @@ class ExpertParallel:
             self._tokens = NumberExchange("call of the model", context.group, integer(DONE, MOST_TOKENS))
         self._most_tokens: int | None = None
         self._counted_from: list[LayerCounts] | None = None
+        self._blocks: list[ref[Any]] = []
 
     def _add(self, number: int, config: MoELayerConfig, placement: Placement | None) -> None:
         """Create the MoE layer of decoder layer `number`, without weights yet."""
@@ -274,6 +278,35 @@ class ExpertParallel:
         rings = zip(ids, [None] * wanted if weights is None else weights, strict=True)
         parts = zip(self.decoder_layers, self.layers, rings, strict=True)
         return {number: layer.record_routes(*ring) for number, layer, ring in parts}
+
+    def replay_routes(self, ids: torch.Tensor, weights: torch.Tensor | None = None) -> ReplayedRoutes:
+        """Give the experts of each token to the next forward pass, which is made inside `with` of what this returns.
+
+        The pass has the `T` tokens of `ids` on this rank, also where `join` splits it. With the ids and weights that
+        were recorded it gives the same bits for the same tokens. Without weights the model's routers give those of the
+        given experts by their own formula, to the same bits where the hidden states are the same. Other ranks may
+        replay theirs or not. Leaving the block restores the model. Waits for the device. The pass cannot be captured in
+        a CUDA graph.
+
+        Args:
+            ids: int16, int32 or int64 `[L, T, K]` on the device of the layers, for the `L` MoE layers in the order of
+                the model; copied. -1 is no expert: without weights in all places of a token or in none.
+            weights: fp32 of the same shape, taken as they are; None for those of the model's routers.
+
+        Raises:
+            ValueError: a wrong argument, also a pass with other MoE layers or tokens than `ids`, whose peers get
+                `PeerAbortedError`; a block that is left before a whole pass; weights that are missing for a router that
+                does not choose by `torch.topk`.
+        """
+        blocks = []
+        for number, layer, block in zip(self.decoder_layers, self.layers, self._blocks, strict=True):
+            module = block()
+            if module is None:
+                raise ValueError(f"replay_routes: the model has no block of decoder layer {number} any more")
+            identity = module.experts._identity_experts
+            sizes = layer.config.num_experts + identity, layer.config.top_k
+            blocks.append(RoutedBlock(f"decoder layer {number}", module, *sizes, identity > 0, takes_absent=True))
+        return ReplayedRoutes(blocks, ids, weights, self.context.device, self.context)
 
     @contextmanager
     def join(self) -> Iterator[None]:

@@ -62,7 +62,7 @@ def without_experts() -> Iterator[None]:
 
     def leave_out_experts(model: Any, *args: Any, **named: Any) -> Any:
         # Every model ends its __init__ with post_init, which gives memory its first values.
-        for name, block in _with_experts(model):
+        for name, block in with_experts(model):
             if not isinstance(block.experts, _NoExperts):
                 norm = copy.deepcopy(getattr(block.experts, "post_expert_norm", None))
                 block.experts = _NoExperts(describe_experts(block.experts.to("meta"), f"model: {name}.experts"), norm)
@@ -81,7 +81,7 @@ def without_experts() -> Iterator[None]:
             setattr(module, name, original)
 
 
-def _with_experts(model: nn.Module) -> list[tuple[str, Any]]:
+def with_experts(model: nn.Module) -> list[tuple[str, Any]]:
     """Names and modules of the blocks that have `experts`."""
     return [(name, module) for name, module in model.named_modules() if hasattr(module, "experts")]
 
@@ -159,7 +159,7 @@ def moe_blocks(model: nn.Module, *, has_weights: bool) -> list[MoEBlock]:
     Experts must be such that a layer can compute them (`describe_experts`), with weights if `has_weights`; else they
     may have been left out (`without_experts`).
     """
-    blocks = _with_experts(model)
+    blocks = with_experts(model)
     if not blocks:
         raise ValueError(f"model: expected MoE blocks with `experts`, found none in {type(model).__name__}")
     found: dict[int, MoEBlock] = {}

@@ -23,13 +23,14 @@ from torch import nn
 from moe_runtime.comm.errors import PeerAbortedError
 from moe_runtime.config import ParallelConfig, RecordedRoutesConfig
 from moe_runtime.integrations import sglang_experts, vllm_experts
-from moe_runtime.integrations.engine_layers import EngineLayers, recorded_routes
+from moe_runtime.integrations.engine_layers import EngineLayers, recorded_routes, replay_routes
 from moe_runtime.integrations.layer_settings import (
     ENGINE_FIELDS,
     LayerSettings,
     settings_from_yaml,
     settings_of_variable,
 )
+from moe_runtime.observation.routes import StepRoutes
 from moe_runtime.reference import error_bound, relative_error
 from tests.support import engine_stand_ins as stand_ins
 from tests.support.engine_stand_ins import (
@@ -137,6 +138,75 @@ def test_routes_are_recorded_as_the_engine_states_them(seed: int) -> None:
     for step in found:
         assert step.topk_weights is not None and torch.equal(step.topk_weights.cpu(), weights.float())
         assert torch.equal(step.topk_idx.cpu(), ids.int())
+
+
+def test_a_step_takes_given_routes_in_place_of_the_engines(seed: int) -> None:
+    """The bits of the step that was recorded, whatever the engine's router chose; a step afterwards takes its own."""
+    data, (x, ids, weights) = make_experts("bf16", seed), draw_tokens(seed, 13)
+    x, ids, weights = x.to(DEVICE), ids.to(DEVICE), weights.to(DEVICE)
+    layers = EngineLayers(LayerSettings(LIMITS, {}, RecordedRoutesConfig(steps=8, weights=True)))
+    with vllm_modules():
+        layer = vllm_layer(data.of(slice(None)))
+        method = vllm_experts.taken_over(VllmMethod(vllm_config()), layers)
+        load(method, layer.to(DEVICE))
+        name = layer.layer_name
+        others = (ids + 1) % NUM_EXPERTS, weights.flip(-1).contiguous()
+
+        def step(chosen: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            with torch.inference_mode():
+                return method.apply(layer, x[: len(chosen)], weight, chosen, None, None)
+
+        own, recorded = step(ids, weights), recorded_routes()[name].read()[0]
+        different = step(*others)
+        assert not torch.equal(own, different)
+        for dtype in (torch.int16, torch.int32, torch.int64):
+            routes = {name: StepRoutes(0, recorded.topk_idx.to(dtype), recorded.topk_weights)}
+            with replay_routes(routes):
+                assert torch.equal(step(*others), own)
+            assert torch.equal(step(*others), different)
+        taken = recorded_routes()[name].read()[1::2]
+        assert len(taken) == 3 and all(torch.equal(one.topk_idx, recorded.topk_idx) for one in taken)
+        # A whole pass of this layer is one call with these tokens.
+        for message, run in {
+            f"got none for a call of {name}": lambda: [step(ids, weights), step(ids, weights)],
+            rf"expected \[12, {ids.shape[1]}\] for this call of {name}, got \[13": lambda: step(ids[1:], weights[1:]),
+            f"got no call of {name}; a CUDA graph": lambda: None,
+            "replay_routes: expected no other in force": lambda: replay_routes(routes).__enter__(),
+        }.items():
+            with pytest.raises(ValueError, match=message), replay_routes(routes):
+                run()
+            assert torch.equal(step(ids, weights), own)
+        first, other = recorded.topk_idx, recorded.topk_weights
+        for message, wrong in {
+            "routes: expected a Mapping, got list": [recorded],
+            f"routes: expected names of layers .*{name}.*, got 'x'": {"x": recorded},
+            f"routes.'{name}'.: expected a StepRoutes, got Tensor": {name: first},
+            "topk_weights: expected a tensor, got None; record": {name: StepRoutes(0, first, None)},
+            f"topk_idx: expected ids from -1 to {NUM_EXPERTS - 1}, got": {name: StepRoutes(0, first + 99, other)},
+            r"topk_idx: expected \[T, ": {name: StepRoutes(0, first[:, 1:], other)},
+            "topk_idx: expected torch.int16": {name: StepRoutes(0, first.float(), other)},
+            "topk_idx: expected a tensor on .*, got one on meta": {name: StepRoutes(0, first.to("meta"), other)},
+            "topk_weights: expected torch.float32 .*, got torch.float64": {name: StepRoutes(0, first, other.double())},
+        }.items():
+            with pytest.raises(ValueError, match=message):
+                replay_routes(wrong)
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="captures a CUDA graph")
+def test_a_captured_step_is_not_given_routes(seed: int) -> None:
+    data, (x, ids, weights) = make_experts("bf16", seed), (one.to(DEVICE) for one in draw_tokens(seed, 8))
+    with vllm_modules(), torch.inference_mode():
+        layer = vllm_layer(data.of(slice(None)))
+        method = vllm_experts.taken_over(VllmMethod(vllm_config()), layers_of())
+        load(method, layer.to(DEVICE))
+        method.apply(layer, x, weights, ids, None, None)
+        routes = {layer.layer_name: StepRoutes(0, ids, weights.float())}
+        with (
+            pytest.raises(ValueError, match=rf"routes: {layer.layer_name} is captured in a CUDA graph"),
+            replay_routes(routes),
+            torch.cuda.graph(torch.cuda.CUDAGraph()),
+        ):
+            method.apply(layer, x, weights, ids, None, None)
 
 
 @pytest.mark.parametrize("form", ["nvfp4", "mxfp4"])

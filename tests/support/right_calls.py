@@ -432,6 +432,7 @@ ARGUMENTS: dict[str, Callable[[World, Any], dict[str, Any]]] = {
     "Checkpoint.stored_of": lambda w, on: {"layer": 0},
     "ExpertParallel": lambda w, on: {"context": w.context()},
     "ExpertParallel.record_routes": lambda w, on: w.rings(2),
+    "ExpertParallel.replay_routes": lambda w, on: w.given_routes(),
     "ExpertParallel.replace_experts": lambda w, on: {
         "placement": w.draw.choice((w.placement(), {0: w.placement(), 1: w.placement()}))
     },
@@ -512,6 +513,7 @@ ARGUMENTS: dict[str, Callable[[World, Any], dict[str, Any]]] = {
         "combine_format": "bf16",
         "parallel": None,
     },
+    "replay_routes": lambda w, on: {"model": w.model(), **w.given_routes()},
     "apply_expert_parallel": lambda w, on: {
         "model": w.model(),
         "mesh": None,

@@ -247,6 +247,12 @@ class World:
         shape = *layers, 3, MOST, TOP_K
         return {"ids": torch.zeros(shape, dtype=dtype), "weights": torch.zeros(shape)}
 
+    def given_routes(self) -> dict[str, Any]:
+        """For two layers."""
+        ids = torch.tensor([self.draw.sample(range(EXPERTS), TOP_K) for _ in range(2 * 5)]).view(2, 5, TOP_K)
+        dtype = self.draw.choice((torch.int16, torch.int32, torch.int64))
+        return {"ids": ids.to(dtype), "weights": self.draw.choice((None, torch.rand(ids.shape)))}
+
     def routes_arguments(self) -> dict[str, Any]:
         sizes = {"max_tokens": MOST, "top_k": TOP_K, "num_experts": EXPERTS}
         return {**self.rings(), **sizes, "device": CPU, "engine": "torch"}
@@ -283,13 +289,15 @@ class World:
         return _Model(self)
 
     def parallel(self) -> ExpertParallel:
+        model = self.model()
         made = apply_expert_parallel(
-            self.model(),
+            model,
             max_tokens_per_rank=MOST,
             placement=Placement.contiguous(EXPERTS, 1),
             parallel=ParallelConfig(transport="private"),
         )
         made.count_tokens()
+        made.__dict__["model"] = model  # which it does not keep alive itself
         return made
 
 

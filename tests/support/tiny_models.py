@@ -16,6 +16,10 @@ CLASSES = {
     "deepseek_v3": "DeepseekV3",
     "gpt_oss": "GptOss",
 }
+"""Families that tests of all families run."""
+
+_OTHERS = {"glm4_moe": "Glm4Moe"}
+"""Those that tests ask for by name."""
 
 # Sizes are apart, so that no key can stand for another; layer 1 of some families is dense.
 _COMMON: dict[str, Any] = {
@@ -67,6 +71,18 @@ _EXTRA: dict[str, dict[str, Any]] = {
         "qk_nope_head_dim": 16,
         "v_head_dim": 32,
     },
+    "glm4_moe": {
+        "intermediate_size": 96,
+        "moe_intermediate_size": 48,
+        "n_routed_experts": 12,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.5,
+        "norm_topk_prob": True,
+        "first_k_dense_replace": 1,
+        "head_dim": 32,
+    },
     "gpt_oss": {"intermediate_size": 48, "num_local_experts": 12, "head_dim": 32, "sliding_window": 16},
 }
 
@@ -74,13 +90,13 @@ _EXTRA: dict[str, dict[str, Any]] = {
 def tiny_config(family: str, **changes: Any) -> Any:
     """The transformers config of a tiny model of `family`."""
     settings = {**_COMMON, **_EXTRA[family], **changes}
-    return getattr(transformers, f"{CLASSES[family]}Config")(**settings)
+    return getattr(transformers, f"{(CLASSES | _OTHERS)[family]}Config")(**settings)
 
 
 def tiny_model(family: str, seed: int, **changes: Any) -> Any:
     """A model in float32 whose weights are bf16 numbers, normal with variance 1 / fan-in; biases normal."""
     torch.manual_seed(seed)
-    model = getattr(transformers, f"{CLASSES[family]}ForCausalLM")(tiny_config(family, **changes)).eval()
+    model = getattr(transformers, f"{(CLASSES | _OTHERS)[family]}ForCausalLM")(tiny_config(family, **changes)).eval()
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if name.endswith("e_score_correction_bias"):

@@ -135,6 +135,7 @@ MAY_BE_CLOSED = {
     "ExpertParallel.expert_loads",
     "ExpertParallel.join",
     "ExpertParallel.record_routes",
+    "ExpertParallel.replay_routes",
     "ExpertParallelContext.abort",
     "ExpertParallelContext.close",
     "ExpertParallelContext.fail",
