@@ -102,6 +102,13 @@ class UnpackedRows:
             source_tokens = torch.empty(num_rows, dtype=torch.int32, device=device)
         return cls(tokens, scales, ids, weights, source_tokens)
 
+    def first(self, num_rows: int) -> UnpackedRows:
+        """Views of the first rows."""
+        tokens, scales, ids, weights = (
+            None if t is None else t[:num_rows] for t in (self.tokens, self.scales, self.ids, self.weights)
+        )
+        return UnpackedRows(tokens, scales, ids, weights, self.source_tokens[:num_rows])
+
 
 @dataclass(frozen=True)
 class ExpandedRows:

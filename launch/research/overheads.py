@@ -19,9 +19,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moe_runtime import ExpertParallelContext, MoELayer, init_from_env, load_config, plan_placement
+from moe_runtime.comm.bootstrap import init_from_env
+from moe_runtime.config import load_config
+from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.launch.common import environment
+from moe_runtime.layer import MoELayer
 from moe_runtime.observation.waits import slowest_rank
+from moe_runtime.placement.placement import plan_placement
 
 Captured = tuple[Callable[[], Any], torch.Tensor]
 """What runs a step again, and its result."""

@@ -25,6 +25,12 @@ from moe_runtime.kernels.exchange.payload import PayloadLayout, UnpackedRows
 from moe_runtime.kernels.exchange.row_sums import RowsOfRank
 from moe_runtime.kernels.exchange.rows import Route, RowKernels, TokensOfRank
 
+MARGIN = 8
+"""Rows are received before the host knows how many come: as many as the last dispatch makes likely, and one in MARGIN
+more."""
+MOST_SPARE = 1024
+"""Rows that may be left over beside as many as come. Results are views then, which keep the memory of all."""
+
 
 class DirectDispatch:
     """Dispatch and combine of tokens of `hidden` elements. All calls are collective.
@@ -43,6 +49,7 @@ class DirectDispatch:
         self.context, self.hidden, self.max_tokens = context, hidden, max_tokens
         self.kernels = DirectExchange(context, hidden, max_tokens)
         self.num_sms: int | None = None
+        self._rows_per_token = 0.0  # of the last dispatch that made the host wait
         self._guard = collective_step(context)
 
     @by_one_thread
@@ -93,19 +100,29 @@ class DirectDispatch:
     def _finish(self, begun: StartedDispatch) -> Received:
         """The rest of it: `StartedDispatch.finish`."""
         kernels, layout, route = self.kernels, begun.layout, begun.route
+        num_tokens = route.index.shape[0]
         counts: Counts | None = None
         most = most_sent = self.max_tokens
         num_rows = begun.num_worst_tokens
+        early: EarlyRows | None = None
         if not num_rows:
+            with self._guard:
+                early = self._receive_early(begun)
             counts = kernels.await_counts(route)
             most, most_sent, num_rows = counts.most_tokens, counts.most_sent, counts.num_rows
+            self._rows_per_token = num_rows / max(1, num_tokens)
         with self._guard:
             room = room_for(most if begun.max_tokens is None else begun.max_tokens, self.max_tokens)
-            form = not begun.to_expand, begun.scales_by_column
-            out = UnpackedRows.allocate(layout, num_rows, self.context.device, *form)
-            kept_ids = torch.empty_like(out.ids) if begun.keeps_ids and out.ids is not None else None
-            landed = self._receive_rows(begun, out, most_sent, room, kept_ids)
-        num_tokens = route.index.shape[0]
+            if early is not None and early.serve(num_rows):
+                first_window = self.max_tokens
+                out = early.out.first(num_rows)
+                kept_ids = None if early.kept_ids is None else early.kept_ids[:num_rows]
+            else:
+                first_window = 0
+                form = not begun.to_expand, begun.scales_by_column
+                out = UnpackedRows.allocate(layout, num_rows, self.context.device, *form)
+                kept_ids = _ids_to_keep(begun, out)
+            landed = self._receive_rows(begun, out, most_sent, room, kept_ids, first_window)
         handle = NormalHandle((route.prefix, None, None, out.source_tokens, begun.is_token_in_rank, None))
         handle.steps = []
         if begun.positions is not None:
@@ -117,6 +134,19 @@ class DirectDispatch:
         handle.room, handle.route, handle.most_tokens, handle.most_sent = room, route, most, most_sent
         return Received.of(layout, out, handle, landed, kept_ids)
 
+    def _receive_early(self, begun: StartedDispatch) -> EarlyRows | None:
+        """Receive the step that has begun before the host knows how many rows come; None where that does not pay.
+
+        It reads what has landed and nothing more, so it can be done again with more rows.
+        """
+        likely = int(begun.route.index.shape[0] * self._rows_per_token)
+        if not likely or begun.to_expand or begun.scales_by_column:
+            return None
+        out = UnpackedRows.allocate(begun.layout, likely + likely // MARGIN + 1, self.context.device)
+        early = EarlyRows(out, _ids_to_keep(begun, out))
+        self._receive_rows(begun, out, 1, self.max_tokens, early.kept_ids)
+        return early
+
     def _receive_rows(
         self,
         begun: StartedDispatch,
@@ -124,15 +154,17 @@ class DirectDispatch:
         most_sent: int,
         room: int = 0,
         kept_ids: torch.Tensor | None = None,
+        first_window: int = 0,
     ) -> LandedRows | None:
         """Receive the step that has begun, and send and receive more, up to `most_sent` tokens of a pair of ranks.
 
-        `room` is of positions, and 0 for a cached dispatch. Returns where rows are that stay there.
+        `room` is of positions, and 0 for a cached dispatch; windows before `first_window` have been received. Returns
+        where rows are that stay there.
         """
         kernels, tokens, route, epoch = self.kernels, begun.tokens, begun.route, begun.epoch
         copiers = begun.copiers
         row_index = torch.empty_like(out.source_tokens) if begun.to_expand else None
-        for window in range(0, max(1, most_sent), self.max_tokens):
+        for window in range(first_window, max(1, most_sent), self.max_tokens):
             if window:
                 epoch = kernels.send(copiers, tokens, route, window=window, after_counts=False)
             kernels.receive(
@@ -227,6 +259,28 @@ class StartedDispatch:
     def finish(self) -> Received:
         """Wait for the counts, if the host is to know them, and receive rows."""
         return self.exchange._finish(self)
+
+
+@dataclass(frozen=True)
+class EarlyRows:
+    """Rows that are received before it is known how many come.
+
+    Attributes:
+        out: of as many as are likely.
+        kept_ids: as of `Received`.
+    """
+
+    out: UnpackedRows
+    kept_ids: torch.Tensor | None
+
+    def serve(self, num_rows: int) -> bool:
+        """Whether they are all that come, and not many more."""
+        there = self.out.source_tokens.shape[0]
+        return num_rows <= there <= 2 * num_rows + MOST_SPARE
+
+
+def _ids_to_keep(begun: StartedDispatch, out: UnpackedRows) -> torch.Tensor | None:
+    return torch.empty_like(out.ids) if begun.keeps_ids and out.ids is not None else None
 
 
 def _tokens_of_rank(x: Tokens, topk_idx: torch.Tensor | None, topk_weights: torch.Tensor | None) -> TokensOfRank:

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from moe_runtime.deep_ep import normal
+from moe_runtime.deep_ep import direct_dispatch, normal
+from moe_runtime.deep_ep.direct_dispatch import EarlyRows
 from moe_runtime.kernels.exchange import row_sums, rows
 from tests.deep_ep.test_elastic import CASES, every_call
-from tests.deep_ep.test_normal import dispatch_and_combine, worst_case
+from tests.deep_ep.test_normal import dispatch_and_combine, other_numbers_of_rows, worst_case
 from tests.emulator import Emulator, needs_emulator
 
 pytestmark = [needs_emulator, pytest.mark.cpu_only]
@@ -43,6 +44,26 @@ def test_buffer(fp8: bool, get_pool: Any, seed: int) -> None:
     for room in (32, 4):
         get_pool(1).run(emulated, seed, dispatch_and_combine, ([9], fp8, room, seed))
     get_pool(1).run(emulated, seed, worst_case, (seed,))
+
+
+def test_rows_that_are_received_before_their_number_is_known(get_pool: Any, seed: int) -> None:
+    """They are too few, too many by far, or right."""
+    get_pool(1).run(emulated, seed, counted_rows, (seed,))
+
+
+def counted_rows(rank: int, world: int, seed: int) -> None:
+    served: list[bool] = []
+    serve = EarlyRows.serve
+
+    def watched(early: EarlyRows, num_rows: int) -> bool:
+        served.append(serve(early, num_rows))
+        return served[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EarlyRows, "serve", watched)
+        patch.setattr(direct_dispatch, "MOST_SPARE", 16)
+        other_numbers_of_rows(rank, world, seed)
+    assert True in served and False in served
 
 
 @pytest.mark.parametrize("fmt", ["bf16", "fp8", "packed"])

@@ -133,6 +133,41 @@ def dispatch_and_combine(rank: int, world: int, counts: list[int], fp8: bool, ro
     buffer.destroy()
 
 
+def other_numbers_of_rows(rank: int, world: int, seed: int, device: str = "cpu") -> None:
+    """Dispatches whose numbers of rows the ones before do not foretell: none, few, many, more than a step takes."""
+    buffer = a_buffer(64)
+    steps = [(9, 1.0), (9, 1.0), (9, 0.0), (9, 1.0), (64, 0.1), (64, 1.0), (3, 1.0), (150, 1.0), (150, 0.4), (0, 1.0)]
+    for step, (count, part) in enumerate(steps):
+        everyone = [tokens_of(seed + step, r, count) for r in range(world)]
+        masks = []
+        for r in range(world):
+            g = torch.Generator().manual_seed(seed * 31 + step * 7 + r)
+            masks.append(torch.rand(count, world, generator=g) < part)
+        mine, in_rank = everyone[rank], masks[rank].to(device)
+        per_expert = torch.zeros(EXPERTS, dtype=torch.int32, device=device)
+        got, _, _, experts, handle, _ = buffer.dispatch(
+            mine.x.to(device),
+            num_tokens_per_rank=in_rank.sum(dim=0, dtype=torch.int32),
+            num_tokens_per_expert=per_expert,
+            is_token_in_rank=in_rank,
+        )
+        expected = torch.cat([data.x[mask[:, rank]] for data, mask in zip(everyone, masks, strict=True)])
+        assert isinstance(got, torch.Tensor) and handle is not None and experts is not None
+        assert got.is_contiguous() and torch.equal(got.cpu(), expected), f"step {step}"
+        source_tokens = torch.cat([mask[:, rank].nonzero()[:, 0] for mask in masks])
+        assert handle[3] is not None and torch.equal(handle[3].cpu().to(torch.int64), source_tokens), f"step {step}"
+        y, _, _ = buffer.combine(got, handle)
+        times = masks[rank].sum(dim=1, keepdim=True)
+        assert torch.equal(y.cpu(), (mine.x.float() * times).to(torch.bfloat16)), f"step {step}"
+    buffer.destroy()
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("world", [1, 4])
+def test_other_numbers_of_rows(world: int, get_pool: Any, seed: int) -> None:
+    get_pool(world).run(other_numbers_of_rows, seed)
+
+
 @pytest.mark.cpu_only
 @pytest.mark.parametrize("world", [1, 2, 4, 8])
 @pytest.mark.parametrize("fp8", [False, True])

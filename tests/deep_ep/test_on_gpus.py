@@ -19,6 +19,7 @@ from moe_runtime.deep_ep.normal import NormalExchange
 from moe_runtime.deep_ep.normal_handle import NormalHandle, Received
 from moe_runtime.deep_ep.sizes import normal_bytes
 from tests.deep_ep.test_elastic import CASES, every_call
+from tests.deep_ep.test_normal import other_numbers_of_rows
 from tests.deep_ep.test_training import train_elastic
 from tests.exchange.test_rows_emulated import LOCAL
 from tests.exchange.test_rows_emulated import case_of as row_case
@@ -358,6 +359,14 @@ def test_rows_of_normal_mode(world: int, get_pool: Any, seed: int) -> None:
     if torch.cuda.device_count() < world:
         pytest.skip(f"needs {world} GPUs")
     get_pool(world, gpus=True).run(compare_rows, seed)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_other_numbers_of_rows(world: int, get_pool: Any, seed: int) -> None:
+    if torch.cuda.device_count() < world:
+        pytest.skip(f"needs {world} GPUs")
+    get_pool(world, gpus=True).run(other_numbers_of_rows, seed, "cuda")
 
 
 def miss_counts(rank: int, world: int) -> str:

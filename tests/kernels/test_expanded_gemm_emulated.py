@@ -255,7 +255,7 @@ def test_a_plan_has_room_for_the_table(fmt: TokenFormat, emulator: Emulator, rng
     for groups, stages in ((700, 4), (850, 3)):
         offsets, ids = a.group_offsets[: groups + 1], a.expert_ids[:groups]
         how = tma_plan(replace(a, group_offsets=offsets, expert_ids=ids, expected_rows=10**6), w).tma
-        assert how is not None and how.shape is TMA_PREFILL and how.copies_scales == (stages == 4)
+        assert how is not None and how.shape is TMA_AHEAD and how.copies_scales == (stages == 4)
         assert how.shape.stages(groups) == 4 and how.shape.stages(groups, fmt) == stages
 
 

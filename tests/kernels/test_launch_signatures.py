@@ -161,7 +161,7 @@ def products(rng: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
 def expanded_products(a: GroupedRows, rng: torch.Generator) -> None:
     gate_up = ExpandedWeights.prepack(random_weights("nvfp4", 4, 512, 256, rng, CPU, gate_up=True))
     down = ExpandedWeights.prepack(random_weights("mxfp4", 4, 256, 256, rng, CPU))
-    for one in (a, replace(a, expected_rows=1000)):
+    for one in (a, replace(a, expected_rows=1000), replace(a, expected_rows=10000)):
         hidden = tma_grouped_gemm_swiglu(one, gate_up, SwiGLU(), out_format="fp8_block")
         tma_grouped_gemm(hidden, down)
 
