@@ -11,4 +11,11 @@ __device__ __forceinline__ long long clock_ns() {
   return now;
 }
 
+// The time since `start`, which is set if it is 0, is up after PATIENCE_NS: the kernel ends in an error.
+__device__ __forceinline__ void keep_patience(long long& start) {
+  const long long now = clock_ns();
+  if (start == 0) start = now;
+  if (now - start > PATIENCE_NS) __trap();
+}
+
 #endif

@@ -105,9 +105,7 @@ __device__ __forceinline__ void await_tokens(const u32* counters, int first, int
     for (u32 warps;;) {
       asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(warps) : "l"(counters + 1 + first + lane) : "memory");
       if (warps >= team) break;
-      const long long now = clock_ns();
-      if (start == 0) start = now;
-      if (now - start > PATIENCE_NS) __trap();
+      keep_patience(start);
     }
   }
   __syncwarp();

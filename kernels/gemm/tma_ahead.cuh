@@ -35,13 +35,6 @@ __device__ __forceinline__ void add_to_count(u32* counter, u32 count) {
 // Between a count that is read or added to, and memory that it tells of.
 __device__ __forceinline__ void order_memory() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
-// The time since `start`, which is set if it is 0, is up after PATIENCE_NS: the kernel ends in an error.
-__device__ __forceinline__ void keep_patience(long long& start) {
-  long long now = clock_ns();
-  if (start == 0) start = now;
-  if (now - start > PATIENCE_NS) __trap();
-}
-
 // Halves of a strip that tiles of its group read.
 __device__ __forceinline__ int reads_of(int rows, int tiles_n, int column_tile) {
   int tiles_m = ceil_div(rows, BM);

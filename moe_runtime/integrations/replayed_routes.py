@@ -23,7 +23,7 @@ from moe_runtime.context.peers import abort_peers_on_error
 from moe_runtime.context.threads import is_capturing
 from moe_runtime.integrations.expert_modules import describe_experts
 from moe_runtime.integrations.transformers_models import MoEBlock, model_config_of, with_experts
-from moe_runtime.support.arguments import check_is_tensor, check_kind
+from moe_runtime.support.arguments import check_is_tensor, check_kind, check_lies_on
 
 ID_DTYPES = (torch.int16, torch.int32, torch.int64)
 
@@ -91,7 +91,7 @@ def checked_ids(name: str, ids: Any, shape: Sequence[int | None], num_experts: i
     if ids.ndim != len(shape) or any(b not in (None, a) for a, b in zip(ids.shape, shape, strict=True)):
         wanted = ", ".join("T" if size is None else str(size) for size in shape)
         raise ValueError(f"{name}: expected [{wanted}], got {list(ids.shape)}")
-    _check_device(name, ids, device)
+    check_lies_on(name, ids, device)
     if ids.numel():
         low, high = (int(end) for end in ids.aminmax())
         if low < -1 or high >= num_experts:
@@ -103,12 +103,7 @@ def checked_weights(name: str, weights: Any, ids: torch.Tensor) -> None:
     if check_is_tensor(name, weights).dtype != torch.float32 or weights.shape != ids.shape:
         got = f"{weights.dtype} {list(weights.shape)}"
         raise ValueError(f"{name}: expected torch.float32 {list(ids.shape)}, as ids, got {got}")
-    _check_device(name, weights, ids.device)
-
-
-def _check_device(name: str, tensor: torch.Tensor, device: torch.device) -> None:
-    if tensor.device.type != device.type or device.index not in (None, tensor.device.index):
-        raise ValueError(f"{name}: expected a tensor on {device}, got one on {tensor.device}")
+    check_lies_on(name, weights, ids.device)
 
 
 class _GivenChoice(TorchFunctionMode):

@@ -13,7 +13,14 @@ import torch
 
 from moe_runtime.config import MAX_EXPERTS
 from moe_runtime.kernels.recorded_routes import HEAD, STEPS, record_routes
-from moe_runtime.support.arguments import check_choice, check_device, check_flag, check_integer, check_is_tensor
+from moe_runtime.support.arguments import (
+    check_choice,
+    check_device,
+    check_flag,
+    check_integer,
+    check_is_tensor,
+    check_lies_on,
+)
 
 
 @dataclass(frozen=True)
@@ -152,7 +159,6 @@ class RecordedRoutes:
 
 
 def _check_place(name: str, ring: torch.Tensor, device: torch.device) -> None:
-    if ring.device.type != device.type or device.index not in (None, ring.device.index):
-        raise ValueError(f"{name}: expected a tensor on {device}, got one on {ring.device}")
+    check_lies_on(name, ring, device)
     if not ring.is_contiguous():
         raise ValueError(f"{name}: expected a contiguous tensor, got strides {ring.stride()}")

@@ -150,6 +150,12 @@ def check_device(name: str, value: object, *, meta: bool = True) -> torch.device
     return device
 
 
+def check_lies_on(name: str, tensor: torch.Tensor, device: torch.device) -> None:
+    """Raise `ValueError` unless `tensor` lies on `device`, which is any of its type if it has no index."""
+    if tensor.device.type != device.type or device.index not in (None, tensor.device.index):
+        raise ValueError(f"{name}: expected a tensor on {device}, got one on {tensor.device}")
+
+
 def check_elements_apart(name: str, tensor: torch.Tensor) -> None:
     """Raise `ValueError` if two elements of `tensor`, which is written, share memory, as those of `expand` do."""
     reach = 0
