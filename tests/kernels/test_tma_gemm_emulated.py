@@ -349,7 +349,7 @@ MISTAKES = {
     "a stage is free when all warps but one are through": (
         "barrier_init(empty + 8 * s, MATH_WARPS * TEAM * ARRIVALS_OF_WARP)",
         "barrier_init(empty + 8 * s, MATH_WARPS * TEAM - 1)",
-        "changed while their product was under way|waits for",
+        "changed while their product was under way|waits for|nothing can go on",
     ),
     "indices of rows are written while those of the last tile are used": (
         "__syncwarp();\n      block.row_indices[first_own + lane]",
