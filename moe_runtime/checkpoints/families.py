@@ -113,11 +113,6 @@ def layer_config(
     return made
 
 
-def shared_expert(config: Mapping[str, Any], *, source: str = "config") -> SharedExpertConfig | None:
-    """Size and gate of the shared expert of the MoE layers; None if there is none. Raises as `layer_config`."""
-    return _shared_expert(ConfigKeys.of(config, source), None)
-
-
 def _shared_expert(keys: ConfigKeys, layer: int | None) -> SharedExpertConfig | None:
     if keys.family.squared_relu:
         # One expert of this size, however many the config counts, as in transformers.
@@ -141,11 +136,6 @@ def _shared_expert(keys: ConfigKeys, layer: int | None) -> SharedExpertConfig | 
     if keys.raw("shared_expert_combination_strategy") not in (None, "sum"):
         keys.refuse("shared_expert_combination_strategy", "sum", keys.raw("shared_expert_combination_strategy"))
     return SharedExpertConfig(intermediate_size=size, gated=gated, limit=limit)
-
-
-def moe_layers(config: Mapping[str, Any], *, source: str = "config") -> list[int]:
-    """The decoder layers that have experts (`is_moe_layer`)."""
-    return [layer for layer in range(num_layers(config, source=source)) if is_moe_layer(config, layer, source=source)]
 
 
 def is_moe_layer(config: Mapping[str, Any], layer_index: int, *, source: str = "config") -> bool:
