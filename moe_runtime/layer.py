@@ -386,7 +386,7 @@ class MoELayer(LayerParts):
 
     def _follow_members(self, members: tuple[int, ...], before: dict[int, list[int]] | None) -> None:
         """As `Recovery` calls it: go over to other ranks, those that are left, or with some that have come back."""
-        self.context._keep_for_old_graphs(self.dispatchers, self.slots)
+        self.context._old_graphs.keep(self.dispatchers, self.slots)
         now = self._members.follow(members, before, Holding(self.placement, self.slots, self.experts))
         self.placement, self.slots, self.experts = now.placement, now.slots, now.experts
         old, num_slots = self.dispatchers, None if self.placement is None else self.placement.num_slots
