@@ -490,7 +490,7 @@ class Checkpoint:
     ) -> Generator[ExpertTensors, None, None]:
         """Experts of a layer one by one, in the order of `expert_ids`, as they are stored.
 
-        `buffers` allocate the quants of gate-and-up and of down, as `torch.empty` does. Without routers, `biases` says
+        `buffers` allocate the quants of gate-and-up and of down (`quant_buffers`). Without routers, `biases` says
         whether the model's experts have biases; None means that they do if the files have stacked ones.
 
         Raises `ValueError` also for an expert that `config.json` does not have, for unexpected tensors, and for biases

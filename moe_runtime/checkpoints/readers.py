@@ -37,7 +37,7 @@ from moe_runtime.checkpoints.layouts import (
     WeightLayout,
     packed_words,
 )
-from moe_runtime.checkpoints.loading import FRESH, ExpertTensors, QuantBuffers, allocate_quants
+from moe_runtime.checkpoints.loading import FRESH, ExpertTensors, QuantBuffers
 from moe_runtime.checkpoints.second_level import read_second_level, read_weight_scale, smallest_input_gsf
 from moe_runtime.checkpoints.unread_tensors import refuse_bias
 from moe_runtime.kernels.formats.number_formats import WEIGHT_BLOCK_N, TokenFormat, ceil_div
@@ -280,7 +280,7 @@ class ExpertReader:
         """Quants and scales, of these shapes, of one expert."""
         layout, (name, scale) = self.layout, self.layout.stack(prefix)
         self.files.check(name, (self.num_experts, *quants), layout.quant_dtypes)
-        found = allocate_quants(empty, *quants, dtype=layout.quant_format.quant_dtype)
+        found = empty(*quants, dtype=layout.quant_format.quant_dtype)
         self.files.read_into(name, found, item=expert)
         stored = self.files.read(scale, (self.num_experts, *scales), layout.scale_dtypes, item=expert)
         check_no_nan(self.files, scale, stored)
@@ -383,9 +383,9 @@ def begin_linears(
     # Bytes of two codes may be stored as signed ones.
     dtype = torch.uint8 if layout.stored_as else DTYPES[first.dtype]
     if order is GateUpOrder.INTERLEAVED:
-        quants = allocate_quants(empty, rows, len(prefixes), shape[1], dtype=dtype).transpose(0, 1)
+        quants = empty(rows, len(prefixes), shape[1], dtype=dtype).transpose(0, 1)
     else:
-        quants = allocate_quants(empty, len(prefixes), *shape, dtype=dtype)
+        quants = empty(len(prefixes), *shape, dtype=dtype)
     for prefix, part in zip(prefixes, quants, strict=True):
         name = f"{prefix}.{layout.weight}"
         files.check(name, shape, (first.dtype,))

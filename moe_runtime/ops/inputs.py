@@ -18,18 +18,6 @@ from moe_runtime.support.arguments import check_choice, check_is_tensor, check_n
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-def quantize_bf16(x: torch.Tensor) -> torch.Tensor:
-    """`x` rounded to bf16."""
-    _check_floats(x, 1)
-    return x.to(torch.bfloat16)
-
-
-def dequantize_bf16(q: torch.Tensor) -> torch.Tensor:
-    """fp32 of bf16."""
-    _check_dtype("q", q, (torch.bfloat16,))
-    return q.float()
-
-
 def nvfp4_encode_scale(x: torch.Tensor) -> torch.Tensor:
     """fp32 `[1]`: `min(2688 / amax, 2^100)` of all of `x`, 1 if that is 0 or not finite. For offline use.
 

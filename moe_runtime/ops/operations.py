@@ -62,12 +62,10 @@ from moe_runtime.ops.arguments import (
     signed,
 )
 from moe_runtime.ops.inputs import (
-    dequantize_bf16,
     dequantize_fp8,
     dequantize_mxfp8,
     dequantize_nvfp4,
     nvfp4_encode_scale,
-    quantize_bf16,
     quantize_fp8,
     quantize_mxfp8,
     quantize_nvfp4,
@@ -81,7 +79,6 @@ from moe_runtime.ops.scales import (
     pack_ue8m0_weights,
     unpack_closed_form_128,
     unpack_dense_128,
-    unpack_scale_major,
     unpack_swizzled_weights,
     unpack_ue8m0_rows,
     unpack_ue8m0_weights,
@@ -93,7 +90,6 @@ from moe_runtime.support.arguments import check_apart, check_choice, check_is_te
 __all__ = [
     "NVFP4TokenFormat",
     "PrepackedWeights",
-    "dequantize_bf16",
     "dequantize_fp8",
     "dequantize_mxfp8",
     "dequantize_nvfp4",
@@ -112,7 +108,6 @@ __all__ = [
     "pack_ue8m0_weights",
     "prepack_mxfp8",
     "prepack_nvfp4",
-    "quantize_bf16",
     "quantize_fp8",
     "quantize_mxfp8",
     "quantize_nvfp4",
@@ -120,7 +115,6 @@ __all__ = [
     "swizzle_scales",
     "unpack_closed_form_128",
     "unpack_dense_128",
-    "unpack_scale_major",
     "unpack_swizzled_weights",
     "unpack_ue8m0_rows",
     "unpack_ue8m0_weights",
@@ -303,8 +297,7 @@ def group_gemm_nvfp4_nt_groupwise(
         max_tile_n=tile_n,
     )
     inputs = {"a": a, "b": b, "a_scale": a_scale, "b_scale": b_scale, "m_indptr": m_indptr, "alpha": alpha}
-    _run(problem, result, engine, inputs)
-    return result
+    return _run(problem, result, engine, inputs)
 
 
 def moe_gemm_mxfp8_nt_groupwise(
@@ -391,8 +384,7 @@ def moe_gemm_mxfp8_nt_groupwise(
         activation=UP_SILU_GATE if is_gated else None,
     )
     inputs = {"a": a, "b": b, "a_scale": a_scale, "b_scale": b_scale, "m_indptr": m_indptr}
-    _run(problem, result, engine, inputs)
-    return result
+    return _run(problem, result, engine, inputs)
 
 
 def moe_gemm_fp8_nt_groupwise(
@@ -461,8 +453,7 @@ def moe_gemm_fp8_nt_groupwise(
         activation=UP_SILU_GATE if is_gated else None,
     )
     inputs = {"a": a, "b": b, "a_scale": a_scale, "b_scale": b_scale, "m_indptr": m_indptr}
-    _run(problem, result, engine, inputs)
-    return result
+    return _run(problem, result, engine, inputs)
 
 
 def group_gemm_fp8_nt_groupwise(
@@ -532,8 +523,7 @@ def group_gemm_fp8_nt_groupwise(
         rows_per_scale=gm,
     )
     inputs = {"a": a, "b": b, "a_scale": a_scale, "b_scale": b_scale, "m_indptr": m_indptr}
-    _run(problem, result, engine, inputs)
-    return result
+    return _run(problem, result, engine, inputs)
 
 
 def _run(
@@ -542,10 +532,11 @@ def _run(
     engine: str,
     inputs: Mapping[str, torch.Tensor | PrepackedWeights | None],
     name: str = "out",
-) -> None:
-    """Run the operation; `inputs` are its tensors by argument, from which `out` (argument `name`) must be apart."""
+) -> torch.Tensor:
+    """`out`, filled; `inputs` are its tensors by argument, from which `out` (argument `name`) must be apart."""
     check_apart(name, out, {key: t.units if isinstance(t, PrepackedWeights) else t for key, t in inputs.items()})
     op_gemm(readable(problem, out, engine), out, engine=engine)
+    return out
 
 
 def _check_groups(
