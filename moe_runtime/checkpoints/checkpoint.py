@@ -42,11 +42,7 @@ from moe_runtime.checkpoints.stored_experts import StoredExperts
 from moe_runtime.checkpoints.unread_keys import check_ignored
 from moe_runtime.checkpoints.unread_tensors import names_beside_experts, refuse_bias, refuse_unread
 from moe_runtime.config import MAX_EXPERTS, MoELayerConfig, SharedExpertConfig
-from moe_runtime.kernels.formats.number_formats import (
-    format_named,
-    token_formats_for,
-    weight_format_named,
-)
+from moe_runtime.kernels.formats.number_formats import format_named, token_formats_for, weight_format_named
 from moe_runtime.kernels.gemm.weights import GateUpOrder
 from moe_runtime.support.arguments import check_flag, check_integer, check_kind, check_path, describe
 

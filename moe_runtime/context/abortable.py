@@ -8,14 +8,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from moe_runtime.comm.errors import (
-    ErrorCode,
-    MoERuntimeError,
-    PeerAbortedError,
-    PeerTimeoutError,
-    Phase,
-    reason_of,
-)
+from moe_runtime.comm.errors import ErrorCode, MoERuntimeError, PeerAbortedError, PeerTimeoutError, Phase, reason_of
 from moe_runtime.comm.failures import abort_words, encode_abort, find_failure, reason_text, write_abort
 from moe_runtime.comm.heaps.collective import CollectiveTransport
 from moe_runtime.comm.heaps.heap import SymmetricHeap

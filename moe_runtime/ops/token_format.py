@@ -12,13 +12,7 @@ import torch
 
 from moe_runtime.kernels.exchange.record import DEFAULT_ALIGNMENT, NO_EXPERT, check_alignment, check_top_k
 from moe_runtime.kernels.formats import scale_blocks
-from moe_runtime.kernels.formats.number_formats import (
-    MAX_ENCODE_SCALE,
-    NVFP4,
-    QuantizedRows,
-    align,
-    ceil_div,
-)
+from moe_runtime.kernels.formats.number_formats import MAX_ENCODE_SCALE, NVFP4, QuantizedRows, align, ceil_div
 from moe_runtime.kernels.formats.quantize import check_gsf, quantize_rows
 from moe_runtime.kernels.formats.reference_quantize import copy_as, raw_bits
 from moe_runtime.ops.arguments import check_device
