@@ -16,11 +16,10 @@ Layers, from the top. A module imports from its own layer or from those below it
     build, resilience.lost_experts, placement.rebalance
     checkpoints.kept_experts, checkpoints.converted_experts, checkpoints.calibration
     placement.migration
-    experts, placement.rail
+    experts, expert_slots, placement.rail
     step, warming, observation.waits, observation.observed_layer
     deep_ep
     dispatcher
-    expert_slots
     context, resilience, checkpoints, router, shared_expert, post_expert_norm, observation, reference
     placement
     config, observation.phases
