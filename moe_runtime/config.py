@@ -32,7 +32,6 @@ CombineFormatName = Literal["bf16", "fp8_block", "mxfp8"]
 Auto = Literal["auto"]
 ModeName = Literal["auto", "contiguous", "gathered"]
 ResolvedMode = Literal["contiguous", "gathered"]
-"""Former names of the modes."""
 
 GATHERED_MAX_TOKENS = 256
 """Largest `max_tokens_per_rank` for which mode `auto` means `gathered` for `fp8_block`, too."""
