@@ -343,9 +343,7 @@ class Checkpoint:
         Also if there is a shared expert, or a gate of one, that `config.json` does not have.
         Reads headers only, so that nobody allocates what a wrong `config.json` asks for.
         """
-        self._check_routers()
-        self.check_layer(layer)
-        sizes = self._stated(layer)
+        sizes = self._stated_with_router(layer)
         hidden, shared = sizes.hidden_size, sizes.shared_expert
         self.files.check(f"{self._gate(layer)}.weight", (sizes.num_experts, hidden), FLOAT_DTYPES)
         if shared is None or not shared.gated:
@@ -528,9 +526,7 @@ class Checkpoint:
 
         Raises `ValueError` also where routers are not read, and for tensors beside it that may count and nothing reads.
         """
-        self._check_routers()
-        self.check_layer(layer)
-        sizes = self._stated(layer)
+        sizes = self._stated_with_router(layer)
         gate, correction_bias = self._gate(layer), self._found(layer, self.family.names.correction_biases)
         experts, floats = sizes.num_experts, FLOAT_DTYPES
         router = sizes.router
@@ -568,9 +564,7 @@ class Checkpoint:
 
     def shared_expert(self, layer: int) -> SharedExpertTensors | None:
         """The shared expert of a layer; None if the model has none. Raises `ValueError` as `router`."""
-        self._check_routers()
-        self.check_layer(layer)
-        sizes = self._stated(layer)
+        sizes = self._stated_with_router(layer)
         shared: SharedExpertConfig | None = sizes.shared_expert
         if shared is None:
             return None
@@ -631,9 +625,12 @@ class Checkpoint:
         stack, blocks = self._stack
         return blocks.get(layer, f"{stack}.{layer}.{self.family.names.block}")
 
-    def _check_routers(self) -> None:
+    def _stated_with_router(self, layer: int) -> MoELayerConfig:
+        """`_stated` for what reads a router or a shared expert. Raises `ValueError` where these are not read."""
         if not self.routers:
             raise ValueError("routers: expected True where a router or a shared expert is read")
+        self.check_layer(layer)
+        return self._stated(layer)
 
     def _stated(self, layer: int) -> MoELayerConfig:
         """All that `config.json` says of a decoder layer; without routers, only the sizes of experts."""
