@@ -91,7 +91,7 @@ class TokenDequantizer:
         num_experts: experts of the GEMM.
         shape: for the tokens that are dequantized before the GEMM.
         overlap: how the others are dequantized while it runs; None if there are none.
-        packed_ld, scale_block: those of `dequant_gemm`.
+        packed_ld, scale_block: those of `DequantGemm`.
         kernel: `OneLaunch` for one that is launched once.
     """
 

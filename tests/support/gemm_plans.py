@@ -58,7 +58,7 @@ def run_dequant_gemm(
     **choices: Callable[..., Any],
 ) -> None:
     """`grouped_gemm` by `dequant_gemm.cu` or `dequant_few.cu`; `choices` are those of `choose`."""
-    dequant_gemm.dequant_gemm(a, w, out, planned(a, w, out=out, num_sms=num_sms, **choices))
+    dequant_gemm.multiply(a, w, planned(a, w, out=out, num_sms=num_sms, **choices), out=out)
 
 
 def dequant_swiglu(
@@ -73,7 +73,7 @@ def dequant_swiglu(
 ) -> None:
     """`grouped_gemm_swiglu` by `dequant_gemm.cu` or `dequant_few.cu`; `choices` are those of `choose`."""
     plan = planned(a, w, out_format=out.format, activation=activation, num_sms=num_sms, **choices)
-    dequant_gemm.dequant_gemm_swiglu(a, w, activation, out, gsf, plan)
+    dequant_gemm.multiply(a, w, plan, out=out.rows, result=out, activation=activation, gsf=gsf)
 
 
 def tma_plan(
@@ -106,7 +106,7 @@ def tma_grouped_gemm(
     check_operands(a, w)
     out = check_out(a, w, out, out_dtype)
     if a.capacity and a.num_groups and w.num_experts:
-        tma_gemm.multiply(a, w, out, tma_plan(a, w, out=out, shape=shape, num_sms=num_sms))
+        tma_gemm.multiply(a, w, tma_plan(a, w, out=out, shape=shape, num_sms=num_sms), out=out)
     return out
 
 
@@ -125,5 +125,5 @@ def tma_grouped_gemm_swiglu(
     fmt = format_named(out_format)
     plan = tma_plan(a, w, out_format=fmt, activation=activation, shape=shape, num_sms=num_sms)
     out = gemm_module._intermediate(a, w, activation, fmt, None, None, plan).empty(a)
-    tma_gemm.multiply_swiglu(a, w, activation, out, plan)
+    tma_gemm.multiply(a, w, plan, out=out.rows, result=out, activation=activation)
     return out
