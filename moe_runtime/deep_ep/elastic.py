@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -30,9 +28,9 @@ from moe_runtime.deep_ep.arguments import (
 )
 from moe_runtime.deep_ep.ep_handle import EPHandle, check_room, most_rows
 from moe_runtime.deep_ep.events import EventHandle, EventOverlap, overlap_of
-from moe_runtime.deep_ep.group_buffer import GroupBuffer, not_there, runs_beside
+from moe_runtime.deep_ep.group_buffer import GroupBuffer, absent, runs_beside
 from moe_runtime.deep_ep.normal import NormalExchange
-from moe_runtime.deep_ep.normal_handle import Received, Tokens
+from moe_runtime.deep_ep.normal_handle import Form, Received, Tokens
 from moe_runtime.deep_ep.sizes import normal_bytes, normal_tokens
 from moe_runtime.deep_ep.utils.envs import get_logical_domain_size, get_physical_domain_size
 from moe_runtime.kernels.formats.number_formats import align
@@ -60,16 +58,6 @@ GATHER = "there is no all-gather and reduce-scatter; use torch.distributed"
 Event = EventOverlap | EventHandle | None
 Sizes = tuple[int | None, int | None, int | None]
 """`num_experts`, `num_max_tokens_per_rank` and `expert_alignment`."""
-
-
-def _absent(name: str, why: str) -> Callable[..., NoReturn]:
-    """A method, or a static one, that refuses to be called."""
-
-    def refuse(*arguments: object, **settings: object) -> NoReturn:
-        not_there(name, why)
-
-    refuse.__name__, refuse.__doc__ = name, f"Not there: {why}."
-    return refuse
 
 
 class ElasticBuffer(GroupBuffer):
@@ -330,9 +318,7 @@ class ElasticBuffer(GroupBuffer):
                     handle._rows,
                     None if topk_weights is None else handle.topk_idx,
                     topk_weights,
-                    handle.num_experts,
-                    to_expand=form.expand,
-                    scales_by_column=form.scales_by_column,
+                    Form(handle.num_experts, to_expand=form.expand, scales_by_column=form.scales_by_column),
                 )
             rows, ids, weights = _in_form(exchange, got, handle, form)
             if isinstance(x, tuple) and isinstance(rows, tuple):
@@ -422,19 +408,9 @@ class ElasticBuffer(GroupBuffer):
             if num_tokens > max_tokens:
                 raise ValueError(f"x: expected at most num_max_tokens_per_rank = {max_tokens} tokens, got {num_tokens}")
         most = self.num_ranks * max_tokens
-        got = exchange.dispatch(
-            x,
-            None,
-            ids,
-            routing.topk_weights,
-            0 if sync else most,
-            num_experts=num_experts,
-            max_tokens=max_tokens,
-            to_expand=form.expand,
-            scales_by_column=form.scales_by_column,
-            # Callers may change the ids that they get.
-            keeps_ids=not form.expand,
-        )
+        # Callers may change the ids that they get.
+        how = Form(num_experts, 0 if sync else most, max_tokens, form.expand, form.scales_by_column, not form.expand)
+        got = exchange.dispatch(x, None, ids, routing.topk_weights, how)
         kept_ids = got.topk_idx if form.expand else got.kept_ids
         assert kept_ids is not None
         alignment, local = routing.alignment, num_experts // self.num_ranks
@@ -535,21 +511,21 @@ class ElasticBuffer(GroupBuffer):
 
     # Other jobs
 
-    get_engram_storage_size_hint = staticmethod(_absent("get_engram_storage_size_hint", ENGRAM))
-    engram_write = _absent("engram_write", ENGRAM)
-    engram_fetch = _absent("engram_fetch", ENGRAM)
-    get_pp_buffer_size_hint = staticmethod(_absent("get_pp_buffer_size_hint", PIPELINE))
-    pp_set_config = _absent("pp_set_config", PIPELINE)
-    pp_send = _absent("pp_send", PIPELINE)
-    pp_recv = _absent("pp_recv", PIPELINE)
-    get_agrs_num_max_session_bytes = staticmethod(_absent("get_agrs_num_max_session_bytes", GATHER))
-    get_agrs_buffer_size_hint = staticmethod(_absent("get_agrs_buffer_size_hint", GATHER))
-    create_agrs_session = _absent("create_agrs_session", GATHER)
-    destroy_agrs_session = _absent("destroy_agrs_session", GATHER)
-    agrs_new_session = _absent("agrs_new_session", GATHER)
-    agrs_set_config = _absent("agrs_set_config", GATHER)
-    agrs_get_inplace_tensor = _absent("agrs_get_inplace_tensor", GATHER)
-    all_gather = _absent("all_gather", GATHER)
+    get_engram_storage_size_hint = staticmethod(absent("get_engram_storage_size_hint", ENGRAM))
+    engram_write = absent("engram_write", ENGRAM)
+    engram_fetch = absent("engram_fetch", ENGRAM)
+    get_pp_buffer_size_hint = staticmethod(absent("get_pp_buffer_size_hint", PIPELINE))
+    pp_set_config = absent("pp_set_config", PIPELINE)
+    pp_send = absent("pp_send", PIPELINE)
+    pp_recv = absent("pp_recv", PIPELINE)
+    get_agrs_num_max_session_bytes = staticmethod(absent("get_agrs_num_max_session_bytes", GATHER))
+    get_agrs_buffer_size_hint = staticmethod(absent("get_agrs_buffer_size_hint", GATHER))
+    create_agrs_session = absent("create_agrs_session", GATHER)
+    destroy_agrs_session = absent("destroy_agrs_session", GATHER)
+    agrs_new_session = absent("agrs_new_session", GATHER)
+    agrs_set_config = absent("agrs_set_config", GATHER)
+    agrs_get_inplace_tensor = absent("agrs_get_inplace_tensor", GATHER)
+    all_gather = absent("all_gather", GATHER)
 
 
 @dataclass(frozen=True)
