@@ -143,8 +143,7 @@ def run_formats(context: ExpertParallelContext, checkpoint: Path, console: Conso
     for fmt, layer in layers.items():
         outputs, times = [], PhaseTimes(context.device)
         for step, (x_TH, _, _) in enumerate(inputs):
-            if context.group is not None:
-                context.group.barrier("step")
+            environment.barrier(context, "step")
             layer.times = times if step else None
             outputs.append(layer(x_TH))
         phase_ms = {name: median(values) for name, values in times.milliseconds().items()}

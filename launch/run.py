@@ -72,8 +72,7 @@ def run_steps(
     outputs = []
     times = PhaseTimes(context.device)
     for step, (x_TH, idx_TK, weights_TK) in enumerate(inputs):
-        if context.group is not None:
-            context.group.barrier("step")
+        environment.barrier(context, "step")
         layer.times = times if step else None
         given = {} if kind == "router" else {"topk_idx": idx_TK, "topk_weights": weights_TK}
         y_TH = layer(x_TH, **given, max_tokens=max_tokens)

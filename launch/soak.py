@@ -276,7 +276,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, metavar="N", help="instead of the config's")
     parser.add_argument("--tokens", type=int, metavar="N", help="max_tokens_per_rank, instead of the config's")
     buckets = "token_buckets, instead of the config's"
-    parser.add_argument("--token-buckets", "--step-sizes", type=int, nargs="+", metavar="N", help=buckets)
+    parser.add_argument("--token-buckets", type=int, nargs="+", metavar="N", help=buckets)
     parser.add_argument("--format", choices=get_args(FormatName), help="of tokens, instead of the config's")
     parser.add_argument("--combine-format", choices=get_args(CombineFormatName), help="instead of the config's")
     parser.add_argument(

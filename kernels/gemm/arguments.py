@@ -318,19 +318,6 @@ class Intermediate:
         )
 
 
-def empty_intermediate(
-    a: GroupedRows,
-    w: StoredWeights,
-    activation: Activation,
-    out_format: str | TokenFormat,
-    out_gsf: float | torch.Tensor | None,
-    **more: Any,
-) -> tuple[GroupedRows, torch.Tensor | None]:
-    """`Intermediate.of(...)` for the groups of `a`: its rows and its encode scale."""
-    intermediate = Intermediate.of(w, activation, out_format, out_gsf, **more)
-    return intermediate.empty(a), intermediate.gsf
-
-
 def encode_scale(
     fmt: TokenFormat, gsf: float | torch.Tensor | None, device: torch.device, argument: str, *, clamped: bool = True
 ) -> torch.Tensor | None:

@@ -173,13 +173,6 @@ class TokenDequantizer:
         return out, counters
 
 
-def dequant_tokens(
-    a: GroupedRows, num_experts: int, shape: TokenShape, packed_ld: int | None = None, scale_block: int | None = None
-) -> torch.Tensor:
-    """The rows `a` dequantized at once; see `TokenDequantizer`."""
-    return TokenDequantizer(a, num_experts, shape, None, packed_ld, scale_block, kernel=OneLaunch).launch(a)[0]
-
-
 def _grid(shape: TokenShape, units: int, blocks: int, fmt: TokenFormat, sms: int) -> tuple[int, int, int]:
     """Grid for `blocks` blocks of 8 tokens."""
     parts = ceil_div(units, shape.warps * shape.ahead(fmt))

@@ -14,8 +14,8 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
 from importlib import metadata
@@ -165,18 +165,6 @@ def barrier(context: ExpertParallelContext, what: str) -> None:
     """Wait for every rank."""
     if context.group is not None:
         context.group.barrier(what)
-
-
-@contextmanager
-def reading(file: Path, what: str) -> Iterator[None]:
-    """Turn errors while `file` is read and its JSON taken apart into a `ValueError` naming it; `what` is expected."""
-    try:
-        yield
-    except OSError as error:
-        raise ValueError(f"{file.name}: {error.strerror}") from None
-    except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
-        text = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
-        raise ValueError(f"{file.name}: expected the JSON of {what}, {text}") from None
 
 
 def console_of(context: ExpertParallelContext) -> Console:

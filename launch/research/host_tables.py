@@ -323,7 +323,7 @@ def work(options: argparse.Namespace) -> int:
         environment.write_json(options.json, report)
     if options.page is not None:
         page: Path = options.page
-        with environment.reading(page, "a page with marks"):
+        with runs.reading(page, "a page with marks"):
             text = filled(page.name, page.read_text(encoding="utf-8"), report)
         page.write_text(text, encoding="utf-8")
         return 0

@@ -11,15 +11,17 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from moe_runtime.kernels.bound_kernel import OneLaunch
 from moe_runtime.kernels.formats.number_formats import TokenFormat, format_named
 from moe_runtime.kernels.gemm import dequant_gemm, plan, tma_gemm
 from moe_runtime.kernels.gemm import grouped_gemm as gemm_module
-from moe_runtime.kernels.gemm.arguments import check_activation, check_operands, check_out
+from moe_runtime.kernels.gemm.arguments import Intermediate, check_activation, check_operands, check_out
+from moe_runtime.kernels.gemm.dequant_tokens import TokenDequantizer
 from moe_runtime.kernels.gemm.expanded_weights import ExpandedWeights, StoredWeights
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.gemm.plan import GemmKernel, GemmPlan
 from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
-from moe_runtime.kernels.gemm.shapes import TmaShape
+from moe_runtime.kernels.gemm.shapes import TmaShape, TokenShape
 from moe_runtime.kernels.gemm.weights import Activation, ExpertWeights
 
 
@@ -47,6 +49,26 @@ def planned(
         for name, choice in choices.items():
             stack.enter_context(patch.object(plan, name, choice))
         return gemm_module._plan(a, w, "cuda", num_sms, out=out, out_format=out_format, activation=activation)
+
+
+def empty_intermediate(
+    a: GroupedRows,
+    w: StoredWeights,
+    activation: Activation,
+    out_format: str | TokenFormat,
+    out_gsf: float | torch.Tensor | None,
+    **more: Any,
+) -> tuple[GroupedRows, torch.Tensor | None]:
+    """`Intermediate.of(...)` for the groups of `a`: its rows and its encode scale."""
+    intermediate = Intermediate.of(w, activation, out_format, out_gsf, **more)
+    return intermediate.empty(a), intermediate.gsf
+
+
+def dequant_tokens(
+    a: GroupedRows, num_experts: int, shape: TokenShape, packed_ld: int | None = None, scale_block: int | None = None
+) -> torch.Tensor:
+    """The rows `a` dequantized at once; see `TokenDequantizer`."""
+    return TokenDequantizer(a, num_experts, shape, None, packed_ld, scale_block, kernel=OneLaunch).launch(a)[0]
 
 
 def run_dequant_gemm(
