@@ -509,16 +509,12 @@ class RankGroup:
         """
         try:
             return calls_of(self._store).run(work, limit_s)
-        except StoreSilentError as error:
-            trouble = f"gets no answer from the group's store, {self._host.name} may be stopped"
-            raise StoreLostError(
-                f"{what}: rank {self._names[self.rank]} {trouble}", self._whole._host.rank, Phase.START_UP
-            ) from error
         except RuntimeError as error:
             trouble = f"cannot reach the group's store, {self._host.name} is gone: {error}"
-            raise StoreLostError(
-                f"{what}: rank {self._names[self.rank]} {trouble}", self._whole._host.rank, Phase.START_UP
-            ) from error
+            if isinstance(error, StoreSilentError):
+                trouble = f"gets no answer from the group's store, {self._host.name} may be stopped"
+            message = f"{what}: rank {self._names[self.rank]} {trouble}"
+            raise StoreLostError(message, self._whole._host.rank, Phase.START_UP) from error
 
     def _answer(self, what: str, mine: bytes) -> list[str]:
         """Store this rank's answer to the next call. Returns the keys of all ranks' answers."""
