@@ -234,9 +234,7 @@ def _counted(experts: Iterator[ExpertTensors], progress: Progress, task: TaskID)
 def main(arguments: list[str] | None = None) -> int:
     """The command line; the exit code."""
     parser = argparse.ArgumentParser(prog="python -m moe_runtime.launch.demo", description=__doc__)
-    environment.add_debug_option(parser)
-    options = parser.parse_args(arguments)
-    return environment.run_program("demo", lambda: demo(Console(highlight=False)), debug=options.debug)
+    return environment.run_parsed("demo", parser, lambda _: demo(Console(highlight=False)), arguments)
 
 
 if __name__ == "__main__":

@@ -512,9 +512,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.add_argument("--hopper", action="store_true", help="plan the experts' GEMMs for an H100 or H200")
-    environment.add_debug_option(parser)
-    options = parser.parse_args(arguments)
-    return environment.run_program("doctor", lambda: work(options), debug=options.debug)
+    return environment.run_parsed("doctor", parser, work, arguments)
 
 
 if __name__ == "__main__":

@@ -240,8 +240,7 @@ def main(arguments: list[str] | None = None) -> int:
         f"{cases.FEW_TOKENS} where the experts hold more than {cases.CHECK_WEIGHTS} weights). The bound is for the "
         "mean over many tokens; the error of a few varies around it",
     )
-    options = parser.parse_args(arguments)
-    return environment.run_program("run", lambda: work(options), debug=options.debug)
+    return environment.run_parsed("run", parser, work, arguments)
 
 
 if __name__ == "__main__":

@@ -283,8 +283,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--mode", choices=("auto", "contiguous", "gathered"), default="auto", help="how rows lie after dispatch"
     )
     environment.add_json_option(parser)
-    options = parser.parse_args(arguments)
-    return environment.run_program("soak", lambda: work(options), debug=options.debug)
+    return environment.run_parsed("soak", parser, work, arguments)
 
 
 if __name__ == "__main__":

@@ -349,9 +349,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--read", type=Path, metavar="FILE", help="an earlier JSON, instead of computing")
     parser.add_argument("--page", type=Path, metavar="FILE", help="put the tables between the marks of this page")
     environment.add_json_option(parser)
-    environment.add_debug_option(parser)
-    options = parser.parse_args(arguments)
-    return environment.run_program("host_tables", lambda: work(options), debug=options.debug)
+    return environment.run_parsed("host_tables", parser, work, arguments)
 
 
 if __name__ == "__main__":
