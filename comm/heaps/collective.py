@@ -181,6 +181,9 @@ class CollectiveTransport:
         """
         half = epoch % 2
         rank, world = self.heap.rank, self.heap.world_size
+        if part_index.shape != (world, max_tokens) or part_index.dtype != torch.int32:
+            shape = f"{part_index.dtype} {list(part_index.shape)}"
+            raise ValueError(f"part_index: expected int32 [{world}, {max_tokens}], got {shape}")
         indices, rows = [], []
         for peer in range(world):
             combine = self._half(context, "combine", peer, half, torch.uint8, (max_tokens, parts, row_bytes))
