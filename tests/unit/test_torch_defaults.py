@@ -60,7 +60,7 @@ def all_bits(device: torch.device, folder: Path) -> dict[str, torch.Tensor]:
         w = ExpertWeights.quantize(x[None, :8].repeat(1, 16, 1), fmt, engine="torch")
         bits[f"weights {fmt}"] = w.dequantize(engine="torch")
         bits[f"factors {fmt}"] = w.row_factors()
-    for fmt in ("bf16", "nvfp4", "mxfp8", "fp8"):
+    for fmt in ("nvfp4", "mxfp8", "fp8"):
         quants = getattr(inputs, f"quantize_{fmt}")(x)
         quants = quants if isinstance(quants, tuple) else (quants,)
         bits[f"rows {fmt}"] = getattr(inputs, f"dequantize_{fmt}")(*quants)
