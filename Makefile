@@ -14,7 +14,7 @@
 
 PYTHON ?= python3
 TORCH_INDEX_URL ?=
-WORKERS ?= 4
+WORKERS ?= 6
 GPU_TEST ?=
 CONSTRAINTS ?= constraints-cpu.txt
 VENV ?= .venv
