@@ -33,7 +33,7 @@ from tests.support.on_host import COMPILER
 HERE = Path(__file__).parent
 CAN_EMULATE = COMPILER is not None and platform.machine() == "x86_64"
 needs_emulator = pytest.mark.skipif(not CAN_EMULATE, reason="needs a C++ compiler for x86-64")
-OPTIONS = ("-std=c++17", "-fPIC", "-shared", "-fno-strict-aliasing", "-ffp-contract=off", "-w", f"-I{HERE}")
+OPTIONS = ("-std=c++17", "-fPIC", "-shared", "-fno-strict-aliasing", "-ffp-contract=off", "-w")
 OF_KERNELS = "-Og"
 """Compiles in half the time of -O1, and the kernels hardly run longer: most of that is the emulator's."""
 LINKED = ("-Wl,-Bsymbolic", "-nostdlib")
@@ -56,7 +56,7 @@ def _compiled(sources: Sequence[Path], name: str, *options: str) -> Path:
     """`name` in the folder, compiled from `sources` unless it is there."""
 
     def compile_to(binary: Path) -> None:
-        command = [str(COMPILER), *options, *OPTIONS, *map(str, sources), "-o", str(binary)]
+        command = [str(COMPILER), *options, *OPTIONS, f"-I{HERE}", *map(str, sources), "-o", str(binary)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
         assert done.returncode == 0, f"{name}: {done.stderr[:4000]}"
 

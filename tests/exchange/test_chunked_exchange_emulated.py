@@ -39,6 +39,23 @@ CPU = torch.device("cpu")
 Settings = dict[str, Any]
 
 
+LAYERS = (
+    (2, 1, 1, 128, 12, 10, "nvfp4", "contiguous", None),
+    (3, 1, 2, 1152, 7, 3, "fp8_block", "contiguous", None),
+    (2, 1024, 4, 128, 9, 4, "bf16", "contiguous", None),
+    (3, 1, 1, 1152, 11, 8, "mxfp8", "gathered", None),
+    (2, 1, 2, 128, 5, 5, "fp8_block", "contiguous", 2),
+    (3, 1, 4, 1152, 3, 2, "nvfp4", "gathered", 2),
+    (2, 1, 1, 128, 1, 1, "mxfp8", "contiguous", None),
+    (3, 1024, 2, 1152, 10, 9, "bf16", "gathered", 2),
+)
+"""`MAX_PLACES`, `TOKENS_IN_PARTS` and `RECV_WARPS` of the plan, then a layer: hidden size (teams of one warp and of
+two), experts, top-k (ids of more than one store of 16 bytes among them), token format, mode and `num_sms`.
+
+Kernels are compiled for each, hence so few.
+"""
+
+
 class Draw(Protocol):
     def __call__(self, draw: random.Random, world: int | None = None) -> Settings: ...
 
@@ -49,30 +66,29 @@ def draw_sizes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Draw]:
 
     def drawn(draw: random.Random, world: int | None = None) -> Settings:
         sms = draw.choice((1, 2, 3, 9))
+        places, in_parts, warps, hidden, experts, top_k, token_format, mode, num_sms = draw.choice(LAYERS)
         sizes = {
-            "MAX_PLACES": draw.choice((2, 3)),
-            "TOKENS_IN_PARTS": draw.choice((1, 1, 1024)),
+            "MAX_PLACES": places,
+            "TOKENS_IN_PARTS": in_parts,
             "SMALL_CHUNK_BYTES": 0,
-            "RECV_WARPS": draw.choice((1, 2, 4)),
+            "RECV_WARPS": warps,
             "CHUNK": 32,
         }
         for name, value in sizes.items():
             monkeypatch.setattr(plan, name, value)
         monkeypatch.setattr(cuda, "most_sms", lambda device, limit=None: min(sms, limit or sms))
         forget_plans()
-        world, experts = world or draw.choice((1, 2, 3, 4)), draw.randint(1, 12)
+        world = world or draw.choice((1, 2, 3, 4))
         fewest = -(-33 // world)
         return {
             "world": world,
-            # Teams of one warp and of two.
-            "hidden_size": draw.choice((128, 1152)),
+            "hidden_size": hidden,
             "num_experts": experts,
-            # Ids of more than one store of 16 bytes among them.
-            "top_k": draw.randint(1, min(experts, 10)),
+            "top_k": top_k,
             "max_tokens_per_rank": draw.choice((fewest, draw.randint(fewest, 40), 150 if world < 3 else fewest + 1)),
-            "token_format": draw.choice(("nvfp4", "fp8_block", "mxfp8", "bf16")),
-            "mode": draw.choice(("contiguous", "contiguous", "gathered")),
-            "num_sms": draw.choice((None, None, 2)),
+            "token_format": token_format,
+            "mode": mode,
+            "num_sms": num_sms,
         }
 
     yield drawn

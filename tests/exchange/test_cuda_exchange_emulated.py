@@ -30,6 +30,10 @@ WORLD = 3
 SETTINGS: dict[str, Any] = {"hidden_size": 512, "num_experts": 10, "top_k": 3, "max_tokens_per_rank": 12}
 
 
+SIZES = ((2, 1, 1, 0), (3, 2, 1024, 0), (2, 4, 1, 1 << 20), (3, 1, 1024, 1 << 20), (3, 2, 1, 0))
+"""`MAX_PLACES`, `RECV_WARPS`, `TOKENS_IN_PARTS` and `SMALL_CHUNK_BYTES`: few, since kernels are compiled for each."""
+
+
 class Shrink(Protocol):
     def __call__(self, seed: int, **sizes: int) -> None: ...
 
@@ -42,12 +46,13 @@ def shrink(monkeypatch: pytest.MonkeyPatch, seed: int) -> Iterator[Shrink]:
     def shrink(seed: int, **given: int) -> None:
         draw = random.Random(seed)
         sms = draw.choice((1, 2, 3))
+        places, warps, in_parts, in_chunk_bytes = draw.choice(SIZES)
         sizes = {
-            "MAX_PLACES": draw.choice((2, 3)),
+            "MAX_PLACES": places,
             "SEND_BLOCKS_PER_SM": ((math.inf, 1),),
-            "RECV_WARPS": draw.choice((1, 2, 4)),
-            "TOKENS_IN_PARTS": draw.choice((1, 1024)),
-            "SMALL_CHUNK_BYTES": draw.choice((0, 1 << 20)),
+            "RECV_WARPS": warps,
+            "TOKENS_IN_PARTS": in_parts,
+            "SMALL_CHUNK_BYTES": in_chunk_bytes,
             "CHUNK": 32,
         }
         for name, value in (sizes | given).items():

@@ -29,6 +29,9 @@ pytestmark = [needs_emulator, pytest.mark.cpu_only]
 
 CPU = torch.device("cpu")
 TOP_K, LOCAL = 3, 4
+SIZES = ((1, 1, 1, 2, 1), (2, 2, 2, 3, 4), (1, 4, 3, 4, 2), (2, 1, 3, 2, 4), (1, 2, 1, 4, 1))
+"""`SUM_WARPS`, `COUNT_WARPS`, `MOST_WARPS`, `MOST_STAGES` and `FLAGS_TOGETHER`: few, since kernels are compiled for
+each."""
 
 
 @pytest.fixture(autouse=True)
@@ -38,12 +41,13 @@ def few_sms(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     sms = draw.choice((1, 2, 3))
     for module in (rows, row_sums):
         monkeypatch.setattr(module, "most_sms", lambda device: sms)
-    monkeypatch.setattr(row_sums, "SUM_WARPS", draw.choice((1, 2)))
+    sum_warps, count_warps, warps, stages, together = draw.choice(SIZES)
+    monkeypatch.setattr(row_sums, "SUM_WARPS", sum_warps)
     monkeypatch.setattr(row_sums, "MOST_SUM_WARPS", 4)
-    monkeypatch.setattr(rows, "COUNT_WARPS", draw.choice((1, 2, 4)))
-    monkeypatch.setattr(rows, "MOST_WARPS", draw.choice((1, 2, 3)))
-    monkeypatch.setattr(rows, "MOST_STAGES", draw.choice((2, 3, 4)))
-    monkeypatch.setattr(rows, "FLAGS_TOGETHER", draw.choice((1, 2, 4)))
+    monkeypatch.setattr(rows, "COUNT_WARPS", count_warps)
+    monkeypatch.setattr(rows, "MOST_WARPS", warps)
+    monkeypatch.setattr(rows, "MOST_STAGES", stages)
+    monkeypatch.setattr(rows, "FLAGS_TOGETHER", together)
     rows.forget_macros()
     row_sums.sum_macros.cache_clear()
 
