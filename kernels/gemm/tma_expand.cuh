@@ -107,7 +107,7 @@ __device__ __forceinline__ const u8* unit_at(const u8* units, int expert, int pa
 
 #if !AHEAD
 
-// Where units of a tile are, and how many: pairs of neighbours, or, with FEW, of gate and up.
+// Where units of a tile are, and how many: pairs of neighbours, or, of NARROW tiles, of gate and up.
 struct Units {
   static constexpr int PAIRS = PACKED ? UNITS / 2 : 1;
   const u8* pairs[PAIRS];
@@ -119,18 +119,18 @@ struct Units {
                                        int number) {
     int blocks = 2 * ceil_div(columns, 2 * UNIT_ROWS);
     count = number;
-    stride = (FEW && GATED ? blocks : 1) * k_blocks * UNIT_BYTES;
+    stride = (NARROW && GATED ? blocks : 1) * k_blocks * UNIT_BYTES;
 #pragma unroll
     for (int p = 0; p < PAIRS; ++p) {
-      int u = first + 2 * p, part = GATED && !FEW ? u / 2 : 0, of_part = GATED && !FEW ? u % 2 : u;
+      int u = first + 2 * p, part = GATED && !NARROW ? u / 2 : 0, of_part = GATED && !NARROW ? u % 2 : u;
       pairs[p] = unit_at(units, tile.expert, part, tile.column / UNIT_ROWS + of_part, columns, k_blocks);
     }
   }
 
   __device__ __forceinline__ const u8* from(int u) const { return pairs[u / 2] + u % 2 * stride; }
 
-  // Goes on to the next block of K.
-  __device__ __forceinline__ void advance(int pair) { pairs[pair] += UNIT_BYTES; }
+  // Goes on to a later block of K.
+  __device__ __forceinline__ void advance(int pair, int blocks = 1) { pairs[pair] += blocks * UNIT_BYTES; }
 };
 
 // What the threads that produce know of the weights.
@@ -177,6 +177,8 @@ struct Expander : Weights {
         more(threadIdx.x / 32 % 4 == 0) {}
 
   __device__ __forceinline__ void begin(const Tile&, int halves) { count = FEW ? UNITS : 2 * halves; }
+
+  __device__ __forceinline__ static bool of_loading(int) { return true; }
 
   // Asks for weights until `most` stages are there or under way. Called by whole warps; one of them does it.
   template <class Walk>
@@ -243,17 +245,22 @@ struct Expander : Weights {
 #else  // from registers
 
 // What a thread has of a block of K, and where the next is. Each of two warpgroups expands two of the four units, the
-// second none of a tile of one half.
+// second none of a tile of one half. With TALL, they expand both units of a stage, and take turns at stages.
 struct Expander : Weights {
   Units source;
   Unit own[2];
   int first;  // of the units that it expands
 
+  static constexpr int STEP = TALL ? 2 : 1;  // from one of its blocks of K to the next
+
   __device__ __forceinline__ Expander(const Block& block, const u8* units, int columns, int k_blocks)
-      : Weights(block, units, columns, k_blocks), first(2 * (block.wg - MATH_WGS)) {}
+      : Weights(block, units, columns, k_blocks), first(TALL ? 0 : 2 * (block.wg - MATH_WGS)) {}
 
   template <class Walk>
   __device__ __forceinline__ void load(int, const Walk&) {}
+
+  // Whether the warpgroup that loads, too, expands this block of K.
+  __device__ __forceinline__ static bool of_loading(int kb) { return !TALL || kb % 2 == 0; }
 
   // Loads the next block of K.
   __device__ __forceinline__ void load_next() {
@@ -271,7 +278,7 @@ struct Expander : Weights {
       const u8* scales = from + UNIT_QUANTS + thread * SCALE_BYTES_OF_THREAD;
       own[u].scales = SCALES_OF_WORD == 2 ? *(const u32*)scales : *(const u16*)scales;
     }
-    source.advance(0);
+    source.advance(0, STEP);
   }
 
   // Asks L2 for `blocks` blocks of K, `ahead` behind the next to be loaded.
@@ -284,19 +291,20 @@ struct Expander : Weights {
     }
   }
 
-  // Loads the first block of K of a tile.
-  __device__ __forceinline__ void begin(const Tile& tile, int halves) {
-    source.find(units, tile, columns, k_blocks, first, first < 2 * halves ? 2 : 0);
+  // Loads the first block of K of a tile, number `kb`.
+  __device__ __forceinline__ void begin(const Tile& tile, int halves, int kb = 0) {
+    source.find(units, tile, columns, k_blocks, first, TALL ? (kb < k_blocks ? 2 : 0) : first < 2 * halves ? 2 : 0);
     if (source.count == 0) return;
+    if (kb > 0) source.advance(0, kb);
     if (threadIdx.x % 128 == 0 && k_blocks > 1) prefetch(1, min(PREFETCHED, k_blocks - 1));
     load_next();
   }
 
-  // Writes the weights of a stage to `b`, arrives at `ready`, and loads the next block of K if one is `left`. The fence
-  // would wait for that load, too.
+  // Writes the weights of a stage to `b`, arrives at `ready`, and loads the next block of K if one of the `left` is for
+  // this warpgroup. The fence would wait for that load, too.
   __device__ __forceinline__ void expand(u32 b, u32 ready, int left) {
     if (source.count > 0) {
-      if (threadIdx.x % 128 == 0 && left > PREFETCHED) prefetch(PREFETCHED, 1);
+      if (threadIdx.x % 128 == 0 && left > PREFETCHED) prefetch(PREFETCHED + 1 - STEP, 1);
       // Entries are looked up while the word before is expanded; those of all words would take too many registers.
       Entries found = own[0].look_up(table, 0);
 #pragma unroll
@@ -308,7 +316,7 @@ struct Expander : Weights {
       }
     }
     arrive(ready);
-    if (source.count > 0 && left > 0) load_next();
+    if (source.count > 0 && left >= STEP) load_next();
   }
 };
 

@@ -21,10 +21,11 @@ from moe_runtime.kernels.gemm.shapes import (
     TMA_PREFILL,
     TMA_SHAPES,
     TMA_SOME,
+    TMA_TALL,
     TmaShape,
 )
 from moe_runtime.kernels.gemm.tma_gemm import Strips
-from moe_runtime.kernels.gemm.weights import GateUpOrder, SwiGLU
+from moe_runtime.kernels.gemm.weights import GPT_OSS, Activation, GateUpOrder, SwiGLU
 from moe_runtime.kernels.runtime import BLOCK_RESERVED_BYTES, SM_SHARED_BYTES
 from tests.emulator import Emulator, needs_emulator
 from tests.kernels import test_tma_gemm_emulated
@@ -36,6 +37,7 @@ from tests.support.expanded_cases import (
     expanded_weights,
     few,
     in_shape,
+    of_all_sizes,
     rows_for,
 )
 from tests.support.gemm_cases import UNIT, check_inside, exact_gemm, make_rows, random_weights
@@ -179,6 +181,62 @@ def test_strips_in_few_slots(
         for num_sms in (2, 8):
             compare_plain(a, w, TMA_AHEAD, monkeypatch, num_sms=num_sms)
     check_runs(emulator, 12)
+
+
+@pytest.mark.parametrize(
+    ("name", "n", "k", "dtype"),
+    [
+        ("nvfp4", 520, 512, torch.bfloat16),  # with scales that come by TMA, and an odd number of column tiles
+        ("mxfp4", 392, 640, torch.float32),
+        ("nvfp4", 136, 400, torch.float16),
+        ("mxfp4", 768, 1024, torch.bfloat16),
+        ("nvfp4", 264, 16, torch.bfloat16),
+        ("mxfp4", 264, 256, torch.bfloat16),
+    ],
+)
+def test_tall_tiles(
+    name: str,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    emulator: Emulator,
+    rng: torch.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(nvrtc, "most_sms", lambda *_: 4)
+    w = expanded_weights(name, n, k, rng, CPU, biased=k == 640)
+    a = of_all_sizes(k, rng, CPU, spare=0 if k == 1024 else 9)
+    for num_sms in (2, 4):
+        compare_plain(a, w, TMA_TALL, monkeypatch, num_sms=num_sms, dtype=dtype)
+    check_runs(emulator, 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "activation", "to", "k", "inner"),
+    [
+        ("nvfp4", SwiGLU(), "fp8_block", 512, 384),
+        ("mxfp4", SwiGLU(GateUpOrder.INTERLEAVED, limit=0.5), "fp8_block", 1024, 256),
+        ("mxfp4", SwiGLU(GateUpOrder.UP_GATE, alpha=0.7), "fp8_block", 288, 320),
+        ("nvfp4", GPT_OSS, "fp8_block", 384, 208),
+        ("nvfp4", SwiGLU(), "bf16", 512, 320),
+        ("mxfp4", GPT_OSS, "bf16", 128, 384),
+    ],
+)
+def test_tall_tiles_of_gate_and_up(
+    name: str,
+    activation: Activation,
+    to: str,
+    k: int,
+    inner: int,
+    emulator: Emulator,
+    rng: torch.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The blocks of a cluster tell each other the largest values of rows."""
+    monkeypatch.setattr(nvrtc, "most_sms", lambda *_: 4)
+    w = expanded_weights(name, 2 * inner, k, rng, CPU, activation.gate_up, biased=activation is GPT_OSS)
+    compare_swiglu(of_all_sizes(k, rng, CPU), w, activation, to, TMA_TALL, monkeypatch)
+    check_runs(emulator, 2)
 
 
 @names
