@@ -245,29 +245,31 @@ struct Expander : Weights {
 #else  // from registers
 
 // What a thread has of a block of K, and where the next is. Each of two warpgroups expands two of the four units, the
-// second none of a tile of one half. With TALL, they expand both units of a stage, and take turns at stages.
+// second none of a tile of one half. IN_TURNS, they expand both units of a stage, and take turns at stages. DEEP, each
+// expands one of both units, and has two blocks of K in its two units.
 struct Expander : Weights {
   Units source;
   Unit own[2];
   int first;  // of the units that it expands
 
-  static constexpr int STEP = TALL ? 2 : 1;  // from one of its blocks of K to the next
+  static constexpr int STEP = IN_TURNS ? 2 : 1;  // from one of its blocks of K to the next
 
   __device__ __forceinline__ Expander(const Block& block, const u8* units, int columns, int k_blocks)
-      : Weights(block, units, columns, k_blocks), first(TALL ? 0 : 2 * (block.wg - MATH_WGS)) {}
+      : Weights(block, units, columns, k_blocks), first(IN_TURNS ? 0 : (DEEP ? 1 : 2) * (block.wg - MATH_WGS)) {}
 
   template <class Walk>
   __device__ __forceinline__ void load(int, const Walk&) {}
 
   // Whether the warpgroup that loads, too, expands this block of K.
-  __device__ __forceinline__ static bool of_loading(int kb) { return !TALL || kb % 2 == 0; }
+  __device__ __forceinline__ static bool of_loading(int kb) { return !IN_TURNS || kb % 2 == 0; }
 
-  // Loads the next block of K.
-  __device__ __forceinline__ void load_next() {
+  // Loads the next block of K, if DEEP into unit `only`.
+  __device__ __forceinline__ void load_next(int only = 0) {
     int thread = threadIdx.x % 128;
 #pragma unroll
     for (int u = 0; u < 2; ++u) {
-      const u8* from = source.from(u);
+      if (DEEP && u != only) continue;
+      const u8* from = source.from(DEEP ? 0 : u);
 #pragma unroll
       for (int j = 0; j < UNIT_WORDS; ++j) {
         uint4& word = own[u].words[j];
@@ -284,7 +286,7 @@ struct Expander : Weights {
   // Asks L2 for `blocks` blocks of K, `ahead` behind the next to be loaded.
   __device__ __forceinline__ void prefetch(int ahead, int blocks) const {
 #pragma unroll
-    for (int u = 0; u < 2; ++u) {
+    for (int u = 0; u < (DEEP ? 1 : 2); ++u) {
       asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source.from(u) + ahead * UNIT_BYTES),
                    "r"(blocks * UNIT_BYTES)
                    : "memory");
@@ -293,9 +295,17 @@ struct Expander : Weights {
 
   // Loads the first block of K of a tile, number `kb`.
   __device__ __forceinline__ void begin(const Tile& tile, int halves, int kb = 0) {
-    source.find(units, tile, columns, k_blocks, first, TALL ? (kb < k_blocks ? 2 : 0) : first < 2 * halves ? 2 : 0);
+    if (TALL) source.find(units, tile, columns, k_blocks, 0, kb < k_blocks ? 2 : 0);
+    else source.find(units, tile, columns, k_blocks, first, first < 2 * halves ? 2 : 0);
     if (source.count == 0) return;
     if (kb > 0) source.advance(0, kb);
+    if (DEEP) {
+      if (first > 0) source.pairs[0] += source.stride;
+      if (threadIdx.x % 128 == 0 && k_blocks > 2) prefetch(2, min(PREFETCHED, k_blocks - 2));
+      load_next(0);
+      if (k_blocks > 1) load_next(1);
+      return;
+    }
     if (threadIdx.x % 128 == 0 && k_blocks > 1) prefetch(1, min(PREFETCHED, k_blocks - 1));
     load_next();
   }
@@ -303,6 +313,12 @@ struct Expander : Weights {
   // Writes the weights of a stage to `b`, arrives at `ready`, and loads the next block of K if one of the `left` is for
   // this warpgroup. The fence would wait for that load, too.
   __device__ __forceinline__ void expand(u32 b, u32 ready, int left) {
+    if (DEEP) {
+      if (threadIdx.x % 128 == 0 && left > PREFETCHED + 1) prefetch(PREFETCHED, 1);
+      if ((k_blocks - 1 - left) % 2 == 0) expand_deep(0, b, ready, left);
+      else expand_deep(1, b, ready, left);
+      return;
+    }
     if (source.count > 0) {
       if (threadIdx.x % 128 == 0 && left > PREFETCHED) prefetch(PREFETCHED + 1 - STEP, 1);
       // Entries are looked up while the word before is expanded; those of all words would take too many registers.
@@ -317,6 +333,15 @@ struct Expander : Weights {
     }
     arrive(ready);
     if (source.count > 0 && left >= STEP) load_next();
+  }
+
+  // The same from `unit`, into which it loads the block of K after the next.
+  __device__ __forceinline__ void expand_deep(int unit, u32 b, u32 ready, int left) {
+    Entries found = own[unit].look_up(table, 0), next_found = own[unit].look_up(table, 1);
+    Weights::expand(own[unit], 0, found, b + first * UNIT_EXPANDED);
+    Weights::expand(own[unit], 1, next_found, b + first * UNIT_EXPANDED);
+    arrive(ready);
+    if (left > 1) load_next(unit);
   }
 };
 

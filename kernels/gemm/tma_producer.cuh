@@ -142,7 +142,7 @@ __device__ __forceinline__ void expand_tiles(const Block& block, const u8* units
   int g = 0, halves;
   Tile tile;
   for (int t = blockIdx.x / CLUSTER; walk.find(t, g, tile, halves); t += walk.step) {
-    constexpr int FIRST = TALL ? 1 : 0, STEP = Expander::STEP;  // STAGES is a multiple of STEP
+    constexpr int FIRST = IN_TURNS ? 1 : 0, STEP = Expander::STEP;  // STAGES is a multiple of STEP
     expander.begin(tile, halves, FIRST);
     int stage = FIRST;
     u32 phase = phases.of_next_tile();

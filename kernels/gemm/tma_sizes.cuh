@@ -71,8 +71,15 @@ constexpr int ROW_INDICES = GATHER && !FEW ? BM : 0;
 // Arrivals at a stage for these rows: of all warps, also of those that have none in a tile. One that nobody waited for
 // could fall back by a round of the ring, and would then wait for a phase that does not come.
 constexpr int OF_ROWS = ROW_INDICES > 0 ? 4 : 0;
-// And for weights that they write: of a stage of TALL one of the two warpgroups writes all, the other those of the next.
-constexpr int OF_EXPANSION = IN_STAGES ? 4 * (TALL ? 1 : PRODUCER_WGS) * ARRIVALS_OF_WARP : 0;
+// Of TALL: whether two warpgroups take turns at stages. Else each expands one of both units of a stage, of which it holds
+// two blocks of K in registers.
+#ifdef TURNS
+constexpr bool IN_TURNS = TALL && TURNS;
+#else
+constexpr bool IN_TURNS = false;
+#endif
+constexpr bool DEEP = TALL && !IN_TURNS;
+constexpr int OF_EXPANSION = IN_STAGES ? 4 * (IN_TURNS ? 1 : PRODUCER_WGS) * ARRIVALS_OF_WARP : 0;  // and for weights
 constexpr int PRODUCING_WARPS = THREADS_COPY || OF_ROWS > 0 || IN_STAGES ? 4 : 1;
 constexpr int TABLE_BYTES = EXPAND ? (EXPAND == 16 ? 256 : 64) * 8 : 0;  // of e4m3 numbers by scale codes
 // Packed weights: a unit has 64 rows of a block of K, quants and then scale codes.
@@ -109,7 +116,7 @@ static_assert(!EXPAND || PACKED || !FEW, "PACKED: tiles of few rows have no regi
 static_assert(!AHEAD || (EXPAND && !PACKED), "AHEAD: of weights that are expanded, and not in shared memory");
 static_assert(!TALL || (IN_STAGES && !PACKED && !GATHER), "ROWS: of 256 that lie side by side, for expanded weights");
 static_assert(!TALL || (CLUSTER == 2 && A_BOX == SCALE_BOX), "ROWS: 256 are loaded by two blocks, 128 by each");
-static_assert(!TALL || STAGES % 2 == 0, "STAGES: two warpgroups expand them in turn");
+static_assert(!IN_TURNS || STAGES % 2 == 0, "STAGES: two warpgroups expand them in turn");
 static_assert(!TALL || !GATED || ORDER != INTERLEAVED, "ORDER: expanded weights have gate above up");
 static_assert(!TALL || !ACTIVATED || GATED, "ACTIVATED: tiles of 256 rows have plain or gated results");
 static_assert(FEW || PRODUCER_REGISTERS + EXPANDER_REGISTERS + 2 * MATH_REGISTERS <= REGISTERS,
