@@ -115,7 +115,7 @@ static_assert(!PACKED || EXPAND, "PACKED: a ring of weights that are expanded");
 static_assert(!EXPAND || PACKED || !FEW, "PACKED: tiles of few rows have no registers for packed weights");
 static_assert(!AHEAD || (EXPAND && !PACKED), "AHEAD: of weights that are expanded, and not in shared memory");
 static_assert(!TALL || (IN_STAGES && !PACKED && !GATHER), "ROWS: of 256 that lie side by side, for expanded weights");
-static_assert(!TALL || (CLUSTER == 2 && A_BOX == SCALE_BOX), "ROWS: 256 are loaded by two blocks, 128 by each");
+static_assert(!TALL || CLUSTER == 2, "CLUSTER: two blocks load rows and scales of 256 for each other");
 static_assert(!IN_TURNS || STAGES % 2 == 0, "STAGES: two warpgroups expand them in turn");
 static_assert(!TALL || !GATED || ORDER != INTERLEAVED, "ORDER: expanded weights have gate above up");
 static_assert(!TALL || !ACTIVATED || GATED, "ACTIVATED: tiles of 256 rows have plain or gated results");
