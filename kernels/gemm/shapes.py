@@ -126,15 +126,13 @@ class TmaShape:
         """Stages of the ring: as many as fit into the rest of shared memory, at most MAX_STAGES.
 
         `expanded` is the format from which the kernel expands weights. With `packed_stages` there are at most three.
-        With `tall` the number is even, because two warpgroups expand stages in turn.
         """
         most = MAX_FEW_STAGES if self.few else MAX_STAGES
         room = self._ring_bytes(num_groups, expanded)
         if expanded is not None and self.rings:
             least = MIN_PACKED_STAGES * self._packed_bytes(expanded)
             return min((room - least) // self._stage_bytes, MAX_EXPANDED_STAGES)
-        stages = min(room // self._stage_bytes, most)
-        return stages - stages % 2 if self.tall else stages
+        return min(room // self._stage_bytes, most)
 
     def packed_stages(self, num_groups: int, expanded: TokenFormat | None) -> int:
         """Stages of the ring of packed weights; 0 where threads load those into registers, and without expansion."""

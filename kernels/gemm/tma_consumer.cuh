@@ -304,8 +304,8 @@ __device__ __forceinline__ void multiply_tiles(const Block& block, RingPhases ph
 #if ROWS > 128
 
 // Stores a tile. The warp's rows of the first half begin at `row_of_warp` of the tile; of the second half there are
-// none if `one_half`. `of_pair` is where block scales of a result are shared with the other block of the cluster, and
-// `scales` null where that one stores them.
+// none if `one_half`. `of_pair` is where block scales of a gated result are shared with the other block of the cluster,
+// and `scales` null where that one stores them.
 __device__ __forceinline__ void store_tall(float (&acc)[SUMS], u8* staging, const Tile& tile, int row_of_warp,
                                            bool one_half, const Results& results, float* scales,
                                            const Maxima& of_pair) {
@@ -329,8 +329,10 @@ __device__ __forceinline__ void store_tall(float (&acc)[SUMS], u8* staging, cons
                          results.up_offset);
       bits[2 * h + i / 2 % 2] = max(bits[2 * h + i / 2 % 2], __float_as_uint(acc[i]) & 0x7FFFFFFF);
     }
+#pragma unroll
+    for (int i = 64 * h; i < 64 * h + 64 && ACTIVATED && !GATED; ++i) acc[i] = function_of(acc[i], results.alpha);
   }
-  if (OUT == 3) {
+  if (OUT == 3 && GATED) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) bits[i] = max_of_row(bits[i]);
     largest_of_pair(of_pair, bits, one_half ? 2 : 4);
@@ -344,8 +346,10 @@ __device__ __forceinline__ void store_tall(float (&acc)[SUMS], u8* staging, cons
     if (OUT == 3) {
       int scale_columns = blocks_of(columns);
       float* of_rows = scales ? scales + position * scale_columns + tile.column / 128 : nullptr;
-      if (h == 0) store_quantized_64<0>(acc, bits, staging, to, stride, rows, width, of_rows, scale_columns);
-      else store_quantized_64<64>(acc, bits, staging, to, stride, rows, width, of_rows, scale_columns);
+      if (GATED && h == 0) store_quantized_64<0>(acc, bits, staging, to, stride, rows, width, of_rows, scale_columns);
+      if (GATED && h > 0) store_quantized_64<64>(acc, bits, staging, to, stride, rows, width, of_rows, scale_columns);
+      if (!GATED && h == 0) store_quantized<0>(acc, staging, to, stride, rows, width, of_rows, scale_columns);
+      if (!GATED && h > 0) store_quantized<64>(acc, staging, to, stride, rows, width, of_rows, scale_columns);
     } else if (h == 0) {
       store<TILE_COLUMNS>(acc, staging, to, stride, rows, width);
     } else {
@@ -452,8 +456,9 @@ __device__ __forceinline__ void multiply_tiles(const Block& block, RingPhases ph
     of_pair.arrived = shared_address(block.told + place);
     of_pair.arrived_there = address_at(of_pair.arrived, block.rank ^ 1);
     of_pair.parity = stored++ / 2 & 1;
-    // The first block of a cluster stores the scales of both.
-    store_tall(acc, staging, tile, row_of_warp, one_half, results, block.rank > 0 ? nullptr : results.scales, of_pair);
+    // The first block of a cluster stores the scales of both, if they share them.
+    float* scales_of_rows = GATED && block.rank > 0 ? nullptr : results.scales;
+    store_tall(acc, staging, tile, row_of_warp, one_half, results, scales_of_rows, of_pair);
 #else
     store_tile(acc, staging, tile, row_of_warp, one_half, results);
 #endif

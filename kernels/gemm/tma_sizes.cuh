@@ -118,7 +118,6 @@ static_assert(!TALL || (IN_STAGES && !PACKED && !GATHER), "ROWS: of 256 that lie
 static_assert(!TALL || CLUSTER == 2, "CLUSTER: two blocks load rows and scales of 256 for each other");
 static_assert(!IN_TURNS || STAGES % 2 == 0, "STAGES: two warpgroups expand them in turn");
 static_assert(!TALL || !GATED || ORDER != INTERLEAVED, "ORDER: expanded weights have gate above up");
-static_assert(!TALL || !ACTIVATED || GATED, "ACTIVATED: tiles of 256 rows have plain or gated results");
 static_assert(FEW || PRODUCER_REGISTERS + EXPANDER_REGISTERS + 2 * MATH_REGISTERS <= REGISTERS,
               "EXPAND: a block has no more registers, and would wait for them for ever");
 

@@ -15,7 +15,7 @@ from moe_runtime.kernels import nvrtc
 from moe_runtime.kernels.formats.number_formats import FP8_BLOCK, MXFP4, NVFP4, TokenFormat
 from moe_runtime.kernels.gemm import tma_gemm as tma
 from moe_runtime.kernels.gemm.shapes import TMA_AHEAD, TMA_SHAPES, TMA_TALL, TmaShape
-from moe_runtime.kernels.gemm.weights import GPT_OSS, SILU, Activation, GateUpOrder, SwiGLU
+from moe_runtime.kernels.gemm.weights import GPT_OSS, SILU, SQUARED_RELU, Activation, GateUpOrder, SwiGLU
 from tests.kernels.test_tma_gemm import disassembled, gpu
 from tests.support.comparison import assert_same_bits
 from tests.support.expanded_cases import (
@@ -137,9 +137,9 @@ def test_tall_tiles(
 
 @gpu
 @names
-@pytest.mark.parametrize("activation", [SwiGLU(), SwiGLU(GateUpOrder.UP_GATE, alpha=0.7), GPT_OSS])
+@pytest.mark.parametrize("activation", [SwiGLU(), SwiGLU(GateUpOrder.UP_GATE, alpha=0.7), GPT_OSS, SQUARED_RELU])
 @pytest.mark.parametrize(("inner", "k"), [(384, 512), (208, 640), (2048, 7168), (80, 32)])
-def test_tall_tiles_of_gate_and_up(
+def test_activated_tall_tiles(
     name: str,
     activation: Activation,
     inner: int,
@@ -148,7 +148,8 @@ def test_tall_tiles_of_gate_and_up(
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    w = expanded_weights(name, 2 * inner, k, rng, device, activation.gate_up, biased=activation is GPT_OSS)
+    rows = activation.num_parts * inner
+    w = expanded_weights(name, rows, k, rng, device, activation.gate_up, biased=activation is GPT_OSS)
     a = of_all_sizes(k, rng, device)
     for to in ("fp8_block", "bf16") * 5:
         compare_swiglu(a, w, activation, to, TMA_TALL, monkeypatch)

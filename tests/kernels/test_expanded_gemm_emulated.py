@@ -26,7 +26,7 @@ from moe_runtime.kernels.gemm.shapes import (
     TmaShape,
 )
 from moe_runtime.kernels.gemm.tma_gemm import Strips
-from moe_runtime.kernels.gemm.weights import GPT_OSS, Activation, GateUpOrder, SwiGLU
+from moe_runtime.kernels.gemm.weights import GPT_OSS, SQUARED_RELU, Activation, GateUpOrder, SwiGLU
 from moe_runtime.kernels.runtime import BLOCK_RESERVED_BYTES, SM_SHARED_BYTES
 from tests.emulator import Emulator, needs_emulator
 from tests.kernels import test_tma_gemm_emulated
@@ -276,9 +276,12 @@ def test_tall_tiles_and_scales_past_the_last_row(
         ("nvfp4", GPT_OSS, "fp8_block", 384, 208),
         ("nvfp4", SwiGLU(), "bf16", 512, 320),
         ("mxfp4", GPT_OSS, "bf16", 128, 384),
+        ("nvfp4", SQUARED_RELU, "fp8_block", 640, 400),
+        ("mxfp4", SQUARED_RELU, "fp8_block", 512, 384),
+        ("nvfp4", SQUARED_RELU, "bf16", 512, 264),
     ],
 )
-def test_tall_tiles_of_gate_and_up(
+def test_activated_tall_tiles(
     name: str,
     activation: Activation,
     to: str,
@@ -288,9 +291,10 @@ def test_tall_tiles_of_gate_and_up(
     rng: torch.Generator,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The blocks of a cluster tell each other the largest values of rows."""
+    """The blocks of a cluster tell each other the largest values of rows of a gated result."""
     monkeypatch.setattr(nvrtc, "most_sms", lambda *_: 4)
-    w = expanded_weights(name, 2 * inner, k, rng, CPU, activation.gate_up, biased=activation is GPT_OSS)
+    rows = activation.num_parts * inner
+    w = expanded_weights(name, rows, k, rng, CPU, activation.gate_up, biased=activation is GPT_OSS)
     compare_swiglu(of_all_sizes(k, rng, CPU), w, activation, to, TMA_TALL, monkeypatch)
     check_runs(emulator, 2)
 
