@@ -47,6 +47,8 @@ STAGING_BYTES = 2048
 """Shared memory in which a warp transposes its results into rows."""
 SCALE_BYTES = 1088
 """Shared memory for the scales of a stage. TMA copies scales of four stages at once; four stages hold two copies."""
+TALL_SCALE_BYTES = 2112
+"""The same of a tile of 256 rows."""
 MAX_STAGES = 4
 MAX_FEW_STAGES = 6
 FEW_STAGING_BYTES = (HALF + 4) * 4
@@ -72,7 +74,7 @@ class TmaShape:
         band: column tiles of a band; all row tiles of a band come before the next band. Even if there is a cluster.
         expands_ahead: whether FP4 weights are expanded in memory, before the tiles that multiply them, each once.
         tile_rows: most rows of a tile. With less than TILE_ROWS (`few`), a tile has half of the columns, and an SM two
-            blocks.
+            blocks. With more (`tall`), it has half of the columns, too.
     """
 
     regime: Regime
@@ -84,8 +86,13 @@ class TmaShape:
 
     @property
     def few(self) -> bool:
-        """Whether a tile has half of the columns."""
+        """Whether a tile has few rows and half of the columns."""
         return self.tile_rows < TILE_ROWS
+
+    @property
+    def tall(self) -> bool:
+        """Whether a tile has twice the rows and half of the columns: for weights that are expanded in the stages."""
+        return self.tile_rows > TILE_ROWS
 
     def blocks_of_cluster(self, *, quantized: bool) -> int:
         """Blocks of a cluster; `quantized` is whether the result is gated and has block scales."""
@@ -94,7 +101,7 @@ class TmaShape:
     @property
     def halves(self) -> int:
         """Halves of a tile: each has HALF rows of the weights."""
-        return 1 if self.few else 2
+        return 2 if self.tile_rows == TILE_ROWS else 1
 
     def tile_columns(self, *, gated: bool) -> int:
         """Columns of the result in a tile."""
@@ -111,8 +118,9 @@ class TmaShape:
         `expanded` is the format from which the kernel expands weights. Behind a ring of packed ones the warpgroup that
         loads expands all.
         """
+        multiply = 1 if self.few else 2
         only_expand = int(expanded is not None and not self.rings)
-        return 128 * (1 + self.halves + only_expand)
+        return 128 * (multiply + 1 + only_expand)
 
     def stages(self, num_groups: int, expanded: TokenFormat | None = None) -> int:
         """Stages of the ring: as many as fit into the rest of shared memory, at most MAX_STAGES.
@@ -167,8 +175,10 @@ class TmaShape:
         """Staging, scales and barriers of the stages, announced tiles, a barrier that tells of the kernel before, the
         table of groups, indices of a tile's gathered rows, maxima of two tiles, the table that expands weights."""
         staging = self.tile_rows * FEW_STAGING_BYTES if self.few else 8 * STAGING_BYTES
-        scales = MAX_FEW_STAGES * (4 * (self.tile_rows + 8) + 16) if self.few else MAX_STAGES * (SCALE_BYTES + 16)
-        maxima = 2 * (4 * 8 + 4 * self.tile_rows) if self.few else 0
+        of_stage = TALL_SCALE_BYTES if self.tall else SCALE_BYTES
+        scales = MAX_FEW_STAGES * (4 * (self.tile_rows + 8) + 16) if self.few else MAX_STAGES * (of_stage + 16)
+        warps = 4 if self.few else 8
+        maxima = 0 if self.tile_rows == TILE_ROWS else 2 * (8 * warps + 4 * self.tile_rows)
         numbers = 0 if self.few else 4 * self.tile_rows
         turn = 16 if self.few else 0
         table = 0 if expanded is None else EXPANSION_TABLE_BYTES
@@ -183,6 +193,8 @@ TMA_DECODE = TmaShape(Regime.DECODE, cluster=1, box_rows=16, band=1)
 TMA_PREFILL = TmaShape(Regime.PREFILL, cluster=2, box_rows=TILE_ROWS, band=8)
 TMA_AHEAD = replace(TMA_PREFILL, expands_ahead=True)
 """For so many rows that it pays to expand weights in memory. Without weights to expand it is TMA_PREFILL."""
+TMA_TALL = replace(TMA_PREFILL, tile_rows=2 * TILE_ROWS)
+"""For weights that are expanded in the stages: each is expanded once for 256 rows. No plan chooses it yet."""
 TMA_SHAPES = (TMA_FEW, TMA_SOME, TMA_DOZEN, TMA_DECODE, TMA_PREFILL)
 
 

@@ -60,7 +60,7 @@ __device__ __forceinline__ void sum_products(float (&acc)[SUMS], const Block& bl
 
 #elif FP8  // many rows
 
-// Where a thread finds the scales of its two rows and of both halves of the weights.
+// Where a thread finds the scales of its rows (two, with TALL of each half) and of both halves of the weights.
 struct ScaleAddresses {
   // Bytes between rows, between the halves, and between stages.
   static constexpr u32 OF_ROW = TMA_SCALES ? 16 : 4, OF_STAGE = TMA_SCALES ? 4 : SCALE_BYTES;
@@ -74,6 +74,18 @@ struct ScaleAddresses {
     halves = shared_address(block.scales) + BM * OF_ROW + zero;
   }
 
+#if ROWS > 128
+  // Loads those of a stage for as many halves of the rows, if `now`.
+  template <int NUMBER>
+  __device__ __forceinline__ void load(Factors& factors, int stage, u32 of_round, bool now) const {
+    u32 at = of_round + stage * OF_STAGE;
+#pragma unroll
+    for (int i = 0; i < 2 * NUMBER; ++i)
+      load_word_or_zero(factors.a[i], rows + at + (i / 2 * 128 + i % 2 * 8) * OF_ROW, now);
+    load_word_or_zero(factors.w[0], halves + at, now);
+    if (GATED) load_word_or_zero(factors.w[1], halves + at + OF_ROW, now);
+  }
+#else
   // Loads those of a stage, if `now`.
   __device__ __forceinline__ void load(Factors& factors, int stage, u32 of_round, bool now) const {
     u32 at = of_round + stage * OF_STAGE;
@@ -82,7 +94,86 @@ struct ScaleAddresses {
     load_word(factors.w[0], halves + at, now);
     load_word(factors.w[1], halves + at + OF_ROW, now);
   }
+#endif
 };
+
+#if ROWS > 128
+
+// Where a warpgroup is in a tile.
+struct Progress {
+  int left, stage;  // blocks of K, the first of which is in `stage`
+  u32 phase, round;
+};
+
+// Adds products of the first NUMBER halves of the rows while scales are plain, from stage 0 on. Returns whether K is
+// done. Else the MMAs of the first half of the next stage are in flight.
+template <int NUMBER>
+__device__ __forceinline__ bool add_plain_products(float (&acc)[SUMS], float (&part)[PARTIAL_SUMS], Progress& at,
+                                                   const Block& block, const ScaleAddresses& scales, u32 a, u32 b,
+                                                   u32 freed, int share) {
+  Factors factors;
+  scales.load<NUMBER>(factors, 0, at.round, true);
+  for (;; at.left -= STAGES, at.phase = ~at.phase, at.round = other_round(at.round)) {
+#pragma unroll
+    for (int s = 0; s < STAGES; ++s) {
+      int next = (s + 1) % STAGES;
+      multiply(part, a + s * STAGE_STEP, b + s * STAGE_STEP);
+      if (!all_of_warpgroup(block.wg, factors.multiply<NUMBER>())) {
+        at.stage = s;
+        return false;
+      }
+      if (NUMBER > 1) {
+        mma_wait<0>();
+        add_up<0, true>(acc, part, factors);
+        multiply(part, a + s * STAGE_STEP + HALF_STEP, b + s * STAGE_STEP);
+      }
+      if (at.left > s + 1) barrier_wait(block.full + 8 * next, (next ? at.phase : ~at.phase) >> next & 1);
+      mma_wait<0>();
+      release(freed + 8 * s, share);
+      scales.load<NUMBER>(factors, next, next ? at.round : other_round(at.round), at.left > s + 1);
+      add_up<(NUMBER - 1) * PARTIAL_SUMS, true>(acc, part, factors);
+      if (at.left <= s + 1) return true;
+    }
+  }
+}
+
+// acc += a * b^T over K, with the scales of both. `freed` is the barrier of the first stage that says that a stage is
+// free, at which this warp arrives for `share` warps. `round` is where the scales of the first round of stages are. The
+// second half of the rows lies 128 further; `one_half` leaves it out.
+__device__ __forceinline__ void add_products(float (&acc)[SUMS], const Block& block, const ScaleAddresses& scales,
+                                             u32 a, u32 b, u32 phase, u32 freed, int share, int k_blocks, bool one_half,
+                                             u32 round) {
+  float part[PARTIAL_SUMS];
+  Progress at = {k_blocks, 0, phase, round};
+  bool narrow = uniform(one_half);
+  // See below for why stages are unrolled, and when barriers are waited for and scales read.
+  barrier_wait(block.full, phase & 1);
+  if (narrow) {
+    if (add_plain_products<1>(acc, part, at, block, scales, a, b, freed, share)) return;
+  } else {
+    if (add_plain_products<2>(acc, part, at, block, scales, a, b, freed, share)) return;
+  }
+  // The rest of the tile.
+  Factors factors;
+  for (at.left -= at.stage;;) {
+    scales.load<2>(factors, at.stage, at.round, true);
+    factors.multiply<2>();
+    mma_wait<0>();
+    add_up<0, false>(acc, part, factors);
+    if (!narrow) {
+      multiply(part, a + at.stage * STAGE_STEP + HALF_STEP, b + at.stage * STAGE_STEP);
+      mma_wait<0>();
+      add_up<PARTIAL_SUMS, false>(acc, part, factors);
+    }
+    release(freed + 8 * at.stage, share);
+    if (--at.left == 0) return;
+    if (++at.stage == STAGES) at.stage = 0, at.phase = ~at.phase, at.round = other_round(at.round);
+    barrier_wait(block.full + 8 * at.stage, at.phase >> at.stage & 1);
+    multiply(part, a + at.stage * STAGE_STEP, b + at.stage * STAGE_STEP);
+  }
+}
+
+#else  // tiles of 128 rows
 
 // acc += a * b^T over K, with the scales of both. `freed` is the barrier of the first stage that says that a stage is
 // free, at which this warp arrives for `share` warps. `round` is where the scales of the first round of stages are.
@@ -139,6 +230,8 @@ special_values:
     factors.multiply(LARGEST);
   }
 }
+
+#endif  // tiles of 128 rows
 
 #else  // many rows of bf16
 
@@ -208,6 +301,65 @@ __device__ __forceinline__ void multiply_tiles(const Block& block, RingPhases ph
 
 #else
 
+#if ROWS > 128
+
+// Stores a tile. The warp's rows of the first half begin at `row_of_warp` of the tile; of the second half there are
+// none if `one_half`. `of_pair` is where block scales of a gated result are shared with the other block of the cluster,
+// and `scales` null where that one stores them.
+__device__ __forceinline__ void store_tall(float (&acc)[SUMS], u8* staging, const Tile& tile, int row_of_warp,
+                                           bool one_half, const Results& results, float* scales,
+                                           const Maxima& of_pair) {
+  constexpr int SIZE = OUT == 3 ? 1 : (OUT == 2 ? 4 : 2), PART = 64 / (GATED ? 2 : 1);
+  int columns = results.columns, lane = threadIdx.x % 32;
+  // A cluster may reach past the last column; that is not stored.
+  int width = min(columns - tile.column, TILE_COLUMNS);
+  long long stride = results.stride * SIZE;
+  u32 bits[4] = {};
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    if (h > 0 && one_half) continue;
+    if (EXTRAS) {
+      int row = tile.start + row_of_warp + 128 * h + lane / 4, last_row = results.capacity - 1;
+      if (h == 0) apply_extras<0, 64, PART>(acc, *results.extras, row, last_row, tile.expert, tile.column, columns);
+      else apply_extras<64, 64, PART>(acc, *results.extras, row, last_row, tile.expert, tile.column, columns);
+    }
+#pragma unroll
+    for (int i = 64 * h; i < 64 * h + PART && GATED; ++i) {
+      acc[i] = activated(acc[i], acc[(i + PART) % SUMS], results.alpha, results.gate_limit, results.up_limit,
+                         results.up_offset);
+      bits[2 * h + i / 2 % 2] = max(bits[2 * h + i / 2 % 2], __float_as_uint(acc[i]) & 0x7FFFFFFF);
+    }
+#pragma unroll
+    for (int i = 64 * h; i < 64 * h + 64 && ACTIVATED && !GATED; ++i) acc[i] = function_of(acc[i], results.alpha);
+  }
+  if (OUT == 3 && GATED) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) bits[i] = max_of_row(bits[i]);
+    largest_of_pair(of_pair, bits, one_half ? 2 : 4);
+  }
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    if (h > 0 && one_half) continue;
+    int rows = width > 0 ? tile.rows - row_of_warp - 128 * h : 0;
+    long long position = tile.start + row_of_warp + 128 * h;
+    u8* to = results.out + position * stride + (long long)tile.column * SIZE;
+    if (OUT == 3) {
+      int scale_columns = blocks_of(columns);
+      float* of_rows = scales ? scales + position * scale_columns + tile.column / 128 : nullptr;
+      if (GATED && h == 0) store_quantized_64<0>(acc, bits, staging, to, stride, rows, width, of_rows, scale_columns);
+      if (GATED && h > 0) store_quantized_64<64>(acc, bits, staging, to, stride, rows, width, of_rows, scale_columns);
+      if (!GATED && h == 0) store_quantized<0>(acc, staging, to, stride, rows, width, of_rows, scale_columns);
+      if (!GATED && h > 0) store_quantized<64>(acc, staging, to, stride, rows, width, of_rows, scale_columns);
+    } else if (h == 0) {
+      store<TILE_COLUMNS>(acc, staging, to, stride, rows, width);
+    } else {
+      store<TILE_COLUMNS, 64>(acc, staging, to, stride, rows, width);
+    }
+  }
+}
+
+#else  // tiles of 128 rows
+
 // Stores a tile. The warp's rows begin at `row_of_warp` of the tile.
 __device__ __forceinline__ void store_tile(float (&acc)[SUMS], u8* staging, const Tile& tile, int row_of_warp,
                                            bool one_half, const Results& results) {
@@ -244,8 +396,11 @@ __device__ __forceinline__ void store_tile(float (&acc)[SUMS], u8* staging, cons
   }
 }
 
+#endif  // tiles of 128 rows
+
 // Multiplies and stores all tiles that are announced. Called by both warpgroups. They take turns at tiles of at most 64
-// rows, and multiply the halves of others.
+// rows, and multiply the halves of others. With TALL they take turns at each 64 rows of a tile, too, so that two halves
+// of 64 rows that a warpgroup multiplies lie 128 apart.
 __device__ __forceinline__ void multiply_tiles(const Block& block, RingPhases phases, int k_blocks,
                                                const Results& results) {
   int wg = block.wg, warp = block.warp, lane = threadIdx.x % 32;
@@ -255,6 +410,7 @@ __device__ __forceinline__ void multiply_tiles(const Block& block, RingPhases ph
   bool turned = TMA_SCALES && k_blocks / STAGES % 2;
   int turn = 0;  // the warpgroup that gets the next tile of at most 64 rows
   bool waits = false;
+  [[maybe_unused]] int stored = 0;  // tiles, by this warpgroup
   u8* staging = block.staging + warp * WARP_STAGING;
   u32 freed = TEAM > 1 && ARRIVALS_OF_WARP == 1 ? address_at(block.empty, lane % TEAM) : block.empty;
   for (int number = 0;; ++number) {
@@ -278,6 +434,7 @@ __device__ __forceinline__ void multiply_tiles(const Block& block, RingPhases ph
     int share = alone ? 2 : 1, first_row = uniform(alone ? 0 : wg * 64), row_of_warp = first_row + warp % 4 * 16;
     u32 a = uniform(descriptor(block.ring + first_row * 128)), b = descriptor(block.ring + A_BYTES);
     u32 phase = phases.of_next_tile();
+    if (TALL) one_half = tile.rows <= first_row + 128;
 #if FP8
 #pragma unroll
     for (int i = 0; i < SUMS; ++i) acc[i] = 0.0f;
@@ -291,7 +448,20 @@ __device__ __forceinline__ void multiply_tiles(const Block& block, RingPhases ph
     sum_products(acc, block, a, b, phase, freed, share, k_blocks, one_half);
 #endif
     if (alone) give_turn(wg);
+#if ROWS > 128
+    u32 place = stored % 2 * MATH_WARPS + warp;
+    Maxima of_pair;
+    of_pair.here = block.maxima + place * 32 + lane / 4;
+    of_pair.there = address_at(shared_address(of_pair.here), block.rank ^ 1);
+    of_pair.arrived = shared_address(block.told + place);
+    of_pair.arrived_there = address_at(of_pair.arrived, block.rank ^ 1);
+    of_pair.parity = stored++ / 2 & 1;
+    // The first block of a cluster stores the scales of both, if they share them.
+    float* scales_of_rows = GATED && block.rank > 0 ? nullptr : results.scales;
+    store_tall(acc, staging, tile, row_of_warp, one_half, results, scales_of_rows, of_pair);
+#else
     store_tile(acc, staging, tile, row_of_warp, one_half, results);
+#endif
   }
   if (waits) wait_turn(wg);
 }

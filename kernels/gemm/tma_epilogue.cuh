@@ -67,8 +67,8 @@ __device__ __forceinline__ void write_rows(const u8* staging, u8* out, long long
   __syncwarp();
 }
 
-// Stores COLUMNS columns of the warp's 16 rows from `r`; `columns` of them exist.
-template <int COLUMNS, int N>
+// Stores COLUMNS columns of the warp's 16 rows from `r[FIRST]` on; `columns` of them exist.
+template <int COLUMNS, int FIRST = 0, int N>
 __device__ __forceinline__ void store(const float (&r)[N], u8* staging, u8* out, long long stride, int rows,
                                       int columns) {
   constexpr int SIZE = OUT == 2 ? 4 : 2, GROUPS = 16 / SIZE;  // groups of 8 columns in 128 bytes
@@ -77,7 +77,7 @@ __device__ __forceinline__ void store(const float (&r)[N], u8* staging, u8* out,
   for (int part = 0; part < COLUMNS / 8 / GROUPS; ++part) {
 #pragma unroll
     for (int j = 0; j < GROUPS; ++j) {
-      int i = 4 * (part * GROUPS + j);
+      int i = FIRST + 4 * (part * GROUPS + j);
       if (OUT == 2) {
         u32 at = row * 128 + (((2 * j + quad / 2) ^ row) << 4) + quad % 2 * 8;
         *(float2*)(staging + at) = make_float2(r[i], r[i + 1]);
@@ -175,6 +175,8 @@ __device__ __forceinline__ float with_extras(float sum, const Extras& x, int row
   return __fadd_rn(__fmul_rn(__fmul_rn(sum, r), s), b);
 }
 
+// Of NUMBER sums from FIRST on, PART of which are of gate before as many of up.
+template <int FIRST = 0, int NUMBER = SUMS, int PART = 64>
 __device__ __forceinline__ void apply_extras(float (&acc)[SUMS], const Extras& x, int row, int last_row, int expert,
                                              int column, int columns) {
   int num_rows = GATED ? 2 * columns : columns, quad = threadIdx.x % 4;
@@ -183,23 +185,21 @@ __device__ __forceinline__ void apply_extras(float (&acc)[SUMS], const Extras& x
   const float* scales = x.expert_scales ? x.expert_scales + (long long)expert * x.scales_per_expert : nullptr;
   const float* bias = x.bias ? x.bias + (long long)expert * num_rows : nullptr;
 #pragma unroll
-  for (int j = 0; j < SUMS / 4; ++j) {
+  for (int j = 0; j < NUMBER / 4; ++j) {
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
-      int n = column + 8 * (GATED ? j % 16 : j) + 2 * quad + c;
-      WeightRow of(n, j / 16, columns);
+      int n = column + 8 * (GATED ? j % (PART / 4) : j) + 2 * quad + c;
+      WeightRow of(n, j / (PART / 4), columns);
       float s = scales ? scales[x.scales_per_expert == 2 ? of.up : 0] : 1.0f;
       float b = bias && n < columns ? bias[of.row] : -0.0f;
-      float &low = acc[4 * j + c], &high = acc[4 * j + 2 + c];
+      float &low = acc[FIRST + 4 * j + c], &high = acc[FIRST + 4 * j + 2 + c];
       low = __fadd_rn(__fmul_rn(__fmul_rn(low, r0), s), b);
       high = __fadd_rn(__fmul_rn(__fmul_rn(high, r1), s), b);
     }
   }
 }
 
-// --- epilogue of few rows --------------------------------------------------------------------------------------------
-
-constexpr int ROW_THREADS = FEW ? 128 / BM : 1;  // that have a row
+// --- block scales of 128 columns, of which either block of a cluster has 64 ------------------------------------------
 
 // What a warp and the one of the same number in the other block tell each other of a tile: the largest bits of its
 // rows. Two tiles in turn use one of two places. A block writes into the next but one only when it knows the next of
@@ -209,15 +209,68 @@ struct Maxima {
   u32 there, arrived, arrived_there, parity;  // shared-memory addresses: in the other block, and of barriers
 };
 
+__device__ __forceinline__ void tell_largest(u32 there, u32 bits, u32 arrived_there) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(there), "r"(bits),
+               "r"(arrived_there)
+               : "memory");
+}
+
+#if ROWS > 128
+
+// Makes the bits of each of a thread's first `number` rows, which lie 8 apart, the larger of this block's and of the
+// other one's. The four lanes of a row have the same.
+__device__ __forceinline__ void largest_of_pair(const Maxima& x, u32 (&bits)[4], int number) {
+  int lane = threadIdx.x % 32;
+  if (lane == 0) barrier_expect(x.arrived, number * 8 * 4);
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    if (lane % 4 == 0 && i < number) tell_largest(x.there + 8 * 4 * i, bits[i], x.arrived_there);
+  barrier_wait(x.arrived, x.parity);
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    if (i < number) bits[i] = max(bits[i], x.here[8 * i]);
+}
+
+// Quantizes 64 columns of each row from `r[FIRST]` on and stores `columns` of them. `bits` are the largest of a thread's
+// rows, `scales` that of the first row or null.
+template <int FIRST, int N>
+__device__ __forceinline__ void store_quantized_64(const float (&r)[N], const u32 (&bits)[4], u8* staging, u8* out,
+                                                   long long stride, int rows, int columns, float* scales,
+                                                   int scale_stride) {
+  int lane = threadIdx.x % 32, quad = lane % 4;
+#pragma unroll
+  for (int second = 0; second < 2; ++second) {
+    Quantizer quantizer(bits[FIRST / 32 + second]);
+    int row = lane / 4 + 8 * second;
+    if (quad == 0 && row < rows && scales) scales[row * scale_stride] = quantizer.stored_scale();
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      u16 codes = quantizer.codes(r[FIRST + 4 * j + 2 * second], r[FIRST + 4 * j + 2 * second + 1]);
+      u32 at = row * 128 + ((j / 2 ^ row % 8) << 4) + j % 2 * 8 + quad * 2;
+      *(u16*)(staging + at) = codes;
+    }
+  }
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    int row = i * 8 + lane / 4;
+    int4 value = *(const int4*)(staging + row * 128 + ((quad ^ row % 8) << 4));
+    if (row < rows && quad * 16 < columns) *(int4*)(out + row * stride + quad * 16) = value;
+  }
+  __syncwarp();
+}
+
+#endif
+
+// --- epilogue of few rows --------------------------------------------------------------------------------------------
+
+constexpr int ROW_THREADS = FEW ? 128 / BM : 1;  // that have a row
+
 // The larger of this block's and of the other one's bits of a row.
 __device__ __forceinline__ u32 largest_of_pair(const Maxima& x, u32 bits) {
   int lane = threadIdx.x % 32;
   if (lane == 0) barrier_expect(x.arrived, 32 / ROW_THREADS * 4);
-  if (lane % ROW_THREADS == 0) {
-    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(x.there), "r"(bits),
-                 "r"(x.arrived_there)
-                 : "memory");
-  }
+  if (lane % ROW_THREADS == 0) tell_largest(x.there, bits, x.arrived_there);
   barrier_wait(x.arrived, x.parity);
   return max(bits, *x.here);
 }

@@ -107,7 +107,7 @@ __device__ __forceinline__ const u8* unit_at(const u8* units, int expert, int pa
 
 #if !AHEAD
 
-// Where units of a tile are, and how many: pairs of neighbours, or, with FEW, of gate and up.
+// Where units of a tile are, and how many: pairs of neighbours, or, of NARROW tiles, of gate and up.
 struct Units {
   static constexpr int PAIRS = PACKED ? UNITS / 2 : 1;
   const u8* pairs[PAIRS];
@@ -119,18 +119,18 @@ struct Units {
                                        int number) {
     int blocks = 2 * ceil_div(columns, 2 * UNIT_ROWS);
     count = number;
-    stride = (FEW && GATED ? blocks : 1) * k_blocks * UNIT_BYTES;
+    stride = (NARROW && GATED ? blocks : 1) * k_blocks * UNIT_BYTES;
 #pragma unroll
     for (int p = 0; p < PAIRS; ++p) {
-      int u = first + 2 * p, part = GATED && !FEW ? u / 2 : 0, of_part = GATED && !FEW ? u % 2 : u;
+      int u = first + 2 * p, part = GATED && !NARROW ? u / 2 : 0, of_part = GATED && !NARROW ? u % 2 : u;
       pairs[p] = unit_at(units, tile.expert, part, tile.column / UNIT_ROWS + of_part, columns, k_blocks);
     }
   }
 
   __device__ __forceinline__ const u8* from(int u) const { return pairs[u / 2] + u % 2 * stride; }
 
-  // Goes on to the next block of K.
-  __device__ __forceinline__ void advance(int pair) { pairs[pair] += UNIT_BYTES; }
+  // Goes on to a later block of K.
+  __device__ __forceinline__ void advance(int pair, int blocks = 1) { pairs[pair] += blocks * UNIT_BYTES; }
 };
 
 // What the threads that produce know of the weights.
@@ -177,6 +177,8 @@ struct Expander : Weights {
         more(threadIdx.x / 32 % 4 == 0) {}
 
   __device__ __forceinline__ void begin(const Tile&, int halves) { count = FEW ? UNITS : 2 * halves; }
+
+  __device__ __forceinline__ static bool of_loading(int) { return true; }
 
   // Asks for weights until `most` stages are there or under way. Called by whole warps; one of them does it.
   template <class Walk>
@@ -243,24 +245,31 @@ struct Expander : Weights {
 #else  // from registers
 
 // What a thread has of a block of K, and where the next is. Each of two warpgroups expands two of the four units, the
-// second none of a tile of one half.
+// second none of a tile of one half. IN_TURNS, they expand both units of a stage, and take turns at stages. DEEP, each
+// expands one of both units, and has two blocks of K in its two units.
 struct Expander : Weights {
   Units source;
   Unit own[2];
   int first;  // of the units that it expands
 
+  static constexpr int STEP = IN_TURNS ? 2 : 1;  // from one of its blocks of K to the next
+
   __device__ __forceinline__ Expander(const Block& block, const u8* units, int columns, int k_blocks)
-      : Weights(block, units, columns, k_blocks), first(2 * (block.wg - MATH_WGS)) {}
+      : Weights(block, units, columns, k_blocks), first(IN_TURNS ? 0 : (DEEP ? 1 : 2) * (block.wg - MATH_WGS)) {}
 
   template <class Walk>
   __device__ __forceinline__ void load(int, const Walk&) {}
 
-  // Loads the next block of K.
-  __device__ __forceinline__ void load_next() {
+  // Whether the warpgroup that loads, too, expands this block of K.
+  __device__ __forceinline__ static bool of_loading(int kb) { return !IN_TURNS || kb % 2 == 0; }
+
+  // Loads the next block of K, if DEEP into unit `only`.
+  __device__ __forceinline__ void load_next(int only = 0) {
     int thread = threadIdx.x % 128;
 #pragma unroll
     for (int u = 0; u < 2; ++u) {
-      const u8* from = source.from(u);
+      if (DEEP && u != only) continue;
+      const u8* from = source.from(DEEP ? 0 : u);
 #pragma unroll
       for (int j = 0; j < UNIT_WORDS; ++j) {
         uint4& word = own[u].words[j];
@@ -271,32 +280,47 @@ struct Expander : Weights {
       const u8* scales = from + UNIT_QUANTS + thread * SCALE_BYTES_OF_THREAD;
       own[u].scales = SCALES_OF_WORD == 2 ? *(const u32*)scales : *(const u16*)scales;
     }
-    source.advance(0);
+    source.advance(0, STEP);
   }
 
   // Asks L2 for `blocks` blocks of K, `ahead` behind the next to be loaded.
   __device__ __forceinline__ void prefetch(int ahead, int blocks) const {
 #pragma unroll
-    for (int u = 0; u < 2; ++u) {
+    for (int u = 0; u < (DEEP ? 1 : 2); ++u) {
       asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source.from(u) + ahead * UNIT_BYTES),
                    "r"(blocks * UNIT_BYTES)
                    : "memory");
     }
   }
 
-  // Loads the first block of K of a tile.
-  __device__ __forceinline__ void begin(const Tile& tile, int halves) {
-    source.find(units, tile, columns, k_blocks, first, first < 2 * halves ? 2 : 0);
+  // Loads the first block of K of a tile, number `kb`.
+  __device__ __forceinline__ void begin(const Tile& tile, int halves, int kb = 0) {
+    if (TALL) source.find(units, tile, columns, k_blocks, 0, kb < k_blocks ? 2 : 0);
+    else source.find(units, tile, columns, k_blocks, first, first < 2 * halves ? 2 : 0);
     if (source.count == 0) return;
+    if (kb > 0) source.advance(0, kb);
+    if (DEEP) {
+      if (first > 0) source.pairs[0] += source.stride;
+      if (threadIdx.x % 128 == 0 && k_blocks > 2) prefetch(2, min(PREFETCHED, k_blocks - 2));
+      load_next(0);
+      if (k_blocks > 1) load_next(1);
+      return;
+    }
     if (threadIdx.x % 128 == 0 && k_blocks > 1) prefetch(1, min(PREFETCHED, k_blocks - 1));
     load_next();
   }
 
-  // Writes the weights of a stage to `b`, arrives at `ready`, and loads the next block of K if one is `left`. The fence
-  // would wait for that load, too.
+  // Writes the weights of a stage to `b`, arrives at `ready`, and loads the next block of K if one of the `left` is for
+  // this warpgroup. The fence would wait for that load, too.
   __device__ __forceinline__ void expand(u32 b, u32 ready, int left) {
+    if (DEEP) {
+      if (threadIdx.x % 128 == 0 && left > PREFETCHED + 1) prefetch(PREFETCHED, 1);
+      if ((k_blocks - 1 - left) % 2 == 0) expand_deep(0, b, ready, left);
+      else expand_deep(1, b, ready, left);
+      return;
+    }
     if (source.count > 0) {
-      if (threadIdx.x % 128 == 0 && left > PREFETCHED) prefetch(PREFETCHED, 1);
+      if (threadIdx.x % 128 == 0 && left > PREFETCHED) prefetch(PREFETCHED + 1 - STEP, 1);
       // Entries are looked up while the word before is expanded; those of all words would take too many registers.
       Entries found = own[0].look_up(table, 0);
 #pragma unroll
@@ -308,7 +332,16 @@ struct Expander : Weights {
       }
     }
     arrive(ready);
-    if (source.count > 0 && left > 0) load_next();
+    if (source.count > 0 && left >= STEP) load_next();
+  }
+
+  // The same from `unit`, into which it loads the block of K after the next.
+  __device__ __forceinline__ void expand_deep(int unit, u32 b, u32 ready, int left) {
+    Entries found = own[unit].look_up(table, 0), next_found = own[unit].look_up(table, 1);
+    Weights::expand(own[unit], 0, found, b + first * UNIT_EXPANDED);
+    Weights::expand(own[unit], 1, next_found, b + first * UNIT_EXPANDED);
+    arrive(ready);
+    if (left > 1) load_next(unit);
   }
 };
 

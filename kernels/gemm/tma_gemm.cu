@@ -15,6 +15,11 @@
 // of a row. Here the weights are the operand of 64 rows, twice, and the rows that of 8, 16 or 32 columns: each sum is
 // of the same products in the same order, and has the same bits.
 //
+// TALL, for weights that threads expand, has tiles of 256 ROWS times 128 weight rows, which are gate and up of 64 columns
+// of a gated result. A weight is expanded once for 256 rows. Each math warpgroup multiplies two halves of 64 rows, 128
+// apart, or one, where the group has no rows in the second. In a cluster of two the blocks work on both halves of 256
+// weight rows, share the rows, and tell each other the largest values of a row of a gated result with block scales.
+//
 // Macros: ROWS (of a tile), FP8 (1: e4m3 with fp32 scales of 1x128 and 128x128; 0: bf16), STAGES, CLUSTER 1 or 2,
 // GATHER (rows through row_index), ACTIVATED (the result is activated), GATED (and the weights are gate and up),
 // FUNCTION (`ActivationFunction.code`), GATE_SOFTCAP and UP_SOFTCAP (of `Activation`; none if not defined), ORDER
@@ -24,7 +29,8 @@
 // of an activated result end within a block of 128, and so do gate and up unless interleaved), EXPAND (weights along K
 // that share a block scale where weights are expanded, 16 of `nvfp4` or 32 of `mxfp4`; 0 if they are stored as they are
 // multiplied), PACKED (stages of a ring of packed weights; 0 if threads load them into registers), AHEAD (1: weights
-// are expanded in memory instead), EACH_LANE_ARRIVES (of mbarrier.cuh; not defined but by `research.sanitize`).
+// are expanded in memory instead), TURNS (1: with TALL, two warpgroups take turns at expanding stages; not defined but
+// to compare), EACH_LANE_ARRIVES (of mbarrier.cuh; not defined but by `research.sanitize`).
 //
 // The last stage of K may be short, too: past its end TMA writes zeros, which add nothing.
 //

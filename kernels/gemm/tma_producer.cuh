@@ -142,14 +142,16 @@ __device__ __forceinline__ void expand_tiles(const Block& block, const u8* units
   int g = 0, halves;
   Tile tile;
   for (int t = blockIdx.x / CLUSTER; walk.find(t, g, tile, halves); t += walk.step) {
-    expander.begin(tile, halves);
-    int stage = 0;
+    constexpr int FIRST = IN_TURNS ? 1 : 0, STEP = Expander::STEP;  // STAGES is a multiple of STEP
+    expander.begin(tile, halves, FIRST);
+    int stage = FIRST;
     u32 phase = phases.of_next_tile();
-    for (int kb = 0; kb < k_blocks; ++kb) {
+    for (int kb = FIRST; kb < k_blocks; kb += STEP) {
       barrier_wait(block.empty + 8 * stage, ~phase >> stage & 1);
       __syncwarp();
       expander.expand(block.ring + stage * STAGE_BYTES + A_BYTES, block.full + 8 * stage, k_blocks - 1 - kb);
-      if (++stage == STAGES) stage = 0, phase = ~phase;
+      stage += STEP;
+      if (stage == STAGES + FIRST) stage = FIRST, phase = ~phase;
     }
   }
 }
@@ -204,6 +206,10 @@ __device__ __forceinline__ void load_tiles(const Block& block, const Sources& fr
     }
     tiles.announce(block, leader,
                    make_int4(tile.start, tile.rows, tile.expert, tile.column | (halves == 1 ? ONE_HALF : 0)));
+    // Scales past the first 128 rows are wanted if there are such rows.
+    int scale_boxes = TALL && tile.rows > SCALE_BOX ? 2 : 1;
+    [[maybe_unused]] const float* a_scale_further =
+        from.row_scales + (long long)(tile.start + min(thread + SCALE_BOX, tile.rows - 1)) * k_blocks;
     const float* a_scale = from.row_scales + (long long)(tile.start + min(thread, tile.rows - 1)) * k_blocks;
     const float* w_scale = from.weight_scales + weight_scales(tile.expert, tile.column, columns, thread) * k_blocks;
     const float* of_second = from.weight_scales + weight_scales(tile.expert, tile.column, columns, 1) * k_blocks;
@@ -225,12 +231,18 @@ __device__ __forceinline__ void load_tiles(const Block& block, const Sources& fr
       if (leader) {
         bool scales_too = TMA_SCALES && stage == 0, weights_too = !FEW || ahead <= 0;
         if (weights_too)
-          barrier_expect(ready, loading.row_bytes + loading.weight_bytes + (scales_too ? (BM + 2) * 16 : 0));
+          barrier_expect(ready, loading.row_bytes + loading.weight_bytes + (scales_too ? (scale_boxes * min(BM, SCALE_BOX) + 2) * 16 : 0));
         loading.load_boxes(block, from.rows, a, ready, kb);
         if (weights_too) loading.load_weights(block, from.weights, b, ready, kb);
         if (scales_too) {
           u32 scale = shared_address(block.scales) + round;
-          load_rows(from.scales, scale, ready, kb, tile.start, false);
+          if (TALL) {
+            int box = block.rank * SCALE_BOX;
+            if (block.rank < scale_boxes)
+              load_rows(from.scales, scale + box * 16, ready, kb, tile.start + box, true);
+          } else {
+            load_rows(from.scales, scale, ready, kb, tile.start, false);
+          }
           bulk_load(scale + BM * 16, w_scale + kb, 16, ready);
           bulk_load(scale + BM * 16 + 16, of_second + kb, 16, ready);
           round = ROUND_BYTES - round;
@@ -239,11 +251,12 @@ __device__ __forceinline__ void load_tiles(const Block& block, const Sources& fr
       --ahead;
       loading.gather_rows(block, from.rows, a, ready, kb);
 #if EXPAND && !AHEAD
-      expander.expand(b, ready, k_blocks - 1 - kb);  // before copies by threads, for which its fence would wait
+      if (expander.of_loading(kb)) expander.expand(b, ready, k_blocks - 1 - kb);  // before copies by threads, for which its fence would wait
 #endif
       if (THREADS_COPY) {
         u32 scale = shared_address(block.scales) + stage * SCALE_BYTES;
         if (thread < BM) copy_word(scale + thread * 4, a_scale + kb);
+        if (TALL) copy_word(scale + (thread + SCALE_BOX) * 4, a_scale_further + kb);
         if (thread < 2) copy_word(scale + BM * 4 + thread * 4, w_scale + kb);
         asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(ready) : "memory");
       }

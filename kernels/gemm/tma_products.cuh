@@ -167,6 +167,57 @@ __device__ __forceinline__ void mma_bf16(float (&d)[128], u32 a, u32 b, int add)
                : "r"(a), "r"(b), "r"(add));
 }
 
+#if ROWS > 128
+
+// Like `load_word`, but `to` is 0 without a load, and needs no register before.
+__device__ __forceinline__ void load_word_or_zero(float& to, u32 from, bool now) {
+  to = 0.0f;
+  load_word(to, from, now);
+}
+
+// Factors of the partial sums of a thread's rows, two of each half, with weights of a scale, which are all or those of
+// gate or up: the product of both scales if that is a normal number. Else (`apart`) the scale of the row is applied
+// first, then that of the weight.
+struct Factors {
+  static constexpr int PARTS = GATED ? 2 : 1;
+  float a[4], w[2], product[4][PARTS];
+
+  __device__ __forceinline__ bool apart(int r, int p) const {
+    float size = fabsf(product[r][p]);
+    return size < SMALLEST || size > LARGEST;  // NaN gives NaN either way
+  }
+
+  // Computes the products of as many halves. Returns whether all of them are normal.
+  template <int NUMBER>
+  __device__ __forceinline__ bool multiply() {
+    float least = LARGEST, most = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 2 * NUMBER * PARTS; ++i) {
+      float& both = product[i / PARTS][i % PARTS];
+      both = a[i / PARTS] * w[i % PARTS];
+      least = fminf(least, fabsf(both)), most = fmaxf(most, fabsf(both));
+    }
+    return !(least < SMALLEST || most > LARGEST);
+  }
+};
+
+// acc += part * factors, for the half whose sums start at FIRST. Without PLAIN, products of scales may be not normal.
+// Rows with normal ones get the same bits: they multiply by 1 first.
+template <int FIRST, bool PLAIN>
+__device__ __forceinline__ void add_up(float (&acc)[SUMS], float (&part)[PARTIAL_SUMS], const Factors& factors) {
+  keep(part);
+#pragma unroll
+  for (int i = 0; i < PARTIAL_SUMS; ++i) {
+    int r = FIRST / PARTIAL_SUMS * 2 + i / 2 % 2, p = i / (PARTIAL_SUMS / Factors::PARTS);
+    bool apart = !PLAIN && factors.apart(r, p);
+    float first = PLAIN ? part[i] : __fmul_rn(part[i], apart ? factors.a[r] : 1.0f);
+    acc[FIRST + i] = __fmaf_rn(first, apart ? factors.w[p] : factors.product[r][p], acc[FIRST + i]);
+  }
+  keep(acc);  // finish before the next MMAs overwrite `part`
+}
+
+#else  // tiles of 128 rows
+
 // Factors of the partial sums of a thread's two rows in both halves: the product of both scales if that is a normal
 // number. Else (`apart`) the scale of the row is applied first, then that of the weight.
 struct Factors {
@@ -204,6 +255,7 @@ __device__ __forceinline__ void add_up(float (&acc)[SUMS], float (&part)[PARTIAL
   }
   keep(acc);  // finish before the next MMAs overwrite `part`
 }
+#endif  // tiles of 128 rows
 #endif  // many rows
 
 #endif

@@ -22,33 +22,34 @@ struct Tile {
 };
 
 constexpr int BM = ROWS;
-constexpr bool FEW = BM < 128;
+constexpr bool FEW = BM < 128, TALL = BM > 128, NARROW = FEW || TALL;  // NARROW: tiles of 128 weight rows
 constexpr int MATH_WGS = FEW ? 1 : 2;
 constexpr int HALF = 128;
-constexpr int TILE_COLUMNS = (FEW ? 1 : 2) * HALF / (GATED ? 2 : 1);
-constexpr bool PAIRED = FEW && CLUSTER > 1;                             // the blocks of a cluster share 128 columns
+constexpr int TILE_COLUMNS = (NARROW ? 1 : 2) * HALF / (GATED ? 2 : 1);
+constexpr bool PAIRED = NARROW && CLUSTER > 1;  // the blocks of a cluster work on the same rows of two column tiles
 constexpr int ITEM_COLUMNS = PAIRED ? 2 * TILE_COLUMNS : TILE_COLUMNS;  // of a work item
 constexpr int TEAM = FEW ? 1 : CLUSTER;                                 // blocks that share loads
 constexpr int BK = FP8 ? 128 : 64;  // columns of K in a stage: 128 bytes, the span of the swizzle
 constexpr int A_BYTES = BM * 128;
 constexpr int HALF_BYTES = HALF * 128;
-constexpr int BOXES = FEW && !GATED ? 1 : 2, BOX_ROWS = FEW && GATED ? HALF / 2 : HALF;  // of a tile's weights
+constexpr int BOXES = NARROW && !GATED ? 1 : 2, BOX_ROWS = NARROW && GATED ? HALF / 2 : HALF;  // of a tile's weights
 constexpr int BOX_BYTES = BOX_ROWS * 128;
 constexpr int STAGE_BYTES = A_BYTES + BOXES * BOX_BYTES;
 constexpr int WARP_STAGING = 2048;  // 16 rows of 128 bytes
 // Floats between rows of sums in shared memory, for FEW. The lanes of a warp write to all banks.
 constexpr int SUMS_STRIDE = HALF + 4;
 constexpr int STAGING_BYTES = FEW ? BM * SUMS_STRIDE * 4 : 4 * MATH_WGS * WARP_STAGING;
-// Scales of a stage: those of 128 rows, then of two halves. TMA copies them for the 4 stages of a round at once, 4 for
+// Scales of a stage: those of the rows, then of two halves. TMA copies them for the 4 stages of a round at once, 4 for
 // each row. The memory of all stages holds the scales of two rounds.
-constexpr int ROUND_BYTES = (128 + 2) * 16 + 96;  // a multiple of 128
+constexpr int SCALE_BOX = 128;                                 // rows of a box of scales
+constexpr int ROUND_BYTES = ((TALL ? BM : 128) + 2) * 16 + 96;  // a multiple of 128
 constexpr int SCALE_BYTES = TMA_SCALES ? 2 * ROUND_BYTES / STAGES : FP8 ? (BM + 8) * 4 : 0;
 constexpr int TILES_AHEAD = 8;   // tiles that the producers may announce to the math warps in advance
 constexpr int EARLY_STAGES = 3;  // stages of weights that are asked for while the dispatch still needs the memory
 constexpr int TURN_BARRIERS = FEW ? 2 : 0;  // the phase of one ends with the kernel before; the other fills 16 bytes
 constexpr int FEW_PAIRS = 2;                // most pairs of row tiles of a group whose odd tile comes after each band
 constexpr int NO_MORE = -0x7FFFFFFF;        // rows of the announcement after the last tile
-constexpr bool HALVES = !GATED && !FEW;     // whether there are tiles of one half
+constexpr bool HALVES = !GATED && !NARROW;  // whether there are tiles of one half
 constexpr int ONE_HALF = 1 << 30;           // marks a tile of one half in the announced column
 // Sums of a thread: of a tile, and of the 128 weight rows that FP8 multiplies at a time.
 constexpr int SUMS = FEW ? BM : 128, PARTIAL_SUMS = FEW ? BM : 64;
@@ -70,27 +71,35 @@ constexpr int ROW_INDICES = GATHER && !FEW ? BM : 0;
 // Arrivals at a stage for these rows: of all warps, also of those that have none in a tile. One that nobody waited for
 // could fall back by a round of the ring, and would then wait for a phase that does not come.
 constexpr int OF_ROWS = ROW_INDICES > 0 ? 4 : 0;
-constexpr int OF_EXPANSION = IN_STAGES ? 4 * PRODUCER_WGS * ARRIVALS_OF_WARP : 0;  // and for weights that they write
+// Of TALL: whether two warpgroups take turns at stages. Else each expands one of both units of a stage, of which it holds
+// two blocks of K in registers.
+#ifdef TURNS
+constexpr bool IN_TURNS = TALL && TURNS;
+#else
+constexpr bool IN_TURNS = false;
+#endif
+constexpr bool DEEP = TALL && !IN_TURNS;
+constexpr int OF_EXPANSION = IN_STAGES ? 4 * (IN_TURNS ? 1 : PRODUCER_WGS) * ARRIVALS_OF_WARP : 0;  // and for weights
 constexpr int PRODUCING_WARPS = THREADS_COPY || OF_ROWS > 0 || IN_STAGES ? 4 : 1;
 constexpr int TABLE_BYTES = EXPAND ? (EXPAND == 16 ? 256 : 64) * 8 : 0;  // of e4m3 numbers by scale codes
 // Packed weights: a unit has 64 rows of a block of K, quants and then scale codes.
 constexpr int UNIT_ROWS = 64, UNIT_EXPANDED = UNIT_ROWS * 128, UNIT_QUANTS = UNIT_ROWS * 64,
               SCALES_OF_WORD = EXPAND == 16 ? 2 : 1;
-constexpr int UNIT_BYTES = UNIT_QUANTS + 4 * UNIT_ROWS * SCALES_OF_WORD, UNITS = FEW ? 2 : 4;  // of a stage
+constexpr int UNIT_BYTES = UNIT_QUANTS + 4 * UNIT_ROWS * SCALES_OF_WORD, UNITS = NARROW ? 2 : 4;  // of a stage
 constexpr int PACKED_BYTES = PACKED * UNITS * UNIT_BYTES;                                      // of the ring of them
 constexpr float SMALLEST = 1.17549435e-38f, LARGEST = 3.40282347e38f;                          // normal numbers
 constexpr int GATE_UP = 1, UP_GATE = 2, INTERLEAVED = 3;
 
 constexpr int RING_BYTES = STAGES * (STAGE_BYTES + SCALE_BYTES) + PACKED_BYTES + STAGING_BYTES + TABLE_BYTES;
 
-static_assert(ROWS == 8 || ROWS == 16 || ROWS == 32 || ROWS == 128, "ROWS: wgmma has no such tile here");
+static_assert(ROWS == 8 || ROWS == 16 || ROWS == 32 || ROWS == 128 || ROWS == 256, "ROWS: wgmma has no such tile here");
 static_assert(STAGES >= 2 && STAGES < TILES_AHEAD,
               "STAGES: one is loaded while another is multiplied, and math warps know the "
               "tiles of all");
 static_assert(RING_BYTES < 227 * 1024, "STAGES: the ring is larger than the shared memory of a block");
 static_assert(STAGE_BYTES % 1024 == 0 || FEW, "ROWS: the swizzle repeats after 1024 bytes");
 static_assert(CLUSTER == 1 || CLUSTER == 2, "CLUSTER: a block shares loads with one other at most");
-static_assert(!PAIRED || (GATED && OUT == 3),
+static_assert(!PAIRED || TALL || (GATED && OUT == 3),
               "CLUSTER: blocks of few rows need another one for scales of gated results alone");
 static_assert(A_BOX >= 1 && A_BOX <= 256 && BM % A_BOX == 0,
               "A_BOX: boxes fill a tile, and TMA has boxes of 256 rows at most");
@@ -105,6 +114,10 @@ static_assert(!EXPAND || FP8, "EXPAND: weights are expanded for FP8 alone");
 static_assert(!PACKED || EXPAND, "PACKED: a ring of weights that are expanded");
 static_assert(!EXPAND || PACKED || !FEW, "PACKED: tiles of few rows have no registers for packed weights");
 static_assert(!AHEAD || (EXPAND && !PACKED), "AHEAD: of weights that are expanded, and not in shared memory");
+static_assert(!TALL || (IN_STAGES && !PACKED && !GATHER), "ROWS: of 256 that lie side by side, for expanded weights");
+static_assert(!TALL || CLUSTER == 2, "CLUSTER: two blocks load rows and scales of 256 for each other");
+static_assert(!IN_TURNS || STAGES % 2 == 0, "STAGES: two warpgroups expand them in turn");
+static_assert(!TALL || !GATED || ORDER != INTERLEAVED, "ORDER: expanded weights have gate above up");
 static_assert(FEW || PRODUCER_REGISTERS + EXPANDER_REGISTERS + 2 * MATH_REGISTERS <= REGISTERS,
               "EXPAND: a block has no more registers, and would wait for them for ever");
 

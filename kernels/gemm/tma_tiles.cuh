@@ -6,21 +6,21 @@
 #include "tma_sizes.cuh"
 
 // Row of the weight's scales, counted over all experts, for half 0 or 1 of a tile (128 rows share one). If gate and up
-// are interleaved, both halves use both rows, the first one for the first 64 columns. With FEW, only gate and up that
-// are not interleaved have different ones.
+// are interleaved, both halves use both rows, the first one for the first 64 columns. If tiles are NARROW, only gate and
+// up that are not interleaved have different ones.
 __device__ __forceinline__ long long weight_scales(int expert, int column, int columns, int half) {
   int blocks = (GATED ? 2 * columns : columns) + 127 >> 7, block = column / 128 + (half > 0);
   if (GATED) block = column / 128 + ((half > 0) == (ORDER == GATE_UP) ? blocks_of(columns) : 0);
   if (GATED && SHORT_BLOCKS && ORDER != INTERLEAVED) blocks = 2 * blocks_of(columns);
-  if (GATED && ORDER == INTERLEAVED) block = column / 64 + (!FEW && half > 0);
-  if (!GATED && FEW) block = column / 128;
+  if (GATED && ORDER == INTERLEAVED) block = column / 64 + (!NARROW && half > 0);
+  if (!GATED && NARROW) block = column / 128;
   return (long long)expert * blocks + min(block, blocks - 1);
 }
 
 // Number of work items of a group; a cluster works on one at a time.
 __device__ __forceinline__ int tiles_of(int rows, int tiles_n) {
   int tiles_m = ceil_div(rows, BM);
-  if (TEAM == 1) return tiles_m * tiles_n;
+  if (TEAM == 1 || TALL) return tiles_m * tiles_n;
   return tiles_m / 2 * tiles_n + tiles_m % 2 * ceil_div(tiles_n, 2);
 }
 
@@ -88,6 +88,14 @@ __device__ __forceinline__ bool find_tile(const Group* groups, int num_groups, i
     int n = u / tiles_m, m = u - n * tiles_m;
     tile = {group.start + m * BM, group.rows - m * BM, group.expert, n * ITEM_COLUMNS, false};
     if (PAIRED) tile.column += (int)rank * TILE_COLUMNS;
+    return true;
+  }
+  if (TALL) {
+    // Bands of columns, as below.
+    int band = u / (band_width * tiles_m) * band_width, width = min(band_width, tiles_n - band);
+    u -= band * tiles_m;
+    int m = u / width, n = band + u % width;
+    tile = {group.start + m * BM, group.rows - m * BM, group.expert, n * ITEM_COLUMNS + (int)rank * TILE_COLUMNS, false};
     return true;
   }
   int odd = tiles_m % CLUSTER, m, n;

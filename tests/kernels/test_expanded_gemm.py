@@ -14,8 +14,8 @@ import triton
 from moe_runtime.kernels import nvrtc
 from moe_runtime.kernels.formats.number_formats import FP8_BLOCK, MXFP4, NVFP4, TokenFormat
 from moe_runtime.kernels.gemm import tma_gemm as tma
-from moe_runtime.kernels.gemm.shapes import TMA_AHEAD, TMA_SHAPES, TmaShape
-from moe_runtime.kernels.gemm.weights import SILU, Activation
+from moe_runtime.kernels.gemm.shapes import TMA_AHEAD, TMA_SHAPES, TMA_TALL, TmaShape
+from moe_runtime.kernels.gemm.weights import GPT_OSS, SILU, SQUARED_RELU, Activation, GateUpOrder, SwiGLU
 from tests.kernels.test_tma_gemm import disassembled, gpu
 from tests.support.comparison import assert_same_bits
 from tests.support.expanded_cases import (
@@ -24,6 +24,7 @@ from tests.support.expanded_cases import (
     compare_swiglu,
     expanded_weights,
     in_shape,
+    of_all_sizes,
     rows_for,
 )
 from tests.support.gemm_cases import make_rows
@@ -39,9 +40,9 @@ def _variants() -> list[tuple[TokenFormat, nvrtc.Defines]]:
     """Both products, gathered and packed, with the scales of rows by TMA and by threads."""
     found = []
     for fmt in (NVFP4, MXFP4):
-        for shape in SHAPES:
-            many = shape.tile_rows == 128 and shape.cluster == 2
-            for gather, copied in [(False, False), (True, False)] + [(False, True)] * many:
+        for shape in (*SHAPES, TMA_TALL):
+            many = shape.tile_rows >= 128 and shape.cluster == 2
+            for gather, copied in [(False, False)] + [(True, False)] * (not shape.tall) + [(False, True)] * many:
                 more: dict[str, Any] = {"gather": gather, "extras": False, "copied_scales": copied, "expanded": fmt}
                 gated = {"activation": SILU, "order": SILU.gate_up, "out_code": 3}
                 plain = {"activation": None, "order": None, "out_code": 0}
@@ -85,7 +86,7 @@ def test_variants_expand_in_few_instructions_and_keep_everything_in_registers() 
             # Warps that expand have time.
             assert multiplying and len(in_memory) <= 20, variant
             assert not any(low <= at <= high for at in in_memory for low, high in multiplying), variant
-        elif variant["GATHER"] and not variant["PACKED"]:
+        elif (variant["GATHER"] and not variant["PACKED"]) or int(variant["ROWS"]) > 128:
             # Values of a tile may be kept in memory: the loops over its blocks of K do not use them.
             expanding = loops_around(code, MASK)
             assert len(expanding) == 2 and multiplying, variant
@@ -93,7 +94,7 @@ def test_variants_expand_in_few_instructions_and_keep_everything_in_registers() 
         else:
             assert not in_memory, variant
         # A thread expands 32 weights of each of two words of a unit: 8 selections a word, one for each of its scales.
-        # There is code for the two or four units of a tile.
+        # There is code for the two or four units of a tile; tall ones have two of each unit, for two blocks of K.
         masks = [text for _, text in code if MASK.match(text)]
         words = 4 if few else 8
         selections = 8 + 32 // fmt.block
@@ -119,6 +120,39 @@ def test_ragged_groups(
     a = rows_for(shape, k, rng, gather, device)
     for num_sms in (None, 2, 4):
         compare_plain(a, w, shape, monkeypatch, num_sms=num_sms)
+
+
+@gpu
+@names
+@pytest.mark.parametrize(("n", "k"), [(520, 512), (392, 640), (136, 400), (7168, 2048), (264, 32), (1032, 2880)])
+def test_tall_tiles(
+    name: str, n: int, k: int, rng: torch.Generator, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    k += k % 32 if name == "mxfp4" else 0
+    w, a = expanded_weights(name, n, k, rng, device, biased=k == 640), of_all_sizes(k, rng, device)
+    for num_sms in (None, 2, 4):
+        for _ in range(10):
+            compare_plain(a, w, TMA_TALL, monkeypatch, num_sms=num_sms)
+
+
+@gpu
+@names
+@pytest.mark.parametrize("activation", [SwiGLU(), SwiGLU(GateUpOrder.UP_GATE, alpha=0.7), GPT_OSS, SQUARED_RELU])
+@pytest.mark.parametrize(("inner", "k"), [(384, 512), (208, 640), (2048, 7168), (80, 32)])
+def test_activated_tall_tiles(
+    name: str,
+    activation: Activation,
+    inner: int,
+    k: int,
+    rng: torch.Generator,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows = activation.num_parts * inner
+    w = expanded_weights(name, rows, k, rng, device, activation.gate_up, biased=activation is GPT_OSS)
+    a = of_all_sizes(k, rng, device)
+    for to in ("fp8_block", "bf16") * 5:
+        compare_swiglu(a, w, activation, to, TMA_TALL, monkeypatch)
 
 
 @gpu

@@ -15,16 +15,18 @@ from moe_runtime.kernels.gemm.expanded_weights import ExpandedWeights
 from moe_runtime.kernels.gemm.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
 from moe_runtime.kernels.gemm.plan import MAX_TMA_GROUPS
 from moe_runtime.kernels.gemm.shapes import (
+    TILE_ROWS,
     TMA_AHEAD,
     TMA_DECODE,
     TMA_FEW,
     TMA_PREFILL,
     TMA_SHAPES,
     TMA_SOME,
+    TMA_TALL,
     TmaShape,
 )
 from moe_runtime.kernels.gemm.tma_gemm import Strips
-from moe_runtime.kernels.gemm.weights import GateUpOrder, SwiGLU
+from moe_runtime.kernels.gemm.weights import GPT_OSS, SQUARED_RELU, Activation, GateUpOrder, SwiGLU
 from moe_runtime.kernels.runtime import BLOCK_RESERVED_BYTES, SM_SHARED_BYTES
 from tests.emulator import Emulator, needs_emulator
 from tests.kernels import test_tma_gemm_emulated
@@ -36,6 +38,7 @@ from tests.support.expanded_cases import (
     expanded_weights,
     few,
     in_shape,
+    of_all_sizes,
     rows_for,
 )
 from tests.support.gemm_cases import UNIT, check_inside, exact_gemm, make_rows, random_weights
@@ -51,7 +54,8 @@ MOST_SCHEDULES = 30
 
 names = pytest.mark.parametrize("name", NAMES)
 SHAPES = (*TMA_SHAPES, TMA_AHEAD)
-regimes = pytest.mark.parametrize("shape", SHAPES, ids=[*(shape.regime.name.lower() for shape in TMA_SHAPES), "ahead"])
+IDS = [*(shape.regime.name.lower() for shape in TMA_SHAPES), "ahead", "tall"]
+all_shapes = pytest.mark.parametrize("shape", (*SHAPES, TMA_TALL), ids=IDS)
 
 
 emulate, emulator = test_tma_gemm_emulated.emulate, test_tma_gemm_emulated.emulator
@@ -181,6 +185,120 @@ def test_strips_in_few_slots(
     check_runs(emulator, 12)
 
 
+@pytest.mark.parametrize(
+    ("name", "n", "k", "dtype"),
+    [
+        ("nvfp4", 520, 512, torch.bfloat16),  # with scales that come by TMA, and an odd number of column tiles
+        ("mxfp4", 392, 640, torch.float32),
+        ("nvfp4", 136, 400, torch.float16),
+        ("mxfp4", 768, 1024, torch.bfloat16),
+        ("nvfp4", 264, 16, torch.bfloat16),
+        ("mxfp4", 264, 256, torch.bfloat16),
+    ],
+)
+def test_tall_tiles(
+    name: str,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    emulator: Emulator,
+    rng: torch.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(nvrtc, "most_sms", lambda *_: 4)
+    w = expanded_weights(name, n, k, rng, CPU, biased=k == 640)
+    a = of_all_sizes(k, rng, CPU, spare=0 if k == 1024 else 9)
+    for num_sms, box_rows in ((2, TILE_ROWS), (4, 64)):
+        shape = replace(TMA_TALL, box_rows=box_rows)
+        compare_plain(a, w, shape, monkeypatch, num_sms=num_sms, dtype=dtype)
+    check_runs(emulator, 4)
+
+
+@names
+@pytest.mark.parametrize("k", [384, 512])
+def test_tall_tiles_with_far_scales(
+    name: str, k: int, emulator: Emulator, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Products of scales that are not normal, of some rows of either half, from the first or from a later stage on."""
+    w = expanded_weights(name, 520, k, rng, CPU)
+    gated = expanded_weights(name, 512, k, rng, CPU, GateUpOrder.UP_GATE)
+    a = make_rows("fp8_block", [70, 193, 5, 256, 129], k, rng, CPU, num_experts=3)
+    assert a.scales is not None
+    scales = a.scales.clone()
+    scales[::7, 2] *= 2.0**-60
+    scales[75, 0] *= 2.0**-70
+    scales[400:420] *= 2.0**-60
+    a = replace(a, scales=scales)
+    for weights in (w, gated):
+        far = weights.scales.clone()
+        far[:, 1::3] *= 2.0**-66
+        far[:, 2::3, 2:] *= 2.0**90
+        far_weights = replace(weights, scales=far)
+        if weights is w:
+            compare_plain(a, far_weights, TMA_TALL, monkeypatch)
+        else:
+            compare_swiglu(a, far_weights, SwiGLU(GateUpOrder.UP_GATE), "fp8_block", TMA_TALL, monkeypatch)
+    check_runs(emulator, 4)
+
+
+@names
+def test_tall_tiles_that_end_with_any_stage(
+    name: str, emulator: Emulator, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for blocks in range(1, 10):
+        w = expanded_weights(name, 520, 128 * blocks, rng, CPU)
+        a = make_rows("fp8_block", [130, 5, 257], 128 * blocks, rng, CPU, num_experts=3)
+        compare_plain(a, w, TMA_TALL, monkeypatch, dtype=torch.bfloat16)
+    check_runs(emulator, 18)
+
+
+def test_tall_tiles_and_scales_past_the_last_row(
+    emulator: Emulator, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They come with those of rows."""
+    w = expanded_weights("nvfp4", 264, 512, rng, CPU)
+    for sizes in ([70, 0, 193], [5, 140], [260]):
+        a = make_rows("fp8_block", sizes, 512, rng, CPU, num_experts=3, spare=30)
+        assert a.scales is not None
+        for value in (0.0, 1e38, float("nan")):
+            scales = a.scales.clone()
+            scales[sum(sizes) :] = value
+            compare_plain(replace(a, scales=scales), w, TMA_TALL, monkeypatch)
+    check_runs(emulator, 18)
+
+
+@pytest.mark.parametrize(
+    ("name", "activation", "to", "k", "inner"),
+    [
+        ("nvfp4", SwiGLU(), "fp8_block", 512, 384),
+        ("mxfp4", SwiGLU(GateUpOrder.INTERLEAVED, limit=0.5), "fp8_block", 1024, 256),
+        ("mxfp4", SwiGLU(GateUpOrder.UP_GATE, alpha=0.7), "fp8_block", 288, 320),
+        ("nvfp4", GPT_OSS, "fp8_block", 384, 208),
+        ("nvfp4", SwiGLU(), "bf16", 512, 320),
+        ("mxfp4", GPT_OSS, "bf16", 128, 384),
+        ("nvfp4", SQUARED_RELU, "fp8_block", 640, 400),
+        ("mxfp4", SQUARED_RELU, "fp8_block", 512, 384),
+        ("nvfp4", SQUARED_RELU, "bf16", 512, 264),
+    ],
+)
+def test_activated_tall_tiles(
+    name: str,
+    activation: Activation,
+    to: str,
+    k: int,
+    inner: int,
+    emulator: Emulator,
+    rng: torch.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The blocks of a cluster tell each other the largest values of rows of a gated result."""
+    monkeypatch.setattr(nvrtc, "most_sms", lambda *_: 4)
+    rows = activation.num_parts * inner
+    w = expanded_weights(name, rows, k, rng, CPU, activation.gate_up, biased=activation is GPT_OSS)
+    compare_swiglu(of_all_sizes(k, rng, CPU), w, activation, to, TMA_TALL, monkeypatch)
+    check_runs(emulator, 2)
+
+
 @names
 @pytest.mark.parametrize("shape", [TMA_FEW, TMA_DECODE], ids=["few", "decode"])
 def test_both_products_of_a_layer(
@@ -260,7 +378,7 @@ def test_a_plan_has_room_for_the_table(fmt: TokenFormat, emulator: Emulator, rng
 
 
 @pytest.mark.parametrize("fmt", [NVFP4, MXFP4], ids=NAMES)
-@regimes
+@all_shapes
 def test_both_rings_fit(fmt: TokenFormat, shape: TmaShape) -> None:
     room = SM_SHARED_BYTES // shape.blocks_per_sm - BLOCK_RESERVED_BYTES
     for groups in (1, 32, 128, 512, MAX_TMA_GROUPS):
@@ -350,6 +468,57 @@ def test_mistakes_are_found(
     with pytest.raises(AssertionError, match=found):
         for _ in range(MOST_SCHEDULES):
             assert_same_bits(tma_grouped_gemm(a, w), want)
+
+
+MISTAKES_OF_TALL = {
+    "the other block's maxima are not waited for": (
+        "barrier_wait(x.arrived, x.parity);\n#pragma unroll",
+        "#pragma unroll",
+        "differ|under way",
+    ),
+    "maxima of the next tile overwrite those that have not been read": (
+        "u32 place = stored % 2 * MATH_WARPS + warp;",
+        "u32 place = warp; stored += stored & 1;",
+        "differ|outside|nothing can go on",
+    ),
+    "a stage is free when all warps but one are through": (
+        "barrier_init(empty + 8 * s, MATH_WARPS * TEAM * ARRIVALS_OF_WARP)",
+        "barrier_init(empty + 8 * s, MATH_WARPS * TEAM - 1)",
+        "changed while their product was under way|waits for|nothing can go on|differ",
+    ),
+    "one of two warpgroups says that a stage is expanded": (
+        "IN_STAGES ? 4 * (IN_TURNS ? 1 : PRODUCER_WGS)",
+        "IN_STAGES ? 4 * (IN_TURNS ? 1 : 1)",
+        "changed while|differ|waits for|nothing can go on|outside",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES_OF_TALL)
+def test_mistakes_in_tall_tiles_are_found(
+    mistake: str, emulate: Callable[..., Emulator], rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right, wrong, found = MISTAKES_OF_TALL[mistake]
+
+    def edit(text: str) -> str:
+        assert text.count(right) == 1, text.count(right)
+        return text.replace(right, wrong)
+
+    # A block is ahead of the other by a tile only if the ring has room for all of it.
+    k = 128 if "maxima" in mistake else 640
+    w = expanded_weights("nvfp4", 512, k, rng, CPU, GateUpOrder.GATE_UP)
+    a = make_rows("fp8_block", [60, 5, 64, 3, 300, 20], k, rng, CPU, num_experts=3)
+    in_shape(monkeypatch, TMA_TALL)
+    emulate()
+    want = tma_grouped_gemm_swiglu(a, w, SwiGLU(), out_format="fp8_block")
+    assert want.scales is not None
+    emulate(edit=edit)
+    with pytest.raises(AssertionError, match=found):
+        for _ in range(MOST_SCHEDULES):
+            got = tma_grouped_gemm_swiglu(a, w, SwiGLU(), out_format="fp8_block")
+            assert got.scales is not None
+            assert_same_bits(got.rows, want.rows, "rows")
+            assert_same_bits(got.scales, want.scales, "scales")
 
 
 def test_every_lane_may_arrive(emulator: Emulator, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
