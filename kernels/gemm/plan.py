@@ -45,6 +45,7 @@ from moe_runtime.kernels.gemm.shapes import (
     TMA_FEW,
     TMA_PREFILL,
     TMA_SOME,
+    TMA_TALL,
     DequantShape,
     GemmTile,
     Regime,
@@ -135,13 +136,17 @@ TMA_DOZEN_GATHERED_K, TMA_DOZEN_K = 3072, 1024
 GEMMs with 768, and lost with 7168 and in second GEMMs with 2048."""
 
 
-EXPANDED_DECODE_ROWS = 32
-"""Average rows of a group up to which a launch that expands FP4 weights uses TMA_DECODE. A group of more than the 64
-rows of its tiles expands all weights twice. TMA_PREFILL took 287 and 158 us for 128 rows of each group, TMA_DECODE 284
-and 163 for 32, 303 and 172 for 64 (kernels/gemm/notes.md)."""
-AHEAD_ROWS = 640
-"""Least average rows of a group for which FP4 weights are expanded in memory, before the tiles that multiply them. It
-gained a tenth with 768 rows and a sixth with 1024, and lost with 512."""
+EXPANDED_SOME_ROWS, EXPANDED_DOZEN_ROWS = 10, 24
+"""Average rows of a group up to which a launch that expands FP4 weights uses TMA_SOME and TMA_DOZEN. A tile that more
+rows than it has make necessary expands all weights again. Above, TMA_PREFILL is faster than TMA_DECODE, where fewer
+threads expand (kernels/gemm/notes.md)."""
+TALL_ROWS = 116
+"""Average rows of a group from which it uses TMA_TALL. With random routing a sixth of the groups then has more than the
+128 rows of a tile of TMA_PREFILL. Groups of 128 rows each took 275 us in TMA_PREFILL and 297 in TMA_TALL, groups of 128
+rows on average 403 and 357."""
+AHEAD_ROWS = 1000
+"""Average rows of a group from which FP4 weights are expanded in memory, before the tiles that multiply them. With 1024
+rows NVFP4 took as long as in TMA_TALL, and MXFP4 3% less; with 640 NVFP4 took 6% more, and MXFP4 2%."""
 
 
 @dataclass(frozen=True)
@@ -166,16 +171,27 @@ def choose_tma_shape(rows: int, num_groups: int, k: int, *, gathered: bool, expa
 
     `expanded` is whether the kernel expands the weights.
     """
-    if expanded and rows >= AHEAD_ROWS * num_groups:
-        return TMA_AHEAD
     if rows <= TMA_FEW_ROWS * num_groups:
         return TMA_FEW
+    if expanded:
+        return _shape_that_expands(rows / max(num_groups, 1), gathered=gathered)
     if rows <= TMA_SOME_ROWS * num_groups:
         return TMA_SOME
     if rows <= TMA_DOZEN_ROWS * num_groups and k <= (TMA_DOZEN_GATHERED_K if gathered else TMA_DOZEN_K):
         return TMA_DOZEN
-    decode_rows = EXPANDED_DECODE_ROWS if expanded else TMA_DECODE_ROWS
-    return TMA_DECODE if rows <= decode_rows * num_groups else TMA_PREFILL
+    return TMA_DECODE if rows <= TMA_DECODE_ROWS * num_groups else TMA_PREFILL
+
+
+def _shape_that_expands(rows_of_group: float, *, gathered: bool) -> TmaShape:
+    """For more than TMA_FEW_ROWS."""
+    if rows_of_group >= AHEAD_ROWS:
+        return TMA_AHEAD
+    if rows_of_group <= EXPANDED_SOME_ROWS:
+        return TMA_SOME
+    if rows_of_group <= EXPANDED_DOZEN_ROWS:
+        return TMA_DOZEN
+    # Rows that are gathered have no tiles of 256: a layer gathers so many only if it has few tokens and fewer experts.
+    return TMA_TALL if rows_of_group >= TALL_ROWS and not gathered else TMA_PREFILL
 
 
 # --- Hopper's kernels for weights that are dequantized in registers ---

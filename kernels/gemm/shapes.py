@@ -55,9 +55,8 @@ FEW_STAGING_BYTES = (HALF + 4) * 4
 """Shared memory of a tile's row by which, in a tile of few rows, the threads of a warpgroup share its sums."""
 EXPANSION_TABLE_BYTES = 2048
 """Eight e4m3 products for each scale code of expanded weights; those of MXFP4 take a quarter."""
-MAX_EXPANDED_STAGES = 3
-"""Stages of expanded weights behind a ring of packed ones, which hides the latency of memory."""
-MIN_PACKED_STAGES, MAX_PACKED_STAGES = 2, 8
+MAX_PACKED_STAGES = 8
+"""Of the ring of packed weights, which hides the latency of memory. There is an even number."""
 TILES_AHEAD = 8
 """Tiles that the producers of a block may announce to its math warps in advance."""
 
@@ -113,33 +112,37 @@ class TmaShape:
         return 2 if self.few else 1
 
     def threads(self, expanded: TokenFormat | None = None) -> int:
-        """Of a block: one or two warpgroups that multiply, one that loads, and one that only expands weights.
+        """Of a block: warpgroups that multiply, one that loads, and those that only expand weights.
 
-        `expanded` is the format from which the kernel expands weights. Behind a ring of packed ones the warpgroup that
-        loads expands all.
+        `expanded` is the format from which the kernel expands weights. With many rows the warpgroup that loads expands,
+        too.
         """
-        multiply = 1 if self.few else 2
-        only_expand = int(expanded is not None and not self.rings)
-        return 128 * (multiply + 1 + only_expand)
+        multiply, only_expand = (1, 2) if self.few else (2, 1)
+        return 128 * (multiply + 1 + (0 if expanded is None else only_expand))
 
     def stages(self, num_groups: int, expanded: TokenFormat | None = None) -> int:
         """Stages of the ring: as many as fit into the rest of shared memory, at most MAX_STAGES.
 
-        `expanded` is the format from which the kernel expands weights. With `packed_stages` there are at most three.
+        `expanded` is the format from which the kernel expands weights. Where two warpgroups expand in turn, an even
+        number: with `packed_stages` four if these are four, too, else two.
         """
+        if expanded is not None and self.few:
+            four = self._ring_bytes(num_groups, expanded) >= 4 * (self._stage_bytes + self._packed_bytes(expanded))
+            return 4 if four else 2
         most = MAX_FEW_STAGES if self.few else MAX_STAGES
-        room = self._ring_bytes(num_groups, expanded)
-        if expanded is not None and self.rings:
-            least = MIN_PACKED_STAGES * self._packed_bytes(expanded)
-            return min((room - least) // self._stage_bytes, MAX_EXPANDED_STAGES)
-        return min(room // self._stage_bytes, most)
+        number = min(self._ring_bytes(num_groups, expanded) // self._stage_bytes, most)
+        return number // 2 * 2 if self.tall else number
 
     def packed_stages(self, num_groups: int, expanded: TokenFormat | None) -> int:
-        """Stages of the ring of packed weights; 0 where threads load those into registers, and without expansion."""
-        if expanded is None or not self.rings:
+        """Stages of the ring of packed weights; 0 where threads load those into registers, and without expansion.
+
+        With few rows weights stream from memory through such a ring. With many, registers save shared memory, whose
+        bandwidth bounds it.
+        """
+        if expanded is None or not self.few:
             return 0
         room = self._ring_bytes(num_groups, expanded) - self.stages(num_groups, expanded) * self._stage_bytes
-        return min(room // self._packed_bytes(expanded), MAX_PACKED_STAGES)
+        return min(room // self._packed_bytes(expanded) // 2 * 2, MAX_PACKED_STAGES)
 
     def shared_bytes(self, num_groups: int, expanded: TokenFormat | None = None) -> int:
         """Dynamic shared memory of a block."""
@@ -147,14 +150,6 @@ class TmaShape:
         if expanded is not None:
             ring += self.packed_stages(num_groups, expanded) * self._packed_bytes(expanded)
         return ring + self._bytes_without_ring(num_groups, expanded)
-
-    @property
-    def rings(self) -> bool:
-        """Whether weights that are expanded come packed through a ring of their own.
-
-        There they stream from memory. With many rows registers do, and save shared memory, whose bandwidth bounds it.
-        """
-        return self.tile_rows < TILE_ROWS or self.cluster == 1
 
     def _ring_bytes(self, num_groups: int, expanded: TokenFormat | None) -> int:
         """Room for both rings."""
@@ -194,8 +189,10 @@ TMA_PREFILL = TmaShape(Regime.PREFILL, cluster=2, box_rows=TILE_ROWS, band=8)
 TMA_AHEAD = replace(TMA_PREFILL, expands_ahead=True)
 """For so many rows that it pays to expand weights in memory. Without weights to expand it is TMA_PREFILL."""
 TMA_TALL = replace(TMA_PREFILL, tile_rows=2 * TILE_ROWS)
-"""For weights that are expanded in the stages: each is expanded once for 256 rows. No plan chooses it yet."""
+"""For weights that are expanded in the stages, and groups of more than 128 rows: each is expanded once for 256 rows."""
 TMA_SHAPES = (TMA_FEW, TMA_SOME, TMA_DOZEN, TMA_DECODE, TMA_PREFILL)
+EXPANDING_SHAPES = (TMA_FEW, TMA_SOME, TMA_DOZEN, TMA_PREFILL, TMA_TALL, TMA_AHEAD)
+"""For weights that are expanded. Only TMA_TALL does not gather rows."""
 
 
 # --- Hopper's kernels for weights that are dequantized in registers ---

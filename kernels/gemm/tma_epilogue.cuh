@@ -231,8 +231,8 @@ __device__ __forceinline__ void largest_of_pair(const Maxima& x, u32 (&bits)[4],
     if (i < number) bits[i] = max(bits[i], x.here[8 * i]);
 }
 
-// Quantizes 64 columns of each row from `r[FIRST]` on and stores `columns` of them. `bits` are the largest of a thread's
-// rows, `scales` that of the first row or null.
+// Quantizes 64 columns of each row from `r[FIRST]` on and stores `columns` of them. `bits` are the largest of a
+// thread's rows, `scales` that of the first row or null.
 template <int FIRST, int N>
 __device__ __forceinline__ void store_quantized_64(const float (&r)[N], const u32 (&bits)[4], u8* staging, u8* out,
                                                    long long stride, int rows, int columns, float* scales,

@@ -16,6 +16,8 @@
 #ifndef MOE_RUNTIME_TMA_EXPAND
 #define MOE_RUNTIME_TMA_EXPAND
 
+#define IN_REGISTERS (EXPAND && !AHEAD && !PACKED)  // packed weights, which threads load that expand them
+
 #include "tma_block.cuh"
 
 #if EXPAND
@@ -107,30 +109,26 @@ __device__ __forceinline__ const u8* unit_at(const u8* units, int expert, int pa
 
 #if !AHEAD
 
-// Where units of a tile are, and how many: pairs of neighbours, or, of NARROW tiles, of gate and up.
+// Where units of a tile are, and how many: two neighbours, or, of NARROW tiles, of gate and up.
 struct Units {
-  static constexpr int PAIRS = PACKED ? UNITS / 2 : 1;
-  const u8* pairs[PAIRS];
-  u32 stride;  // bytes between the units of a pair
+  const u8* unit;
+  u32 stride;  // bytes to the other one
   int count;
 
-  // Those of `number` units from the `first` of the tile, from the first block of K on: whole pairs, or one unit.
+  // Those of `number` units from the `first` of the tile, from the first block of K on: both, or none.
   __device__ __forceinline__ void find(const u8* units, const Tile& tile, int columns, int k_blocks, int first,
                                        int number) {
     int blocks = 2 * ceil_div(columns, 2 * UNIT_ROWS);
     count = number;
     stride = (NARROW && GATED ? blocks : 1) * k_blocks * UNIT_BYTES;
-#pragma unroll
-    for (int p = 0; p < PAIRS; ++p) {
-      int u = first + 2 * p, part = GATED && !NARROW ? u / 2 : 0, of_part = GATED && !NARROW ? u % 2 : u;
-      pairs[p] = unit_at(units, tile.expert, part, tile.column / UNIT_ROWS + of_part, columns, k_blocks);
-    }
+    int part = GATED && !NARROW ? first / 2 : 0, of_part = GATED && !NARROW ? first % 2 : first;
+    unit = unit_at(units, tile.expert, part, tile.column / UNIT_ROWS + of_part, columns, k_blocks);
   }
 
-  __device__ __forceinline__ const u8* from(int u) const { return pairs[u / 2] + u % 2 * stride; }
+  __device__ __forceinline__ const u8* from(int u) const { return unit + u * stride; }
 
   // Goes on to a later block of K.
-  __device__ __forceinline__ void advance(int pair, int blocks = 1) { pairs[pair] += blocks * UNIT_BYTES; }
+  __device__ __forceinline__ void advance(int blocks = 1) { unit += blocks * UNIT_BYTES; }
 };
 
 // What the threads that produce know of the weights.
@@ -160,116 +158,103 @@ struct Weights {
 
 #if PACKED
 
-// A ring of packed weights, which the warp of the leader fills across tiles by a walk of its own.
-struct Expander : Weights {
-  u32 ring, full;                       // shared-memory addresses; barriers that a stage may be filled follow
-  int slot = 0, filled = 0, ahead = 0;  // what is read and filled next; stages that are filled or under way
-  u32 phase = 0, of_filled = 0;
-  Units loads;  // of the tile that is being loaded
-  int left = 0, number, group = 0, count;
-  bool more;
+// Where a warpgroup that expands, or who loads for it, is in its half of the ring of packed weights: each second stage.
+struct PackedRing {
+  int stage;
+  u32 phase = 0;
 
-  __device__ __forceinline__ Expander(const Block& block, const u8* units, int columns, int k_blocks)
-      : Weights(block, units, columns, k_blocks),
-        ring(block.packed),
-        full(block.packed_full),
-        number(blockIdx.x / CLUSTER),
-        more(threadIdx.x / 32 % 4 == 0) {}
+  __device__ __forceinline__ explicit PackedRing(int first) : stage(first) {}
 
-  __device__ __forceinline__ void begin(const Tile&, int halves) { count = FEW ? UNITS : 2 * halves; }
+  __device__ __forceinline__ u32 units(const Block& block) const { return block.packed + stage * UNITS * UNIT_BYTES; }
+  __device__ __forceinline__ u32 full(const Block& block) const { return block.packed_full + 8 * stage; }
+  __device__ __forceinline__ u32 empty(const Block& block) const { return full(block) + 8 * PACKED; }
+  __device__ __forceinline__ void await_free(const Block& block) const { barrier_wait(empty(block), ~phase & 1); }
 
-  __device__ __forceinline__ static bool of_loading(int) { return true; }
-
-  // Asks for weights until `most` stages are there or under way. Called by whole warps; one of them does it.
-  template <class Walk>
-  __device__ __forceinline__ void load(int most, const Walk& walk) {
-    for (; more && ahead < most; ++ahead) {
-      if (left == 0) {
-        Tile tile;
-        int halves;
-        more = walk.find(number, group, tile, halves);
-        if (!more) return;
-        number += walk.step;
-        loads.find(units, tile, columns, k_blocks, 0, FEW ? UNITS : 2 * halves);
-        left = k_blocks;
-      }
-      barrier_wait(full + 8 * (PACKED + filled), ~of_filled & 1);
-      __syncwarp();
-      u32 to = ring + filled * UNITS * UNIT_BYTES, ready = full + 8 * filled;
-      bool one = elected();
-      if (one) barrier_expect(ready, loads.count * UNIT_BYTES);
-#pragma unroll
-      for (int u = 0; u < UNITS; ++u) {
-        if (u >= loads.count) continue;
-        if (one) bulk_load(to + u * UNIT_BYTES, loads.from(u), UNIT_BYTES, ready);
-        if (u % 2) loads.advance(u / 2);
-      }
-      --left;
-      if (++filled == PACKED) filled = 0, of_filled = ~of_filled;
-    }
+  __device__ __forceinline__ void advance() {
+    stage += 2;
+    if (stage >= PACKED) stage -= PACKED, phase = ~phase;
   }
 
-  // Writes the weights of a stage to `b` and arrives at `ready`.
-  __device__ __forceinline__ void expand(u32 b, u32 ready, int) {
-    int thread = threadIdx.x % 128;
-    barrier_wait(full + 8 * slot, phase & 1);
-    u32 words = ring + slot * UNITS * UNIT_BYTES + thread * 16;
-    u32 scales = ring + slot * UNITS * UNIT_BYTES + UNIT_QUANTS + thread * SCALE_BYTES_OF_THREAD;
-#pragma unroll
-    for (int u = 0; u < UNITS; ++u) {
-      if (u >= count) continue;
-      Unit unit;
-#pragma unroll
-      for (int j = 0; j < UNIT_WORDS; ++j) {
-        asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(unit.words[j].x), "=r"(unit.words[j].y), "=r"(unit.words[j].z), "=r"(unit.words[j].w)
-                     : "r"(words + u * UNIT_BYTES + j * 2048));
-      }
-      if (SCALES_OF_WORD == 2) {
-        asm volatile("ld.shared.u32 %0, [%1];" : "=r"(unit.scales) : "r"(scales + u * UNIT_BYTES));
-      } else {
-        u16 both;
-        asm volatile("ld.shared.u16 %0, [%1];" : "=h"(both) : "r"(scales + u * UNIT_BYTES));
-        unit.scales = both;
-      }
-#pragma unroll
-      for (int j = 0; j < UNIT_WORDS; ++j) Weights::expand(unit, j, unit.look_up(table, j), b + u * UNIT_EXPANDED);
-    }
-    arrive(ready);
-    barrier_arrive_warp(full + 8 * (PACKED + slot));
-    --ahead;
-    if (++slot == PACKED) slot = 0, phase = ~phase;
+  __device__ __forceinline__ void swap(PackedRing& other) {
+    PackedRing here = *this;
+    *this = other, other = here;
   }
 };
 
-#else  // from registers
+#endif
 
-// What a thread has of a block of K, and where the next is. Each of two warpgroups expands two of the four units, the
-// second none of a tile of one half. IN_TURNS, they expand both units of a stage, and take turns at stages. DEEP, each
-// expands one of both units, and has two blocks of K in its two units.
+// What a thread expands: two units of a block of K. Each of two warpgroups expands two of the four units, the second
+// none of a tile of one half. IN_TURNS, they expand both units of a stage, and take turns at stages.
 struct Expander : Weights {
-  Units source;
-  Unit own[2];
-  int first;  // of the units that it expands
-
   static constexpr int STEP = IN_TURNS ? 2 : 1;  // from one of its blocks of K to the next
 
+  Unit own[2];
+#if PACKED
+  const Block& block;
+  PackedRing ring;
+#else
+  Units source;
+  int first;  // of the units that it expands
+#endif
+
+  // Entries are looked up while the word before is expanded; those of all words would take too many registers.
+  __device__ __forceinline__ void expand_units(u32 b) const {
+    Entries found = own[0].look_up(table, 0);
+#pragma unroll
+    for (int i = 0; i < 2 * UNIT_WORDS; ++i) {
+      Entries of_word = found;
+      int after = i + 1, u = i / UNIT_WORDS;
+      if (after < 2 * UNIT_WORDS) found = own[after / UNIT_WORDS].look_up(table, after % UNIT_WORDS);
+      Weights::expand(own[u], i % UNIT_WORDS, of_word, b + u * UNIT_EXPANDED);
+    }
+  }
+
+#if PACKED
+
   __device__ __forceinline__ Expander(const Block& block, const u8* units, int columns, int k_blocks)
-      : Weights(block, units, columns, k_blocks), first(IN_TURNS ? 0 : (DEEP ? 1 : 2) * (block.wg - MATH_WGS)) {}
+      : Weights(block, units, columns, k_blocks), block(block), ring(block.wg - MATH_WGS - 1) {}
 
-  template <class Walk>
-  __device__ __forceinline__ void load(int, const Walk&) {}
+  __device__ __forceinline__ void begin(const Tile&, int, int) {}
 
-  // Whether the warpgroup that loads, too, expands this block of K.
-  __device__ __forceinline__ static bool of_loading(int kb) { return !IN_TURNS || kb % 2 == 0; }
+  // Writes the weights of a stage to `b`, and arrives at `ready`.
+  __device__ __forceinline__ void expand(u32 b, u32 ready, int) {
+    barrier_wait(ring.full(block), ring.phase & 1);
+    u32 packed = ring.units(block), thread = threadIdx.x % 128;
+#pragma unroll
+    for (int u = 0; u < UNITS; ++u) {
+      u32 from = packed + u * UNIT_BYTES, scales = from + UNIT_QUANTS + thread * SCALE_BYTES_OF_THREAD;
+#pragma unroll
+      for (int j = 0; j < UNIT_WORDS; ++j) {
+        uint4& word = own[u].words[j];
+        asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(word.x), "=r"(word.y), "=r"(word.z), "=r"(word.w)
+                     : "r"(from + thread * 16 + j * 2048));
+      }
+      if (SCALES_OF_WORD == 2) {
+        asm volatile("ld.shared.u32 %0, [%1];" : "=r"(own[u].scales) : "r"(scales));
+      } else {
+        u16 both;
+        asm volatile("ld.shared.u16 %0, [%1];" : "=h"(both) : "r"(scales));
+        own[u].scales = both;
+      }
+    }
+    expand_units(b);
+    arrive(ready);
+    barrier_arrive_warp(ring.empty(block));
+    ring.advance();
+  }
 
-  // Loads the next block of K, if DEEP into unit `only`.
-  __device__ __forceinline__ void load_next(int only = 0) {
+#else  // from registers
+
+  __device__ __forceinline__ Expander(const Block& block, const u8* units, int columns, int k_blocks)
+      : Weights(block, units, columns, k_blocks), first(IN_TURNS ? 0 : 2 * (block.wg - MATH_WGS)) {}
+
+  // Loads the next block of K.
+  __device__ __forceinline__ void load_next() {
     int thread = threadIdx.x % 128;
 #pragma unroll
     for (int u = 0; u < 2; ++u) {
-      if (DEEP && u != only) continue;
-      const u8* from = source.from(DEEP ? 0 : u);
+      const u8* from = source.from(u);
 #pragma unroll
       for (int j = 0; j < UNIT_WORDS; ++j) {
         uint4& word = own[u].words[j];
@@ -280,13 +265,13 @@ struct Expander : Weights {
       const u8* scales = from + UNIT_QUANTS + thread * SCALE_BYTES_OF_THREAD;
       own[u].scales = SCALES_OF_WORD == 2 ? *(const u32*)scales : *(const u16*)scales;
     }
-    source.advance(0, STEP);
+    source.advance(STEP);
   }
 
   // Asks L2 for `blocks` blocks of K, `ahead` behind the next to be loaded.
   __device__ __forceinline__ void prefetch(int ahead, int blocks) const {
 #pragma unroll
-    for (int u = 0; u < (DEEP ? 1 : 2); ++u) {
+    for (int u = 0; u < 2; ++u) {
       asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source.from(u) + ahead * UNIT_BYTES),
                    "r"(blocks * UNIT_BYTES)
                    : "memory");
@@ -295,57 +280,28 @@ struct Expander : Weights {
 
   // Loads the first block of K of a tile, number `kb`.
   __device__ __forceinline__ void begin(const Tile& tile, int halves, int kb = 0) {
-    if (TALL) source.find(units, tile, columns, k_blocks, 0, kb < k_blocks ? 2 : 0);
-    else source.find(units, tile, columns, k_blocks, first, first < 2 * halves ? 2 : 0);
+    bool some = IN_TURNS ? kb < k_blocks : first < 2 * halves;
+    source.find(units, tile, columns, k_blocks, first, some ? 2 : 0);
     if (source.count == 0) return;
-    if (kb > 0) source.advance(0, kb);
-    if (DEEP) {
-      if (first > 0) source.pairs[0] += source.stride;
-      if (threadIdx.x % 128 == 0 && k_blocks > 2) prefetch(2, min(PREFETCHED, k_blocks - 2));
-      load_next(0);
-      if (k_blocks > 1) load_next(1);
-      return;
-    }
-    if (threadIdx.x % 128 == 0 && k_blocks > 1) prefetch(1, min(PREFETCHED, k_blocks - 1));
+    if (kb > 0) source.advance(kb);
+    int after = k_blocks - 1 - kb;
+    if (threadIdx.x % 128 == 0 && after > 0) prefetch(1, min(PREFETCHED, after));
     load_next();
   }
 
   // Writes the weights of a stage to `b`, arrives at `ready`, and loads the next block of K if one of the `left` is for
   // this warpgroup. The fence would wait for that load, too.
   __device__ __forceinline__ void expand(u32 b, u32 ready, int left) {
-    if (DEEP) {
-      if (threadIdx.x % 128 == 0 && left > PREFETCHED + 1) prefetch(PREFETCHED, 1);
-      if ((k_blocks - 1 - left) % 2 == 0) expand_deep(0, b, ready, left);
-      else expand_deep(1, b, ready, left);
-      return;
-    }
     if (source.count > 0) {
       if (threadIdx.x % 128 == 0 && left > PREFETCHED) prefetch(PREFETCHED + 1 - STEP, 1);
-      // Entries are looked up while the word before is expanded; those of all words would take too many registers.
-      Entries found = own[0].look_up(table, 0);
-#pragma unroll
-      for (int i = 0; i < 2 * UNIT_WORDS; ++i) {
-        Entries of_word = found;
-        int after = i + 1, u = i / UNIT_WORDS;
-        if (after < 2 * UNIT_WORDS) found = own[after / UNIT_WORDS].look_up(table, after % UNIT_WORDS);
-        Weights::expand(own[u], i % UNIT_WORDS, of_word, b + (first + u) * UNIT_EXPANDED);
-      }
+      expand_units(b + first * UNIT_EXPANDED);
     }
     arrive(ready);
     if (source.count > 0 && left >= STEP) load_next();
   }
 
-  // The same from `unit`, into which it loads the block of K after the next.
-  __device__ __forceinline__ void expand_deep(int unit, u32 b, u32 ready, int left) {
-    Entries found = own[unit].look_up(table, 0), next_found = own[unit].look_up(table, 1);
-    Weights::expand(own[unit], 0, found, b + first * UNIT_EXPANDED);
-    Weights::expand(own[unit], 1, next_found, b + first * UNIT_EXPANDED);
-    arrive(ready);
-    if (left > 1) load_next(unit);
-  }
-};
-
 #endif
+};
 
 #endif
 

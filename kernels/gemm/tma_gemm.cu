@@ -15,10 +15,11 @@
 // of a row. Here the weights are the operand of 64 rows, twice, and the rows that of 8, 16 or 32 columns: each sum is
 // of the same products in the same order, and has the same bits.
 //
-// TALL, for weights that threads expand, has tiles of 256 ROWS times 128 weight rows, which are gate and up of 64 columns
-// of a gated result. A weight is expanded once for 256 rows. Each math warpgroup multiplies two halves of 64 rows, 128
-// apart, or one, where the group has no rows in the second. In a cluster of two the blocks work on both halves of 256
-// weight rows, share the rows, and tell each other the largest values of a row of a gated result with block scales.
+// TALL, for weights that threads expand, has tiles of 256 ROWS times 128 weight rows, which are gate and up of 64
+// columns of a gated result. A weight is expanded once for 256 rows. Each math warpgroup multiplies two halves of 64
+// rows, 128 apart, or one, where the group has no rows in the second. In a cluster of two the blocks work on both
+// halves of 256 weight rows, share the rows, and tell each other the largest values of a row of a gated result with
+// block scales.
 //
 // Macros: ROWS (of a tile), FP8 (1: e4m3 with fp32 scales of 1x128 and 128x128; 0: bf16), STAGES, CLUSTER 1 or 2,
 // GATHER (rows through row_index), ACTIVATED (the result is activated), GATED (and the weights are gate and up),
@@ -29,8 +30,7 @@
 // of an activated result end within a block of 128, and so do gate and up unless interleaved), EXPAND (weights along K
 // that share a block scale where weights are expanded, 16 of `nvfp4` or 32 of `mxfp4`; 0 if they are stored as they are
 // multiplied), PACKED (stages of a ring of packed weights; 0 if threads load them into registers), AHEAD (1: weights
-// are expanded in memory instead), TURNS (1: with TALL, two warpgroups take turns at expanding stages; not defined but
-// to compare), EACH_LANE_ARRIVES (of mbarrier.cuh; not defined but by `research.sanitize`).
+// are expanded in memory instead), EACH_LANE_ARRIVES (of mbarrier.cuh; not defined but by `research.sanitize`).
 //
 // The last stage of K may be short, too: past its end TMA writes zeros, which add nothing.
 //
@@ -89,7 +89,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   const Strips strips = {ring, ring_counters, ring_slots};
 #endif
   if (block.wg == MATH_WGS) {
-    if (!FEW) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
+    if (SHARED_OUT) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
 #if AHEAD
     const Sources sources = {&a_map, &w_map, &scales_map, w_units, row_index, a_scales, w_scales, strips};
 #elif EXPAND
@@ -97,8 +97,11 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 #else
     const Sources sources = {&a_map, &w_map, &scales_map, nullptr, row_index, a_scales, w_scales};
 #endif
+#if PACKED
+    if (block.warp % 4 == 1) fill_ring(block, w_units, ids, num_groups, tiles_n, columns, k_blocks, loads_after_ns);
+#endif
     load_tiles(block, sources, ids, phases, num_groups, tiles_n, columns, k_blocks, band_width, loads_after_ns);
-#if EXPAND && !PACKED
+#if EXPAND
   } else if (block.wg > MATH_WGS) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(EXPANDER_REGISTERS));
 #if AHEAD
@@ -108,7 +111,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 #endif
 #endif
   } else {
-    if (!FEW) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MATH_REGISTERS));
+    if (SHARED_OUT) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MATH_REGISTERS));
     if (FEW) wait_for_rows();
     if (FEW && threadIdx.x == 0) barrier_arrive(block.ended);
     if (ids.given()) start_next();

@@ -1,7 +1,8 @@
 // The warpgroups that fill the ring, for inclusion by tma_gemm.cu.
 //
 // One thread starts the copies by TMA, but for gathered rows: a thread of each warp starts those of its rows. All
-// threads copy scales that TMA does not copy, and expand weights if these are expanded.
+// threads copy scales that TMA does not copy, and expand weights if these are expanded. With PACKED one warp does all
+// but expand, and a second one loads the packed weights.
 //
 // Macros: those of tma_gemm.cu.
 
@@ -132,9 +133,47 @@ struct Announcements {
   }
 };
 
-#if EXPAND && !PACKED && !AHEAD
+#if PACKED
 
-// Expands weights of all tiles of this block. Called by the warpgroup that does nothing else.
+// Loads packed weights of all tiles of this block into their ring, even blocks of K into even stages. Called by a warp
+// that does nothing else. The first stages wait neither for row indices nor, if `settled`, for the kernel before this
+// one.
+__device__ __forceinline__ void fill_ring(const Block& block, const u8* units, const RoutedIds& ids, int num_groups,
+                                          int tiles_n, int columns, int k_blocks, int loads_after_ns) {
+  const Walk walk(block, num_groups, tiles_n, 1);
+  bool one = elected();
+  if (loads_after_ns > 0) barrier_wait_for(block.ended, 0, loads_after_ns);
+  __syncwarp();
+  int g = 0, halves, early = ids.given() ? EARLY_STAGES : -1;
+  PackedRing now(0), next(1);  // of this block of K, and of the next one
+  Tile tile;
+  Units from;
+  for (int t = blockIdx.x / CLUSTER; walk.find(t, g, tile, halves); t += walk.step) {
+    from.find(units, tile, columns, k_blocks, 0, UNITS);
+    for (int kb = 0; kb < k_blocks; ++kb) {
+      if (early-- == 0) wait_for_rows();
+      now.await_free(block);
+      __syncwarp();
+      u32 to = now.units(block), ready = now.full(block);
+      if (one) {
+        barrier_expect(ready, UNITS * UNIT_BYTES);
+#pragma unroll
+        for (int u = 0; u < UNITS; ++u) bulk_load(to + u * UNIT_BYTES, from.from(u), UNIT_BYTES, ready);
+      }
+      from.advance();
+      now.advance();
+      now.swap(next);
+    }
+    if (k_blocks % 2) now.swap(next);  // a tile begins with an even stage
+  }
+}
+
+#endif
+
+#if EXPAND && !AHEAD
+
+// Expands weights of all tiles of this block. Called by each warpgroup that does nothing else: the second of two, or,
+// with PACKED, both.
 __device__ __forceinline__ void expand_tiles(const Block& block, const u8* units, RingPhases phases, int num_groups,
                                              int tiles_n, int columns, int k_blocks, int band_width) {
   const Walk walk(block, num_groups, tiles_n, band_width);
@@ -142,16 +181,16 @@ __device__ __forceinline__ void expand_tiles(const Block& block, const u8* units
   int g = 0, halves;
   Tile tile;
   for (int t = blockIdx.x / CLUSTER; walk.find(t, g, tile, halves); t += walk.step) {
-    constexpr int FIRST = IN_TURNS ? 1 : 0, STEP = Expander::STEP;  // STAGES is a multiple of STEP
-    expander.begin(tile, halves, FIRST);
-    int stage = FIRST;
+    int first = PACKED ? block.wg - MATH_WGS - 1 : TALL ? 1 : 0;
+    expander.begin(tile, halves, first);
+    int stage = first;
     u32 phase = phases.of_next_tile();
-    for (int kb = FIRST; kb < k_blocks; kb += STEP) {
+    for (int kb = first; kb < k_blocks; kb += Expander::STEP) {
       barrier_wait(block.empty + 8 * stage, ~phase >> stage & 1);
       __syncwarp();
       expander.expand(block.ring + stage * STAGE_BYTES + A_BYTES, block.full + 8 * stage, k_blocks - 1 - kb);
-      stage += STEP;
-      if (stage == STAGES + FIRST) stage = FIRST, phase = ~phase;
+      stage += Expander::STEP;
+      if (stage >= STAGES) stage -= STAGES, phase = ~phase;
     }
   }
 }
@@ -174,7 +213,7 @@ __device__ __forceinline__ void load_tiles(const Block& block, const Sources& fr
   int ahead = 0;
   bool begins = FEW;
   const Walk walk(block, num_groups, tiles_n, band_width);
-#if EXPAND && !AHEAD
+#if IN_REGISTERS
   Expander expander(block, from.units, columns, k_blocks);
 #endif
 #if AHEAD
@@ -187,19 +226,16 @@ __device__ __forceinline__ void load_tiles(const Block& block, const Sources& fr
     Loading loading(tile, halves, block.warp % 4 * 32);
     bool index_waits = begins && ids.given();
     if (!index_waits) loading.load_row_index(block, from.row_index);
-#if EXPAND && !AHEAD
+#if IN_REGISTERS
     expander.begin(tile, halves);
 #endif
     if (begins) {
-      if (leader && loads_after_ns > 0) barrier_wait_for(block.ended, 0, loads_after_ns);
+      if (leader && !IN_STAGES && loads_after_ns > 0) barrier_wait_for(block.ended, 0, loads_after_ns);
       ahead = IN_STAGES ? 0 : min(ids.given() ? EARLY_STAGES : STAGES, k_blocks);
       for (int s = 0; s < ahead && leader; ++s) {
         barrier_expect(block.full + 8 * s, loading.row_bytes + loading.weight_bytes);
         loading.load_weights(block, from.weights, block.ring + s * STAGE_BYTES + A_BYTES, block.full + 8 * s, s);
       }
-#if EXPAND && !AHEAD
-      expander.load(ids.given() ? EARLY_STAGES : PACKED, walk);
-#endif
       wait_for_rows();
       if (index_waits) loading.load_row_index(block, from.row_index);
       begins = false;
@@ -220,9 +256,6 @@ __device__ __forceinline__ void load_tiles(const Block& block, const Sources& fr
     u32 phase = phases.of_next_tile();
     for (int kb = 0; kb < k_blocks; ++kb) {
       u32 a = block.ring + stage * STAGE_BYTES, b = a + A_BYTES, ready = block.full + 8 * stage;
-#if EXPAND && !AHEAD
-      expander.load(PACKED, walk);
-#endif
       barrier_wait(block.empty + 8 * stage, ~phase >> stage & 1);
       __syncwarp();  // a late lane would wait for the following round
 #if AHEAD
@@ -230,16 +263,15 @@ __device__ __forceinline__ void load_tiles(const Block& block, const Sources& fr
 #endif
       if (leader) {
         bool scales_too = TMA_SCALES && stage == 0, weights_too = !FEW || ahead <= 0;
-        if (weights_too)
-          barrier_expect(ready, loading.row_bytes + loading.weight_bytes + (scales_too ? (scale_boxes * min(BM, SCALE_BOX) + 2) * 16 : 0));
+        int scale_bytes = scales_too ? (scale_boxes * min(BM, SCALE_BOX) + 2) * 16 : 0;
+        if (weights_too) barrier_expect(ready, loading.row_bytes + loading.weight_bytes + scale_bytes);
         loading.load_boxes(block, from.rows, a, ready, kb);
         if (weights_too) loading.load_weights(block, from.weights, b, ready, kb);
         if (scales_too) {
           u32 scale = shared_address(block.scales) + round;
           if (TALL) {
             int box = block.rank * SCALE_BOX;
-            if (block.rank < scale_boxes)
-              load_rows(from.scales, scale + box * 16, ready, kb, tile.start + box, true);
+            if (block.rank < scale_boxes) load_rows(from.scales, scale + box * 16, ready, kb, tile.start + box, true);
           } else {
             load_rows(from.scales, scale, ready, kb, tile.start, false);
           }
@@ -250,8 +282,9 @@ __device__ __forceinline__ void load_tiles(const Block& block, const Sources& fr
       }
       --ahead;
       loading.gather_rows(block, from.rows, a, ready, kb);
-#if EXPAND && !AHEAD
-      if (expander.of_loading(kb)) expander.expand(b, ready, k_blocks - 1 - kb);  // before copies by threads, for which its fence would wait
+#if IN_REGISTERS
+      // Before copies by threads, for which its fence would wait.
+      if (!TALL || kb % 2 == 0) expander.expand(b, ready, k_blocks - 1 - kb);
 #endif
       if (THREADS_COPY) {
         u32 scale = shared_address(block.scales) + stage * SCALE_BYTES;

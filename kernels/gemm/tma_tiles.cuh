@@ -6,8 +6,8 @@
 #include "tma_sizes.cuh"
 
 // Row of the weight's scales, counted over all experts, for half 0 or 1 of a tile (128 rows share one). If gate and up
-// are interleaved, both halves use both rows, the first one for the first 64 columns. If tiles are NARROW, only gate and
-// up that are not interleaved have different ones.
+// are interleaved, both halves use both rows, the first one for the first 64 columns. If tiles are NARROW, only gate
+// and up that are not interleaved have different ones.
 __device__ __forceinline__ long long weight_scales(int expert, int column, int columns, int half) {
   int blocks = (GATED ? 2 * columns : columns) + 127 >> 7, block = column / 128 + (half > 0);
   if (GATED) block = column / 128 + ((half > 0) == (ORDER == GATE_UP) ? blocks_of(columns) : 0);
@@ -95,7 +95,8 @@ __device__ __forceinline__ bool find_tile(const Group* groups, int num_groups, i
     int band = u / (band_width * tiles_m) * band_width, width = min(band_width, tiles_n - band);
     u -= band * tiles_m;
     int m = u / width, n = band + u % width;
-    tile = {group.start + m * BM, group.rows - m * BM, group.expert, n * ITEM_COLUMNS + (int)rank * TILE_COLUMNS, false};
+    tile = {group.start + m * BM, group.rows - m * BM, group.expert, n * ITEM_COLUMNS + (int)rank * TILE_COLUMNS,
+            false};
     return true;
   }
   int odd = tiles_m % CLUSTER, m, n;

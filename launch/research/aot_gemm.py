@@ -30,7 +30,7 @@ from moe_runtime.kernels.gemm.shapes import (
     DEQUANT_FEW_EVEN,
     DEQUANT_MIDDLE,
     DEQUANT_PREFILL,
-    TMA_AHEAD,
+    EXPANDING_SHAPES,
     TMA_PREFILL,
     TMA_SHAPES,
     DequantShape,
@@ -284,10 +284,10 @@ def _hopper_cases() -> Iterator[CudaCase]:
                     for gather in (False, True):
                         yield _tma(operation, fmt, tma_shape, out_code, gather=gather, copied=True, activation=formula)
     for expanded in (NVFP4, MXFP4):
-        for tma_shape in (*TMA_SHAPES, TMA_AHEAD):
-            copied = tma_shape.regime is Regime.PREFILL
+        for tma_shape in EXPANDING_SHAPES:
+            copied, gather = tma_shape.regime is Regime.PREFILL, not tma_shape.tall
             yield _tma(PLAIN, FP8_BLOCK, tma_shape, 0, False, copied=copied, expanded=expanded)
-            yield _tma(GATED, FP8_BLOCK, tma_shape, 3, gather=True, activation=SILU, expanded=expanded)
+            yield _tma(GATED, FP8_BLOCK, tma_shape, 3, gather=gather, activation=SILU, expanded=expanded)
     for formula in (GEGLU, GEGLU_TANH, SQUARED_RELU, STEP_3P5):
         more = {"out_dequantized": True, "keep_tokens": True}
         yield _dequant(GATED, NVFP4, DEQUANT_DECODE, torch.bfloat16, formula, **more)

@@ -14,35 +14,36 @@ import triton
 from moe_runtime.kernels import nvrtc
 from moe_runtime.kernels.formats.number_formats import FP8_BLOCK, MXFP4, NVFP4, TokenFormat
 from moe_runtime.kernels.gemm import tma_gemm as tma
-from moe_runtime.kernels.gemm.shapes import TMA_AHEAD, TMA_SHAPES, TMA_TALL, TmaShape
+from moe_runtime.kernels.gemm.shapes import EXPANDING_SHAPES, TMA_TALL, TmaShape
 from moe_runtime.kernels.gemm.weights import GPT_OSS, SILU, SQUARED_RELU, Activation, GateUpOrder, SwiGLU
 from tests.kernels.test_tma_gemm import disassembled, gpu
 from tests.support.comparison import assert_same_bits
 from tests.support.expanded_cases import (
     ACTIVATED,
+    GATHERING_SHAPES,
     compare_plain,
     compare_swiglu,
     expanded_weights,
     in_shape,
     of_all_sizes,
     rows_for,
+    shape_name,
 )
 from tests.support.gemm_cases import make_rows
 from tests.support.gemm_plans import tma_grouped_gemm
 
 names = pytest.mark.parametrize("name", ["nvfp4", "mxfp4"])
 gathers = pytest.mark.parametrize("gather", [False, True], ids=["packed", "gathered"])
-SHAPES = (*TMA_SHAPES, TMA_AHEAD)
-regimes = pytest.mark.parametrize("shape", SHAPES, ids=[*(shape.regime.name.lower() for shape in TMA_SHAPES), "ahead"])
+regimes = pytest.mark.parametrize("shape", GATHERING_SHAPES, ids=shape_name)
 
 
 def _variants() -> list[tuple[TokenFormat, nvrtc.Defines]]:
     """Both products, gathered and packed, with the scales of rows by TMA and by threads."""
     found = []
     for fmt in (NVFP4, MXFP4):
-        for shape in (*SHAPES, TMA_TALL):
-            many = shape.tile_rows >= 128 and shape.cluster == 2
-            for gather, copied in [(False, False)] + [(True, False)] * (not shape.tall) + [(False, True)] * many:
+        for shape in EXPANDING_SHAPES:
+            gathered, copied_too = [(True, False)] * (not shape.tall), [(False, True)] * (not shape.few)
+            for gather, copied in [(False, False), *gathered, *copied_too]:
                 more: dict[str, Any] = {"gather": gather, "extras": False, "copied_scales": copied, "expanded": fmt}
                 gated = {"activation": SILU, "order": SILU.gate_up, "out_code": 3}
                 plain = {"activation": None, "order": None, "out_code": 0}
@@ -94,7 +95,7 @@ def test_variants_expand_in_few_instructions_and_keep_everything_in_registers() 
         else:
             assert not in_memory, variant
         # A thread expands 32 weights of each of two words of a unit: 8 selections a word, one for each of its scales.
-        # There is code for the two or four units of a tile; tall ones have two of each unit, for two blocks of K.
+        # There is code for two units, in one warpgroup or two.
         masks = [text for _, text in code if MASK.match(text)]
         words = 4 if few else 8
         selections = 8 + 32 // fmt.block
@@ -203,7 +204,7 @@ def test_all_shapes_give_the_same_bits(
     w = expanded_weights(name, 1544, 7168, rng, device)
     a = make_rows("fp8_block", [5, 1, 326], 7168, rng, device, num_experts=3)
     found = []
-    for shape in TMA_SHAPES:
+    for shape in EXPANDING_SHAPES:
         in_shape(monkeypatch, shape)
         found.append(tma_grouped_gemm(a, w, out_dtype=torch.float32))
     for other in found[1:]:

@@ -15,12 +15,12 @@ from moe_runtime.kernels.gemm.expanded_weights import ExpandedWeights
 from moe_runtime.kernels.gemm.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
 from moe_runtime.kernels.gemm.plan import MAX_TMA_GROUPS
 from moe_runtime.kernels.gemm.shapes import (
+    EXPANDING_SHAPES,
     TILE_ROWS,
     TMA_AHEAD,
-    TMA_DECODE,
+    TMA_DOZEN,
     TMA_FEW,
     TMA_PREFILL,
-    TMA_SHAPES,
     TMA_SOME,
     TMA_TALL,
     TmaShape,
@@ -33,6 +33,7 @@ from tests.kernels import test_tma_gemm_emulated
 from tests.support.comparison import assert_same_bits
 from tests.support.expanded_cases import (
     ACTIVATED,
+    GATHERING_SHAPES,
     compare_plain,
     compare_swiglu,
     expanded_weights,
@@ -40,6 +41,7 @@ from tests.support.expanded_cases import (
     in_shape,
     of_all_sizes,
     rows_for,
+    shape_name,
 )
 from tests.support.gemm_cases import UNIT, check_inside, exact_gemm, make_rows, random_weights
 from tests.support.gemm_checks import poisoned
@@ -53,9 +55,7 @@ MOST_SCHEDULES = 30
 """In which a mistake has to show; most do at once."""
 
 names = pytest.mark.parametrize("name", NAMES)
-SHAPES = (*TMA_SHAPES, TMA_AHEAD)
-IDS = [*(shape.regime.name.lower() for shape in TMA_SHAPES), "ahead", "tall"]
-all_shapes = pytest.mark.parametrize("shape", (*SHAPES, TMA_TALL), ids=IDS)
+all_shapes = pytest.mark.parametrize("shape", EXPANDING_SHAPES, ids=shape_name)
 
 
 emulate, emulator = test_tma_gemm_emulated.emulate, test_tma_gemm_emulated.emulator
@@ -65,13 +65,17 @@ check_runs = test_tma_gemm_emulated.check_runs
 @pytest.mark.parametrize(
     ("name", "k", "gather", "shape"),
     [
-        *((NAMES[(i + gather) % 2], 640, gather, shape) for i, shape in enumerate(SHAPES) for gather in (False, True)),
+        *(
+            (NAMES[(i + gather) % 2], 640, gather, shape)
+            for i, shape in enumerate(GATHERING_SHAPES)
+            for gather in (False, True)
+        ),
         ("nvfp4", 512, False, TMA_PREFILL),  # with scales that come by TMA
         ("mxfp4", 512, False, TMA_AHEAD),
         ("nvfp4", 128, True, TMA_AHEAD),
         ("mxfp4", 512, True, TMA_PREFILL),
         ("nvfp4", 400, False, TMA_PREFILL),
-        ("nvfp4", 16, False, TMA_DECODE),
+        ("nvfp4", 16, False, TMA_SOME),
         ("mxfp4", 32, True, TMA_FEW),
         ("nvfp4", 272, True, TMA_SOME),
     ],
@@ -95,7 +99,7 @@ def test_ragged_groups(
     check_runs(emulator, 2)
 
 
-@pytest.mark.parametrize(("name", "shape"), [(NAMES[i % 2], shape) for i, shape in enumerate(SHAPES)])
+@pytest.mark.parametrize(("name", "shape"), [(NAMES[i % 2], shape) for i, shape in enumerate(GATHERING_SHAPES)])
 def test_tiles_that_end_with_any_stage(
     name: str, shape: TmaShape, emulator: Emulator, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,7 +146,7 @@ def test_epilogue(
     w = expanded_weights(name, 264, 256, rng, CPU, biased=True)
     a = few(256, rng, False, CPU)
     a = replace(a, row_scale=torch.rand(a.capacity, generator=rng) + 0.5)
-    for shape in (TMA_FEW, TMA_DECODE):
+    for shape in (TMA_FEW, TMA_PREFILL):
         compare_plain(a, w, shape, monkeypatch, dtype=dtype)
     check_runs(emulator, 4)
 
@@ -156,7 +160,7 @@ def test_all_shapes_give_the_same_bits(
     many = make_rows("fp8_block", [5, 326], 1024, rng, CPU, num_experts=3, x=x)
     one = make_rows("fp8_block", [0, 1], 1024, rng, CPU, num_experts=3, x=x[300:301])
     want = compare_plain(many, w, TMA_PREFILL, monkeypatch)[:331]
-    for shape in SHAPES:
+    for shape in GATHERING_SHAPES:
         in_shape(monkeypatch, shape)
         assert_same_bits(tma_grouped_gemm(one, w, out_dtype=torch.float32)[0], want[300], "alone")
         if not shape.few:
@@ -300,7 +304,7 @@ def test_activated_tall_tiles(
 
 
 @names
-@pytest.mark.parametrize("shape", [TMA_FEW, TMA_DECODE], ids=["few", "decode"])
+@pytest.mark.parametrize("shape", [TMA_FEW, TMA_DOZEN], ids=shape_name)
 def test_both_products_of_a_layer(
     name: str, shape: TmaShape, emulator: Emulator, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -384,9 +388,10 @@ def test_both_rings_fit(fmt: TokenFormat, shape: TmaShape) -> None:
     for groups in (1, 32, 128, 512, MAX_TMA_GROUPS):
         stages, packed = shape.stages(groups, fmt), shape.packed_stages(groups, fmt)
         assert shape.shared_bytes(groups, fmt) <= room and stages >= 1
-        assert (packed >= 2) == shape.rings and shape.packed_stages(groups, None) == 0
-        if groups <= 128 and shape.rings:
-            assert stages == 3 and packed >= 3
+        assert (packed >= 2) == shape.few and shape.packed_stages(groups, None) == 0
+        if groups <= 128 and shape.few:
+            assert stages in (2, 4) and packed >= 4
+        assert not (shape.few or shape.tall) or stages % 2 == packed % 2 == 0
 
 
 FREE = "barrier_wait(block.empty + 8 * stage, ~phase >> stage & 1);"
@@ -423,8 +428,8 @@ MISTAKES: dict[str, tuple[TmaShape, str, str, str]] = {
     ),
     "a stage of few rows is written before it is free": (
         TMA_FEW,
-        FREE,
-        f"if (threadIdx.x % 128 < 32) {FREE}",
+        f"{FREE}\n      __syncwarp();\n      expander.",
+        f"if (threadIdx.x % 128 < 32) {FREE}\n      __syncwarp();\n      expander.",
         "changed while|differ|waits for|go on",
     ),
     "packed weights are overwritten before all warps have them": (
@@ -433,9 +438,15 @@ MISTAKES: dict[str, tuple[TmaShape, str, str, str]] = {
         "barrier_init(packed_full + 8 * ({packed} + s), 1);",
         "differ|waits for|go on",
     ),
+    "packed weights of the next tile begin with a stage of the other warpgroup": (
+        TMA_FEW,
+        "if (k_blocks % 2) now.swap(next);",
+        "",
+        "differ|waits for|go on",
+    ),
     "packed weights are read before they are there": (
         TMA_FEW,
-        "barrier_wait(full + 8 * slot, phase & 1);",
+        "barrier_wait(ring.full(block), ring.phase & 1);",
         "",
         "differ|waits for|go on",
     ),
@@ -455,7 +466,7 @@ def test_mistakes_are_found(
         return text.replace(before, wrong.replace("{packed}", str(packed)))
 
     ahead = shape.expands_ahead
-    k, sizes = (128, [130, 5, 64, 260, 3, 1, 40]) if ahead else (1280, [13, 5] if shape.few else [130, 5])
+    k, sizes = (128, [130, 5, 64, 260, 3, 1, 40]) if ahead else (1408, [13, 5] if shape.few else [130, 5])
     w = expanded_weights("nvfp4", 520, k, rng, CPU)
     ids = [i % 3 for i in range(len(sizes))]
     a = make_rows("fp8_block", sizes, k, rng, CPU, num_experts=3, expert_ids=ids, gather=True)
@@ -486,10 +497,15 @@ MISTAKES_OF_TALL = {
         "barrier_init(empty + 8 * s, MATH_WARPS * TEAM - 1)",
         "changed while their product was under way|waits for|nothing can go on|differ",
     ),
-    "one of two warpgroups says that a stage is expanded": (
+    "a stage is expanded before all warps of its warpgroup are through": (
         "IN_STAGES ? 4 * (IN_TURNS ? 1 : PRODUCER_WGS)",
-        "IN_STAGES ? 4 * (IN_TURNS ? 1 : 1)",
+        "IN_STAGES ? (IN_TURNS ? 3 : 4 * PRODUCER_WGS)",
         "changed while|differ|waits for|nothing can go on|outside",
+    ),
+    "a warpgroup goes on with the block of K of the other": (
+        "source.advance(STEP);",
+        "source.advance(1);",
+        "differ",
     ),
 }
 
@@ -525,6 +541,6 @@ def test_every_lane_may_arrive(emulator: Emulator, rng: torch.Generator, monkeyp
     """As `launch.sanitize` compiles it; of a cluster the emulator knows only warps that tell both blocks at once."""
     emulator.defines = {"EACH_LANE_ARRIVES": 1}
     w = expanded_weights("nvfp4", 264, 640, rng, CPU)
-    for shape in (TMA_FEW, TMA_DECODE):
+    for shape in (TMA_FEW, TMA_DOZEN):
         compare_plain(few(640, rng, True, CPU), w, shape, monkeypatch)
     check_runs(emulator, 4)

@@ -19,8 +19,10 @@ from moe_runtime.kernels.formats.number_formats import (
 from moe_runtime.kernels.gemm.operands import NativeForm
 from moe_runtime.kernels.gemm.plan import (
     AHEAD_ROWS,
-    EXPANDED_DECODE_ROWS,
+    EXPANDED_DOZEN_ROWS,
+    EXPANDED_SOME_ROWS,
     MAX_TMA_GROUPS,
+    TALL_ROWS,
     TMA_DOZEN_GATHERED_K,
     TMA_DOZEN_K,
     TMA_DOZEN_ROWS,
@@ -52,6 +54,7 @@ from moe_runtime.kernels.gemm.shapes import (
     TMA_PREFILL,
     TMA_SHAPES,
     TMA_SOME,
+    TMA_TALL,
     DequantShape,
     GemmTile,
     Regime,
@@ -254,12 +257,16 @@ def test_shape_of_tma_is_a_function_of_sizes() -> None:
 
 
 def test_shape_of_tma_that_expands_weights() -> None:
-    def shape(rows: int) -> TmaShape:
-        return choose_tma_shape(8 * rows, 8, 7168, gathered=False, expanded=True)
+    def shape(rows: int, gathered: bool = False) -> TmaShape:
+        return choose_tma_shape(8 * rows, 8, 7168, gathered=gathered, expanded=True)
 
-    assert shape(TMA_SOME_ROWS + 1) is shape(EXPANDED_DECODE_ROWS) is TMA_DECODE
-    assert shape(EXPANDED_DECODE_ROWS + 1) is shape(AHEAD_ROWS - 1) is TMA_PREFILL
-    assert shape(AHEAD_ROWS) is TMA_AHEAD
+    for gathered in (False, True):
+        assert shape(TMA_FEW_ROWS, gathered) is choose_tma_shape(0, 0, 64, gathered=gathered, expanded=True) is TMA_FEW
+        assert shape(TMA_FEW_ROWS + 1, gathered) is shape(EXPANDED_SOME_ROWS, gathered) is TMA_SOME
+        assert shape(EXPANDED_SOME_ROWS + 1, gathered) is shape(EXPANDED_DOZEN_ROWS, gathered) is TMA_DOZEN
+        assert shape(EXPANDED_DOZEN_ROWS + 1, gathered) is shape(TALL_ROWS - 1, gathered) is TMA_PREFILL
+        assert shape(TALL_ROWS, gathered) is shape(AHEAD_ROWS - 1, gathered) is (TMA_PREFILL if gathered else TMA_TALL)
+        assert shape(AHEAD_ROWS, gathered) is TMA_AHEAD
 
 
 def test_a_limit_on_sms_keeps_dequantization_before_the_product() -> None:

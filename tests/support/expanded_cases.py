@@ -9,7 +9,7 @@ import torch
 
 from moe_runtime.kernels.gemm.expanded_weights import ExpandedWeights, expanded_activation
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
-from moe_runtime.kernels.gemm.shapes import TMA_DECODE, TMA_DOZEN, TMA_FEW, TMA_PREFILL, TMA_SOME, TmaShape
+from moe_runtime.kernels.gemm.shapes import EXPANDING_SHAPES, TMA_DOZEN, TMA_FEW, TMA_PREFILL, TMA_SOME, TmaShape
 from moe_runtime.kernels.gemm.weights import GPT_OSS, SQUARED_RELU, Activation, ExpertWeights, GateUpOrder, SwiGLU
 from tests.support.comparison import assert_same_bits
 from tests.support.gemm_cases import make_rows
@@ -20,10 +20,10 @@ ACTIVATED = [
     (SwiGLU(), "fp8_block", TMA_PREFILL),
     (SwiGLU(GateUpOrder.INTERLEAVED, limit=0.5), "fp8_block", TMA_PREFILL),
     (SwiGLU(GateUpOrder.UP_GATE, alpha=0.7), "bf16", TMA_PREFILL),
-    (SwiGLU(GateUpOrder.UP_GATE, alpha=0.7), "fp8_block", TMA_DECODE),
-    (GPT_OSS, "bf16", TMA_DECODE),
+    (SwiGLU(GateUpOrder.UP_GATE, alpha=0.7), "fp8_block", TMA_SOME),
+    (GPT_OSS, "bf16", TMA_PREFILL),
     (SQUARED_RELU, "fp8_block", TMA_PREFILL),
-    (SQUARED_RELU, "bf16", TMA_DECODE),
+    (SQUARED_RELU, "bf16", TMA_FEW),
     (SwiGLU(), "fp8_block", TMA_FEW),
     (GPT_OSS, "fp8_block", TMA_FEW),
     (SQUARED_RELU, "fp8_block", TMA_FEW),
@@ -31,6 +31,11 @@ ACTIVATED = [
     (GPT_OSS, "fp8_block", TMA_DOZEN),
 ]
 """Activations, formats of the result and shapes."""
+GATHERING_SHAPES = tuple(shape for shape in EXPANDING_SHAPES if not shape.tall)
+
+
+def shape_name(shape: TmaShape) -> str:
+    return "ahead" if shape.expands_ahead else "tall" if shape.tall else shape.regime.name.lower()
 
 
 def ragged(k: int, rng: torch.Generator, gather: bool, device: torch.device) -> GroupedRows:
