@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from moe_runtime.comm.errors import Phase, StoreLostError, reason_of
-from moe_runtime.comm.rank_group import CONNECTED_S, MAX_SECONDS, RankGroup
+from moe_runtime.comm.group_members import MAX_SECONDS
+from moe_runtime.comm.rank_group import CONNECTED_S, RankGroup
 from moe_runtime.comm.store_calls import calls_of
 from moe_runtime.support.arguments import check_choice, check_integer, check_seconds
 

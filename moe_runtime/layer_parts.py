@@ -136,9 +136,8 @@ class LayerParts(ObservedLayer):
         Sizes, router and activation come from the checkpoint's `config.json`, and so do the formats of tokens and
         weights where they are not asked for (`moe_runtime.checkpoints.checkpoint.choose_formats`): weights that are
         stored in the format of the layer are taken as they are, others are converted, one by one. `overrides` set other
-        fields of
-        `MoELayerConfig`, at least `max_tokens_per_rank`. Each rank reads only its own experts. Before the first step
-        ranks compare what they have read.
+        fields of `MoELayerConfig`, at least `max_tokens_per_rank`. Each rank reads only its own experts. Before the
+        first step ranks compare what they have read.
 
         NVFP4 tokens have a scale each, whatever `input_scale` the checkpoint has for them; that of the down projections
         becomes `intermediate_gsf`.

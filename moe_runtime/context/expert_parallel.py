@@ -16,12 +16,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from moe_runtime.comm.errors import PeerAbortedError, PeerTimeoutError, Phase, reason_of
+from moe_runtime.comm.group_members import MAX_SECONDS
 from moe_runtime.comm.heaps.collective import CollectiveHeap, CollectiveTransport
 from moe_runtime.comm.heaps.heap import SymmetricHeap
 from moe_runtime.comm.heaps.shared_heap import SharedHeap
 from moe_runtime.comm.host_link import PrivateLink
 from moe_runtime.comm.host_watch import BEAT_S
-from moe_runtime.comm.rank_group import MAX_SECONDS, ROLL_CALL_S, RankGroup
+from moe_runtime.comm.rank_group import ROLL_CALL_S, RankGroup
 from moe_runtime.comm.signals import NUM_COUNTERS, SignalLayout
 from moe_runtime.context.abortable import AbortableContext
 from moe_runtime.context.agreement import Agreement

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from moe_runtime.comm.rank_group import MAX_SECONDS
+from moe_runtime.comm.group_members import MAX_SECONDS
 from moe_runtime.context.peers import collective_step
 from moe_runtime.context.threads import is_capturing
 from moe_runtime.deep_ep.arguments import (

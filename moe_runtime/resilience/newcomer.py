@@ -8,7 +8,8 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from moe_runtime.comm.bootstrap import store_of_environment
-from moe_runtime.comm.rank_group import RankGroup, unwrapped
+from moe_runtime.comm.group_members import unwrapped
+from moe_runtime.comm.rank_group import RankGroup
 from moe_runtime.resilience.membership import published
 from moe_runtime.support.arguments import check_integer, check_kind
 

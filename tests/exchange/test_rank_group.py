@@ -17,13 +17,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from moe_runtime.comm import messages, rank_group, store_calls
+from moe_runtime.comm import group_members, messages, store_calls
 from moe_runtime.comm.bootstrap import init_from_env
 from moe_runtime.comm.errors import MoERuntimeError, PeerAbortedError, PeerTimeoutError, Phase, StoreLostError
+from moe_runtime.comm.group_members import resolve_group
 from moe_runtime.comm.heaps.collective import CollectiveHeap
 from moe_runtime.comm.heaps.shared_heap import SharedHeap
 from moe_runtime.comm.messages import integer, row
-from moe_runtime.comm.rank_group import RankGroup, resolve_group
+from moe_runtime.comm.rank_group import RankGroup
 from moe_runtime.comm.transport import choose_transport
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from tests.support.pool import PATIENCE_S, WITHOUT_ONE_S, run_once
@@ -194,7 +195,7 @@ def test_a_store_whose_host_is_gone_is_named(transport: str, monkeypatch: pytest
     heap.allocated = True
     with pytest.raises(StoreLostError, match=f"{transport}.close: " + gone):
         heap.close()
-    monkeypatch.setattr(rank_group, "resolve_group", lambda group: SimpleNamespace(group_name="x"))
+    monkeypatch.setattr(group_members, "resolve_group", lambda group: SimpleNamespace(group_name="x"))
     for name, value in {"get_rank": 0, "get_world_size": 2, "get_process_group_ranks": [0, 1]}.items():
         monkeypatch.setattr(dist, name, lambda group, value=value: value)
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: client)
@@ -224,7 +225,7 @@ def test_the_rank_that_hosts_a_lost_store_is_named(
         monkeypatch.setenv(key, value)
     for _ in range(prefixes):
         store = dist.PrefixStore("prefix", store)
-    monkeypatch.setattr(rank_group, "resolve_group", lambda group: SimpleNamespace(group_name="x"))
+    monkeypatch.setattr(group_members, "resolve_group", lambda group: SimpleNamespace(group_name="x"))
     for function, found in {"get_rank": 0, "get_world_size": 2, "get_process_group_ranks": ranks}.items():
         monkeypatch.setattr(dist, function, lambda group, found=found: found)
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
@@ -290,7 +291,7 @@ def test_a_store_that_goes_while_ranks_part_is_no_error() -> None:
 def test_a_host_of_the_store_that_has_not_come_is_missed_while_ranks_part() -> None:
     for looks in (1, 2, 3):
         group = group_of_two(LostStore(looks))
-        group._host = rank_group._StoreHost(1, "rank 1, which hosts it,")
+        group._host = group_members._StoreHost(1, "rank 1, which hosts it,")
         with pytest.raises(StoreLostError, match="end: rank 0 cannot reach the group's store, rank 1, which") as caught:
             group.part("end")
         assert caught.value.rank == 1
@@ -325,7 +326,7 @@ def test_who_was_absent_is_known_when_the_store_goes() -> None:
     assert group_of_two(LostStore(2)).missing("event", 60.0) == [1]
     for looks, host, missing in ((0, 1, [1]), (0, 0, [0]), (0, -1, []), (2, 0, [1])):
         group = group_of_two(LostStore(looks))
-        group._host = rank_group._StoreHost(host)
+        group._host = group_members._StoreHost(host)
         assert group.missing("event", 60.0) == missing
 
 
