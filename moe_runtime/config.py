@@ -37,6 +37,10 @@ GATHERED_MAX_TOKENS = 256
 """Largest `max_tokens_per_rank` for which mode `auto` means `gathered` for `fp8_block`, too."""
 GATHERED_MAX_ROWS = 64
 """Most rows of an expert, on average, for which it does: more take the GEMM longer to gather than to copy before it."""
+GATHERED_MAX_EXPANDED_ROWS = 4
+"""The same for FP4 weights that are multiplied in FP8, whatever `max_tokens_per_rank` is. On one H200 a layer of 64
+experts of DeepSeek-V3 took as long in both modes with 4 rows, and 4, 12 and 15% less with 8, 16 and 32 in
+`contiguous`."""
 
 MAX_EXPERTS = 65535
 """Expert ids travel as u16, and 65535 means unrouted."""
@@ -83,17 +87,21 @@ def resolve_mode(
     token_format: str,
     rows_per_expert: int | None = None,
     weight_format: str = "fp8_block",
+    *,
+    expanded: bool = False,
 ) -> ResolvedMode:
     """How rows lie after dispatch. All ranks must pass equal values.
 
     `gathered` keeps one row per token and rank, which `row_index` finds: least traffic and memory, low latency.
     `contiguous` sorts rows by expert. `auto` is `gathered`, but `contiguous` for tokens and weights in `fp8_block` with
     more than 256 tokens per rank and more than 64 rows per expert: so many a GEMM multiplies faster than it can gather
-    them. For other weights rows are gathered as they are dequantized.
+    them. It gathers more slowly while it expands weights: then more than 4 rows per expert are enough. For other
+    weights rows are gathered as they are dequantized.
 
     Args:
         rows_per_expert: as the function of this name says; None is many.
-        weight_format: of the weights that the rows are for.
+        weight_format: that the GEMMs multiply, `MoELayerConfig.multiplied_format`.
+        expanded: whether they make these weights of FP4 ones (`fp4_multiplied_in`).
 
     Raises `ValueError` for another `mode`.
 
@@ -101,13 +109,16 @@ def resolve_mode(
     (['gathered', 'contiguous'], 'gathered')
     >>> [resolve_mode("auto", 512, "fp8_block", rows) for rows in (64, 65)]
     ['gathered', 'contiguous']
+    >>> [resolve_mode("auto", 8, "fp8_block", rows, expanded=True) for rows in (4, 5)]
+    ['gathered', 'contiguous']
     """
     if mode in get_args(ResolvedMode):
         return cast(ResolvedMode, mode)
     if mode != "auto":
         raise ValueError(f"mode: expected auto, contiguous or gathered, got {mode!r}")
-    few = max_tokens_per_rank <= GATHERED_MAX_TOKENS
-    few |= rows_per_expert is not None and rows_per_expert <= GATHERED_MAX_ROWS
+    most = GATHERED_MAX_EXPANDED_ROWS if expanded else GATHERED_MAX_ROWS
+    few = not expanded and max_tokens_per_rank <= GATHERED_MAX_TOKENS
+    few |= rows_per_expert is not None and rows_per_expert <= most
     return "gathered" if few or not token_format == weight_format == "fp8_block" else "contiguous"
 
 
@@ -383,14 +394,19 @@ class MoELayerConfig(_Model):
         weights = weight_format_named(self.multiplied_format)
         return intermediate_format_for(format_named(self.token_format), weights).name
 
-    def mode_on(self, world_size: int) -> ResolvedMode:
-        """How rows lie after dispatch of the largest steps on so many ranks, by `resolve_mode`.
+    def mode_on(self, world_size: int, max_tokens: int | None = None) -> ResolvedMode:
+        """How rows lie after dispatch on so many ranks, by `resolve_mode`: of steps of up to `max_tokens`, or None, of
+        the largest.
 
-        Raises `ValueError` for a `world_size` that is no positive integer below 2^31.
+        Raises `ValueError` for a `world_size` that is no positive integer below 2^31, and `max_tokens` that is not at
+        most `max_tokens_per_rank`.
         """
         check_integer("world_size", world_size, high=_MOST)
-        rows = rows_per_expert(world_size, self.max_tokens_per_rank, self.top_k, self.num_experts)
-        return resolve_mode("auto", self.max_tokens_per_rank, self.token_format, rows, self.multiplied_format)
+        tokens = self.max_tokens_per_rank if max_tokens is None else max_tokens
+        check_integer("max_tokens", tokens, high=self.max_tokens_per_rank)
+        rows = rows_per_expert(world_size, tokens, self.top_k, self.num_experts)
+        expanded = self.multiplied_format != self.weight_format
+        return resolve_mode("auto", tokens, self.token_format, rows, self.multiplied_format, expanded=expanded)
 
     def flat(self) -> dict[str, int | float | str | bool | None]:
         """Every value by dotted key (`router.kind`), to compare configs between ranks."""

@@ -195,7 +195,7 @@ class TokenDispatcher:
             max_tokens_per_rank=config.max_tokens_per_rank if max_tokens is None else max_tokens,
             token_format=config.token_format,
             combine_format=config.combine_format,
-            mode="gathered" if mode == "auto" and config.multiplied_format != "fp8_block" else mode,
+            mode=config.mode_on(context.world_size, max_tokens) if mode == "auto" else mode,
             expert_row_capacity=config.expert_row_capacity,
             host_capacity=config.host_capacity,
             num_sms=config.num_sms,

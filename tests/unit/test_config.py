@@ -343,26 +343,35 @@ def test_every_key_is_described() -> None:
 def test_resolve_mode(tokens: int, fmt: str, rows: int | None, weights: str) -> None:
     gathers = tokens <= 256 or (fmt, weights) != ("fp8_block",) * 2 or (rows is not None and rows <= 64)
     assert resolve_mode("auto", tokens, fmt, rows, weights) == ("gathered" if gathers else "contiguous")
+    gathers = (fmt, weights) != ("fp8_block",) * 2 or (rows is not None and rows <= 4)
+    assert resolve_mode("auto", tokens, fmt, rows, weights, expanded=True) == ("gathered" if gathers else "contiguous")
     assert resolve_mode("gathered", tokens, fmt) == "gathered"
     assert resolve_mode("contiguous", tokens, fmt) == "contiguous"
 
 
 @pytest.mark.parametrize(
-    ("ranks", "tokens", "weights", "mode"),
+    ("ranks", "tokens", "weights", "multiplied", "mode"),
     [
-        (2, 512, "fp8_block", "gathered"),
-        (2, 513, "fp8_block", "contiguous"),
-        (4, 512, "fp8_block", "contiguous"),
-        (4, 512, "nvfp4", "gathered"),
-        (4, 4096, "mxfp4", "gathered"),
+        (2, 512, "fp8_block", "bf16", "gathered"),
+        (2, 513, "fp8_block", "bf16", "contiguous"),
+        (4, 512, "fp8_block", "bf16", "contiguous"),
+        (4, 512, "nvfp4", "bf16", "gathered"),
+        (4, 4096, "mxfp4", "bf16", "gathered"),
+        (2, 32, "nvfp4", "fp8", "gathered"),
+        (2, 33, "mxfp4", "fp8", "contiguous"),
     ],
 )
-def test_rows_are_gathered_where_experts_have_few(ranks: int, tokens: int, weights: str, mode: str) -> None:
-    """64 rows of each of 128 experts, and more; the dispatcher and the sizes of its memory say the same. Weights that
-    are dequantized have all rows gathered."""
+def test_rows_are_gathered_where_experts_have_few(
+    ranks: int, tokens: int, weights: str, multiplied: str, mode: str
+) -> None:
+    """64 rows of each of 128 experts, and more; 4, and more, of weights that are expanded. The dispatcher and the sizes
+    of its memory say the same. Weights that are dequantized have all rows gathered."""
     sizes = {"hidden_size": 256, "intermediate_size": 256, "num_experts": 128, "top_k": 8, "token_format": "fp8_block"}
-    config = MoELayerConfig.model_validate(sizes | {"max_tokens_per_rank": tokens, "weight_format": weights})
-    assert config.mode_on(ranks) == mode
+    sizes |= {"weight_format": weights, "fp4_multiplied_in": multiplied}
+    config = MoELayerConfig.model_validate(sizes | {"max_tokens_per_rank": tokens})
+    assert config.mode_on(ranks) == config.replace(max_tokens_per_rank=5000).mode_on(ranks, tokens) == mode
+    with pytest.raises(ValueError, match="max_tokens: expected"):
+        config.mode_on(ranks, tokens + 1)
     assert layer_geometry(config, ranks).contiguous == (mode == "contiguous")
     context = virtual_contexts(ranks)[0]
     assert TokenDispatcher.from_config(context, config).geometry.contiguous == (mode == "contiguous")
