@@ -16,11 +16,10 @@ Layers, from the top. A module imports from its own layer or from those below it
     build, resilience.lost_experts, placement.rebalance
     checkpoints.kept_experts, checkpoints.converted_experts, checkpoints.calibration
     placement.migration
-    experts, placement.rail
+    experts, expert_slots, placement.rail
     step, warming, observation.waits, observation.observed_layer
     deep_ep
     dispatcher
-    expert_slots
     context, resilience, checkpoints, router, shared_expert, post_expert_norm, observation, reference
     placement
     config, observation.phases
@@ -124,55 +123,42 @@ __all__ = [
     "without_experts",
 ]
 
-_MODULE_OF = {
-    "Activation": "kernels.gemm.weights",
-    "CapacityError": "comm.errors",
-    "CombineSink": "dispatcher.handle",
-    "DispatchHandle": "dispatcher.handle",
-    "DispatchedTokens": "dispatcher.handle",
-    "ExpertParallel": "integrations.transformers",
-    "ExpertParallelContext": "context.expert_parallel",
-    "ExpertWeights": "kernels.gemm.weights",
-    "Experts": "experts",
-    "ExpertsLostError": "comm.errors",
-    "FORMATS": "kernels.formats.number_formats",
-    "GateUpOrder": "kernels.gemm.weights",
-    "GroupedRows": "kernels.gemm.grouped_rows",
-    "LayerCounters": "observation.counters",
-    "LayerCounts": "observation.counters",
-    "MoELayer": "layer",
-    "MoELayerConfig": "config",
-    "MoERuntimeError": "comm.errors",
-    "NVFP4TokenFormat": "ops.token_format",
-    "ParallelConfig": "config",
-    "PeerAbortedError": "comm.errors",
-    "PeerTimeoutError": "comm.errors",
-    "Placement": "placement.placement",
-    "PrepackedWeights": "kernels.gemm.prepacked",
-    "QuantizedRows": "kernels.formats.number_formats",
-    "RankRemovedError": "comm.errors",
-    "RecordLayout": "kernels.exchange.record",
-    "RecordedRoutes": "observation.routes",
-    "Router": "router",
-    "RouterConfig": "config",
-    "RoutingError": "comm.errors",
-    "RunConfig": "config",
-    "StaleHandleError": "comm.errors",
-    "StepMismatchError": "comm.errors",
-    "StoreLostError": "comm.errors",
-    "SwiGLU": "kernels.gemm.weights",
-    "TokenDispatcher": "dispatcher.token_dispatcher",
-    "TokenFormat": "kernels.formats.number_formats",
-    "apply_expert_parallel": "integrations.transformers",
-    "dequantize_rows": "kernels.formats.quantize",
-    "imbalance": "observation.counters",
-    "init_from_env": "comm.bootstrap",
-    "load_config": "config",
-    "plan_placement": "placement.placement",
-    "quantize_rows": "kernels.formats.quantize",
-    "reserved_bytes": "context.memory",
-    "without_experts": "integrations.transformers_models",
+_NAMES_IN = {
+    "comm.bootstrap": ("init_from_env",),
+    "comm.errors": (
+        "CapacityError",
+        "ExpertsLostError",
+        "MoERuntimeError",
+        "PeerAbortedError",
+        "PeerTimeoutError",
+        "RankRemovedError",
+        "RoutingError",
+        "StaleHandleError",
+        "StepMismatchError",
+        "StoreLostError",
+    ),
+    "config": ("MoELayerConfig", "ParallelConfig", "RouterConfig", "RunConfig", "load_config"),
+    "context.expert_parallel": ("ExpertParallelContext",),
+    "context.memory": ("reserved_bytes",),
+    "dispatcher.handle": ("CombineSink", "DispatchHandle", "DispatchedTokens"),
+    "dispatcher.token_dispatcher": ("TokenDispatcher",),
+    "experts": ("Experts",),
+    "integrations.transformers": ("ExpertParallel", "apply_expert_parallel"),
+    "integrations.transformers_models": ("without_experts",),
+    "kernels.exchange.record": ("RecordLayout",),
+    "kernels.formats.number_formats": ("FORMATS", "QuantizedRows", "TokenFormat"),
+    "kernels.formats.quantize": ("dequantize_rows", "quantize_rows"),
+    "kernels.gemm.grouped_rows": ("GroupedRows",),
+    "kernels.gemm.prepacked": ("PrepackedWeights",),
+    "kernels.gemm.weights": ("Activation", "ExpertWeights", "GateUpOrder", "SwiGLU"),
+    "layer": ("MoELayer",),
+    "observation.counters": ("LayerCounters", "LayerCounts", "imbalance"),
+    "observation.routes": ("RecordedRoutes",),
+    "ops.token_format": ("NVFP4TokenFormat",),
+    "placement.placement": ("Placement", "plan_placement"),
+    "router": ("Router",),
 }
+_MODULE_OF = {name: module for module, names in _NAMES_IN.items() for name in names}
 
 if not TYPE_CHECKING:  # a type checker would take it as a promise that every name exists
 

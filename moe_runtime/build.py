@@ -18,6 +18,7 @@ from moe_runtime.context.peers import abort_peers_on_error
 from moe_runtime.post_expert_norm import PostExpertNorm
 from moe_runtime.router import Router
 from moe_runtime.shared_expert import SharedExpert
+from moe_runtime.support.arguments import check_kind
 
 
 def check_context(context: ExpertParallelContext | None) -> None:
@@ -32,18 +33,9 @@ def context_from_config(
     device: torch.device | str | None = None,
 ) -> ExpertParallelContext:
     """The context that a `parallel` section describes; the rest as for `ExpertParallelContext`."""
-    if not isinstance(parallel, ParallelConfig):
-        raise ValueError(f"parallel: expected a ParallelConfig, got {type(parallel).__name__}")
-    return ExpertParallelContext(
-        group,
-        device=device,
-        transport=parallel.transport,
-        engine=parallel.engine,
-        timeout_s=parallel.timeout_s,
-        startup_timeout_s=parallel.startup_timeout_s,
-        on_failure=parallel.on_failure,
-        lost_experts=parallel.lost_experts,
-    )
+    check_kind("parallel", parallel, ParallelConfig)
+    # The keys of the section are arguments of the context.
+    return ExpertParallelContext(group, device=device, **parallel.model_dump())
 
 
 @contextmanager

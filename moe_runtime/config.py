@@ -32,7 +32,6 @@ CombineFormatName = Literal["bf16", "fp8_block", "mxfp8"]
 Auto = Literal["auto"]
 ModeName = Literal["auto", "contiguous", "gathered"]
 ResolvedMode = Literal["contiguous", "gathered"]
-"""Former names of the modes."""
 
 GATHERED_MAX_TOKENS = 256
 """Largest `max_tokens_per_rank` for which mode `auto` means `gathered` for `fp8_block`, too."""
@@ -507,15 +506,15 @@ def load_config(path: str | Path) -> RunConfig:
         if file.name != str(path) or file.suffix:
             raise ValueError(f"config: no file {path}")
         file = find_config(str(path))
-    data = read_yaml(file, "layer")
+    data = read_yaml(file)
     try:
         return RunConfig.model_validate(data)
     except ValidationError as error:
         raise ValueError(f"{file}:\n" + "\n".join(f"  {line}" for line in complaints(error))) from None
 
 
-def read_yaml(file: Path, key: str) -> dict[str, Any]:
-    """What a YAML file says: a mapping, with a `key` for messages.
+def read_yaml(file: Path) -> dict[str, Any]:
+    """What a YAML file with settings of layers says, a mapping.
 
     Raises `ValueError` naming the file, and the line where the YAML is broken.
     """
@@ -525,7 +524,7 @@ def read_yaml(file: Path, key: str) -> dict[str, Any]:
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ValueError(f"{file}: not valid YAML: {error}") from error
     if not isinstance(data, dict):
-        raise ValueError(f"{file}: expected a mapping with the key `{key}`, got {type(data).__name__}")
+        raise ValueError(f"{file}: expected a mapping with the key `layer`, got {type(data).__name__}")
     return data
 
 

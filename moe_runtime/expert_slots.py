@@ -1,43 +1,23 @@
-"""The weights of a rank's experts slot by slot: more or fewer slots, and an expert put into one.
-
-`HasSlots` are the `moe_runtime.experts.Experts`, of which only the weights count here.
-"""
+"""The weights of a rank's experts slot by slot: more or fewer slots, and an expert put into one."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any
 
 import torch
 
 from moe_runtime.checkpoints.loading import populated
+from moe_runtime.experts import Experts
 from moe_runtime.kernels.gemm.expanded_weights import StoredWeights
 
 
-class HasSlots(Protocol):
-    """A frozen dataclass with the weights of some experts. Slots are the first dimension of each tensor."""
-
-    @property
-    def gate_up(self) -> StoredWeights: ...
-
-    @property
-    def down(self) -> StoredWeights: ...
-
-
-T = TypeVar("T", bound=HasSlots)
-
-
-def tensors_of(experts: HasSlots) -> dict[str, torch.Tensor]:
+def tensors_of(experts: Experts) -> dict[str, torch.Tensor]:
     """The tensors of the weights by name, such as `gate_up.quants`; slots are the first dimension of each."""
-    found = {}
-    for part in ("gate_up", "down"):
-        weights: StoredWeights = getattr(experts, part)
-        for field in fields(weights):
-            if isinstance(value := getattr(weights, field.name), torch.Tensor):
-                found[f"{part}.{field.name}"] = value
-    return found
+    parts = {"gate_up": experts.gate_up, "down": experts.down}
+    return {f"{part}.{name}": tensor for part, w in parts.items() for name, tensor in _tensors(w).items()}
 
 
 def rows_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -45,7 +25,7 @@ def rows_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(tensor.shape[0], math.prod(tensor.shape[1:])).view(torch.uint8)
 
 
-def with_slots(experts: T, kept: int, added: int) -> T:
+def with_slots(experts: Experts, kept: int, added: int) -> Experts:
     """The first `kept` of `experts`, and room for `added` more behind them, zeros, in new memory."""
 
     def longer(tensor: torch.Tensor) -> torch.Tensor:
@@ -53,16 +33,15 @@ def with_slots(experts: T, kept: int, added: int) -> T:
         whole = torch.cat([rows, rows.new_zeros(added, rows.shape[1])])
         return whole.view(tensor.dtype).view(kept + added, *tensor.shape[1:])
 
-    return _of_tensors(experts, {name: longer(tensor) for name, tensor in tensors_of(experts).items()})
+    return _changed(experts, longer)
 
 
-def empty_slots(like: T, count: int) -> T:
+def empty_slots(like: Experts, count: int) -> Experts:
     """`count` slots for experts like `like`, uninitialised, in new memory."""
-    made = {name: populated(t.new_empty((count, *t.shape[1:]))) for name, t in tensors_of(like).items()}
-    return _of_tensors(like, made)
+    return _changed(like, lambda tensor: populated(tensor.new_empty((count, *tensor.shape[1:]))))
 
 
-def put(target: HasSlots, slots: Sequence[int], source: HasSlots) -> None:
+def put(target: Experts, slots: Sequence[int], source: Experts) -> None:
     """Copy the experts of `source` into these slots of `target`, one for each."""
     tensors = tensors_of(target)
     for name, tensor in tensors_of(source).items():
@@ -71,11 +50,16 @@ def put(target: HasSlots, slots: Sequence[int], source: HasSlots) -> None:
             into[slot].copy_(row)
 
 
-def _of_tensors(like: T, tensors: dict[str, torch.Tensor]) -> T:
-    """Experts like `like` with these tensors, named as by `tensors_of`."""
+def _tensors(weights: StoredWeights) -> dict[str, torch.Tensor]:
+    values = {field.name: getattr(weights, field.name) for field in fields(weights)}
+    return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
 
-    def part(name: str) -> dict[str, torch.Tensor]:
-        return {key.removeprefix(f"{name}."): tensor for key, tensor in tensors.items() if key.startswith(f"{name}.")}
 
-    parts: dict[str, Any] = {name: replace(getattr(like, name), **part(name)) for name in ("gate_up", "down")}
-    return cast(T, replace(cast(Any, like), **parts))
+def _changed(experts: Experts, change: Callable[[torch.Tensor], torch.Tensor]) -> Experts:
+    """`experts` with what `change` makes of each tensor of their weights."""
+
+    def changed(weights: StoredWeights) -> StoredWeights:
+        made: dict[str, Any] = {name: change(tensor) for name, tensor in _tensors(weights).items()}
+        return replace(weights, **made)
+
+    return replace(experts, gate_up=changed(experts.gate_up), down=changed(experts.down))

@@ -137,9 +137,8 @@ class MoELayer(LayerParts):
             return y
 
         def again() -> Callable[[], torch.Tensor]:
-            x_again, idx_again, weights_again = (None if t is None else t.clone() for t in (x, topk_idx, topk_weights))
-            assert x_again is not None
-            return lambda: self._forward(x_again, idx_again, weights_again, None, max_tokens)
+            idx_again, weights_again = (None if t is None else t.clone() for t in (topk_idx, topk_weights))
+            return partial(self._forward, x.clone(), idx_again, weights_again, None, max_tokens)
 
         return recovery.run(step, again)
 
@@ -154,7 +153,6 @@ class MoELayer(LayerParts):
         """One try of `forward`."""
         step = self._route(x, topk_idx, topk_weights, shared, max_tokens)
         self._run(step, self._stages)
-        assert step.y is not None
         return step.y
 
     def _run(self, step: LayerStep, stages: Iterable[Stage]) -> None:
@@ -221,12 +219,10 @@ class MoELayer(LayerParts):
 
     def _dispatch_forward(self, step: LayerStep) -> None:
         """Between several hosts: send tokens of other hosts on to the ranks of this one."""
-        assert step.handle is not None
         step.dispatcher._exchange.dispatch_forward(step.handle)
 
     def _dispatch_recv(self, step: LayerStep) -> None:
         """Wait for the tokens of all ranks and group them by expert."""
-        assert step.handle is not None
         order, ids = IN_ORDER, step.slots
         if step.handle._received_in is not None and ids.numel() <= MAX_ROUTED_IDS and ids.is_contiguous():
             order = LaunchOrder(routed_ids=ids)
@@ -234,7 +230,7 @@ class MoELayer(LayerParts):
 
     def _run_experts(self, step: LayerStep) -> None:
         """Run this rank's experts on the rows that arrived."""
-        assert self.experts is not None and step.received is not None
+        assert self.experts is not None
         geometry = step.dispatcher.geometry
         shape = geometry.row_capacity, geometry.output_hidden
         step.output = torch.empty(shape, dtype=torch.bfloat16, device=self.context.device)
@@ -242,18 +238,15 @@ class MoELayer(LayerParts):
 
     def _combine_send(self, step: LayerStep) -> None:
         """Weight and sum this rank's rows of each token, and send the sums to the token's rank."""
-        assert step.handle is not None and step.output is not None
         order = IN_ORDER if step.handle._received_in is None else ONLY_ROWS_PENDING
         step.dispatcher._combine_send(step.output, step.handle, step.shared, order)
 
     def _combine_forward(self, step: LayerStep) -> None:
         """Between several hosts: send the sums of this host to the others."""
-        assert step.handle is not None
         step.dispatcher._exchange.combine_forward(step.handle)
 
     def _combine_recv(self, step: LayerStep) -> None:
         """Wait for the results of all ranks and sum them: bf16, the shape of `x`."""
-        assert step.handle is not None
         step.y = step.dispatcher._combine_recv(step.handle, step.shared).view(step.shape)
 
     _STAGES = (
@@ -386,7 +379,7 @@ class MoELayer(LayerParts):
 
     def _follow_members(self, members: tuple[int, ...], before: dict[int, list[int]] | None) -> None:
         """As `Recovery` calls it: go over to other ranks, those that are left, or with some that have come back."""
-        self.context._keep_for_old_graphs(self.dispatchers, self.slots)
+        self.context._old_graphs.keep(self.dispatchers, self.slots)
         now = self._members.follow(members, before, Holding(self.placement, self.slots, self.experts))
         self.placement, self.slots, self.experts = now.placement, now.slots, now.experts
         old, num_slots = self.dispatchers, None if self.placement is None else self.placement.num_slots

@@ -29,7 +29,7 @@ from moe_runtime.post_expert_norm import PostExpertNorm
 from moe_runtime.resilience.layer_members import LayerMembers
 from moe_runtime.router import Router
 from moe_runtime.shared_expert import SharedExpert
-from moe_runtime.support.arguments import check_flag, check_integer, describe
+from moe_runtime.support.arguments import check_flag, check_integer, check_kind, describe
 
 
 class LayerParts(ObservedLayer):
@@ -103,8 +103,7 @@ class LayerParts(ObservedLayer):
             ValueError: as `from_checkpoint`, also where the config contradicts the checkpoint; the peers get
                 `PeerAbortedError`.
         """
-        if not isinstance(run, RunConfig):
-            raise ValueError(f"run: expected a RunConfig, got {type(run).__name__}")
+        check_kind("run", run, RunConfig)
         with built_over(context, run.parallel) as used:
             placement = None
             if run.placement is not None:

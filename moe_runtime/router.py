@@ -18,6 +18,7 @@ from moe_runtime.support.arguments import (
     check_flag,
     check_integer,
     check_is_tensor,
+    check_kind,
     check_no_grad,
     check_number,
     describe,
@@ -156,8 +157,7 @@ class Router(FixedDtypes):
         ):
             if check_integer(name, size) > most:
                 raise ValueError(f"{name}: expected at most {most}, got {describe(size)}")
-        if not isinstance(config, RouterConfig):
-            raise ValueError(f"config: expected a RouterConfig, got {type(config).__name__}")
+        check_kind("config", config, RouterConfig)
         resolve_engine(engine, torch.empty(0).device if device is None else check_device("device", device))
         self.engine = engine
         self.top_k = top_k

@@ -7,7 +7,7 @@ token buckets gain: `kernels/exchange/notes.md`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -17,7 +17,7 @@ from moe_runtime.dispatcher.token_dispatcher import TokenDispatcher
 
 @dataclass
 class LayerStep:
-    """A step of a layer; each stage adds what it made.
+    """A step of a layer. Its stages set `handle`, `received`, `output` and `y`, in this order.
 
     A kernel that reads a tensor may still run when later kernels begin, so all tensors are kept until the step ends.
 
@@ -42,7 +42,7 @@ class LayerStep:
     slots: torch.Tensor
     topk_weights: torch.Tensor
     shared: torch.Tensor | None
-    handle: DispatchHandle | None = None
-    received: DispatchedTokens | None = None
-    output: torch.Tensor | None = None
-    y: torch.Tensor | None = None
+    handle: DispatchHandle = field(init=False)
+    received: DispatchedTokens = field(init=False)
+    output: torch.Tensor = field(init=False)
+    y: torch.Tensor = field(init=False)

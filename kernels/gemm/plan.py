@@ -135,6 +135,10 @@ TMA_DOZEN_GATHERED_K, TMA_DOZEN_K = 3072, 1024
 GEMMs with 768, and lost with 7168 and in second GEMMs with 2048."""
 
 
+EXPANDED_DECODE_ROWS = 32
+"""Average rows of a group up to which a launch that expands FP4 weights uses TMA_DECODE. A group of more than the 64
+rows of its tiles expands all weights twice. TMA_PREFILL took 287 and 158 us for 128 rows of each group, TMA_DECODE 284
+and 163 for 32, 303 and 172 for 64 (kernels/gemm/notes.md)."""
 AHEAD_ROWS = 640
 """Least average rows of a group for which FP4 weights are expanded in memory, before the tiles that multiply them. It
 gained a tenth with 768 rows and a sixth with 1024, and lost with 512."""
@@ -170,7 +174,8 @@ def choose_tma_shape(rows: int, num_groups: int, k: int, *, gathered: bool, expa
         return TMA_SOME
     if rows <= TMA_DOZEN_ROWS * num_groups and k <= (TMA_DOZEN_GATHERED_K if gathered else TMA_DOZEN_K):
         return TMA_DOZEN
-    return TMA_DECODE if rows <= TMA_DECODE_ROWS * num_groups else TMA_PREFILL
+    decode_rows = EXPANDED_DECODE_ROWS if expanded else TMA_DECODE_ROWS
+    return TMA_DECODE if rows <= decode_rows * num_groups else TMA_PREFILL
 
 
 # --- Hopper's kernels for weights that are dequantized in registers ---

@@ -42,11 +42,7 @@ from moe_runtime.checkpoints.stored_experts import StoredExperts
 from moe_runtime.checkpoints.unread_keys import check_ignored
 from moe_runtime.checkpoints.unread_tensors import names_beside_experts, refuse_bias, refuse_unread
 from moe_runtime.config import MAX_EXPERTS, MoELayerConfig, SharedExpertConfig
-from moe_runtime.kernels.formats.number_formats import (
-    format_named,
-    token_formats_for,
-    weight_format_named,
-)
+from moe_runtime.kernels.formats.number_formats import format_named, token_formats_for, weight_format_named
 from moe_runtime.kernels.gemm.weights import GateUpOrder
 from moe_runtime.support.arguments import check_flag, check_integer, check_kind, check_path, describe
 
@@ -347,9 +343,7 @@ class Checkpoint:
         Also if there is a shared expert, or a gate of one, that `config.json` does not have.
         Reads headers only, so that nobody allocates what a wrong `config.json` asks for.
         """
-        self._check_routers()
-        self.check_layer(layer)
-        sizes = self._stated(layer)
+        sizes = self._stated_with_router(layer)
         hidden, shared = sizes.hidden_size, sizes.shared_expert
         self.files.check(f"{self._gate(layer)}.weight", (sizes.num_experts, hidden), FLOAT_DTYPES)
         if shared is None or not shared.gated:
@@ -490,7 +484,7 @@ class Checkpoint:
     ) -> Generator[ExpertTensors, None, None]:
         """Experts of a layer one by one, in the order of `expert_ids`, as they are stored.
 
-        `buffers` allocate the quants of gate-and-up and of down, as `torch.empty` does. Without routers, `biases` says
+        `buffers` allocate the quants of gate-and-up and of down (`quant_buffers`). Without routers, `biases` says
         whether the model's experts have biases; None means that they do if the files have stacked ones.
 
         Raises `ValueError` also for an expert that `config.json` does not have, for unexpected tensors, and for biases
@@ -532,9 +526,7 @@ class Checkpoint:
 
         Raises `ValueError` also where routers are not read, and for tensors beside it that may count and nothing reads.
         """
-        self._check_routers()
-        self.check_layer(layer)
-        sizes = self._stated(layer)
+        sizes = self._stated_with_router(layer)
         gate, correction_bias = self._gate(layer), self._found(layer, self.family.names.correction_biases)
         experts, floats = sizes.num_experts, FLOAT_DTYPES
         router = sizes.router
@@ -572,9 +564,7 @@ class Checkpoint:
 
     def shared_expert(self, layer: int) -> SharedExpertTensors | None:
         """The shared expert of a layer; None if the model has none. Raises `ValueError` as `router`."""
-        self._check_routers()
-        self.check_layer(layer)
-        sizes = self._stated(layer)
+        sizes = self._stated_with_router(layer)
         shared: SharedExpertConfig | None = sizes.shared_expert
         if shared is None:
             return None
@@ -635,9 +625,12 @@ class Checkpoint:
         stack, blocks = self._stack
         return blocks.get(layer, f"{stack}.{layer}.{self.family.names.block}")
 
-    def _check_routers(self) -> None:
+    def _stated_with_router(self, layer: int) -> MoELayerConfig:
+        """`_stated` for what reads a router or a shared expert. Raises `ValueError` where these are not read."""
         if not self.routers:
             raise ValueError("routers: expected True where a router or a shared expert is read")
+        self.check_layer(layer)
+        return self._stated(layer)
 
     def _stated(self, layer: int) -> MoELayerConfig:
         """All that `config.json` says of a decoder layer; without routers, only the sizes of experts."""

@@ -237,7 +237,7 @@ class _Conversion:
             for name in copied:
                 entry = files.entry(name)
                 if entry.dtype not in DTYPES:
-                    raise ValueError(f"{files.path_of(name)}: tensor {name}: {entry.dtype} is no dtype of torch")
+                    raise files.wrong(name, f"{entry.dtype} is no dtype of torch")
                 shapes[name] = (entry.dtype, entry.shape)
             for one in self.experts[shard]:
                 calibrated = one.layer in self.calibrations

@@ -190,10 +190,7 @@ def _check_finite(reader: ExpertReader, expert: int, gate_up: torch.Tensor, down
         names = [f"{prefix}.{layout.weight}" for prefix in reader.names.linears(expert)]
     for name, weight in zip(names, weights, strict=True):
         if not weight.isfinite().all():
-            raise ValueError(
-                f"{reader.files.path_of(name)}: tensor {name}: expected finite weights of expert {expert}, got one "
-                "that is not"
-            )
+            raise reader.files.wrong(name, f"expected finite weights of expert {expert}, got one that is not")
 
 
 def _stacked_biases(reader: ExpertReader) -> tuple[str | None, str | None, str | None]:

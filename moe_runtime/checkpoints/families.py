@@ -13,28 +13,8 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
+from moe_runtime.checkpoints import family_table as table
 from moe_runtime.checkpoints.config_keys import ConfigKeys
-from moe_runtime.checkpoints.family_table import (
-    ACTIVATION_KEYS,
-    BIAS_KEYS,
-    DENSE_KEYS,
-    EXPERT_SIZE_KEYS,
-    LAYER_KEYS,
-    LIMIT_KEYS,
-    MAX_LAYERS,
-    MTP_KEYS,
-    NUM_EXPERTS_KEYS,
-    NUM_GROUPS_KEYS,
-    OTHER_KINDS,
-    RENORMALIZE_KEYS,
-    SCALING_KEYS,
-    SCORING_KEYS,
-    SHARED_COUNT_KEYS,
-    SHARED_LIMIT_KEYS,
-    TOP_GROUPS_KEYS,
-    TOP_K_KEYS,
-    Family,
-)
 from moe_runtime.config import (
     ActivationConfig,
     MoELayerConfig,
@@ -46,7 +26,7 @@ from moe_runtime.config import (
 from moe_runtime.support.arguments import check_integer, describe
 
 
-def family_of(config: Mapping[str, Any], *, source: str = "config") -> Family:
+def family_of(config: Mapping[str, Any], *, source: str = "config") -> table.Family:
     """The family of `model_type`, `DEFAULT` for one that is in no family.
 
     Raises `ValueError` naming `source` if it is no text, or if the model has no experts.
@@ -92,19 +72,19 @@ def layer_config(
     try:
         stored: dict[str, Any] = {
             "hidden_size": keys.positive("hidden_size"),
-            "intermediate_size": keys.positive(*EXPERT_SIZE_KEYS, alike=False),
-            "num_experts": keys.positive(*NUM_EXPERTS_KEYS),
+            "intermediate_size": keys.positive(*table.EXPERT_SIZE_KEYS, alike=False),
+            "num_experts": keys.positive(*table.NUM_EXPERTS_KEYS),
         }
         if not experts_only:
             stored |= {
-                "top_k": keys.positive(*TOP_K_KEYS),
+                "top_k": keys.positive(*table.TOP_K_KEYS),
                 "router": _router(keys),
                 "activation": _activation(keys, layer),
                 "expert_bias": keys.family.expert_bias,
                 "post_expert_norm": None,
                 "shared_expert": _shared_expert(keys, layer),
             }
-            keys.used.update((*DENSE_KEYS, *MTP_KEYS, *LAYER_KEYS, "hybrid_override_pattern"))
+            keys.used.update((*table.DENSE_KEYS, *table.MTP_KEYS, *table.LAYER_KEYS, "hybrid_override_pattern"))
             keys.refuse_unread(config, ignore_keys)
         made = MoELayerConfig.model_validate(stored | overrides)
     except ValidationError as error:
@@ -113,25 +93,20 @@ def layer_config(
     return made
 
 
-def shared_expert(config: Mapping[str, Any], *, source: str = "config") -> SharedExpertConfig | None:
-    """Size and gate of the shared expert of the MoE layers; None if there is none. Raises as `layer_config`."""
-    return _shared_expert(ConfigKeys.of(config, source), None)
-
-
 def _shared_expert(keys: ConfigKeys, layer: int | None) -> SharedExpertConfig | None:
     if keys.family.squared_relu:
         # One expert of this size, however many the config counts, as in transformers.
-        keys.count(*SHARED_COUNT_KEYS)
+        keys.count(*table.SHARED_COUNT_KEYS)
         return SharedExpertConfig(intermediate_size=keys.positive("moe_shared_expert_intermediate_size"))
-    limit = keys.number_of_layer(SHARED_LIMIT_KEYS, layer)
+    limit = keys.number_of_layer(table.SHARED_LIMIT_KEYS, layer)
     size, gated = keys.count("shared_expert_intermediate_size"), True
     if not size:
-        count, gated = keys.count(*SHARED_COUNT_KEYS), False
+        count, gated = keys.count(*table.SHARED_COUNT_KEYS), False
         if count > 1 and keys.has("moe_shared_expert_intermediate_size"):
             # Some readers take it as the size of each, others as the size of all.
-            key = keys.first(SHARED_COUNT_KEYS) or SHARED_COUNT_KEYS[0]
+            key = keys.first(table.SHARED_COUNT_KEYS) or table.SHARED_COUNT_KEYS[0]
             keys.refuse(key, "at most 1 beside moe_shared_expert_intermediate_size")
-        sizes = "moe_shared_expert_intermediate_size", *EXPERT_SIZE_KEYS
+        sizes = "moe_shared_expert_intermediate_size", *table.EXPERT_SIZE_KEYS
         size = count * keys.positive(*sizes, alike=False) if count else 0
     keys.used.add("moe_shared_expert_intermediate_size")
     if not size:
@@ -141,11 +116,6 @@ def _shared_expert(keys: ConfigKeys, layer: int | None) -> SharedExpertConfig | 
     if keys.raw("shared_expert_combination_strategy") not in (None, "sum"):
         keys.refuse("shared_expert_combination_strategy", "sum", keys.raw("shared_expert_combination_strategy"))
     return SharedExpertConfig(intermediate_size=size, gated=gated, limit=limit)
-
-
-def moe_layers(config: Mapping[str, Any], *, source: str = "config") -> list[int]:
-    """The decoder layers that have experts (`is_moe_layer`)."""
-    return [layer for layer in range(num_layers(config, source=source)) if is_moe_layer(config, layer, source=source)]
 
 
 def is_moe_layer(config: Mapping[str, Any], layer_index: int, *, source: str = "config") -> bool:
@@ -189,33 +159,33 @@ def num_layers(config: Mapping[str, Any], *, source: str = "config", prediction:
     keys = ConfigKeys.of(config, source)
     stated = len(keys.block_types()) or None
     # Where the config does not say how many layers for multi-token prediction there are, the files do.
-    more = keys.count(*MTP_KEYS) if prediction and keys.first(MTP_KEYS) is not None else 0
+    more = keys.count(*table.MTP_KEYS) if prediction and keys.first(table.MTP_KEYS) is not None else 0
     layers = keys.positive("num_hidden_layers", default=stated) + more
-    if layers > MAX_LAYERS:
+    if layers > table.MAX_LAYERS:
         raise ValueError(
-            f"{source}: {keys.at}num_hidden_layers and num_nextn_predict_layers: expected at most {MAX_LAYERS} in all, "
-            f"got {describe(layers)}"
+            f"{source}: {keys.at}num_hidden_layers and num_nextn_predict_layers: expected at most {table.MAX_LAYERS} "
+            f"in all, got {describe(layers)}"
         )
     return layers
 
 
 def _router(keys: ConfigKeys) -> RouterConfig:
-    if keys.kind in OTHER_KINDS:
-        keys.refuse("model_type", f"another kind, since {OTHER_KINDS[keys.kind]}", keys.kind)
+    if keys.kind in table.OTHER_KINDS:
+        keys.refuse("model_type", f"another kind, since {table.OTHER_KINDS[keys.kind]}", keys.kind)
     family, kind = keys.family, _router_kind(keys)
     if family.renormalize is None:
-        renormalize = keys.flag(*RENORMALIZE_KEYS, default=True)
+        renormalize = keys.flag(*table.RENORMALIZE_KEYS, default=True)
     else:
-        renormalize = keys.fixed_flag(*RENORMALIZE_KEYS, value=family.renormalize)
-    scaling_factor = keys.positive_float(*SCALING_KEYS, default=1.0)
-    num_groups = keys.positive(*NUM_GROUPS_KEYS, default=1)
-    top_groups = keys.positive(*TOP_GROUPS_KEYS, default=1)
+        renormalize = keys.fixed_flag(*table.RENORMALIZE_KEYS, value=family.renormalize)
+    scaling_factor = keys.positive_float(*table.SCALING_KEYS, default=1.0)
+    num_groups = keys.positive(*table.NUM_GROUPS_KEYS, default=1)
+    top_groups = keys.positive(*table.TOP_GROUPS_KEYS, default=1)
     method = keys.raw("topk_method")
     if kind != "sigmoid":
         if num_groups != 1 and method != "greedy":
-            keys.refuse(keys.first(NUM_GROUPS_KEYS) or "n_group", f"1 with a {kind} router that is not greedy")
-        if keys.flag(*BIAS_KEYS, default=False):
-            keys.refuse(keys.first(BIAS_KEYS) or BIAS_KEYS[0], f"false with a {kind} router", True)
+            keys.refuse(keys.first(table.NUM_GROUPS_KEYS) or "n_group", f"1 with a {kind} router that is not greedy")
+        if keys.flag(*table.BIAS_KEYS, default=False):
+            keys.refuse(keys.first(table.BIAS_KEYS) or table.BIAS_KEYS[0], f"false with a {kind} router", True)
         return RouterConfig(
             kind=kind,
             renormalize=renormalize or kind == "topk_softmax",
@@ -225,11 +195,11 @@ def _router(keys: ConfigKeys) -> RouterConfig:
     if family.correction_bias is None:
         if method not in (None, "noaux_tc", "greedy"):
             keys.refuse("topk_method", "noaux_tc or greedy")
-        correction_bias = keys.flag(*BIAS_KEYS, default=True) and method != "greedy"
+        correction_bias = keys.flag(*table.BIAS_KEYS, default=True) and method != "greedy"
     else:
         if method not in (None, "noaux_tc"):
             keys.refuse("topk_method", "noaux_tc")
-        correction_bias = keys.fixed_flag(*BIAS_KEYS, value=family.correction_bias)
+        correction_bias = keys.fixed_flag(*table.BIAS_KEYS, value=family.correction_bias)
     return RouterConfig(
         kind=kind,
         renormalize=renormalize,
@@ -242,16 +212,16 @@ def _router(keys: ConfigKeys) -> RouterConfig:
 
 
 def _router_kind(keys: ConfigKeys) -> Literal["softmax", "topk_softmax", "sigmoid"]:
-    kind, said = keys.family.router, keys.choice(*SCORING_KEYS)
+    kind, said = keys.family.router, keys.choice(*table.SCORING_KEYS)
     if said is not None:
         if said not in ("softmax", "sigmoid") or (kind is not None and not kind.endswith(said)):
-            keys.refuse(keys.first(SCORING_KEYS) or SCORING_KEYS[0], kind or "softmax or sigmoid", said)
+            keys.refuse(keys.first(table.SCORING_KEYS) or table.SCORING_KEYS[0], kind or "softmax or sigmoid", said)
         if kind is None and said == "softmax" and keys.family.softmax_of_top_k:
             return "topk_softmax"
         return kind or said
     if kind is not None:
         return kind
-    signs = (*NUM_GROUPS_KEYS, *BIAS_KEYS)
+    signs = (*table.NUM_GROUPS_KEYS, *table.BIAS_KEYS)
     noaux = keys.raw("topk_method") == "noaux_tc"
     return "sigmoid" if noaux or any(keys.has(key) for key in signs) else "softmax"
 
@@ -262,13 +232,13 @@ def _activation(keys: ConfigKeys, layer: int | None) -> ActivationConfig:
             if keys.raw(key) not in (None, expected):
                 keys.refuse(key, "none" if expected is None else str(expected).lower(), keys.raw(key))
         return ActivationConfig(function="relu2", gated=False)
-    for key in ACTIVATION_KEYS:
+    for key in table.ACTIVATION_KEYS:
         if keys.raw(key) not in (None, "silu", "swish"):
             keys.refuse(key, "silu", keys.raw(key))
     if not keys.family.clamped_swiglu:
         if keys.raw("swiglu_limit"):
             keys.refuse("swiglu_limit", "none", keys.raw("swiglu_limit"))
-        limit = keys.number_of_layer(LIMIT_KEYS, layer)
+        limit = keys.number_of_layer(table.LIMIT_KEYS, layer)
         return ActivationConfig() if limit is None else ActivationConfig(limit=limit, limit_on="function")
     return ActivationConfig(
         order="interleaved",

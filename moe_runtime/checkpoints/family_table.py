@@ -104,26 +104,10 @@ SHARED_LIMIT_KEYS = ("share_expert_swiglu_limit_list", "swiglu_limits_shared")
 TEXT_KEYS = ("text_config", "llm_config", "language_config", "thinker_config")
 """Keys of the config of the language model within that of a model with several parts."""
 
-MIXTRAL = Family(
-    "mixtral",
-    ("mixtral",),
-    "softmax",
-    renormalize=True,
-    names=TensorNames("block_sparse_moe", projections=(("w1", "w3", "w2"), ("gate_proj", "up_proj", "down_proj"))),
+_BLOCK_SPARSE_NAMES = TensorNames(
+    "block_sparse_moe", projections=(("w1", "w3", "w2"), ("gate_proj", "up_proj", "down_proj"))
 )
-QWEN2_MOE = Family(
-    "qwen2_moe",
-    ("qwen2_moe",),
-    "softmax",
-    names=TensorNames(shared_experts=("shared_expert",)),
-)
-QWEN3_MOE = Family("qwen3_moe", ("qwen3_moe",), "softmax")
-DEEPSEEK_V3 = Family(
-    "deepseek_v3",
-    ("deepseek_v3", "kimi_k2"),
-    "sigmoid",
-    correction_bias=True,
-)
+MIXTRAL = Family("mixtral", ("mixtral",), "softmax", renormalize=True, names=_BLOCK_SPARSE_NAMES)
 GPT_OSS = Family(
     "gpt_oss",
     ("gpt_oss",),
@@ -134,51 +118,31 @@ GPT_OSS = Family(
     expert_bias=True,
     names=TensorNames(routers=("router",)),
 )
-DEEPSEEK_V2 = Family("deepseek_v2", ("deepseek_v2",), "softmax")
-DEEPSEEK_OCR = Family("deepseek_ocr2", ("deepseek_ocr2", "unlimited_ocr"), "softmax", renormalize=False)
-MISTRAL4 = Family("mistral4", ("mistral4",), "softmax")
-MINIMAX_M2 = Family(
-    "minimax_m2",
-    ("minimax_m2",),
-    "sigmoid",
-    renormalize=True,
-    names=TensorNames("block_sparse_moe", projections=(("w1", "w3", "w2"), ("gate_proj", "up_proj", "down_proj"))),
-)
-OLMOE = Family("olmoe", ("olmoe", "flex_olmo"), "softmax")
-GRANITEMOE = Family(
-    "granitemoe", ("granitemoe",), "topk_softmax", renormalize=True, names=TensorNames("block_sparse_moe")
-)
-JAMBA = Family("jamba", ("jamba",), "softmax", renormalize=False)
-COHERE2_MOE = Family("cohere2_moe", ("cohere2_moe",), correction_bias=False, softmax_of_top_k=True)
-LFM2_MOE = Family("lfm2_moe", ("lfm2_moe",), "sigmoid")
-
-NEMOTRON_H = Family(
-    "nemotron_h",
-    ("nemotron_h",),
-    "sigmoid",
-    correction_bias=True,
-    squared_relu=True,
-    names=TensorNames(
-        "mixer", projections=((None, "up_proj", "down_proj"),), stacks=(("experts.up_proj", "experts.down_proj"),)
-    ),
-)
-
 FAMILIES = (
     MIXTRAL,
-    QWEN2_MOE,
-    QWEN3_MOE,
-    DEEPSEEK_V3,
     GPT_OSS,
-    DEEPSEEK_V2,
-    DEEPSEEK_OCR,
-    MISTRAL4,
-    MINIMAX_M2,
-    OLMOE,
-    GRANITEMOE,
-    JAMBA,
-    COHERE2_MOE,
-    LFM2_MOE,
-    NEMOTRON_H,
+    Family("qwen2_moe", ("qwen2_moe",), "softmax", names=TensorNames(shared_experts=("shared_expert",))),
+    Family("qwen3_moe", ("qwen3_moe",), "softmax"),
+    Family("deepseek_v3", ("deepseek_v3", "kimi_k2"), "sigmoid", correction_bias=True),
+    Family("deepseek_v2", ("deepseek_v2",), "softmax"),
+    Family("deepseek_ocr2", ("deepseek_ocr2", "unlimited_ocr"), "softmax", renormalize=False),
+    Family("mistral4", ("mistral4",), "softmax"),
+    Family("minimax_m2", ("minimax_m2",), "sigmoid", renormalize=True, names=_BLOCK_SPARSE_NAMES),
+    Family("olmoe", ("olmoe", "flex_olmo"), "softmax"),
+    Family("granitemoe", ("granitemoe",), "topk_softmax", renormalize=True, names=TensorNames("block_sparse_moe")),
+    Family("jamba", ("jamba",), "softmax", renormalize=False),
+    Family("cohere2_moe", ("cohere2_moe",), correction_bias=False, softmax_of_top_k=True),
+    Family("lfm2_moe", ("lfm2_moe",), "sigmoid"),
+    Family(
+        "nemotron_h",
+        ("nemotron_h",),
+        "sigmoid",
+        correction_bias=True,
+        squared_relu=True,
+        names=TensorNames(
+            "mixer", projections=((None, "up_proj", "down_proj"),), stacks=(("experts.up_proj", "experts.down_proj"),)
+        ),
+    ),
 )
 
 DEFAULT = Family(

@@ -226,16 +226,20 @@ class TensorFiles:
 
     def check(self, name: str, shape: tuple[int, ...], dtypes: Iterable[str]) -> TensorEntry:
         """The entry of a tensor. Raises `ValueError` naming file and tensor for another shape or dtype."""
-        file, entry = self._find(name)
+        entry = self.entry(name)
         if entry.dtype not in dtypes:
-            raise ValueError(f"{file.path}: tensor {name}: expected {' or '.join(dtypes)}, got {entry.dtype}")
+            raise self.wrong(name, f"expected {' or '.join(dtypes)}, got {entry.dtype}")
         if entry.shape != shape:
-            raise ValueError(f"{file.path}: tensor {name}: expected shape {list(shape)}, got {list(entry.shape)}")
+            raise self.wrong(name, f"expected shape {list(shape)}, got {list(entry.shape)}")
         return entry
 
     def path_of(self, name: str) -> Path:
         """The file that holds a tensor."""
         return self._find(name)[0].path
+
+    def wrong(self, name: str, text: str) -> ValueError:
+        """The error for a tensor of which `text` says what was expected; it names the file and the tensor."""
+        return ValueError(f"{self.path_of(name)}: tensor {name}: {text}")
 
     def read(
         self, name: str, shape: tuple[int, ...], dtypes: Iterable[str], *, item: int | None = None

@@ -12,15 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from moe_runtime.kernels.formats.number_formats import (
-    BF16,
-    FP8_BLOCK,
-    MXFP4,
-    MXFP8,
-    NVFP4,
-    TokenFormat,
-    ceil_div,
-)
+from moe_runtime.kernels.formats.number_formats import BF16, FP8_BLOCK, MXFP4, MXFP8, NVFP4, TokenFormat, ceil_div
 
 QUANTIZED_DTYPES = ("F8_E4M3", "U8")
 """Dtypes of quants of 8 and of 4 bits, as safetensors names them."""

@@ -93,7 +93,7 @@ def _make_pages(first: int, end: int, kept: torch.Tensor) -> None:
 
 
 QuantBuffers = tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]
-"""Allocators, called as `torch.empty`, of the quants of gate-and-up and of down."""
+"""What allocates the quants of gate-and-up and of down: two `QuantBuffer`s, or `FRESH`."""
 
 
 def _fresh(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -104,28 +104,10 @@ FRESH: QuantBuffers = (_fresh, _fresh)
 
 
 def check_buffers(buffers: object) -> None:
-    """Raise `ValueError` unless `buffers` are two allocators."""
-    if not isinstance(buffers, tuple | list) or len(buffers) != 2 or not all(map(callable, buffers)):
-        raise ValueError(f"buffers: expected two allocators, got {describe(buffers)}")
-
-
-def allocate_quants(empty: Callable[..., torch.Tensor], *shape: int, dtype: torch.dtype) -> torch.Tensor:
-    """What `empty`, one of `buffers`, returns: a contiguous CPU tensor of this shape and dtype.
-
-    Raises `ValueError` if it returns anything else, or does not take a shape and a dtype.
-    """
-    expected = f"buffers: expected allocators of {dtype} {list(shape)} on the CPU, as torch.empty"
-    try:
-        made = empty(*shape, dtype=dtype)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{expected}, got {type(error).__name__}: {error}") from error
-    if not isinstance(made, torch.Tensor) or made.is_nested or made.layout != torch.strided:
-        raise ValueError(f"{expected}, got {type(made).__name__}")
-    if (made.shape, made.dtype, made.device.type) != (shape, dtype, "cpu"):
-        raise ValueError(f"{expected}, got {made.dtype} {list(made.shape)} on {made.device}")
-    if not made.is_contiguous():
-        raise ValueError(f"{expected}, got strides {made.stride()}")
-    return made
+    """Raise `ValueError` unless `buffers` are two `QuantBuffer`s, or `FRESH`."""
+    given = buffers if isinstance(buffers, tuple) else ()
+    if buffers is not FRESH and [type(buffer) for buffer in given] != [QuantBuffer, QuantBuffer]:
+        raise ValueError(f"buffers: expected two of QuantBuffer, got {describe(buffers)}")
 
 
 def quantize_experts(

@@ -29,15 +29,8 @@ from moe_runtime.checkpoints.dequantize import (
     unpacked,
 )
 from moe_runtime.checkpoints.files import DTYPES, TensorFiles
-from moe_runtime.checkpoints.layouts import (
-    AWQ_ORDER,
-    FLOAT_DTYPES,
-    PLAIN,
-    Packing,
-    WeightLayout,
-    packed_words,
-)
-from moe_runtime.checkpoints.loading import FRESH, ExpertTensors, QuantBuffers, allocate_quants
+from moe_runtime.checkpoints.layouts import AWQ_ORDER, FLOAT_DTYPES, PLAIN, Packing, WeightLayout, packed_words
+from moe_runtime.checkpoints.loading import FRESH, ExpertTensors, QuantBuffers
 from moe_runtime.checkpoints.second_level import read_second_level, read_weight_scale, smallest_input_gsf
 from moe_runtime.checkpoints.unread_tensors import refuse_bias
 from moe_runtime.kernels.formats.number_formats import WEIGHT_BLOCK_N, TokenFormat, ceil_div
@@ -280,7 +273,7 @@ class ExpertReader:
         """Quants and scales, of these shapes, of one expert."""
         layout, (name, scale) = self.layout, self.layout.stack(prefix)
         self.files.check(name, (self.num_experts, *quants), layout.quant_dtypes)
-        found = allocate_quants(empty, *quants, dtype=layout.quant_format.quant_dtype)
+        found = empty(*quants, dtype=layout.quant_format.quant_dtype)
         self.files.read_into(name, found, item=expert)
         stored = self.files.read(scale, (self.num_experts, *scales), layout.scale_dtypes, item=expert)
         check_no_nan(self.files, scale, stored)
@@ -302,9 +295,10 @@ class ExpertReader:
             return False
         apart, together = 2 * ceil_div(self.inner, high), ceil_div(2 * self.inner, high)
         if apart == together:
-            raise ValueError(
-                f"{self.files.path_of(name)}: tensor {name}: expected gate and up of a multiple of {high} rows, or of "
-                f"at most {high // 2} more than one, got {self.inner}: whether they share scales is not known"
+            raise self.files.wrong(
+                name,
+                f"expected gate and up of a multiple of {high} rows, or of at most {high // 2} more than one, got "
+                f"{self.inner}: whether they share scales is not known",
             )
         return self.files.entry(scale).shape[1:2] == (together,)
 
@@ -383,9 +377,9 @@ def begin_linears(
     # Bytes of two codes may be stored as signed ones.
     dtype = torch.uint8 if layout.stored_as else DTYPES[first.dtype]
     if order is GateUpOrder.INTERLEAVED:
-        quants = allocate_quants(empty, rows, len(prefixes), shape[1], dtype=dtype).transpose(0, 1)
+        quants = empty(rows, len(prefixes), shape[1], dtype=dtype).transpose(0, 1)
     else:
-        quants = allocate_quants(empty, len(prefixes), *shape, dtype=dtype)
+        quants = empty(len(prefixes), *shape, dtype=dtype)
     for prefix, part in zip(prefixes, quants, strict=True):
         name = f"{prefix}.{layout.weight}"
         files.check(name, shape, (first.dtype,))
@@ -508,7 +502,7 @@ def _read_transposed_integers(
     if layout.packing is Packing.GPTQ and name in files:
         group_K = files.read(name, (columns,), ("I32", "I64")).long()
         if not bool(((group_K >= 0) & (group_K < groups)).all()):
-            raise ValueError(f"{files.path_of(name)}: tensor {name}: expected groups of 0 .. {groups - 1}, got another")
+            raise files.wrong(name, f"expected groups of 0 .. {groups - 1}, got another")
     zeros_GN, scales_GN = zeros_GN.float(), scales_GN.float()
     return (q_KN.float().sub_(zeros_GN[group_K]).mul_(scales_GN[group_K])).mT.contiguous()
 
@@ -531,17 +525,15 @@ def _gptq_zero_points(
             return torch.full_like(stored_GN, middle)
         if layout.symmetric:
             got = f"{low} to {high}" if low != high else f"{low}"
-            raise ValueError(
-                f"{files.path_of(name)}: tensor {name}: expected all {middle} or all {middle - 1}, as sym = true says, "
-                f"got {got}"
-            )
+            raise files.wrong(name, f"expected all {middle} or all {middle - 1}, as sym = true says, got {got}")
     if layout.zero_offset == 0:
         return stored_GN
     if not layout.whole_words:
         if high == largest:
-            raise ValueError(
-                f"{files.path_of(name)}: tensor {name}: expected zero points of 0 to {largest - 1}, which are stored "
-                f"less 1, got {largest}: what it means depends on the program that wrote it"
+            raise files.wrong(
+                name,
+                f"expected zero points of 0 to {largest - 1}, which are stored less 1, got {largest}: what it means "
+                "depends on the program that wrote it",
             )
         return stored_GN + 1
     ones = np.uint32(sum(1 << shift for shift in range(0, 32, bits)))
@@ -564,7 +556,7 @@ def _read_column_scales(files: TensorFiles, suffix: str, prefixes: tuple[str, ..
         shape = files.entry(name).shape
         factor.copy_(files.read(name, shape if shape == (1, columns) else (columns,), FLOAT_DTYPES).view(columns))
         if not bool(((factor > 0) & factor.isfinite()).all()):
-            raise ValueError(f"{files.path_of(name)}: tensor {name}: expected positive numbers, got another")
+            raise files.wrong(name, "expected positive numbers, got another")
     return factors
 
 
@@ -577,7 +569,7 @@ def _check_integers(
         raise ValueError(f"{files.index}: columns of {prefixes[0]}: expected a multiple of {group}, got {columns}")
     for name in (f"{prefix}.weight_shape" for prefix in prefixes):
         if name in files and (got := files.read(name, (2,), ("I64", "I32")).tolist()) != [rows, columns]:
-            raise ValueError(f"{files.path_of(name)}: tensor {name}: expected {[rows, columns]}, got {got}")
+            raise files.wrong(name, f"expected {[rows, columns]}, got {got}")
 
 
 def layout_of(files: TensorFiles, layout: WeightLayout, prefixes: Iterable[str]) -> WeightLayout:
@@ -643,6 +635,4 @@ def check_no_nan(files: TensorFiles, name: str, scales: torch.Tensor) -> None:
         bad = raw & 0x7F == 0x7F if signed else raw == 0xFF
     if bad.any():
         place = np.argwhere(bad)[0].tolist()
-        raise ValueError(
-            f"{files.path_of(name)}: tensor {name}: expected finite scales, got one that is not at {place}"
-        )
+        raise files.wrong(name, f"expected finite scales, got one that is not at {place}")

@@ -36,7 +36,7 @@ def read_second_level(
     shape = files.entry(name).shape
     value = files.read(name, shape if shape == (1,) else (), ("F32",)).view(())
     if not (0 < value.item() < math.inf or (value.item() == (math.inf if scale.divides else 0) and may_be_zeros())):
-        raise ValueError(f"{files.path_of(name)}: tensor {name}: expected a positive number, got {float(value)}")
+        raise files.wrong(name, f"expected a positive number, got {float(value)}")
     return value
 
 
@@ -50,7 +50,7 @@ def read_weight_scale(files: TensorFiles, prefix: str, scale: ScaleName) -> torc
     if value.item() > MAX_WEIGHT_SCALE:
         name = f"{prefix}.{scale.suffix}"
         expected = "at least 2^-116, which weights are divided by" if scale.divides else "at most 2^116"
-        raise ValueError(f"{files.path_of(name)}: tensor {name}: expected {expected}, got {stored.item():.6g}")
+        raise files.wrong(name, f"expected {expected}, got {stored.item():.6g}")
     return value
 
 
@@ -102,7 +102,7 @@ def smallest_input_gsf(
     gsf = (stored if scale.divides else reciprocal(stored)).item()
     if gsf < SMALLEST_GSF:
         expected = "at least 2^-126" if scale.divides else "at most 2^126"
-        raise ValueError(f"{files.path_of(name)}: tensor {name}: expected {expected}, got {reached[name]:.6g}")
+        raise files.wrong(name, f"expected {expected}, got {reached[name]:.6g}")
     if reached[high] > MAX_SPREAD * reached[low]:
         _warn(files, block, {name: reached[name] for name in ((high, low) if scale.divides else (low, high))})
     return min(gsf, MAX_ENCODE_SCALE)

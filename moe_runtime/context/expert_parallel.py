@@ -7,34 +7,25 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from types import TracebackType
-from typing import NoReturn
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace, TracebackType
+from typing import NoReturn, cast
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from moe_runtime.comm.errors import (
-    ErrorCode,
-    MoERuntimeError,
-    PeerAbortedError,
-    PeerTimeoutError,
-    Phase,
-    reason_of,
-)
-from moe_runtime.comm.failures import abort_words, encode_abort, find_failure, reason_text, write_abort
+from moe_runtime.comm.errors import PeerAbortedError, PeerTimeoutError, Phase, reason_of
 from moe_runtime.comm.heaps.collective import CollectiveHeap, CollectiveTransport
 from moe_runtime.comm.heaps.heap import SymmetricHeap
 from moe_runtime.comm.heaps.shared_heap import SharedHeap
 from moe_runtime.comm.host_link import PrivateLink
 from moe_runtime.comm.host_watch import BEAT_S
 from moe_runtime.comm.rank_group import MAX_SECONDS, ROLL_CALL_S, RankGroup
-from moe_runtime.comm.signals import ABORT_WORDS, ERROR_WORDS, NUM_COUNTERS, REASON_WORDS, SignalLayout
+from moe_runtime.comm.signals import NUM_COUNTERS, SignalLayout
+from moe_runtime.context.abortable import AbortableContext
 from moe_runtime.context.agreement import Agreement
-from moe_runtime.context.host_memory import LinkBuffers, LocalMemory
+from moe_runtime.context.host_memory import LinkBuffers
 from moe_runtime.context.regions import Regions
 from moe_runtime.context.threads import StreamOrder
 from moe_runtime.context.transport import Transport, check_heap, check_survivable, make_transport, resolve_device
@@ -43,17 +34,22 @@ from moe_runtime.kernels.exchange.plan import exchange_engine
 from moe_runtime.kernels.runtime import resolve_engine
 from moe_runtime.resilience.membership import Membership
 from moe_runtime.resilience.newcomer import newcomers_group
-from moe_runtime.resilience.old_graphs import OldGraphs
 from moe_runtime.resilience.recovery import Recovery, is_recoverable
 from moe_runtime.support.arguments import check_choice, check_flag, check_integer, check_kind, check_seconds
 
 _LOG = logging.getLogger(__name__)
 
+_READ_BY_KERNELS = (
+    *("signals", "signal_pointers", "token_flags_pointers", "landing_pointers", "combine_pointers"),
+    *("epoch", "error", "latch", "counters"),
+)
+"""Attributes whose memory kernels read and write, besides the regions."""
+
 SPARE_SIGNALS = 2
 """Regions of spare signals for each rank: for its death, and for a time when it was only missed."""
 
 
-class ExpertParallelContext:
+class ExpertParallelContext(AbortableContext):
     """One rank's part of a group that runs expert layers together. Constructing it is collective.
 
     Only one thread at a time may be in a call of a layer or dispatcher over it; a second one is refused. On a GPU,
@@ -177,31 +173,23 @@ class ExpertParallelContext:
             check_heap(heap, group, device, transport, link)
             made, self.device = Transport(heap.name, heap, link), heap.device
             self.engine = resolve_engine(engine, self.device)
+        super().__init__(self.device)
         self.transport, self.transport_reasons, self.heap, self.link = made.name, made.reasons, made.heap, made.link
         self.host_transport = CollectiveTransport(self.heap) if isinstance(self.heap, CollectiveHeap) else None
         self.hosts = None if self.link is None else self.link.hosts
         self.rank = self.heap.rank if self.hosts is None else self.hosts.rank
         self.world_size = self.heap.world_size if self.hosts is None else self.hosts.world_size
         self.link_buffers = None if self.hosts is None else LinkBuffers(self.hosts.num_hosts)
-        self._local_memory: LocalMemory | None = None
-        self.say_failed: Callable[[], None] | None = None
-        self._told_hosts = False
+        self._local_memory: ExchangeMemory | None = None
         self.signals_layout = SignalLayout(self.heap.world_size)
-        self.allocated = False
-        self.failed = False
-        self.closed = False
         self.thread_lock = threading.RLock()
         self._regions = Regions(self.signals_layout)
         self.half_bytes = self._regions.half_bytes
         self._agreement = Agreement()
-        self._old_graphs = OldGraphs(self.device)
         self._exchanges = 0
         self._layers = 0
         self.dispatches = 0
         self.landing_views: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
-        self._failure: Exception | None = None
-        self._abort_codes: np.ndarray | None = None
-        self._side_stream: torch.cuda.Stream | None = None
         self._streams = StreamOrder(self.device)
         self.recovery: Recovery | None = None
         self.generation = 0
@@ -461,22 +449,6 @@ class ExpertParallelContext:
         recovery.recover(failure)
         return -recovery.most("recover", -replays, self.timeout_s, self._raise_failure)
 
-    @contextmanager
-    def _fails_for_good(self) -> Iterator[None]:
-        """For collective work on the host: after an error in it ranks are no longer at the same step.
-
-        Later calls raise the same error, and peers do not wait for this rank.
-        """
-        try:
-            yield
-        except Exception as error:
-            self.abort(reason_of(error), error)
-            raise
-        except BaseException as error:
-            # An interrupt, which later calls do not raise again.
-            self.abort(reason_of(error))
-            raise
-
     def _allocate(self) -> None:
         if self.recovery is not None and self.heap.kept_by_survivors:
             self._regions.spare_signals = SPARE_SIGNALS * self.world_size
@@ -491,25 +463,14 @@ class ExpertParallelContext:
             self.link_buffers.allocate(self.device)
             limit_s = max(self.timeout_s, 3 * BEAT_S)
             self.link.watch(self._other_host_failed, limit_s, max(limit_s, self.startup_timeout_s))
-            self._local_memory = LocalMemory(
-                self.heap.rank,
-                self.heap.world_size,
-                self.device,
-                self.heap,
-                self.half_bytes,
-                self.signals_layout,
-                *self._step_memory,
-            )
+            # The same memory, where ranks have their numbers on this host.
+            ours = {name: getattr(self, name) for name in ExchangeMemory.__annotations__}
+            ours |= {"rank": self.heap.rank, "world_size": self.heap.world_size}
+            self._local_memory = cast(ExchangeMemory, SimpleNamespace(**ours))
         self.allocated = True
         if self.rank == 0:
             sizes = self.world_size, self.transport, self.engine, self.reserved_bytes
             _LOG.info("%d rank(s): transport %s, engine %s, %d bytes reserved on each", *sizes)
-
-    @property
-    def _step_memory(self) -> tuple[torch.Tensor, ...]:
-        """What kernels read and write besides the regions, in the order of `ExchangeMemory`."""
-        pointers = self.signal_pointers, self.token_flags_pointers, self.landing_pointers, self.combine_pointers
-        return *pointers, self.epoch, self.error, self.latch, self.counters
 
     def _point_at_peers(self) -> None:
         """Views of and pointers to the memory of the heap, which is allocated."""
@@ -517,8 +478,7 @@ class ExpertParallelContext:
         self.signal_pointers, self.token_flags_pointers, self.landing_pointers, self.combine_pointers = (
             self.heap.peer_pointers(region) for region in ("signals", "token_flags", "landing", "combine")
         )
-        if self.device.type == "cpu":
-            self._abort_codes = abort_words(self.signals, self.signals_layout)[:, 0].numpy()
+        self._watch_abort_words()
 
     @torch.inference_mode(False)
     def _renew(self, members: tuple[int, ...], group: RankGroup) -> None:
@@ -538,7 +498,7 @@ class ExpertParallelContext:
         heap = self.heap._of_survivors(members, group, generation)
         if self.allocated:
             self._old_graphs.end(self.epoch, self.latch)
-            self._keep_for_old_graphs(self.signals, *self._step_memory)
+            self._old_graphs.keep(*(getattr(self, name) for name in _READ_BY_KERNELS))
         group.timeout_s = self.startup_timeout_s
         self.heap, self.group, self.rank, self.world_size = heap, group, heap.rank, heap.world_size
         self.signals_layout = SignalLayout(heap.world_size)
@@ -549,55 +509,11 @@ class ExpertParallelContext:
         self.allocated = True
         self._failure, self.failed = None, False
 
-    def _keep_for_old_graphs(self, *read: object) -> None:
-        """Keep what graphs captured before a death still read: a replay of one must not reach freed memory."""
-        self._old_graphs.keep(*read)
-
-    def _end(self, error: Exception) -> None:
-        """Have all later calls raise `error`: the recovery from a failure has failed."""
-        self._failure, self.failed = error, True
-
     def _allocate_words(self) -> None:
-        on_gpu = self.device.type == "cuda"
         self.epoch = torch.zeros(1, dtype=torch.int32, device=self.device)
         self.latch = torch.zeros(2, dtype=torch.int32, device=self.device)
         self.counters = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=self.device)
-        self.error = torch.zeros(ERROR_WORDS, dtype=torch.int32, device="cpu", pin_memory=on_gpu)
-        self._error_view = self.error.numpy()
-        # Neither pinned memory nor a stream can be created while a kernel waits for a peer.
-        num_words = ABORT_WORDS + REASON_WORDS
-        self._abort_message = torch.zeros(num_words, dtype=torch.int32, device="cpu", pin_memory=on_gpu)
-        self._side_stream = torch.cuda.Stream(self.device) if on_gpu else None
-
-    def check(self) -> None:
-        """Raise what went wrong here or, as far as the host sees it without waiting, on a peer; the same ever after.
-
-        On a CPU that includes the peers' abort words. On a GPU it reads only the host-visible error record, which has
-        what the kernels here have seen. Cheap enough for every step.
-
-        Raises `RoutingError`, `CapacityError`, `PeerTimeoutError`, `PeerAbortedError`, `StaleHandleError` or
-        `StepMismatchError`, or what `allocate()` raised; `ValueError` if the context is closed. On a CPU with
-        `on_failure="continue"` it does not raise that a rank is missed in a step: the next step goes on without it.
-        """
-        try:
-            self._raise_failure()
-        except PeerTimeoutError as error:
-            if self.recovery is None or self.device.type != "cpu" or not is_recoverable(error):
-                raise
-
-    def _raise_failure(self) -> None:
-        """`check()` within a step, or where one may follow that is not run again."""
-        if self._failure is None and self.allocated and not self.closed:
-            aborted = self._abort_codes is not None and self._abort_codes.any()
-            if aborted or self._error_view[0]:
-                with torch.cuda.stream(self._side_stream):
-                    self._find_failure()
-        self._check_usable()
-
-    def _raise_on_cpu(self) -> None:
-        """On CPUs a stage is done when its call returns: raise at once what it recorded."""
-        if self.device.type == "cpu":
-            self._raise_failure()
+        self._allocate_error_words()
 
     def _check_no_capture(self) -> None:
         """Raise `ValueError` where the current stream is being captured and a step cannot be."""
@@ -607,71 +523,6 @@ class ExpertParallelContext:
                 f"transport: {self.transport} waits for the host in every step, which a CUDA graph cannot capture"
                 + (f" ({others})" if others else "")
             )
-
-    def check_peers(self) -> None:
-        """`check()` including the peers' abort words on a GPU: waits for the work queued on the current stream.
-
-        Raises `ValueError` also if a graph was replayed that was captured before a rank died (`recover`).
-        """
-        self._old_graphs.check()
-        if self._failure is None and self.allocated and not self.closed:
-            self._find_failure()
-        self._check_usable()
-
-    def fail(self, error: Exception) -> Exception:
-        """Record `error` as this rank's failure unless it has one already; returns the one to raise."""
-        if self._failure is None:
-            self._failure = error
-        self.failed = True
-        return self._failure.with_traceback(None)
-
-    def abort(self, reason: str, error: Exception | None = None) -> None:
-        """Tell all peers that this rank gives up, waiting for none: they raise `PeerAbortedError` with `reason`.
-
-        For host-side errors inside a collective step. Peers get the first 256 bytes of `reason`. Later calls on this
-        rank raise `error`, by default a `PeerAbortedError` too. Does nothing on a rank that has failed already, and on
-        a closed context. Where this process hosts the store, peers have half a second to read it there
-        (`RankGroup.leave`). Raises `ValueError` unless `reason` is a text and `error` an exception or None.
-        """
-        check_kind("reason", reason, str)
-        if error is not None:
-            check_kind("error", error, Exception)
-        if self.closed:
-            return
-        if self._failure is None:
-            self._abort(reason, error)
-        self._tell_hosts()
-
-    def _abort(self, reason: str, error: Exception | None) -> None:
-        """`abort` among the ranks of this host, and in the store."""
-        self.fail(error or PeerAbortedError(f"rank {self.rank} gave up: {reason}", self.rank, Phase.HOST))
-        if self.allocated:
-            local = self.heap.rank
-            encode_abort(self._abort_message, local, reason)
-            with torch.cuda.stream(self._side_stream):
-                ranks = range(self.heap.world_size)
-                peers = [self.heap.peer_tensor("signals", peer).view(torch.int32) for peer in ranks]
-                write_abort(self._abort_message, peers, self.signals_layout, local)
-                if self.host_transport is not None:
-                    self.host_transport.post_abort(max(self.timeout_s, self.startup_timeout_s))
-        if self.group is not None:
-            # Peers may wait on the host: for another layer, or in `close()`.
-            self.group.leave(reason, error)
-
-    def _other_host_failed(self, error: MoERuntimeError) -> None:
-        """On the thread of the watch: later calls raise `error`, and this host's ranks learn of it."""
-        if not self.closed and self._failure is None:
-            self._abort(str(error), error)
-
-    def _tell_hosts(self) -> None:
-        """Take part in the exchange between hosts that comes next, once, to say that this rank has failed."""
-        if self.link is not None and not self._told_hosts:
-            self._told_hosts = True
-            if self.say_failed is not None and self.allocated:
-                if self._side_stream is not None:
-                    torch.cuda.current_stream(self.device).wait_stream(self._side_stream)
-                self.say_failed()
-            self.link.leave()
 
     def _begin_step(self) -> None:
         """Before a step, or a part of one: allocate what is not, raise what has failed, and follow the last stream.
@@ -759,40 +610,3 @@ class ExpertParallelContext:
         # On a GPU the last step may have failed since the last call.
         if not raised and self._failure is not None and self._error_view[0]:
             raise self._failure.with_traceback(None)
-
-    def _find_failure(self) -> None:
-        layout = self.signals_layout
-        aborts = abort_words(self.signals, layout).tolist()
-
-        def reason(number: int) -> str:
-            return reason_text(self.signals, layout, number) if number < layout.world_size else self._reason_elsewhere()
-
-        named = (lambda number: number) if self.hosts is None else self.hosts.of_recorded
-        record = self.error.tolist()
-        failure = find_failure(record, aborts, reason, named)
-        if isinstance(failure, PeerTimeoutError) and self.link is not None and self.link.suspects is not None:
-            code, about, origin = record[0], record[1], record[5]
-            if code == ErrorCode.TIMEOUT and origin == self.heap.rank:
-                self.link.suspects.accuse(named(about), gone=False)
-            failure = self._traced(failure)
-        if failure is not None:
-            self.fail(failure)
-
-    def _traced(self, error: PeerTimeoutError) -> PeerTimeoutError:
-        """`error`, or one that names the rank which the rank of `error` waits for. For a rank that gave up waiting."""
-        if self.link is None or self.link.suspects is None or error.rank < 0:
-            return error
-        found = self.link.suspects.culprit(error.rank, self.timeout_s / 2)
-        if found == error.rank:
-            return error
-        return PeerTimeoutError(f"{error}, since it waits for rank {found}", found, error.phase)
-
-    def _reason_elsewhere(self) -> str:
-        """Why a rank of another host gave up, as it leaves it in the store after it has told its peers."""
-        return "" if self.group is None else self.group.reason_left("check")
-
-    def _check_usable(self) -> None:
-        if self._failure is not None:
-            raise self._failure.with_traceback(None)
-        if self.closed:
-            raise ValueError("context: it is closed")

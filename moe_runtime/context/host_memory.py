@@ -1,35 +1,12 @@
-"""Memory of a context whose ranks are on several hosts: what kernels of a host see, and what travels between hosts."""
+"""Memory of what travels between hosts."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
-from moe_runtime.comm.heaps.heap import SymmetricHeap, align_region
+from moe_runtime.comm.heaps.heap import align_region
 from moe_runtime.comm.heaps.private_heap import aligned_zeros
-from moe_runtime.comm.signals import SignalLayout
 from moe_runtime.kernels.exchange.hierarchical import PACK_WORDS
-
-
-@dataclass
-class LocalMemory:
-    """The `kernels.exchange.interface.ExchangeMemory` of the ranks of one host."""
-
-    rank: int
-    world_size: int
-    device: torch.device
-    heap: SymmetricHeap
-    half_bytes: dict[str, int]
-    signals_layout: SignalLayout
-    signal_pointers: torch.Tensor
-    token_flags_pointers: torch.Tensor
-    landing_pointers: torch.Tensor
-    combine_pointers: torch.Tensor
-    epoch: torch.Tensor
-    error: torch.Tensor
-    latch: torch.Tensor
-    counters: torch.Tensor
 
 
 class LinkBuffers:

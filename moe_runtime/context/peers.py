@@ -6,14 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
 
-from moe_runtime.comm.errors import (
-    ErrorCode,
-    MoERuntimeError,
-    PeerAbortedError,
-    PeerTimeoutError,
-    Phase,
-    reason_of,
-)
+from moe_runtime.comm.errors import ErrorCode, MoERuntimeError, PeerAbortedError, PeerTimeoutError, Phase, reason_of
 from moe_runtime.comm.messages import Scalar, optional, row, scalar, table, text
 from moe_runtime.comm.rank_group import describe_ranks
 from moe_runtime.context.expert_parallel import ExpertParallelContext

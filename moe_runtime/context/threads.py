@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 
@@ -13,14 +12,10 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class _HasLock(Protocol):
-    @property
-    def thread_lock(self) -> threading.RLock: ...
-
-
 class _OverContext(Protocol):
     @property
-    def context(self) -> _HasLock: ...
+    def context(self) -> Any:
+        """An `ExpertParallelContext`, whose module imports this one."""
 
 
 S = TypeVar("S", bound=_OverContext)

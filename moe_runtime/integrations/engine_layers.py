@@ -24,13 +24,7 @@ from moe_runtime.integrations.replayed_routes import checked_ids, checked_weight
 from moe_runtime.integrations.shared_tokens import part_of, place_part, run_in_steps, steps_for
 from moe_runtime.kernels.exchange.local_ids import local_ids
 from moe_runtime.kernels.exchange.plan import exchange_engine
-from moe_runtime.kernels.formats.number_formats import (
-    FORMATS,
-    WEIGHT_FORMATS,
-    TokenFormat,
-    ceil_div,
-    token_formats_for,
-)
+from moe_runtime.kernels.formats.number_formats import FORMATS, WEIGHT_FORMATS, TokenFormat, ceil_div, token_formats_for
 from moe_runtime.layer import MoELayer
 from moe_runtime.observation.routes import RecordedRoutes, StepRoutes
 from moe_runtime.support.arguments import check_kind

@@ -86,7 +86,7 @@ def settings_from_yaml(path: str | Path) -> LayerSettings:
     file = check_path("path", path)
     if not file.is_file():
         raise ValueError(f"settings: no file {path}")
-    data = read_yaml(file, "layer")
+    data = read_yaml(file)
     fields = data.get("layer") or {}
     known = {"": (data, ("layer", "parallel", "routes")), "layer.": (fields, ENGINE_FIELDS)}
     for prefix, (found, keys) in known.items():

@@ -139,7 +139,9 @@ def apply_expert_parallel(
             owner = ExpertParallel(context)
             for block in blocks:
                 config = _config_of(model_config, block, experts, settings)
-                owner._add(block.number, config, placements.get(block.number))
+                placed = placements.get(block.number)
+                owner.layers.append(MoELayer(config, context, placement=placed, router=False))
+                owner.decoder_layers.append(block.number)
             # Before any block loses its experts.
             context.compare()
             for index, block in enumerate(blocks):
@@ -185,11 +187,6 @@ class ExpertParallel:
         self._most_tokens: int | None = None
         self._counted_from: list[LayerCounts] | None = None
         self._blocks: list[ref[Any]] = []
-
-    def _add(self, number: int, config: MoELayerConfig, placement: Placement | None) -> None:
-        """Create the MoE layer of decoder layer `number`, without weights yet."""
-        self.layers.append(MoELayer(config, self.context, placement=placement, router=False))
-        self.decoder_layers.append(number)
 
     def warm_up(self) -> None:
         """Run steps of every bucket in all layers, so that later calls compile and load no kernel. Collective.

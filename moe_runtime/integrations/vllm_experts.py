@@ -21,13 +21,7 @@ import torch
 
 from moe_runtime.config import ActivationConfig
 from moe_runtime.integrations import vllm_config
-from moe_runtime.integrations.engine_layers import (
-    EngineExperts,
-    EngineLayer,
-    EngineLayers,
-    TokenShare,
-    replace_members,
-)
+from moe_runtime.integrations.engine_layers import EngineExperts, EngineLayer, EngineLayers, TokenShare, replace_members
 from moe_runtime.integrations.engine_report import report
 from moe_runtime.integrations.engine_weights import read_weights
 from moe_runtime.integrations.layer_settings import LayerSettings

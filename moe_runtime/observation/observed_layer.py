@@ -94,7 +94,6 @@ class ObservedLayer(nn.Module):
     def _observe(self, step: LayerStep) -> None:
         """Count the step and record its routes, if that was asked for: now, while results travel."""
         if self.counters is not None:
-            assert step.handle is not None and step.received is not None
             self.counters.add(step.topk_idx, step.slots, step.handle.num_parts, step.received.group_offsets)
         if self.routes is not None:
             # Ids were there before the dispatch. Kernels of combine let the next one begin after their wait, and the

@@ -89,13 +89,11 @@ class Operands:
     k: int
 
 
-def check_operand(
-    name: str, tensor: torch.Tensor, dtypes: Sequence[torch.dtype], unit_n: int, unit_k: int, *, per_byte: int = 1
-) -> tuple[int, int, int]:
-    """`(E, N, K)` of weights `[E, N, K / per_byte]` of one of `dtypes`, N and K multiples of their units."""
-    check_tensor(name, tensor, dtypes, ("E", "N", "columns"), check_device(name, tensor))
-    k = check_multiple(name, per_byte * tensor.shape[2], unit_k, "K")
-    return tensor.shape[0], check_multiple(name, tensor.shape[1], unit_n, "N"), k
+def check_weights(b: torch.Tensor, dtype: torch.dtype, unit_k: int, *, per_byte: int = 1) -> tuple[int, int, int]:
+    """`(E, N, K)` of weights `b` `[E, N, K / per_byte]`, N a multiple of 8, K of its unit."""
+    check_tensor("b", b, dtype, ("E", "N", "columns"), check_device("b", b))
+    k = check_multiple("b", per_byte * b.shape[2], unit_k, "K")
+    return b.shape[0], check_multiple("b", b.shape[1], 8, "N"), k
 
 
 def check_operands(

@@ -18,18 +18,6 @@ from moe_runtime.support.arguments import check_choice, check_is_tensor, check_n
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-def quantize_bf16(x: torch.Tensor) -> torch.Tensor:
-    """`x` rounded to bf16."""
-    _check_floats(x, 1)
-    return x.to(torch.bfloat16)
-
-
-def dequantize_bf16(q: torch.Tensor) -> torch.Tensor:
-    """fp32 of bf16."""
-    _check_dtype("q", q, (torch.bfloat16,))
-    return q.float()
-
-
 def nvfp4_encode_scale(x: torch.Tensor) -> torch.Tensor:
     """fp32 `[1]`: `min(2688 / amax, 2^100)` of all of `x`, 1 if that is 0 or not finite. For offline use.
 
@@ -53,21 +41,17 @@ def quantize_nvfp4(
     take as `alpha` or `expert_scales` is `1 / (gsf of a * gsf of b)`.
     """
     _check_floats(x, 16)
-    if isinstance(gsf, torch.Tensor):
-        check_is_tensor("gsf", gsf)
     if gsf is None:
         raise ValueError("gsf: expected a number or fp32 tensor, got None")
-    k = x.shape[-1]
-    each = isinstance(gsf, torch.Tensor) and gsf.numel() != 1
-    if each and (x.ndim != 3 or tuple(gsf.shape) != (x.shape[0],)):  # type: ignore[union-attr]
-        raise ValueError(f"gsf: expected one number, or one per expert of [E, N, K], got shape {list(gsf.shape)}")  # type: ignore[union-attr]
-    if each and x.shape[0] == 0:
-        gsf, each = 1.0, False
-    parts = [(x[e], gsf[e : e + 1]) for e in range(x.shape[0])] if each else [(x, gsf)]  # type: ignore[index]
+    k, parts = x.shape[-1], [(x, gsf)]
+    if isinstance(gsf, torch.Tensor) and check_is_tensor("gsf", gsf).numel() != 1:
+        if x.ndim != 3 or gsf.shape != x.shape[:1]:
+            raise ValueError(f"gsf: expected one number, or one per expert of [E, N, K], got shape {list(gsf.shape)}")
+        parts = [(x[e], gsf[e : e + 1]) for e in range(x.shape[0])] or [(x, 1.0)]
     done = [quantize_rows(part.reshape(-1, k).contiguous(), NVFP4, gsf=scale, engine=engine) for part, scale in parts]
     quants = [q.quants_RK for q in done]
     scales = [q.scales_RV for q in done if q.scales_RV is not None]
-    return torch.cat(quants).view(*x.shape[:-1], k // 2), _cat(scales).view(*x.shape[:-1], k // 16)
+    return torch.cat(quants).view(*x.shape[:-1], k // 2), torch.cat(scales).view(*x.shape[:-1], k // 16)
 
 
 def dequantize_nvfp4(
@@ -122,7 +106,8 @@ def quantize_mxfp8(
     Granularity 128, which no kernel has, runs on torch with every `engine`.
     """
     _check_floats(x, 16)
-    block, k = _check_granularity_k(granularity_k), x.shape[-1]
+    check_choice("granularity_k", granularity_k, (32, 128))
+    block, k = granularity_k, x.shape[-1]
     rows = x.reshape(-1, k)
     padded = torch.nn.functional.pad(rows, (0, -k % block)) if k % block else rows.contiguous()
     if block == MXFP8.block:
@@ -142,7 +127,8 @@ def quantize_mxfp8(
 def dequantize_mxfp8(q: torch.Tensor, scales: torch.Tensor, granularity_k: int = 32) -> torch.Tensor:
     """fp32 `[..., K]` of e4m3 quants and UE8M0 bytes `[..., ceil(K / granularity_k)]`."""
     _check_quants(q, (MXFP8.quant_dtype,))
-    block, k = _check_granularity_k(granularity_k), q.shape[-1]
+    check_choice("granularity_k", granularity_k, (32, 128))
+    block, k = granularity_k, q.shape[-1]
     linear = _linear(scales, (*q.shape[:-1], ceil_div(k, block)), (torch.uint8,), q.device)
     return q.float() * rq.e8m0_to_f32(linear).repeat_interleave(block, -1)[..., :k]
 
@@ -157,8 +143,8 @@ def quantize_fp8(
     """
     _check_floats(x, FP8_BLOCK.unit)
     check_choice("dtype", dtype, FP8_DTYPES)
-    gm = _check_granularity_mn(granularity_mn)
-    quants, scales = rq.quantize_fp8_blocks(x.float() if x.ndim == 3 else x.float()[None], gm, dtype)
+    check_choice("granularity_mn", granularity_mn, (1, 128))
+    quants, scales = rq.quantize_fp8_blocks(x.float() if x.ndim == 3 else x.float()[None], granularity_mn, dtype)
     return (quants, scales) if x.ndim == 3 else (quants[0], scales[0])
 
 
@@ -166,13 +152,10 @@ def dequantize_fp8(q: torch.Tensor, scales: torch.Tensor, granularity_mn: int = 
     """fp32 `[..., M, K]` of fp8 quants and fp32 scales `[..., ceil(M / granularity_mn), ceil(K/128)]`."""
     _check_dtype("q", q, FP8_DTYPES)
     _check_shape("q", q, FP8_BLOCK.unit)
-    gm, block, (m, k) = _check_granularity_mn(granularity_mn), FP8_BLOCK.block, q.shape[-2:]
+    check_choice("granularity_mn", granularity_mn, (1, 128))
+    gm, block, (m, k) = granularity_mn, FP8_BLOCK.block, q.shape[-2:]
     linear = _linear(scales, (*q.shape[:-2], ceil_div(m, gm), ceil_div(k, block)), (torch.float32,), q.device)
     return q.float() * linear.repeat_interleave(gm, -2)[..., :m, :].repeat_interleave(block, -1)[..., :k]
-
-
-def _cat(tensors: list[torch.Tensor]) -> torch.Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
 def _check_floats(x: torch.Tensor, unit: int) -> None:
@@ -190,16 +173,6 @@ def _check_dtype(name: str, tensor: torch.Tensor, allowed: tuple[torch.dtype, ..
     check_device(name, tensor)
     if tensor.dtype not in allowed:
         raise ValueError(f"{name}: expected {' or '.join(map(str, allowed))}, got {tensor.dtype}")
-
-
-def _check_granularity_k(block: int) -> int:
-    check_choice("granularity_k", block, (32, 128))
-    return block
-
-
-def _check_granularity_mn(rows: int) -> int:
-    check_choice("granularity_mn", rows, (1, 128))
-    return rows
 
 
 def _check_quants(q: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:

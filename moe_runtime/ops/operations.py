@@ -29,6 +29,7 @@ groups of 100, 200 and 100 rows, these are the first 128-row blocks of each grou
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -62,12 +63,10 @@ from moe_runtime.ops.arguments import (
     signed,
 )
 from moe_runtime.ops.inputs import (
-    dequantize_bf16,
     dequantize_fp8,
     dequantize_mxfp8,
     dequantize_nvfp4,
     nvfp4_encode_scale,
-    quantize_bf16,
     quantize_fp8,
     quantize_mxfp8,
     quantize_nvfp4,
@@ -81,7 +80,6 @@ from moe_runtime.ops.scales import (
     pack_ue8m0_weights,
     unpack_closed_form_128,
     unpack_dense_128,
-    unpack_scale_major,
     unpack_swizzled_weights,
     unpack_ue8m0_rows,
     unpack_ue8m0_weights,
@@ -93,7 +91,6 @@ from moe_runtime.support.arguments import check_apart, check_choice, check_is_te
 __all__ = [
     "NVFP4TokenFormat",
     "PrepackedWeights",
-    "dequantize_bf16",
     "dequantize_fp8",
     "dequantize_mxfp8",
     "dequantize_nvfp4",
@@ -112,7 +109,6 @@ __all__ = [
     "pack_ue8m0_weights",
     "prepack_mxfp8",
     "prepack_nvfp4",
-    "quantize_bf16",
     "quantize_fp8",
     "quantize_mxfp8",
     "quantize_nvfp4",
@@ -120,7 +116,6 @@ __all__ = [
     "swizzle_scales",
     "unpack_closed_form_128",
     "unpack_dense_128",
-    "unpack_scale_major",
     "unpack_swizzled_weights",
     "unpack_ue8m0_rows",
     "unpack_ue8m0_weights",
@@ -275,36 +270,30 @@ def group_gemm_nvfp4_nt_groupwise(
     check_choice("tile_k", tile_k, (128, 256))
     check_choice("swap_ab", swap_ab, (True, False))
     result = make_output(out, out_dtype, OUT_DTYPES_HALF, o)
-    group = _check_groups(m_indptr, o, engine, validate, unit=4)
+    groups = _groups_of(m_indptr, o, engine, validate, unit=4)
     if resolve_validate(validate, o.device):
         used = scale_blocks.closed_form_128_rows_used(m_indptr.tolist())
         if a_scale.shape[0] < used:
             raise ValueError(f"a_scale: expected at least {used} rows for m_indptr, got {a_scale.shape[0]}")
         check_scale_signs("a_scale", a_scale, lambda: unpack_closed_form_128(a_scale[:used], m_indptr))
         _check_weight_signs("b_scale", b_scale, o)
-    starts = m_indptr[:-1]
+    starts, group = m_indptr[:-1], groups["expert_ids"]
     shifts = scale_blocks.closed_form_128_start(starts, group) // 128 - starts // 128
     if a_scale.shape[0] < scale_blocks.closed_form_128_rows_needed(o.rows, o.experts):
         # No kernel reads the scales of a skipped group.
         ends = scale_blocks.closed_form_128_end(starts, m_indptr[1:], group)
-        group = group.masked_fill(ends > a_scale.shape[0], -1)
+        groups["expert_ids"] = group.masked_fill(ends > a_scale.shape[0], -1)
     problem = OpProblem(
         format=NVFP4,
         a=ScaledOperand(a, a_scale.view(-1), ScaleLayout.SWIZZLED),
         b=weights,
-        group_offsets=m_indptr,
         scale_offsets=shifts,
-        expert_ids=group,
-        num_groups=o.experts,
-        num_active=None,
-        expert_scales=alpha,
-        num_columns=o.k,
         block=16,
         max_tile_n=tile_n,
+        **groups | {"expert_scales": alpha},
     )
     inputs = {"a": a, "b": b, "a_scale": a_scale, "b_scale": b_scale, "m_indptr": m_indptr, "alpha": alpha}
-    _run(problem, result, engine, inputs)
-    return result
+    return _run(problem, result, engine, inputs)
 
 
 def moe_gemm_mxfp8_nt_groupwise(
@@ -367,7 +356,7 @@ def moe_gemm_mxfp8_nt_groupwise(
     result = make_output(out, out_dtype, (torch.bfloat16,), check_gated(is_gated, o))
     if is_gated and isinstance(b, PrepackedWeights):
         raise ValueError("is_gated: expected False with prepacked weights, got True")
-    group = _check_groups(m_indptr, o, engine, validate)
+    groups = _groups_of(m_indptr, o, engine, validate)
     weights: ScaledOperand | PrepackedWeights
     if isinstance(b, PrepackedWeights):
         weights = b
@@ -380,19 +369,13 @@ def moe_gemm_mxfp8_nt_groupwise(
         format=MXFP8,
         a=ScaledOperand(a, _bytes(a_scale, m_padded * words), ScaleLayout.PACKED, m_padded),
         b=weights,
-        group_offsets=m_indptr,
-        scale_offsets=scale_blocks.closed_form_4_start(m_indptr[:-1], group),
-        expert_ids=group,
-        num_groups=o.experts,
-        num_active=None,
-        expert_scales=None,
-        num_columns=o.k,
+        scale_offsets=scale_blocks.closed_form_4_start(m_indptr[:-1], groups["expert_ids"]),
         block=block,
         activation=UP_SILU_GATE if is_gated else None,
+        **groups,
     )
     inputs = {"a": a, "b": b, "a_scale": a_scale, "b_scale": b_scale, "m_indptr": m_indptr}
-    _run(problem, result, engine, inputs)
-    return result
+    return _run(problem, result, engine, inputs)
 
 
 def moe_gemm_fp8_nt_groupwise(
@@ -445,24 +428,18 @@ def moe_gemm_fp8_nt_groupwise(
     check_tensor("a_scale", a_scale, torch.float32, (columns, m_padded), o.device)
     check_tensor("b_scale", b_scale, torch.float32, (o.experts, columns, n_scales), o.device)
     result = make_output(out, out_dtype, (torch.bfloat16,), check_gated(is_gated, o))
-    group = _check_groups(m_indptr, o, engine, validate)
+    groups = _groups_of(m_indptr, o, engine, validate)
     problem = OpProblem(
         format=FP8_BLOCK,
         a=ScaledOperand(a, a_scale.view(-1), ScaleLayout.MN_MAJOR, m_padded),
         b=ScaledOperand(b, b_scale.view(-1), ScaleLayout.MN_MAJOR, n_scales),
-        group_offsets=m_indptr,
-        scale_offsets=scale_blocks.closed_form_4_start(m_indptr[:-1], group),
-        expert_ids=group,
-        num_groups=o.experts,
-        num_active=None,
-        expert_scales=None,
-        num_columns=o.k,
+        scale_offsets=scale_blocks.closed_form_4_start(m_indptr[:-1], groups["expert_ids"]),
         block=128,
         activation=UP_SILU_GATE if is_gated else None,
+        **groups,
     )
     inputs = {"a": a, "b": b, "a_scale": a_scale, "b_scale": b_scale, "m_indptr": m_indptr}
-    _run(problem, result, engine, inputs)
-    return result
+    return _run(problem, result, engine, inputs)
 
 
 def group_gemm_fp8_nt_groupwise(
@@ -515,25 +492,19 @@ def group_gemm_fp8_nt_groupwise(
     check_tensor("a_scale", a_scale, torch.float32, a_shape, o.device)
     check_tensor("b_scale", b_scale, torch.float32, b_shape, o.device)
     result = make_output(out, out_dtype, OUT_DTYPES_HALF, o)
-    group = _check_groups(m_indptr, o, engine, validate, unit=4, granularity_m=gm)
+    groups = _groups_of(m_indptr, o, engine, validate, unit=4, granularity_m=gm)
     layout = ScaleLayout.MN_MAJOR if is_mn else ScaleLayout.K_MAJOR
     problem = OpProblem(
         format=FP8_BLOCK,
         a=ScaledOperand(a, a_scale.view(-1), layout, a_scale.shape[1] if is_mn else None),
         b=ScaledOperand(b, b_scale.view(-1), layout, n_scales if is_mn else None),
-        group_offsets=m_indptr,
         scale_offsets=None,
-        expert_ids=group,
-        num_groups=o.experts,
-        num_active=None,
-        expert_scales=None,
-        num_columns=o.k,
         block=128,
         rows_per_scale=gm,
+        **groups,
     )
     inputs = {"a": a, "b": b, "a_scale": a_scale, "b_scale": b_scale, "m_indptr": m_indptr}
-    _run(problem, result, engine, inputs)
-    return result
+    return _run(problem, result, engine, inputs)
 
 
 def _run(
@@ -542,21 +513,27 @@ def _run(
     engine: str,
     inputs: Mapping[str, torch.Tensor | PrepackedWeights | None],
     name: str = "out",
-) -> None:
-    """Run the operation; `inputs` are its tensors by argument, from which `out` (argument `name`) must be apart."""
+) -> torch.Tensor:
+    """`out`, filled; `inputs` are its tensors by argument, from which `out` (argument `name`) must be apart."""
     check_apart(name, out, {key: t.units if isinstance(t, PrepackedWeights) else t for key, t in inputs.items()})
     op_gemm(readable(problem, out, engine), out, engine=engine)
+    return out
 
 
-def _check_groups(
+def _groups_of(
     m_indptr: torch.Tensor, o: Operands, engine: str, validate: bool | None, *, unit: int = 1, granularity_m: int = 1
-) -> torch.Tensor:
-    """`0 .. E-1`, the weight of each group, int32 `[E]`; checks the offsets, `engine` and `validate` of such a call."""
+) -> dict[str, Any]:
+    """The fields of `OpProblem` of a call whose group `i` has the rows from `m_indptr[i]` on and weight `i`.
+
+    Checks the offsets, `engine` and `validate`.
+    """
     check_tensor("m_indptr", m_indptr, torch.int32, (o.experts + 1,), o.device)
     resolve_engine(engine, o.device)
     if resolve_validate(validate, o.device):
         check_indptr_values(m_indptr, o.rows, unit, granularity_m)
-    return torch.arange(o.experts, dtype=torch.int32, device=o.device)
+    ids = torch.arange(o.experts, dtype=torch.int32, device=o.device)
+    groups = {"group_offsets": m_indptr, "expert_ids": ids, "num_groups": o.experts, "num_active": None}
+    return {**groups, "expert_scales": None, "num_columns": o.k}
 
 
 def _nvfp4_weights(

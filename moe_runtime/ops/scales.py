@@ -166,17 +166,15 @@ def unpack_ue8m0_weights(packed: torch.Tensor, num_columns: int) -> torch.Tensor
 
 
 def pack_scale_major(scales: torch.Tensor, major: str) -> torch.Tensor:
-    """fp32 scales `[..., M, V]` in `scale_major_mode`: "K" as they are, "MN" `[..., V, M]`, contiguous."""
+    """fp32 scales `[..., M, V]` in `scale_major_mode`: "K" as they are, "MN" `[..., V, M]`, contiguous.
+
+    It is its own inverse.
+    """
     check_choice("major", major, ("K", "MN"))
     check_device("scales", scales)
     if scales.ndim < 2 or scales.dtype != torch.float32:
         raise ValueError(f"scales: expected fp32 [..., M, V], got {scales.dtype} of shape {tuple(scales.shape)}")
     return (scales.transpose(-1, -2) if major == "MN" else scales).contiguous()
-
-
-def unpack_scale_major(scales: torch.Tensor, major: str) -> torch.Tensor:
-    """`[..., M, V]`; the inverse of `pack_scale_major`, which is its own."""
-    return pack_scale_major(scales, major)
 
 
 def _pack_swizzled(scales_RV: torch.Tensor, rows: list[int], starts: Sequence[int], num_rows: int) -> torch.Tensor:

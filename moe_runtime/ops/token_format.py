@@ -1,4 +1,4 @@
-"""The token message of MAX's `NVFP4TokenFormat`, generalised to the other formats, with the names of MAX.
+"""MAX's `NVFP4TokenFormat`: an NVFP4 token as a message, with the names of MAX.
 
 Messages are written and read with tensor operations, one or many at a time. The dispatcher does not use them: its wire
 record is `moe_runtime.kernels.exchange.record.RecordLayout`.
@@ -12,15 +12,7 @@ import torch
 
 from moe_runtime.kernels.exchange.record import DEFAULT_ALIGNMENT, NO_EXPERT, check_alignment, check_top_k
 from moe_runtime.kernels.formats import scale_blocks
-from moe_runtime.kernels.formats.number_formats import (
-    MAX_ENCODE_SCALE,
-    NVFP4,
-    QuantizedRows,
-    TokenFormat,
-    align,
-    ceil_div,
-    format_named,
-)
+from moe_runtime.kernels.formats.number_formats import MAX_ENCODE_SCALE, NVFP4, QuantizedRows, align, ceil_div
 from moe_runtime.kernels.formats.quantize import check_gsf, quantize_rows
 from moe_runtime.kernels.formats.reference_quantize import copy_as, raw_bits
 from moe_runtime.ops.arguments import check_device
@@ -30,26 +22,30 @@ INTEGERS = (torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, to
 """Dtypes of indices that int64 holds."""
 
 
-class TokenMessage:
+class NVFP4TokenFormat:
     """A token on the wire: `[quants] [scales, linear] [source index i32] [top-k ids u16 x top_k]`, each field aligned.
 
     Args:
-        fmt: number format, by name or descriptor.
-        hid_dim: width of a token, a multiple of `format.unit`.
+        hid_dim: width of a token `H`, a multiple of 16.
         top_k: experts of a token.
         alignment: bytes, a power of two from 4 on; 0 means 16.
-        output_tokens: `copy_msg_to_output_tensor` writes quants there, `[R, quant_columns(hid_dim)]`.
-        output_scales: it writes scales there: for swizzled formats a contiguous `[blocks, ceil(V/4), 32, 4, 4]`,
-            otherwise `[R, V]`; None for bf16.
+        output_tokens: `copy_msg_to_output_tensor` writes quants there, uint8 `[R, H/2]`.
+        output_scales: it writes scales there, e4m3, contiguous `[blocks, ceil(H/64), 32, 4, 4]`.
         output_scales_offset: int32 or uint32 `[>= G]` that `pad_expert_offsets` fills in.
 
     Raises:
         ValueError: an argument that does not fit.
+
+    >>> token = NVFP4TokenFormat(hid_dim=7168, top_k=8)
+    >>> token.group_size, token.fp4_quant_size(), token.scales_size(), token.token_size(), token.msg_size()
+    (16, 3584, 448, 4032, 4064)
     """
+
+    group_size = NVFP4.block
+    """Elements that share one block scale."""
 
     def __init__(
         self,
-        fmt: str | TokenFormat,
         hid_dim: int,
         top_k: int,
         alignment: int = 0,
@@ -58,14 +54,13 @@ class TokenMessage:
         output_scales: torch.Tensor | None = None,
         output_scales_offset: torch.Tensor | None = None,
     ) -> None:
-        self.format = format_named(fmt)
         for name, value in (("hid_dim", hid_dim), ("top_k", top_k), ("alignment", alignment)):
             check_integer(name, value, None)
         outputs = (output_tokens, output_scales, output_scales_offset)
         for name, output in zip(("output_tokens", "output_scales", "output_scales_offset"), outputs, strict=True):
             if output is not None:
                 check_elements_apart(name, check_is_tensor(name, output))
-        self.format.check_columns(hid_dim, "hid_dim")
+        NVFP4.check_columns(hid_dim, "hid_dim")
         check_top_k(top_k)
         self.hid_dim = hid_dim
         self.top_k = top_k
@@ -77,28 +72,23 @@ class TokenMessage:
         self.row_offsets: torch.Tensor | None = None
         self._check_outputs()
 
-    @property
-    def group_size(self) -> int:
-        """Elements that share one block scale."""
-        return self.format.block
-
     def get_type_name(self) -> str:
         return f"{type(self).__name__}[hid_dim={self.hid_dim}, top_k={self.top_k}, alignment={self.alignment}]"
 
-    def quant_size(self) -> int:
+    def fp4_quant_size(self) -> int:
         """Bytes of the field of the quants."""
-        return align(self.format.quant_bytes(self.hid_dim), self.alignment)
+        return align(NVFP4.quant_bytes(self.hid_dim), self.alignment)
 
     def scales_size(self) -> int:
         """Bytes of the field of the scales."""
-        return align(self.format.scale_bytes(self.hid_dim), self.alignment)
+        return align(NVFP4.scale_bytes(self.hid_dim), self.alignment)
 
     def scales_offset(self) -> int:
-        return self.quant_size()
+        return self.fp4_quant_size()
 
     def token_size(self) -> int:
         """Bytes of quants and scales together."""
-        return self.quant_size() + self.scales_size()
+        return self.fp4_quant_size() + self.scales_size()
 
     def src_info_offset(self) -> int:
         return self.token_size()
@@ -129,15 +119,12 @@ class TokenMessage:
         Args:
             buf: uint8 `[>= token_size()]`, or `[T, >= token_size()]` for `T` tokens.
             src: bf16 or fp32 `[hid_dim]` or `[T, hid_dim]`.
-            input_scale: NVFP4's ENCODE scale (1 / the checkpoint's `input_scale`), which the message does not carry;
-                None in the other formats.
+            input_scale: the ENCODE scale (1 / the checkpoint's `input_scale`), which the message does not carry.
             engine: "auto", "cuda", "triton" or "torch", of the quantizer.
         """
         check_device("buf", buf)
         check_elements_apart("buf", buf)
         check_no_grad("src", check_is_tensor("src", src))
-        if self.format.has_row_scale and input_scale is None:
-            raise ValueError(f"input_scale: format {self.format.name} needs an encode scale, got None")
         if src.ndim not in (1, 2) or src.shape[-1] != self.hid_dim or src.dtype not in (torch.bfloat16, torch.float32):
             raise ValueError(
                 f"src: expected bfloat16 or float32 [{self.hid_dim}] or [T, {self.hid_dim}], "
@@ -145,12 +132,12 @@ class TokenMessage:
             )
         _check_device("src", src, buf)
         buf = self._messages(buf, self.token_size(), src.shape[:-1])
-        gsf = check_gsf(input_scale, self.format, src.device, "input_scale")
-        rows = quantize_rows(src.reshape(-1, self.hid_dim).contiguous(), self.format, gsf=gsf, engine=engine)
-        _write(buf[:, : self.format.quant_bytes(self.hid_dim)], rows.quants_RK.view(torch.uint8))
-        if rows.scales_RV is not None:
-            start = self.scales_offset()
-            _write(buf[:, start : start + self.format.scale_bytes(self.hid_dim)], rows.scales_RV.view(torch.uint8))
+        gsf = _encode_scale(input_scale, src.device)
+        rows = quantize_rows(src.reshape(-1, self.hid_dim).contiguous(), NVFP4, gsf=gsf, engine=engine)
+        assert rows.scales_RV is not None
+        quants, scales = self._fields(buf)
+        _write(quants, rows.quants_RK)
+        _write(scales, rows.scales_RV.view(torch.uint8))
 
     def write_info(self, buf: torch.Tensor, source: torch.Tensor, topk_idx: torch.Tensor) -> None:
         """Write source index and top-k ids into messages. Checks the values on the host.
@@ -192,19 +179,10 @@ class TokenMessage:
         `input_scale` is the encode scale they were written with; `row_scale_R` is its inverse.
         """
         rows = self._messages(buf, self.token_size(), check_is_tensor("buf", buf).shape[:-1])
-        fmt = self.format
-        quants = copy_as(rows[:, : fmt.quant_bytes(self.hid_dim)], fmt.quant_dtype)
-        scales = row_scale = None
-        if fmt.scale_dtype is not None:
-            start = self.scales_offset()
-            scales = copy_as(rows[:, start : start + fmt.scale_bytes(self.hid_dim)], fmt.scale_dtype)
-        if fmt.has_row_scale:
-            gsf = check_gsf(input_scale, fmt, buf.device, "input_scale")
-            if gsf is None:
-                raise ValueError(f"input_scale: format {fmt.name} needs an encode scale, got None")
-            gsf = gsf.clamp(max=MAX_ENCODE_SCALE)
-            row_scale = torch.ones_like(gsf).div(gsf).repeat(rows.shape[0])
-        return QuantizedRows(fmt, quants, scales, row_scale)
+        quants, scales = self._fields(rows)
+        gsf = _encode_scale(input_scale, buf.device).clamp(max=MAX_ENCODE_SCALE)
+        row_scale = torch.ones_like(gsf).div(gsf).repeat(rows.shape[0])
+        return QuantizedRows(NVFP4, copy_as(quants, torch.uint8), copy_as(scales, torch.float8_e4m3fn), row_scale)
 
     def pad_expert_offsets(self, row_offsets: torch.Tensor) -> torch.Tensor:
         """`dense_128` scale offsets of groups whose rows start at `row_offsets` `[G + 1]`: int32 `[G]`.
@@ -234,14 +212,14 @@ class TokenMessage:
     def copy_msg_to_output_tensor(self, buf: torch.Tensor, token_index: int | torch.Tensor) -> None:
         """Copy the quants of messages to `output_tokens[token_index]` and their scales to `output_scales`.
 
-        In swizzled formats the scales go to the `dense_128` position of row `token_index`, by the row offsets of the
-        last `pad_expert_offsets`; otherwise to row `token_index`. Checks the values of `token_index` on the host.
+        The scales go to the `dense_128` position of row `token_index`, by the row offsets of the last
+        `pad_expert_offsets`. Checks the values of `token_index` on the host.
 
         Args:
             buf: uint8 `[>= token_size()]`, or `[T, >= token_size()]`.
             token_index: packed row of the message, or integers `[T]`.
         """
-        if self.output_tokens is None or (self.output_scales is None and self.format.scale_dtype is not None):
+        if self.output_tokens is None or self.output_scales is None:
             raise ValueError("output_tokens, output_scales: expected tensors given to the constructor, got None")
         check_device("buf", buf)
         if isinstance(token_index, torch.Tensor):
@@ -255,30 +233,20 @@ class TokenMessage:
         _check_device("buf", buf, self.output_tokens)
         rows = self._messages(buf, self.token_size(), index.shape)
         index = index.reshape(-1)
-        if self.format.swizzled:
-            if self.row_offsets is None:
-                raise ValueError("token_index: call pad_expert_offsets first, it says where the groups lie")
-            self._check_row_offsets(self.row_offsets)
-            num_rows = int(self.row_offsets[-1])
-        else:
-            num_rows = self.output_tokens.shape[0]
+        if self.row_offsets is None:
+            raise ValueError("token_index: call pad_expert_offsets first, it says where the groups lie")
+        self._check_row_offsets(self.row_offsets)
+        num_rows = int(self.row_offsets[-1])
         if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < num_rows:
             raise ValueError(f"token_index: expected 0..{num_rows - 1}, got {token_index}")
         # First, since it raises if the scales do not fit.
-        scale_rows = self._scale_rows(index) if self.format.swizzled else index
-        quants = copy_as(rows[:, : self.format.quant_bytes(self.hid_dim)], self.output_tokens.dtype)
-        _write(raw_bits(self.output_tokens), raw_bits(quants), index)
-        if self.output_scales is None:
-            return
-        start = self.scales_offset()
-        scales = copy_as(rows[:, start : start + self.format.scale_bytes(self.hid_dim)], self.output_scales.dtype)
-        if self.format.swizzled:
-            num_columns = self.format.scale_columns(self.hid_dim)
-            column = torch.arange(num_columns, device=index.device)
-            place = scale_blocks.swizzled_offset(scale_rows[:, None], column[None, :], num_columns)
-            _write(raw_bits(self.output_scales).view(-1), raw_bits(scales), place)
-        else:
-            _write(self.output_scales, scales, scale_rows)
+        scale_rows = self._scale_rows(index)
+        quants, scales = self._fields(rows)
+        _write(self.output_tokens, quants.contiguous(), index)
+        num_columns = NVFP4.scale_columns(self.hid_dim)
+        column = torch.arange(num_columns, device=index.device)
+        place = scale_blocks.swizzled_offset(scale_rows[:, None], column[None, :], num_columns)
+        _write(raw_bits(self.output_scales).view(-1), scales.contiguous(), place)
 
     def _check_row_offsets(self, row_offsets: torch.Tensor) -> None:
         rows = row_offsets[-1] if self.output_tokens is None else self.output_tokens.shape[0]
@@ -308,47 +276,41 @@ class TokenMessage:
             )
         return buf if buf.ndim == 2 else buf[None]
 
+    def _fields(self, messages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of the quants and the scales of messages `[T, >= token_size()]`."""
+        start = self.scales_offset()
+        quants = messages[:, : NVFP4.quant_bytes(self.hid_dim)]
+        return quants, messages[:, start : start + NVFP4.scale_bytes(self.hid_dim)]
+
     def _check_outputs(self) -> None:
-        fmt, tokens, scales, offsets = self.format, self.output_tokens, self.output_scales, self.output_scales_offset
-        columns = fmt.quant_columns(self.hid_dim)
-        if tokens is not None and (tokens.ndim != 2 or tokens.shape[1] != columns or tokens.dtype != fmt.quant_dtype):
+        tokens, scales, offsets = self.output_tokens, self.output_scales, self.output_scales_offset
+        columns = NVFP4.quant_columns(self.hid_dim)
+        if tokens is not None and (tokens.ndim != 2 or tokens.shape[1] != columns or tokens.dtype != torch.uint8):
             raise ValueError(
-                f"output_tokens: expected {fmt.quant_dtype} [R, {columns}], got {tokens.dtype} {tuple(tokens.shape)}"
+                f"output_tokens: expected torch.uint8 [R, {columns}], got {tokens.dtype} {tuple(tokens.shape)}"
             )
         if scales is not None:
-            v = fmt.scale_columns(self.hid_dim)
-            wanted = (ceil_div(v, 4), 32, 4, 4) if fmt.swizzled else (v,)
-            if scales.dtype != fmt.scale_dtype or tuple(scales.shape[1:]) != wanted or not scales.is_contiguous():
+            wanted = (ceil_div(NVFP4.scale_columns(self.hid_dim), 4), 32, 4, 4)
+            fits = scales.dtype == torch.float8_e4m3fn and tuple(scales.shape[1:]) == wanted
+            if not fits or not scales.is_contiguous():
                 raise ValueError(
-                    f"output_scales: expected contiguous {fmt.scale_dtype} [*, {', '.join(map(str, wanted))}], "
+                    f"output_scales: expected contiguous torch.float8_e4m3fn [*, {', '.join(map(str, wanted))}], "
                     f"got {scales.dtype} {tuple(scales.shape)} with strides {scales.stride()}"
                 )
         if scales is not None and tokens is not None:
             _check_device("output_scales", scales, tokens)
-            if not fmt.swizzled and scales.shape[0] < tokens.shape[0]:
-                raise ValueError(
-                    f"output_scales: expected a row for each of {tokens.shape[0]} tokens, got {scales.shape[0]}"
-                )
         if offsets is not None and (offsets.ndim != 1 or offsets.dtype not in (torch.int32, torch.uint32)):
             raise ValueError(
                 f"output_scales_offset: expected int32 or uint32 [G], got {offsets.dtype} {tuple(offsets.shape)}"
             )
 
 
-class NVFP4TokenFormat(TokenMessage):
-    """MAX's struct of this name: `[quants: align(H/2, A)] [scales: align(H/16, A)] [source, align A] [ids, align A]`.
-
-    >>> token = NVFP4TokenFormat(hid_dim=7168, top_k=8)
-    >>> token.group_size, token.fp4_quant_size(), token.scales_size(), token.token_size(), token.msg_size()
-    (16, 3584, 448, 4032, 4064)
-    """
-
-    def __init__(self, hid_dim: int, top_k: int, alignment: int = 0, **outputs: torch.Tensor | None) -> None:
-        super().__init__(NVFP4, hid_dim, top_k, alignment, **outputs)
-
-    def fp4_quant_size(self) -> int:
-        """Bytes of the field of the quants."""
-        return self.quant_size()
+def _encode_scale(scale: float | torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    """fp32 `[1]`."""
+    gsf = check_gsf(scale, NVFP4, device, "input_scale")
+    if gsf is None:
+        raise ValueError("input_scale: expected an encode scale, got None")
+    return gsf
 
 
 def _write(target: torch.Tensor, values: torch.Tensor, index: torch.Tensor | EllipsisType = ...) -> None:

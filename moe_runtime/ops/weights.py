@@ -12,7 +12,7 @@ from moe_runtime.kernels.gemm.op_gemm import plan_op
 from moe_runtime.kernels.gemm.op_problem import OpProblem, ScaledOperand
 from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
 from moe_runtime.kernels.gemm.weights import ExpertWeights
-from moe_runtime.ops.arguments import check_granularity, check_operand, check_tensor
+from moe_runtime.ops.arguments import check_granularity, check_tensor, check_weights
 from moe_runtime.ops.scales import pack_ue8m0_weights, unpack_ue8m0_weights
 
 
@@ -26,7 +26,7 @@ def prepack_nvfp4(b: torch.Tensor, b_scales: torch.Tensor) -> PrepackedWeights:
 
     Raises `ValueError` naming the argument, also for scales that are negative or NaN. Waits for the device.
     """
-    experts, n, k = check_operand("b", b, (torch.uint8,), 8, 16, per_byte=2)
+    experts, n, k = check_weights(b, torch.uint8, 16, per_byte=2)
     shape = (experts, ceil_div(n, 128), ceil_div(k // 16, 4), 32, 4, 4)
     if isinstance(b_scales, torch.Tensor) and b_scales.dtype == torch.uint8 and k % 64 == 0:
         check_tensor("b_scales", b_scales, torch.uint8, (experts, align(n, 128), k // 16), b.device)
@@ -47,7 +47,7 @@ def prepack_mxfp8(
 
     Raises `ValueError` naming the argument. Waits for the device.
     """
-    experts, n, k = check_operand("b", b, (torch.float8_e4m3fn,), 8, 32)
+    experts, n, k = check_weights(b, torch.float8_e4m3fn, 32)
     _, _, block = check_granularity(scale_granularity_mnk, ((1, 1, 32), (1, 1, 128)))
     words, ld = ceil_div(k, 4 * block), align(n, 4)
     check_tensor("b_scale", b_scale, torch.int32, (experts, n, words), b.device, strides=(words * ld, 1, ld))

@@ -51,8 +51,7 @@ class Placement:
     def __post_init__(self) -> None:
         for name, value in (("num_experts", self.num_experts), ("num_ranks", self.num_ranks)):
             check_integer(name, value)
-        if not isinstance(self.slot_experts, tuple):
-            raise ValueError(f"slot_experts: expected a tuple, got {type(self.slot_experts).__name__}")
+        check_kind("slot_experts", self.slot_experts, tuple)
         num_slots = self.num_slots
         if num_slots > MAX_EXPERTS:
             raise ValueError(f"slot_experts: expected at most {MAX_EXPERTS} slots, got {num_slots}")
@@ -135,8 +134,7 @@ class Placement:
         >>> Placement(3, 2, (0, 1, 2, 0)).reordered_like(Placement(3, 2, (1, 2, 0, 1))).slot_experts
         (1, 0, 0, 2)
         """
-        if not isinstance(other, Placement):
-            raise ValueError(f"other: expected a Placement, got {type(other).__name__}")
+        check_kind("other", other, Placement)
         if self.sizes != other.sizes:
             raise ValueError(f"other: expected {self.sizes}, got {other.sizes}")
         slot_experts: list[int] = []

@@ -14,6 +14,7 @@ from moe_runtime.experts import Experts
 from moe_runtime.placement.migration import ExpertMover
 from moe_runtime.placement.migration_plan import MigrationPlan, plan_migration
 from moe_runtime.placement.placement import Placement
+from moe_runtime.support.arguments import check_kind
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,7 @@ def agree_on_replacement(
 
 def check_replacement(current: Placement | None, placement: Placement) -> Placement:
     """`current`, if a layer can go over from it to `placement`; else `ValueError`."""
-    if not isinstance(placement, Placement):
-        raise ValueError(f"placement: expected a Placement, got {type(placement).__name__}")
+    check_kind("placement", placement, Placement)
     if current is None:
         raise ValueError("placement: the layer was made without one; give it Placement.contiguous(...) or another")
     if placement.sizes != current.sizes:

@@ -131,7 +131,11 @@ def test_a_model_of_four_bits_with_fp8_tokens(name: str, folds: bool, tmp_path: 
     assert {(one["token_format"], one["weight_format"]) for one in found["checks"]} == {("fp8_block", held)}
     bound = error_bound("fp8_block", held, exact_weights=not folds)
     assert all(0 < one["error"] <= one["bound"] == bound for one in found["checks"])
-    assert len(found["generation"]["tokens"]) == 3
+    tokens = found["generation"]["tokens"]
+    # A random model may choose the end.
+    assert len(tokens) == 3 or (
+        0 < len(tokens) < 3 and tokens[-1] == json.loads((folder / "config.json").read_text())["eos_token_id"]
+    )
 
 
 @pytest.mark.parametrize(("name", "formats"), [("gpt_oss_120b", ()), ("deepseek_v3_nvfp4", ("--token-format", "bf16"))])

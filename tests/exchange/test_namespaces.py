@@ -24,7 +24,7 @@ from tests.support.programs import ROOT, without_interpreter
 pytestmark = pytest.mark.cpu_only
 
 HOSTS, RANKS_PER_HOST = 2, 2
-MEGABITS, LIMIT_S = 400, 60.0
+MEGABITS, LIMIT_S = 400, 150.0
 
 
 @pytest.fixture

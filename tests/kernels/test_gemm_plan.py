@@ -18,6 +18,8 @@ from moe_runtime.kernels.formats.number_formats import (
 )
 from moe_runtime.kernels.gemm.operands import NativeForm
 from moe_runtime.kernels.gemm.plan import (
+    AHEAD_ROWS,
+    EXPANDED_DECODE_ROWS,
     MAX_TMA_GROUPS,
     TMA_DOZEN_GATHERED_K,
     TMA_DOZEN_K,
@@ -43,6 +45,7 @@ from moe_runtime.kernels.gemm.shapes import (
     MANY_TOKENS,
     MAX_FEW_STAGES,
     MAX_STAGES,
+    TMA_AHEAD,
     TMA_DECODE,
     TMA_DOZEN,
     TMA_FEW,
@@ -248,6 +251,15 @@ def test_shape_of_tma_is_a_function_of_sizes() -> None:
     for gathered, k in ((True, TMA_DOZEN_GATHERED_K), (False, TMA_DOZEN_K)):
         assert shape(8 * TMA_SOME_ROWS + 1, k, gathered) is shape(8 * TMA_DOZEN_ROWS, k, gathered) is TMA_DOZEN
         assert shape(8 * TMA_DOZEN_ROWS + 1, k, gathered) is shape(8 * TMA_DOZEN_ROWS, k + 1, gathered) is TMA_DECODE
+
+
+def test_shape_of_tma_that_expands_weights() -> None:
+    def shape(rows: int) -> TmaShape:
+        return choose_tma_shape(8 * rows, 8, 7168, gathered=False, expanded=True)
+
+    assert shape(TMA_SOME_ROWS + 1) is shape(EXPANDED_DECODE_ROWS) is TMA_DECODE
+    assert shape(EXPANDED_DECODE_ROWS + 1) is shape(AHEAD_ROWS - 1) is TMA_PREFILL
+    assert shape(AHEAD_ROWS) is TMA_AHEAD
 
 
 def test_a_limit_on_sms_keeps_dequantization_before_the_product() -> None:

@@ -23,8 +23,6 @@ def _e4m3(*shape: int) -> torch.Tensor:
 
 
 RIGHT: dict[str, dict[str, Any]] = {
-    "quantize_bf16": {"x": torch.zeros(4, 128)},
-    "dequantize_bf16": {"q": torch.zeros(4, 128, dtype=torch.bfloat16)},
     "nvfp4_encode_scale": {"x": torch.zeros(4, 128)},
     "quantize_nvfp4": {"x": torch.zeros(4, 128), "gsf": 1.0},
     "dequantize_nvfp4": {"q": _bytes(4, 64), "scales": _bytes(4, 8), "decode_scale": 1.0},
@@ -48,9 +46,8 @@ RIGHT: dict[str, dict[str, Any]] = {
     "pack_ue8m0_weights": {"scales_ENV": _bytes(1, 8, 4)},
     "unpack_ue8m0_weights": {"packed": torch.zeros(1, 8, 1, dtype=torch.int32), "num_columns": 4},
     "pack_scale_major": {"scales": torch.zeros(4, 1), "major": "K"},
-    "unpack_scale_major": {"scales": torch.zeros(4, 1), "major": "K"},
 }
-MAY_BE_EMPTY = {"x of nvfp4_encode_scale", "scales of pack_scale_major", "scales of unpack_scale_major"}
+MAY_BE_EMPTY = {"x of nvfp4_encode_scale", "scales of pack_scale_major"}
 OPTIONAL = {"decode_scale", "group_scale_offsets"}
 
 

@@ -20,14 +20,14 @@ from moe_runtime.checkpoints.checkpoint import Checkpoint
 from moe_runtime.checkpoints.config_defaults import table
 from moe_runtime.checkpoints.config_keys import LOOKS, WITHOUT_INFLUENCE, is_of_other_part
 from moe_runtime.checkpoints.conversion import convert_checkpoint
-from moe_runtime.checkpoints.families import layer_config, moe_layers
+from moe_runtime.checkpoints.families import layer_config
 from moe_runtime.checkpoints.family_table import DEFAULT, FAMILIES, MTP_KEYS, NUM_EXPERTS_KEYS, text_config
 from moe_runtime.config import ActivationConfig, MoELayerConfig, load_config
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.launch.common.qwen3_checkpoint import write_qwen3_moe_checkpoint
 from moe_runtime.layer import MoELayer
 from tests.support.programs import ROOT, without_interpreter
-from tests.support.published_configs import PUBLISHED, REFUSED
+from tests.support.published_configs import PUBLISHED, REFUSED, moe_layers
 from tests.support.spawner import interpreter
 
 transformers = pytest.importorskip("transformers")
@@ -316,7 +316,8 @@ import json, sys
 sys.modules["transformers"] = None
 from moe_runtime.checkpoints.config_defaults import table
 from moe_runtime.checkpoints.config_keys import LOOKS, WITHOUT_INFLUENCE, is_of_other_part
-from moe_runtime.checkpoints.families import layer_config, moe_layers
+from moe_runtime.checkpoints.families import layer_config
+from tests.support.published_configs import moe_layers
 for config in json.load(open(sys.argv[1])):
     try:
         made = layer_config(config, source="file", layer=5, max_tokens_per_rank=8)

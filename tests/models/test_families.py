@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from moe_runtime.checkpoints.families import family_of, is_moe_layer, layer_config, shared_expert
+from moe_runtime.checkpoints.families import family_of, is_moe_layer, layer_config
 from moe_runtime.checkpoints.family_table import FAMILIES, Family
 from moe_runtime.config import ActivationConfig, MoELayerConfig, RouterConfig, SharedExpertConfig, load_config
 from moe_runtime.launch import run
@@ -268,10 +268,16 @@ def test_layers_between_may_be_dense() -> None:
     assert [layer for layer in range(9) if is_moe_layer(config, layer)] == [2, 8]
 
 
-def test_no_shared_expert() -> None:
-    assert shared_expert(PUBLISHED["DeepSeek-V3"] | {"n_shared_experts": 0}) is None
-    assert shared_expert(PUBLISHED["Qwen1.5-MoE-A2.7B"] | {"shared_expert_intermediate_size": 0}) is None
-    assert shared_expert(PUBLISHED["Mixtral-8x7B"]) is None
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("DeepSeek-V3", {"n_shared_experts": 0}),
+        ("Qwen1.5-MoE-A2.7B", {"shared_expert_intermediate_size": 0}),
+        ("Mixtral-8x7B", {}),
+    ],
+)
+def test_no_shared_expert(name: str, changes: dict[str, Any]) -> None:
+    assert layer_config(PUBLISHED[name] | changes, max_tokens_per_rank=8).shared_expert is None
 
 
 @pytest.mark.parametrize(

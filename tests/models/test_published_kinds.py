@@ -15,7 +15,7 @@ import torch
 from moe_runtime.checkpoints.checkpoint import Checkpoint
 from moe_runtime.checkpoints.conversion import convert_checkpoint
 from moe_runtime.checkpoints.converted_experts import TARGET_LAYOUTS, quantization_config, quantized_linear
-from moe_runtime.checkpoints.families import layer_config, moe_layers
+from moe_runtime.checkpoints.families import layer_config
 from moe_runtime.config import ActivationConfig, MoELayerConfig, RouterConfig, SharedExpertConfig, load_config
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.kernels.gemm.weights import ExpertWeights
@@ -25,6 +25,7 @@ from moe_runtime.layer import MoELayer
 from moe_runtime.reference import error_bound, relative_error
 from tests.support.checkpoint_writers import layer_config_of, load_all, rewrite
 from tests.support.comparison import assert_same_bits
+from tests.support.published_configs import moe_layers
 
 CONFIG = MoELayerConfig(hidden_size=64, intermediate_size=48, num_experts=4, top_k=2, max_tokens_per_rank=8)
 

@@ -44,7 +44,7 @@ def test_stages_one_by_one_are_the_whole(device: torch.device, seed: int) -> Non
             for stage in layers[0]._stages:
                 for rank in order:
                     layers[rank]._run(steps[rank], (stage,))
-            found.append([step.y for _, step in sorted(steps.items()) if step.y is not None])
+            found.append([step.y for _, step in sorted(steps.items())])
     with make(config("fp8_block"), seed, device) as ranks:
         # What comes home from each rank by itself.
         parts = []

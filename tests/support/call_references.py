@@ -36,11 +36,6 @@ def _bits(t: torch.Tensor) -> torch.Tensor:
     return t.detach().contiguous().view(widths[t.dtype.itemsize])
 
 
-def _dequantize_bf16(y: torch.Tensor, q: torch.Tensor) -> str | None:
-    bits = q.view(torch.int16).numpy().astype(np.uint16).astype(np.uint32) << 16
-    return None if np.array_equal(y.detach().numpy(), bits.view(np.float32), equal_nan=True) else "values"
-
-
 def _dequantize_fp8(y: torch.Tensor, q: torch.Tensor, scales: torch.Tensor, granularity_mn: int) -> str | None:
     rows = scales.double().repeat_interleave(granularity_mn, -2)[..., : q.shape[-2], :]
     return _near(y, VALUES[q.dtype][_bytes(q)] * rows.repeat_interleave(128, -1)[..., : q.shape[-1]])
@@ -64,13 +59,6 @@ def _dequantize_nvfp4(
     elif decode_scale is not None:
         decode_scale = float(decode_scale)  # torch multiplies by no integer of more than 64 bits
     return _near(y, value if decode_scale is None else value * decode_scale, 2.0**-21)
-
-
-def _quantize_bf16(y: torch.Tensor, x: torch.Tensor) -> str | None:
-    import ml_dtypes
-
-    numbers = x.float().numpy().astype(ml_dtypes.bfloat16).astype(np.float32)
-    return None if np.array_equal(y.float().numpy(), numbers, equal_nan=True) else "values"
 
 
 def _encode_scale(y: torch.Tensor, x: torch.Tensor) -> str | None:
@@ -219,7 +207,6 @@ def _plan(y: Any, load: Any, num_ranks: int, slots_per_rank: int) -> str | None:
 
 
 REFERENCES: dict[str, Callable[..., str | None]] = {
-    "dequantize_bf16": _dequantize_bf16,
     "dequantize_fp8": _dequantize_fp8,
     "dequantize_mxfp8": _dequantize_mxfp8,
     "dequantize_nvfp4": _dequantize_nvfp4,
@@ -229,13 +216,11 @@ REFERENCES: dict[str, Callable[..., str | None]] = {
     "nvfp4_encode_scale": _encode_scale,
     "pack_scale_major": _scale_major,
     "plan_placement": _plan,
-    "quantize_bf16": _quantize_bf16,
     "reserved_bytes": _reserved_bytes,
     "sigmoid_topk": _sigmoid_topk,
     "softmax_topk": _softmax_topk,
     "swizzle_scales": _swizzle_scales,
     "topk_softmax": _softmax_topk,
-    "unpack_scale_major": _scale_major,
     "unswizzle_scales": _unswizzle_scales,
 }
 """By name of the call."""

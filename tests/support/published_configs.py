@@ -4,8 +4,11 @@ to be; other keys are left out."""
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from moe_runtime.checkpoints.families import is_moe_layer, num_layers
 
 PUBLISHED: dict[str, dict[str, Any]] = json.loads(
     Path(__file__).with_name("published_configs.json").read_text(encoding="utf-8")
@@ -39,3 +42,9 @@ REFUSED = {
     "tencent/Hunyuan-A13B-Instruct": "moe_intermediate_size",
 }
 """The models that are refused, and the key that says why."""
+
+
+def moe_layers(config: Mapping[str, Any], *, source: str = "config") -> list[int]:
+    """The decoder layers that have experts."""
+    layers = range(num_layers(config, source=source))
+    return [layer for layer in layers if is_moe_layer(config, layer, source=source)]

@@ -201,7 +201,6 @@ _NONE: Callable[[World, Any], dict[str, Any]] = lambda w, on: {}  # noqa: E731
 
 ARGUMENTS: dict[str, Callable[[World, Any], dict[str, Any]]] = {
     # Operations.
-    "dequantize_bf16": lambda w, on: {"q": w.numbers(3, 16, dtype=torch.bfloat16)},
     "dequantize_fp8": lambda w, on: _pair(ops.quantize_fp8)(w, on) | {"granularity_mn": 1},
     "dequantize_mxfp8": lambda w, on: _pair(ops.quantize_mxfp8)(w, on) | {"granularity_k": 32},
     "dequantize_nvfp4": lambda w, on: _pair(ops.quantize_nvfp4)(w, on) | {"decode_scale": 0.25},
@@ -225,7 +224,6 @@ ARGUMENTS: dict[str, Callable[[World, Any], dict[str, Any]]] = {
     "pack_ue8m0_weights": lambda w, on: {"scales_ENV": w.codes(2, 9, 6)},
     "prepack_mxfp8": _mxfp8_weights,
     "prepack_nvfp4": _nvfp4_weights,
-    "quantize_bf16": lambda w, on: {"x": w.numbers(3, 16)},
     "quantize_fp8": lambda w, on: {"x": w.numbers(3, 256), "granularity_mn": 1, "dtype": torch.float8_e4m3fn},
     "quantize_mxfp8": lambda w, on: {"x": w.numbers(3, 256), "granularity_k": w.draw.choice((32, 128))},
     "quantize_nvfp4": lambda w, on: {
@@ -245,7 +243,6 @@ ARGUMENTS: dict[str, Callable[[World, Any], dict[str, Any]]] = {
         "group_scale_offsets": [0, 1, 1],
         "num_columns": 8,
     },
-    "unpack_scale_major": lambda w, on: {"scales": w.numbers(3, 5), "major": w.draw.choice(("K", "MN"))},
     "unpack_swizzled_weights": lambda w, on: {"packed": w.codes(2, 128, 8), "num_rows": 9, "dtype": torch.uint8},
     "unpack_ue8m0_rows": lambda w, on: {
         "packed": w.ints(0, 2**31, 20, 2),

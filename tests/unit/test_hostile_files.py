@@ -22,11 +22,11 @@ from moe_runtime import MoELayer
 from moe_runtime.checkpoints import files as files_module
 from moe_runtime.checkpoints.calibration import calibrate
 from moe_runtime.checkpoints.checkpoint import Checkpoint
-from moe_runtime.checkpoints.families import moe_layers
 from moe_runtime.checkpoints.files import INDEX_FILE, SINGLE_FILE, SafetensorsFile, TensorFiles, read_json
 from moe_runtime.config import MoELayerConfig, PlacementConfig, load_config
 from moe_runtime.launch.common.qwen3_checkpoint import write_qwen3_moe_checkpoint
 from moe_runtime.placement.placement import placement_from_config, plan_placement
+from tests.support.published_configs import moe_layers
 
 MAX_SECONDS = 1
 MAX_BYTES = 200_000_000

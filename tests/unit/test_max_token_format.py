@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from moe_runtime.kernels.formats import scale_blocks
-from moe_runtime.kernels.formats.number_formats import FORMATS, FP8_BLOCK, NVFP4, TokenFormat
+from moe_runtime.kernels.formats.number_formats import NVFP4
 from moe_runtime.kernels.formats.quantize import dequantize_rows, quantize_rows
 from moe_runtime.kernels.formats.swizzle import swizzle_scales, unswizzle_scales
 from moe_runtime.ops import token_format
-from moe_runtime.ops.token_format import NVFP4TokenFormat, TokenMessage
+from moe_runtime.ops.token_format import NVFP4TokenFormat
 from tests.support.comparison import assert_same_bits
 
 GSF = 300.0
@@ -46,11 +46,9 @@ def test_pad_expert_offsets_fills_the_bound_tensor(device: torch.device) -> None
         token.pad_expert_offsets(torch.zeros(8, dtype=torch.int32, device=device))
 
 
-@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
-def test_message_round_trip(fmt: TokenFormat, device: torch.device, rng) -> None:
-    hidden, top_k, count = 384, 3, 5
-    message = TokenMessage(fmt, hidden, top_k, 64)
-    gsf = GSF if fmt.has_row_scale else None
+def test_message_round_trip(device: torch.device, rng) -> None:
+    hidden, top_k, count, gsf = 384, 3, 5, GSF
+    message = NVFP4TokenFormat(hidden, top_k, 64)
     x = torch.randn(count, hidden, generator=rng).to(torch.bfloat16).to(device)
     # An odd row stride: nothing may rely on the buffer being aligned.
     buf = torch.full((count, message.msg_size() + 3), 0xA5, dtype=torch.uint8, device=device)
@@ -59,21 +57,20 @@ def test_message_round_trip(fmt: TokenFormat, device: torch.device, rng) -> None
     message.copy_token_to_send_buf(buf, x, gsf)
     message.write_info(buf, source, ids)
 
-    rows = quantize_rows(x, fmt, gsf=gsf)
+    rows = quantize_rows(x, NVFP4, gsf=gsf)
     back = message.read_token(buf, gsf)
     assert_same_bits(back.quants_RK, rows.quants_RK)
     assert_same_bits(dequantize_rows(back), dequantize_rows(rows))
-    if fmt.has_row_scale:
-        assert message.read_token(buf, 2.0**120).row_scale_R.tolist() == [2.0**-100] * count
-        huge = torch.tensor([2.0**120], device=device)
-        assert message.read_token(buf, huge).row_scale_R.tolist() == [2.0**-100] * count
+    assert message.read_token(buf, 2.0**120).row_scale_R.tolist() == [2.0**-100] * count
+    huge = torch.tensor([2.0**120], device=device)
+    assert message.read_token(buf, huge).row_scale_R.tolist() == [2.0**-100] * count
     read_source, read_ids = message.read_info(buf)
     assert read_source.tolist() == source.tolist()
     assert read_ids.tolist() == ids.tolist()
     used = torch.zeros(message.msg_size() + 3, dtype=torch.bool)
     for start, size in (
-        (0, fmt.quant_bytes(hidden)),
-        (message.scales_offset(), fmt.scale_bytes(hidden)),
+        (0, NVFP4.quant_bytes(hidden)),
+        (message.scales_offset(), NVFP4.scale_bytes(hidden)),
         (message.src_info_offset(), 4),
         (message.topk_info_offset(), 2 * top_k),
     ):
@@ -88,42 +85,36 @@ def test_message_round_trip(fmt: TokenFormat, device: torch.device, rng) -> None
 
 
 @pytest.mark.parametrize("count", [0, 1, 2])
-@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
-def test_messages_at_odd_addresses(fmt: TokenFormat, count: int, device: torch.device, rng) -> None:
+def test_messages_at_odd_addresses(count: int, device: torch.device, rng) -> None:
     """Of an odd length, from an odd byte on; none of them with the strides that numpy gives, which are 0."""
     hidden, top_k = 256, 3
-    v = fmt.scale_columns(hidden)
-    tokens = torch.zeros(4, fmt.quant_columns(hidden), dtype=fmt.quant_dtype, device=device)
-    scales = None
-    if fmt.scale_dtype is not None:
-        shape = (1, v // 4, 32, 4, 4) if fmt.swizzled else (4, v)
-        scales = torch.zeros(shape, dtype=torch.float32, device=device).to(fmt.scale_dtype)
-    message = TokenMessage(fmt, hidden, top_k, output_tokens=tokens, output_scales=scales)
+    v = NVFP4.scale_columns(hidden)
+    tokens = torch.zeros(4, hidden // 2, dtype=torch.uint8, device=device)
+    scales = torch.zeros((1, v // 4, 32, 4, 4), dtype=torch.float32, device=device).to(torch.float8_e4m3fn)
+    message = NVFP4TokenFormat(hidden, top_k, output_tokens=tokens, output_scales=scales)
     message.pad_expert_offsets(torch.tensor([0, 4], device=device))
     size = message.msg_size()
     plain = torch.randint(0, 256, (count, size), generator=rng).to(torch.uint8).numpy()
     storage = torch.zeros(1 + count * (size + 1), dtype=torch.uint8, device=device)
     odd = storage[1:].view(count, size + 1)[:, :size]
     bufs = [odd] if count else [odd, torch.from_numpy(np.zeros((0, size), np.uint8)).to(device)]
-    gsf = GSF if fmt.has_row_scale else None
-    quants = plain[:, : fmt.quant_bytes(hidden)]
-    linear = plain[:, message.scales_offset() :][:, : fmt.scale_bytes(hidden)]
+    quants = plain[:, : NVFP4.quant_bytes(hidden)]
+    linear = plain[:, message.scales_offset() :][:, : NVFP4.scale_bytes(hidden)]
     for buf in bufs:
         buf.copy_(torch.from_numpy(plain))
-        rows = message.read_token(buf, gsf)
+        rows = message.read_token(buf, GSF)
         assert_same_bits(rows.quants_RK.view(torch.uint8), quants)
-        if rows.scales_RV is not None:
-            assert_same_bits(rows.scales_RV.view(torch.uint8), linear)
+        assert rows.scales_RV is not None
+        assert_same_bits(rows.scales_RV.view(torch.uint8), linear)
         source, ids = message.read_info(buf)
         wanted = plain[:, message.src_info_offset() :][:, :4].copy().view(np.int32)[:, 0]
         assert_same_bits(source, wanted)
         wanted = plain[:, message.topk_info_offset() :][:, : 2 * top_k].copy().view(np.uint16).astype(np.int32)
         assert_same_bits(ids, np.where(wanted == 65535, np.int32(-1), wanted))
         message.copy_msg_to_output_tensor(buf, torch.arange(count, device=device))
-        assert_same_bits(tokens[:count].view(torch.uint8), quants)
-        if scales is not None:
-            written = unswizzle_scales(scales, 4, v)[:count] if fmt.swizzled else scales[:count]
-            assert_same_bits(written.contiguous().view(torch.uint8), linear)
+        assert_same_bits(tokens[:count], quants)
+        written = unswizzle_scales(scales, 4, v)[:count]
+        assert_same_bits(written.contiguous().view(torch.uint8), linear)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int64])
@@ -249,9 +240,6 @@ def test_nothing_is_written_where_the_scales_have_no_room(device: torch.device) 
     token.output_scales = token.output_scales[:2]
     token.pad_expert_offsets(torch.tensor([0, 400], device=device))
     message = torch.full((2, token.token_size()), 0x38, dtype=torch.uint8, device=device)
-    tokens, scales = torch.zeros(4, 128, dtype=torch.float8_e4m3fn), torch.zeros(3, 1)
-    with pytest.raises(ValueError, match=r"^output_scales: expected a row for each of 4 tokens, got 3"):
-        TokenMessage("fp8_block", 128, 2, output_tokens=tokens, output_scales=scales)
     with pytest.raises(ValueError, match=r"^output_scales: expected more than 2 blocks"):
         token.copy_msg_to_output_tensor(message, torch.tensor([0, 300], device=device))
     assert not token.output_tokens.any()
@@ -271,21 +259,6 @@ def test_row_offsets_are_kept_by_each_replay(device: torch.device) -> None:
     assert block_of_row_300(token) == 3
 
 
-def test_copy_msg_to_output_tensor_without_swizzle(device: torch.device, rng) -> None:
-    x = torch.randn(4, 256, generator=rng).to(device)
-    tokens = torch.zeros(6, 256, dtype=torch.float8_e4m3fn, device=device)
-    scales = torch.full((6, 2), float("nan"), device=device)
-    message = TokenMessage("fp8_block", 256, 1, output_tokens=tokens, output_scales=scales)
-    buf = torch.zeros(4, message.msg_size(), dtype=torch.uint8, device=device)
-    message.copy_token_to_send_buf(buf, x)
-    index = torch.tensor([5, 0, 2, 3], device=device)
-    message.copy_msg_to_output_tensor(buf, index)
-    q = quantize_rows(x, FP8_BLOCK)
-    assert_same_bits(tokens[index], q.quants_RK)
-    assert_same_bits(scales[index], q.scales_RV)
-    assert scales[[1, 4]].isnan().all()
-
-
 @pytest.mark.parametrize(
     ("call", "name"),
     [
@@ -293,7 +266,6 @@ def test_copy_msg_to_output_tensor_without_swizzle(device: torch.device, rng) ->
         (lambda: NVFP4TokenFormat(64, 0), "top_k"),
         (lambda: NVFP4TokenFormat(64, 2, 24), "alignment"),
         (lambda: NVFP4TokenFormat(64, 2, 2), "alignment"),
-        (lambda: TokenMessage("fp4", 64, 2), "format"),
         (lambda: NVFP4TokenFormat(64, 2, output_tokens=torch.zeros(4, 64, dtype=torch.uint8)), "output_tokens"),
         (lambda: NVFP4TokenFormat(64, 2, output_scales=torch.zeros(1, 1, 32, 4, 4)), "output_scales"),
         (lambda: NVFP4TokenFormat(64, 2, output_scales_offset=torch.zeros(3)), "output_scales_offset"),

@@ -132,14 +132,6 @@ def _counted(w: World, **changes: Any) -> Any:
     return w.counters().add(**(right | changes))
 
 
-def _on_meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-
-def _transposed(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(shape[::-1], dtype=dtype).permute(*range(len(shape))[::-1])
-
-
 def _closed_heap() -> PrivateHeap:
     heap = PrivateHeap()
     heap.close()
@@ -298,10 +290,6 @@ REFUSED: list[tuple[str, Callable[[World], Any]]] = [
     ("scale_granularity_mnk", lambda w: _prepack(w, (torch.tensor(1), 1, 128))),
     ("scales_RV", lambda w: ops.swizzle_scales(w.codes(4, 4).bool())),
     ("buffers", lambda w: list(w.checkpoint().experts(0, [0], (torch.empty, len)))),
-    ("buffers", lambda w: list(w.checkpoint().experts(0, [0], (lambda *shape, dtype: torch.empty(1),) * 2))),
-    ("buffers", lambda w: list(w.checkpoint().experts(0, [0], (lambda *shape, dtype: torch.empty(shape),) * 2))),
-    ("buffers", lambda w: list(w.checkpoint().experts(0, [0], (_on_meta, _on_meta)))),
-    ("buffers", lambda w: list(w.checkpoint().experts(0, [0], (_transposed, _transposed)))),
     ("config", lambda w: moe_runtime.reserved_bytes(None, 2)),
     ("experts", lambda w: w.layer().load_experts(np.array("x"))),
     ("gate_up of expert 0", lambda w: w.layer().load_experts([(NESTED, NESTED)])),
