@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import secrets
 import time
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
@@ -21,12 +21,8 @@ import torch.distributed as dist
 from moe_runtime.comm.errors import MoERuntimeError, PeerTimeoutError, Phase
 from moe_runtime.comm.host_watch import HostWatch
 from moe_runtime.comm.hosts import Hosts
-from moe_runtime.comm.messages import hexadecimal
 from moe_runtime.comm.rank_group import ROLL_CALL_S, RankGroup
 from moe_runtime.comm.suspects import Suspects
-
-_KEY_BYTES = 8
-"""Of the random key under which the ranks of a rail connect."""
 
 GRAPHS_SINCE = (2, 30, 4)
 """The NCCL from which on no replay of a graph over several hosts is known to hang."""
@@ -52,7 +48,7 @@ class Exchange(Protocol):
         """
 
 
-class HostLink(Protocol):
+class HostLink(ABC):
     """What carries chunks between the hosts of a group.
 
     Attributes:
@@ -68,10 +64,9 @@ class HostLink(Protocol):
     name: str
     graph_safe: bool
     bounded_waits: bool
+    suspects: Suspects | None = None
 
-    @property
-    def suspects(self) -> Suspects | None: ...
-
+    @abstractmethod
     def start(self, outgoing: Chunks, incoming: Chunks, phase: Phase, part: int, limit_s: float) -> Exchange:
         """Send `outgoing[h]` to this rail's rank on each other host `h`, which becomes its `incoming[host]`.
 
@@ -84,29 +79,33 @@ class HostLink(Protocol):
             limit_s: seconds that the exchange may take, where waits are bounded.
         """
 
+    @abstractmethod
     def post(self, outgoing: Chunks, incoming: Chunks, phase: Phase, part: int, limit_s: float) -> None:
         """`start` of a rank that has failed and waits for nobody; `leave` follows."""
 
     def leave(self) -> None:
         """Take part in no exchange any more, so that peers do not wait for this rank where that is in its power."""
+        return
 
     def watch(self, on_failure: Callable[[MoERuntimeError], None], limit_s: float, start_s: float) -> None:
         """Call `on_failure`, on another thread, where a rank of another host is gone and waits have no limit."""
+        return
 
     def settle(self, limit_s: float) -> None:
         """Wait at most `limit_s` seconds for what is under way, then end it, where waits have no limit."""
+        return
 
+    @abstractmethod
     def close(self, *, failed: bool) -> None:
         """Free what the link holds. Nothing is under way, unless this rank has `failed`."""
 
 
-class PrivateLink:
+class PrivateLink(HostLink):
     """A rail of virtual ranks in one process: all of them start an exchange before any waits for it."""
 
     name = "private"
     graph_safe = True
     bounded_waits = True
-    suspects: Suspects | None = None
 
     def __init__(self, hosts: Hosts, rail: list[PrivateLink]) -> None:
         self.hosts = hosts
@@ -132,15 +131,6 @@ class PrivateLink:
     def post(self, outgoing: Chunks, incoming: Chunks, phase: Phase, part: int, limit_s: float) -> None:
         self._outgoing[phase, part] = outgoing
 
-    def leave(self) -> None:
-        """Nobody waits."""
-
-    def watch(self, on_failure: Callable[[MoERuntimeError], None], limit_s: float, start_s: float) -> None:
-        """Waits have limits."""
-
-    def settle(self, limit_s: float) -> None:
-        """Waits have limits."""
-
     def close(self, *, failed: bool) -> None:
         self._outgoing.clear()
 
@@ -158,7 +148,7 @@ class _PrivateExchange:
                 self._incoming[host].copy_(peer._outgoing[self._key][self._link.hosts.host])
 
 
-class GlooLink:
+class GlooLink(HostLink):
     """Over gloo, for CPUs: `wait` waits on the host, at most as long as the step may take. Its making is collective.
 
     Args:
@@ -169,6 +159,7 @@ class GlooLink:
     name = "gloo"
     graph_safe = False
     bounded_waits = True
+    suspects: Suspects
 
     def __init__(self, hosts: Hosts, group: RankGroup) -> None:
         self.hosts = hosts
@@ -176,9 +167,8 @@ class GlooLink:
         self.rail = group.of_ranks(hosts.rail, f"rail {hosts.local_rank}")
         self.suspects = Suspects(group)
         self._others = [host for host in range(hosts.num_hosts) if host != hosts.host]
-        key = self.rail.gather("GlooLink", secrets.token_hex(_KEY_BYTES), hexadecimal(_KEY_BYTES))[0].hex()
-        self._key = key
-        self._gloo: Any = self.rail.connect("GlooLink", f"moe_runtime/{key}")
+        self._key = self.rail.new_name("GlooLink")
+        self._gloo: Any = self.rail.connect("GlooLink", f"moe_runtime/{self._key}")
         self._exchanges = 0
         self._under_way: list[_GlooExchange] = []
 
@@ -217,12 +207,6 @@ class GlooLink:
         if under_way:
             _LEFT.append((self._gloo, under_way))
         self._gloo = None
-
-    def watch(self, on_failure: Callable[[MoERuntimeError], None], limit_s: float, start_s: float) -> None:
-        """Waits have limits."""
-
-    def settle(self, limit_s: float) -> None:
-        """Waits have limits."""
 
     def close(self, *, failed: bool) -> None:
         self._gloo = None
@@ -281,10 +265,11 @@ class _GlooExchange:
             place.copy_(chunk)
 
 
-class NcclLink:
+class NcclLink(HostLink):
     """Over NCCL, for GPUs: nothing waits for the host. Constructing it is collective.
 
-    A step waits for a host that is gone without end: NCCL has no limit of its own. `HostWatch` ends such a wait.
+    A step waits for a host that is gone without end: NCCL has no limit of its own. `HostWatch` ends such a wait. Peers
+    hear by the store of a rank that leaves.
 
     Args:
         hosts: the ranks of each host.
@@ -295,6 +280,7 @@ class NcclLink:
     name = "nccl"
     graph_safe = True
     bounded_waits = False
+    suspects: Suspects
 
     def __init__(self, hosts: Hosts, group: RankGroup, device: torch.device) -> None:
         self.hosts = hosts
@@ -302,7 +288,7 @@ class NcclLink:
         self.suspects = Suspects(group)
         self.rail = rail = group.of_ranks(hosts.rail, f"rail {hosts.local_rank}")
         self._watch: HostWatch | None = None
-        key = rail.gather("NcclLink", secrets.token_hex(_KEY_BYTES), hexadecimal(_KEY_BYTES))[0].hex()
+        key = rail.new_name("NcclLink")
         with torch.cuda.device(device):
             self._stream = torch.cuda.Stream()
             self._nccl: Any = rail.connect_nccl("NcclLink", f"moe_runtime/{key}")
@@ -337,9 +323,6 @@ class NcclLink:
         with contextlib.suppress(MoERuntimeError):
             # So that `settle` waits for it.
             self.start(outgoing, incoming, phase, part, limit_s).wait()
-
-    def leave(self) -> None:
-        """Peers hear of it by the store (`HostWatch`)."""
 
     def watch(self, on_failure: Callable[[MoERuntimeError], None], limit_s: float, start_s: float) -> None:
         """Watch the ranks of this rail from now on; see `HostWatch`."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import time
 from datetime import timedelta
 from typing import Any
@@ -20,11 +19,8 @@ from moe_runtime.comm.errors import (
     StoreLostError,
     reason_of,
 )
-from moe_runtime.comm.messages import Reader, hexadecimal
+from moe_runtime.comm.messages import Reader
 from moe_runtime.comm.rank_group import LOOK_S, RankGroup, read_answers
-
-_KEY_BYTES = 8
-"""Of the random key under which the ranks connect."""
 
 _GRACE_S = 1.0
 """How long an exchange may still take, once a rank is known to be elsewhere."""
@@ -102,8 +98,7 @@ class NumberExchange:
         self._gloo = None
 
     def _connect(self) -> None:
-        mine = secrets.token_hex(_KEY_BYTES)
-        self._event = self._group.gather(self._what, mine, hexadecimal(_KEY_BYTES))[0].hex()
+        self._event = self._group.new_name(self._what)
         # A rank that gave up after its answer does not connect.
         if (left := self._group.who_left(self._what)) is not None:
             raise left

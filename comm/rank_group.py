@@ -68,7 +68,7 @@ not get the work of a group whose waits block.
 """
 
 _NAME_BYTES = 8
-"""Of a random name of a group."""
+"""Of a random name."""
 
 _POLL_S = (0.001, 0.02)
 """First and longest pause between two polls for the answers of peers."""
@@ -137,7 +137,7 @@ class RankGroup:
 
         Raises as `gather`.
         """
-        name = self.gather("RankGroup.for_newcomers", secrets.token_hex(_NAME_BYTES), hexadecimal(_NAME_BYTES))[0].hex()
+        name = self.new_name("RankGroup.for_newcomers")
         group = self.of_survivors(list(range(self.world_size)), name)
         group._store, group._prefix = unwrapped(self._store), f"moe_runtime/{name}"
         return group
@@ -257,6 +257,10 @@ class RankGroup:
         if self._store is None:
             return [read(value)]
         return self._collect(what, self._answer(what, mine), read, limit, max_bytes)
+
+    def new_name(self, what: str) -> str:
+        """A name that nothing else has, equal on all ranks: random, in hexadecimal. Raises as `gather` does."""
+        return self.gather(what, secrets.token_hex(_NAME_BYTES), hexadecimal(_NAME_BYTES))[0].hex()
 
     def barrier(self, what: str = "barrier") -> None:
         """Wait for every rank; raises as `gather` does."""
@@ -505,16 +509,12 @@ class RankGroup:
         """
         try:
             return calls_of(self._store).run(work, limit_s)
-        except StoreSilentError as error:
-            trouble = f"gets no answer from the group's store, {self._host.name} may be stopped"
-            raise StoreLostError(
-                f"{what}: rank {self._names[self.rank]} {trouble}", self._whole._host.rank, Phase.START_UP
-            ) from error
         except RuntimeError as error:
             trouble = f"cannot reach the group's store, {self._host.name} is gone: {error}"
-            raise StoreLostError(
-                f"{what}: rank {self._names[self.rank]} {trouble}", self._whole._host.rank, Phase.START_UP
-            ) from error
+            if isinstance(error, StoreSilentError):
+                trouble = f"gets no answer from the group's store, {self._host.name} may be stopped"
+            message = f"{what}: rank {self._names[self.rank]} {trouble}"
+            raise StoreLostError(message, self._whole._host.rank, Phase.START_UP) from error
 
     def _answer(self, what: str, mine: bytes) -> list[str]:
         """Store this rank's answer to the next call. Returns the keys of all ranks' answers."""

@@ -33,7 +33,6 @@ IF_NAMED = ("low_latency", "normal")
 
 def bench_layers(options: argparse.Namespace) -> int:
     """Check, time, print and write; 1 if a check failed."""
-    options.routing = options.routing or ["uniform"]
     run = environment.read_config(options)
     if run.placement is not None:
         raise ValueError("placement: benchmarks are of contiguous experts, expected a config without one")
@@ -130,12 +129,20 @@ def _sharing(first: MoELayer, layer: MoELayer) -> MoELayer:
     return layer
 
 
+def operation(name: str) -> str:
+    """`name`, if it is that of an operation."""
+    if name not in (*OPERATIONS, *IF_NAMED):
+        raise argparse.ArgumentTypeError(f"expected any of {', '.join((*OPERATIONS, *IF_NAMED))}; got {name}")
+    return name
+
+
 def main(arguments: list[str] | None = None) -> int:
     """The command line; the exit code."""
     parser = argparse.ArgumentParser(prog="python -m moe_runtime.launch.bench", description="Check and time a layer.")
-    names = ", ".join((*OPERATIONS, *IF_NAMED))
-    help_text = f"any of {names} (default: {', '.join(OPERATIONS)})"
-    parser.add_argument("operations", nargs="*", metavar="OPERATION", help=help_text)
+    help_text = f"any of {', '.join((*OPERATIONS, *IF_NAMED))} (default: {', '.join(OPERATIONS)})"
+    parser.add_argument(
+        "operations", type=operation, nargs="*", default=list(OPERATIONS), metavar="OPERATION", help=help_text
+    )
     environment.add_common_options(parser)
     tokens = "max_tokens_per_rank, each in turn (default: tokens_per_rank)"
     parser.add_argument("--tokens", type=int, nargs="+", metavar="N", help=tokens)
@@ -144,7 +151,7 @@ def main(arguments: list[str] | None = None) -> int:
     formats = "each in turn, instead of the config's"
     parser.add_argument("--combine-format", nargs="+", choices=get_args(CombineFormatName), help=formats)
     routing = "who chooses the experts, each in turn (default: uniform)"
-    parser.add_argument("--routing", nargs="+", choices=draws.ROUTINGS, help=routing)
+    parser.add_argument("--routing", nargs="+", choices=draws.ROUTINGS, default=["uniform"], help=routing)
     parser.add_argument("--num-sms", type=int, metavar="N", help="of the exchange, instead of the config's")
     parser.add_argument("--steps", type=int, default=20, metavar="N", help="timed iterations (default: 20)")
     checked = "tokens of each rank that the check of the layer compares"
@@ -153,11 +160,7 @@ def main(arguments: list[str] | None = None) -> int:
     network.add_options(parser)
     environment.add_json_option(parser)
     parser.add_argument("--trace", type=Path, metavar="FILE", help="record the layer there, time nothing")
-    options = parser.parse_args(arguments)
-    if unknown := set(options.operations) - {*OPERATIONS, *IF_NAMED}:
-        parser.error(f"OPERATION: expected any of {names}; got {', '.join(sorted(unknown))}")
-    options.operations = options.operations or list(OPERATIONS)
-    return environment.run_program("bench", lambda: bench_layers(options), debug=options.debug)
+    return environment.run_parsed("bench", parser, bench_layers, arguments)
 
 
 if __name__ == "__main__":

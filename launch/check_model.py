@@ -389,9 +389,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--transport", choices=("auto", *TRANSPORTS), default="auto")
     parser.add_argument("--engine", choices=ENGINES, default="auto")
     environment.add_json_option(parser)
-    environment.add_debug_option(parser)
-    options = parser.parse_args(arguments)
-    return environment.run_program("check_model", lambda: work(options), debug=options.debug)
+    return environment.run_parsed("check_model", parser, work, arguments)
 
 
 if __name__ == "__main__":

@@ -96,9 +96,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--calibrate", type=Path, metavar="FILE", help="tokens of each layer, for nvfp4 activations")
     parser.add_argument("--device", default="cpu", help="where to quantize (cpu)")
     environment.add_ignore_key_option(parser)
-    environment.add_debug_option(parser)
-    options = parser.parse_args(arguments)
-    return environment.run_program("convert", lambda: work(options), debug=options.debug)
+    return environment.run_parsed("convert", parser, work, arguments)
 
 
 if __name__ == "__main__":

@@ -143,8 +143,7 @@ def run_formats(context: ExpertParallelContext, checkpoint: Path, console: Conso
     for fmt, layer in layers.items():
         outputs, times = [], PhaseTimes(context.device)
         for step, (x_TH, _, _) in enumerate(inputs):
-            if context.group is not None:
-                context.group.barrier("step")
+            environment.barrier(context, "step")
             layer.times = times if step else None
             outputs.append(layer(x_TH))
         phase_ms = {name: median(values) for name, values in times.milliseconds().items()}
@@ -235,9 +234,7 @@ def _counted(experts: Iterator[ExpertTensors], progress: Progress, task: TaskID)
 def main(arguments: list[str] | None = None) -> int:
     """The command line; the exit code."""
     parser = argparse.ArgumentParser(prog="python -m moe_runtime.launch.demo", description=__doc__)
-    environment.add_debug_option(parser)
-    options = parser.parse_args(arguments)
-    return environment.run_program("demo", lambda: demo(Console(highlight=False)), debug=options.debug)
+    return environment.run_parsed("demo", parser, lambda _: demo(Console(highlight=False)), arguments)
 
 
 if __name__ == "__main__":

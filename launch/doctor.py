@@ -14,12 +14,11 @@ import os
 import platform
 import resource
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from pydantic import ValidationError
 from rich.console import Console
 from rich.filesize import decimal
@@ -47,7 +46,7 @@ from moe_runtime.kernels.formats.number_formats import (
     token_formats_for,
     weight_format_named,
 )
-from moe_runtime.kernels.gemm.plan import GemmKernel, multiplied_in
+from moe_runtime.kernels.gemm.plan import GemmKernel, GemmPlan, multiplied_in
 from moe_runtime.kernels.runtime import (
     INTERPRET,
     SM_SHARED_BYTES,
@@ -56,8 +55,8 @@ from moe_runtime.kernels.runtime import (
     missing_for_cuda,
     resolve_engine,
 )
+from moe_runtime.launch.common import environment
 from moe_runtime.launch.common.cases import with_token_format
-from moe_runtime.launch.common.environment import gpu_records, package_versions
 from moe_runtime.support.host_memory import memory_bytes
 
 PLANNED_TOKENS = (1, 8, 128, 1024, 4096)
@@ -94,12 +93,13 @@ def examine(
     placed = comes_back or (placed and transport["name"] != "collective")
     if num_hosts is None:
         num_hosts = transport["hosts"] if world_size == group.world_size else 1
+    exchange, gemm = plans(layer, world_size, parallel.engine, device, hopper=hopper) if layer else ({}, {})
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": package_versions(),
+        "packages": environment.package_versions(),
         "cuda": torch.version.cuda,
-        "devices": gpu_records(),
+        "devices": environment.gpu_records(),
         "peer_access": _peer_access(),
         "nvlinks": _nvlinks(),
         "nvshmem": nvshmem_world.version() if torch.cuda.is_available() else None,
@@ -117,8 +117,8 @@ def examine(
         else {},
         "expert_bytes": expert_bytes(layer, world_size) if layer else None,
         "expert_bytes_by_format": expert_bytes_by_format(layer, world_size) if layer else {},
-        "exchange_plans": exchange_plans(layer, world_size, parallel.engine, device, hopper=hopper) if layer else {},
-        "gemm_plans": gemm_plans(layer, world_size, parallel.engine, device, hopper=hopper) if layer else {},
+        "exchange_plans": exchange,
+        "gemm_plans": gemm,
         "deep_ep_bytes": deep_ep_bytes(layer, world_size, tokens or [layer.max_tokens_per_rank]) if layer else {},
         "copies": world_size if transport["name"] == "collective" else 1,
     }
@@ -175,74 +175,35 @@ def deep_ep_bytes(layer: MoELayerConfig, world_size: int, tokens: Sequence[int])
     return {count: memory_of(layer.hidden_size, world_size, layer.num_experts, layer.top_k, count) for count in tokens}
 
 
-def exchange_plans(
+def plans(
     layer: MoELayerConfig, world_size: int, engine: str, device: torch.device, *, hopper: bool = False
-) -> dict[int, dict[str, Any]]:
-    """How `kernels.exchange.plan` dispatches and combines, by tokens that each of `world_size` ranks brings.
+) -> tuple[dict[int, dict[str, Any]], dict[int, dict[str, Any]]]:
+    """How `kernels.exchange.plan` dispatches and combines, and how `kernels.gemm.plan` multiplies the experts.
 
-    Without `num_sms`, on `device`, or on an H100 or H200; empty for an engine that cannot run there. Blocks are those
-    of a step that brings all its tokens.
+    By tokens that each of `world_size` ranks brings, on `device`, or on an H100 or H200; empty for an engine that
+    cannot run there. The exchange is without `num_sms`, its blocks are those of a step that brings all its tokens.
     """
-    target = _plan_target(engine, device, hopper=hopper)
-    if target is None:
-        return {}
-    resolved, sms = target
-    found: dict[int, dict[str, Any]] = {}
-    for count, geometry in _planned_geometries(
-        layer, world_size, SM_SHARED_BYTES if hopper else sm_shared_bytes(device)
-    ):
-        used, why_not = exchange_engine(resolved, device, geometry)
-        found[count] = {
-            "engine": used,
-            "why_not_cuda": why_not,
-            "rows": "contiguous" if geometry.contiguous else "gathered",
-            "record_bytes": geometry.record.record_bytes,
-            "partial_bytes": geometry.partial_bytes,
-        }
-        if used != "cuda":
-            continue
-        plan = required_plan(geometry)
-        gate_up, _ = plan_experts(layer, geometry, resolved, (9, 0) if hopper else capability(device), sms)
-        in_record = gate_up.kernel is GemmKernel.DEQUANT and can_keep_scales_in_record(geometry)
-        copies_scales = geometry.token_format.scale_dtype is not None and not in_record
-        found[count] |= {
-            "flags": "each token" if plan.per_token_flags else "each rank",
-            "parts": plan.num_parts + 1,
-            "blocks": {
-                "dispatch_send": plan.send_blocks(count, sms),
-                "recv_permute": plan.place_blocks(plan.place_split(sms, copies_scales)[1]),
-                "combine_send": plan.combine_send_blocks(sms),
-                "combine_recv": plan.combine_recv_blocks(count, sms),
-            },
-        }
-        if plan.one_rank:
-            blocks = {"one_rank_dispatch": plan.one_rank_dispatch_blocks(count, sms)}
-            if plan.dispatches_at_once(count):
-                found[count]["flags"] = "none"
-            else:
-                blocks = {name: found[count]["blocks"][name] for name in ("dispatch_send", "recv_permute")}
-            found[count]["blocks"] = blocks | {"one_rank_combine": plan.one_rank_combine_blocks(count, sms)}
-    return found
-
-
-def gemm_plans(
-    layer: MoELayerConfig, world_size: int, engine: str, device: torch.device, *, hopper: bool = False
-) -> dict[int, dict[str, Any]]:
-    """How `kernels.gemm.plan` multiplies the experts, by tokens that each of `world_size` ranks brings.
-
-    On `device`, or on an H100 or H200; empty for an engine that cannot run there.
-    """
-    target = _plan_target(engine, device, hopper=hopper)
-    if target is None:
-        return {}
-    resolved, sms = target
-    found: dict[int, dict[str, Any]] = {}
-    for count, geometry in _planned_geometries(layer, world_size):
-        plans = plan_experts(layer, geometry, resolved, (9, 0) if hopper else capability(device), sms)
-        found[count] = {"engine": resolved, "rows_per_expert": geometry.expected_rows / geometry.num_local_experts}
+    exchange: dict[int, dict[str, Any]] = {}
+    gemm: dict[int, dict[str, Any]] = {}
+    resolved: Engine = "cuda"
+    architecture: tuple[int, int] | None = (9, 0)
+    sms, sm_bytes = HOPPER_SMS, SM_SHARED_BYTES
+    if not hopper:
+        try:
+            resolved = resolve_engine(engine, device)
+        except ValueError:
+            return exchange, gemm
+        sms = nvrtc.most_sms(device) if device.type == "cuda" else HOPPER_SMS
+        sm_bytes, architecture = sm_shared_bytes(device), capability(device)
+    for count in PLANNED_TOKENS:
+        geometry = layer_geometry(layer.replace(max_tokens_per_rank=count, token_buckets=[]), world_size)
+        geometry = replace(geometry, sm_shared_bytes=sm_bytes)
+        products = plan_experts(layer, geometry, resolved, architecture, sms)
+        exchange[count] = _exchange_plan(geometry, count, resolved, device, sms, products[0])
+        gemm[count] = {"engine": resolved, "rows_per_expert": geometry.expected_rows / geometry.num_local_experts}
         formats = layer.token_format, layer.intermediate_format
-        for name, rows, plan in zip(("gate_up", "down"), formats, plans, strict=True):
-            found[count][name] = {
+        for name, rows, plan in zip(("gate_up", "down"), formats, products, strict=True):
+            gemm[count][name] = {
                 "rows": rows,
                 "weights": layer.weight_format,
                 "multiplied_in": multiplied_in(plan, weight_format_named(layer.multiplied_format)),
@@ -252,27 +213,44 @@ def gemm_plans(
                 "blocks": plan.blocks,
                 "overlapped": plan.dequant is not None and plan.dequant.overlap is not None,
             }
+    return exchange, gemm
+
+
+def _exchange_plan(
+    geometry: ExchangeGeometry, count: int, engine: Engine, device: torch.device, sms: int, gate_up: GemmPlan
+) -> dict[str, Any]:
+    """How `count` tokens of each rank are dispatched to experts whose first GEMM is `gate_up`, and combined."""
+    used, why_not = exchange_engine(engine, device, geometry)
+    found: dict[str, Any] = {
+        "engine": used,
+        "why_not_cuda": why_not,
+        "rows": "contiguous" if geometry.contiguous else "gathered",
+        "record_bytes": geometry.record.record_bytes,
+        "partial_bytes": geometry.partial_bytes,
+    }
+    if used != "cuda":
+        return found
+    plan = required_plan(geometry)
+    in_record = gate_up.kernel is GemmKernel.DEQUANT and can_keep_scales_in_record(geometry)
+    copies_scales = geometry.token_format.scale_dtype is not None and not in_record
+    found |= {
+        "flags": "each token" if plan.per_token_flags else "each rank",
+        "parts": plan.num_parts + 1,
+        "blocks": {
+            "dispatch_send": plan.send_blocks(count, sms),
+            "recv_permute": plan.place_blocks(plan.place_split(sms, copies_scales)[1]),
+            "combine_send": plan.combine_send_blocks(sms),
+            "combine_recv": plan.combine_recv_blocks(count, sms),
+        },
+    }
+    if plan.one_rank:
+        blocks = {"one_rank_dispatch": plan.one_rank_dispatch_blocks(count, sms)}
+        if plan.dispatches_at_once(count):
+            found["flags"] = "none"
+        else:
+            blocks = {name: found["blocks"][name] for name in ("dispatch_send", "recv_permute")}
+        found["blocks"] = blocks | {"one_rank_combine": plan.one_rank_combine_blocks(count, sms)}
     return found
-
-
-def _plan_target(engine: str, device: torch.device, *, hopper: bool) -> tuple[Engine, int] | None:
-    """The engine and the SMs to plan for; None for an engine that cannot run on `device`."""
-    if hopper:
-        return "cuda", HOPPER_SMS
-    try:
-        resolved = resolve_engine(engine, device)
-    except ValueError:
-        return None
-    return resolved, nvrtc.most_sms(device) if device.type == "cuda" else HOPPER_SMS
-
-
-def _planned_geometries(
-    layer: MoELayerConfig, world_size: int, sm_bytes: int = SM_SHARED_BYTES
-) -> Iterator[tuple[int, ExchangeGeometry]]:
-    """By tokens of a rank, for GPUs with `sm_bytes` of shared memory in an SM."""
-    for count in PLANNED_TOKENS:
-        geometry = layer_geometry(layer.replace(max_tokens_per_rank=count, token_buckets=[]), world_size)
-        yield count, replace(geometry, sm_shared_bytes=sm_bytes)
 
 
 def _peer_access() -> list[list[bool]]:
@@ -336,27 +314,15 @@ def _kept_weights() -> dict[str, Any]:
 
 
 def _engine(parallel: ParallelConfig, device: torch.device) -> dict[str, Any]:
+    """The engine, which kernels run the experts' GEMMs with it, and why not Hopper's."""
+    found = dict.fromkeys(("name", "grouped_gemm", "problem")) | {"device": device.type, "interpreted": INTERPRET}
     try:
-        name, problem = resolve_engine(parallel.engine, device), None
+        name = resolve_engine(parallel.engine, device)
     except ValueError as error:
-        name, problem = None, str(error)
-    return {
-        "name": name,
-        "device": device.type,
-        "interpreted": INTERPRET,
-        "grouped_gemm": _grouped_gemm(parallel.engine, device) if problem is None else None,
-        "problem": problem,
-    }
-
-
-def _grouped_gemm(engine: str, device: torch.device) -> str:
-    """Which kernels run the experts' GEMMs, and why not Hopper's."""
-    resolved = resolve_engine(engine, device)
-    if resolved == "torch":
-        return "torch"
-    if resolved == "cuda":
-        return "CUDA C++, Triton for operands that those do not support"
-    return "Triton, as asked for" if engine == "triton" else f"Triton ({missing_for_cuda(device)})"
+        return found | {"problem": str(error)}
+    kernels = {"torch": "torch", "cuda": "CUDA C++, Triton for operands that those do not support"}
+    why = "as asked for" if parallel.engine == "triton" else f"({missing_for_cuda(device)})"
+    return found | {"name": name, "grouped_gemm": kernels.get(name, f"Triton {why}")}
 
 
 def _transport(parallel: ParallelConfig, group: RankGroup, device: torch.device) -> dict[str, Any]:
@@ -514,11 +480,29 @@ def _print_reserved(
         console.print("`per rank` counts the copy of all regions that the collective transport stages for each peer.")
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """The command line; 0.
+def work(options: argparse.Namespace) -> int:
+    """Examine and print; 0. Collective."""
+    environment.check_at_least(1, world_size=options.world_size, tokens=min(options.tokens, default=None))
+    if options.hosts is not None and (options.world_size is None or options.world_size % max(options.hosts, 1)):
+        raise ValueError(f"--hosts: expected a divisor of --world-size, got {options.hosts}")
+    config = load_config(options.config) if options.config else None
+    parallel = config.parallel if config else ParallelConfig()
+    device = init_from_env(timeout_s=parallel.startup_timeout_s)
+    group = RankGroup(timeout_s=parallel.startup_timeout_s)
+    layer = config.layer if config else None
+    world_size, placed = options.world_size or group.world_size, bool(config and config.placement)
+    how = {"placed": placed, "hopper": options.hopper, "num_hosts": options.hosts}
+    report = examine(layer, parallel, world_size, group, device, options.tokens, **how)
+    if group.rank == 0 and options.json:
+        print(json.dumps(report, indent=1))
+    elif group.rank == 0:
+        _print_report(report, Console())
+    group.barrier("doctor")
+    return 0
 
-    Exits with 2 and a message if an argument or the config is wrong.
-    """
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line; the exit code."""
     parser = argparse.ArgumentParser(prog="python -m moe_runtime.launch.doctor", description="Examine this machine.")
     parser.add_argument("--config", metavar="NAME", help="a packaged config or a YAML file, for the bytes it reserves")
     parser.add_argument("--world-size", type=int, metavar="N", help="ranks to reserve for (default: those running)")
@@ -528,37 +512,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.add_argument("--hopper", action="store_true", help="plan the experts' GEMMs for an H100 or H200")
-    options = parser.parse_args(arguments)
-    if options.world_size is not None and options.world_size < 1:
-        parser.error(f"--world-size: expected at least 1, got {options.world_size}")
-    if options.hosts is not None and (options.world_size is None or options.world_size % max(options.hosts, 1)):
-        parser.error(f"--hosts: expected a divisor of --world-size, got {options.hosts}")
-    if any(count < 1 for count in options.tokens):
-        parser.error(f"--tokens: expected at least 1, got {min(options.tokens)}")
-    try:
-        config = load_config(options.config) if options.config else None
-    except ValueError as error:
-        parser.error(str(error))
-    parallel = config.parallel if config else ParallelConfig()
-    try:
-        device = init_from_env(timeout_s=parallel.startup_timeout_s)
-    except ValueError as error:
-        parser.error(str(error))
-    try:
-        group = RankGroup(timeout_s=parallel.startup_timeout_s)
-        layer = config.layer if config else None
-        world_size, placed = options.world_size or group.world_size, bool(config and config.placement)
-        how = {"placed": placed, "hopper": options.hopper, "num_hosts": options.hosts}
-        report = examine(layer, parallel, world_size, group, device, options.tokens, **how)
-        if group.rank == 0 and options.json:
-            print(json.dumps(report, indent=1))
-        elif group.rank == 0:
-            _print_report(report, Console())
-        group.barrier("doctor")
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-    return 0
+    return environment.run_parsed("doctor", parser, work, arguments)
 
 
 if __name__ == "__main__":

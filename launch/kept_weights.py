@@ -44,9 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m moe_runtime.launch.kept_weights", description=__doc__)
     parser.add_argument("--free", action="store_true", help="remove the copies instead of showing them")
     parser.add_argument("--checkpoint", type=Path, metavar="FOLDER", help="free only those of this checkpoint")
-    environment.add_debug_option(parser)
-    options = parser.parse_args(arguments)
-    return environment.run_program("kept_weights", lambda: work(options), debug=options.debug)
+    return environment.run_parsed("kept_weights", parser, work, arguments)
 
 
 if __name__ == "__main__":

@@ -102,9 +102,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, help="ranks of the new placement; as many as now if not given")
     parser.add_argument("--slots-per-rank", type=int, help="experts that a rank holds; as many as now if not given")
     parser.add_argument("--to", type=Path, metavar="FILE", help="where the new placement is written")
-    environment.add_debug_option(parser)
-    options = parser.parse_args(arguments)
-    return environment.run_program("placement", lambda: work(options), debug=options.debug)
+    return environment.run_parsed("placement", parser, work, arguments)
 
 
 if __name__ == "__main__":

@@ -72,8 +72,7 @@ def run_steps(
     outputs = []
     times = PhaseTimes(context.device)
     for step, (x_TH, idx_TK, weights_TK) in enumerate(inputs):
-        if context.group is not None:
-            context.group.barrier("step")
+        environment.barrier(context, "step")
         layer.times = times if step else None
         given = {} if kind == "router" else {"topk_idx": idx_TK, "topk_weights": weights_TK}
         y_TH = layer(x_TH, **given, max_tokens=max_tokens)
@@ -241,8 +240,7 @@ def main(arguments: list[str] | None = None) -> int:
         f"{cases.FEW_TOKENS} where the experts hold more than {cases.CHECK_WEIGHTS} weights). The bound is for the "
         "mean over many tokens; the error of a few varies around it",
     )
-    options = parser.parse_args(arguments)
-    return environment.run_program("run", lambda: work(options), debug=options.debug)
+    return environment.run_parsed("run", parser, work, arguments)
 
 
 if __name__ == "__main__":

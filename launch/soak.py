@@ -276,15 +276,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, metavar="N", help="instead of the config's")
     parser.add_argument("--tokens", type=int, metavar="N", help="max_tokens_per_rank, instead of the config's")
     buckets = "token_buckets, instead of the config's"
-    parser.add_argument("--token-buckets", "--step-sizes", type=int, nargs="+", metavar="N", help=buckets)
+    parser.add_argument("--token-buckets", type=int, nargs="+", metavar="N", help=buckets)
     parser.add_argument("--format", choices=get_args(FormatName), help="of tokens, instead of the config's")
     parser.add_argument("--combine-format", choices=get_args(CombineFormatName), help="instead of the config's")
     parser.add_argument(
         "--mode", choices=("auto", "contiguous", "gathered"), default="auto", help="how rows lie after dispatch"
     )
     environment.add_json_option(parser)
-    options = parser.parse_args(arguments)
-    return environment.run_program("soak", lambda: work(options), debug=options.debug)
+    return environment.run_parsed("soak", parser, work, arguments)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from moe_runtime.comm.errors import MoERuntimeError, PeerTimeoutError, Phase
-from moe_runtime.comm.heaps.heap import SymmetricHeap
+from moe_runtime.comm.heaps.heap import GroupHeap
 from moe_runtime.comm.heaps.private_heap import aligned_zeros
 from moe_runtime.comm.messages import hexadecimal, integer, row
 from moe_runtime.comm.rank_group import ROLL_CALL_S, RankGroup
@@ -36,7 +36,7 @@ _LEFT: set[Any] = set()
 """Groups with exchanges still running after a failure. They are kept, since destroying a group waits for them."""
 
 
-class CollectiveHeap(SymmetricHeap):
+class CollectiveHeap(GroupHeap):
     """Own memory plus one staging copy of the whole heap per peer: `world_size` times the bytes of a mapped heap.
 
     `peer_tensor(region, r)` with `r != rank` is the staging for `r`. It travels through `gloo`, a group of the heap's
@@ -49,23 +49,17 @@ class CollectiveHeap(SymmetricHeap):
     graph_safe = False
 
     def __init__(self, group: RankGroup, device: torch.device | str = "cpu") -> None:
-        super().__init__(group.rank, group.world_size, torch.device(device))
+        super().__init__(group, torch.device(device))
         if group.group is None:
             raise ValueError("group: the collective transport needs torch.distributed to be initialised")
-        self.group = group
         self.key = ""
         self.gloo: Any = None
         self._bases: list[torch.Tensor] = []
 
-    def barrier(self) -> None:
-        self._check_open()
-        self.group.barrier("CollectiveHeap.barrier")
-
     def _allocate(self, num_bytes: int) -> None:
         mine = [num_bytes, secrets.token_hex(_KEY_BYTES)]
         answers = self.group.gather("CollectiveHeap.allocate", mine, row(integer(0), hexadecimal(_KEY_BYTES)))
-        if len({size for size, _ in answers}) > 1:
-            raise ValueError(f"region: ranks reserved different sizes, {[size for size, _ in answers]} bytes")
+        self._check_sizes([size for size, _ in answers])
         self.key = answers[0][1].hex()
         if nccl_of(self.group.group, self.device) is None:
             self.gloo = self.group.connect("CollectiveHeap.allocate", f"moe_runtime/{self.key}")
@@ -79,11 +73,9 @@ class CollectiveHeap(SymmetricHeap):
     def _close(self, *, failed: bool) -> None:
         gloo, self.gloo = self.gloo, None
         try:
+            self._part(failed=failed)
             if self.allocated and not failed:
-                self.group.part("CollectiveHeap.close")
                 gloo = None
-            else:
-                self.group.leave("it closed its heap" + (" after a failure" if failed else ""))
         finally:
             if gloo is not None:
                 _LEFT.add(gloo)

@@ -150,3 +150,28 @@ class SymmetricHeap(ABC):
 
     @abstractmethod
     def _close(self, *, failed: bool) -> None: ...
+
+
+class GroupHeap(SymmetricHeap):
+    """A heap whose ranks are the processes of a `group`, which limits every wait."""
+
+    def __init__(self, group: RankGroup, device: torch.device) -> None:
+        super().__init__(group.rank, group.world_size, device)
+        self.group = group
+
+    def barrier(self) -> None:
+        self._check_open()
+        self.group.barrier(f"{type(self).__name__}.barrier")
+
+    @staticmethod
+    def _check_sizes(sizes: list[int]) -> None:
+        """Raise `ValueError` unless all ranks reserved as many bytes."""
+        if len(set(sizes)) > 1:
+            raise ValueError(f"region: ranks reserved different sizes, {sizes} bytes")
+
+    def _part(self, *, failed: bool) -> bool:
+        """`RankGroup.part`, or where that would wait in vain, `leave`. Returns whether all ranks are known to part."""
+        if self.allocated and not failed:
+            return self.group.part(f"{type(self).__name__}.close")
+        self.group.leave("it closed its heap" + (" after a failure" if failed else ""))
+        return False

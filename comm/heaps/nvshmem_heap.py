@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from moe_runtime.comm.heaps.heap import REGION_ALIGNMENT, SymmetricHeap
+from moe_runtime.comm.heaps.heap import REGION_ALIGNMENT, GroupHeap, SymmetricHeap
 from moe_runtime.comm.heaps.nvshmem_world import join, load_nvshmem
 from moe_runtime.comm.heaps.survivors import SurvivorHeap
 from moe_runtime.comm.messages import integer, optional, row, text
@@ -24,7 +24,7 @@ GONE_S = 10.0
 """How long the process of a rank that is out may take to end, with its part of the GPU's work."""
 
 
-class NvshmemHeap(SymmetricHeap):
+class NvshmemHeap(GroupHeap):
     """A heap of NVSHMEM for GPU ranks of one host, each with a GPU of its own.
 
     `allocate()` raises `OSError` on every rank, naming bytes needed and free, where the memory does not suffice;
@@ -41,20 +41,15 @@ class NvshmemHeap(SymmetricHeap):
     def __init__(self, group: RankGroup, device: torch.device) -> None:
         if device.type != "cuda" or device.index is None:
             raise ValueError(f"device: expected one GPU such as cuda:0, got {device}")
-        super().__init__(group.rank, group.world_size, device)
-        self._group = group
+        super().__init__(group, device)
         self._own: torch.Tensor | None = None
         self._bases: list[torch.Tensor] = []
         self._processes: list[ProcessName] = []
 
-    def barrier(self) -> None:
-        self._check_open()
-        self._group.barrier("NvshmemHeap.barrier")
-
     def _prepare_for_deaths(self) -> None:
         mine = ProcessName.own()
         read = row(integer(1), integer(0), text)
-        answers = self._group.gather("NvshmemHeap: processes", [mine.pid, mine.started, mine.namespace], read)
+        answers = self.group.gather("NvshmemHeap: processes", [mine.pid, mine.started, mine.namespace], read)
         self._processes = [ProcessName(*answer) for answer in answers]
 
     def _of_survivors(self, ranks: Sequence[int], group: RankGroup, generation: int) -> SymmetricHeap:
@@ -70,16 +65,14 @@ class NvshmemHeap(SymmetricHeap):
     def _allocate(self, num_bytes: int) -> None:
         room = num_bytes + REGION_ALIGNMENT
         free = _free_bytes(self.device, room)
-        answers = self._group.gather("NvshmemHeap.allocate: size", [num_bytes, free], row(integer(0), integer(0)))
-        sizes = [answer[0] for answer in answers]
-        if len(set(sizes)) > 1:
-            raise ValueError(f"region: ranks reserved different sizes, {sizes} bytes")
+        answers = self.group.gather("NvshmemHeap.allocate: size", [num_bytes, free], row(integer(0), integer(0)))
+        self._check_sizes([size for size, _ in answers])
         # Found out together and beforehand: a rank that fails within a collective of NVSHMEM leaves the others in it.
         for rank, (_, available) in enumerate(answers):
             if available < room:
                 text = f"GPU memory of rank {rank}: {room} bytes needed for the symmetric heap, {available} free"
                 raise OSError(errno.ENOMEM, f"{text}; configure fewer tokens")
-        join(self._group, self.device)
+        join(self.group, self.device)
         self._raise_first("NvshmemHeap.allocate: allocate", self._take(room))
         self._raise_first("NvshmemHeap.allocate: map", self._map(num_bytes))
 
@@ -125,7 +118,7 @@ class NvshmemHeap(SymmetricHeap):
 
     def _raise_first(self, what: str, problem: list[Any] | None) -> None:
         """Raise what the first rank with a problem says, on every rank."""
-        for answer in self._group.gather(what, problem, optional(row(optional(integer(1)), text))):
+        for answer in self.group.gather(what, problem, optional(row(optional(integer(1)), text))):
             if answer is not None:
                 number, message = answer
                 raise ValueError(message) if number is None else OSError(number, message)
@@ -135,13 +128,11 @@ class NvshmemHeap(SymmetricHeap):
 
     def _close(self, *, failed: bool) -> None:
         try:
-            if self._own is not None and self.allocated and not failed:
+            if self.allocated and not failed:
                 torch.cuda.synchronize(self.device)
+            if self._part(failed=failed):
                 # Without the others it would not end.
-                if self._group.part("NvshmemHeap.close"):
-                    load_nvshmem().free_tensor(self._own)
-            else:
-                self._group.leave("it closed its heap" + (" after a failure" if failed else ""))
+                load_nvshmem().free_tensor(self._own)
         finally:
             self._bases.clear()
             self._own = None

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from moe_runtime.comm.bootstrap import shared_memory_directory
-from moe_runtime.comm.heaps.heap import SymmetricHeap
+from moe_runtime.comm.heaps.heap import GroupHeap, SymmetricHeap
 from moe_runtime.comm.heaps.shared_memory import NamedMemory, NamelessMemory, Room, SharedMemory, shortage
 from moe_runtime.comm.messages import integer, optional, row, text
 from moe_runtime.comm.rank_group import RankGroup
@@ -32,7 +32,7 @@ _Problem = tuple[int, str] | None
 """The errno and the text of an `OSError`."""
 
 
-class SharedHeap(SymmetricHeap):
+class SharedHeap(GroupHeap):
     """A heap in shared memory, for CPU ranks on one host.
 
     `allocate()` raises `OSError` on every rank, naming the bytes needed and available, if memory does not suffice, and
@@ -48,14 +48,9 @@ class SharedHeap(SymmetricHeap):
     graph_safe = False
 
     def __init__(self, group: RankGroup | dist.ProcessGroup | None = None, *, directory: str | None = None) -> None:
-        self._group = group if isinstance(group, RankGroup) else RankGroup(group)
-        super().__init__(self._group.rank, self._group.world_size, torch.device("cpu"))
+        super().__init__(group if isinstance(group, RankGroup) else RankGroup(group), torch.device("cpu"))
         self._directory = directory
         self._bases: list[torch.Tensor] = []
-
-    def barrier(self) -> None:
-        self._check_open()
-        self._group.barrier("SharedHeap.barrier")
 
     def _of_survivors(self, ranks: Sequence[int], group: RankGroup, generation: int) -> SymmetricHeap:
         """See `SymmetricHeap`. The memory is new: a rank that was only stopped still stores to the old one."""
@@ -89,10 +84,8 @@ class SharedHeap(SymmetricHeap):
         # All ranks look before one of them takes its part.
         available = 0 if problem else NamelessMemory().room().available_bytes
         read = row(integer(0), optional(text), integer(0))
-        answers = self._group.gather("SharedHeap.allocate: size", [num_bytes, problem, available], read)
-        sizes = [size for size, _, _ in answers]
-        if len(set(sizes)) > 1:
-            raise ValueError(f"region: ranks reserved different sizes, {sizes} bytes")
+        answers = self.group.gather("SharedHeap.allocate: size", [num_bytes, problem, available], read)
+        self._check_sizes([size for size, _, _ in answers])
         for rank, (_, problem, _) in enumerate(answers):
             if problem is not None:
                 return errno.ENOTSUP, f"rank {rank}: {problem}"
@@ -111,7 +104,7 @@ class SharedHeap(SymmetricHeap):
         known: list[Any] = []
         try:
             mine = self._create(memory, num_bytes)
-            answers = self._group.gather("SharedHeap.allocate: create", mine, lambda value: _read_made(memory, value))
+            answers = self.group.gather("SharedHeap.allocate: create", mine, lambda value: _read_made(memory, value))
             known = [place for place, _ in answers]
             if (problem := _first([problem for _, problem in answers])) is not None:
                 raise OSError(*problem)
@@ -119,7 +112,7 @@ class SharedHeap(SymmetricHeap):
                 problem = problem or self._map(memory, place, num_bytes)
             if problem is None:
                 self._write_ones(self._bases[self.rank])
-            mapped = self._group.gather("SharedHeap.allocate: map", problem and list(problem), _read_problem)
+            mapped = self.group.gather("SharedHeap.allocate: map", problem and list(problem), _read_problem)
             known = []
         finally:
             # After the second gather every rank has mapped the memory; before it, the start-up has failed.
@@ -156,10 +149,7 @@ class SharedHeap(SymmetricHeap):
 
     def _close(self, *, failed: bool) -> None:
         try:
-            if self.allocated and not failed:
-                self._group.part("SharedHeap.close")
-            else:
-                self._group.leave("it closed its heap" + (" after a failure" if failed else ""))
+            self._part(failed=failed)
         finally:
             self._drop()
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from moe_runtime.comm.errors import MoERuntimeError
-from moe_runtime.comm.heaps.heap import SymmetricHeap
+from moe_runtime.comm.heaps.heap import GroupHeap, SymmetricHeap
 from moe_runtime.comm.rank_group import RankGroup
 
 
@@ -20,7 +20,7 @@ def spare_region(generation: int) -> str:
     return f"signals {generation}"
 
 
-class SurvivorHeap(SymmetricHeap):
+class SurvivorHeap(GroupHeap):
     """The regions of `whole` on some of its ranks, as after `allocate()`. Making it is collective for these.
 
     No rank stores into `whole` any more: those that are out have ended.
@@ -35,10 +35,10 @@ class SurvivorHeap(SymmetricHeap):
     """
 
     def __init__(self, whole: SymmetricHeap, ranks: Sequence[int], group: RankGroup, generation: int) -> None:
-        super().__init__(list(ranks).index(whole.rank), len(ranks), whole.device)
+        super().__init__(group, whole.device)
         self.name, self.graph_safe, self.kept_by_survivors = whole.name, whole.graph_safe, True
         self.allocated, self.total_bytes = True, whole.total_bytes
-        self._whole, self._ranks, self._group = whole, list(ranks), group
+        self._whole, self._ranks = whole, list(ranks)
         self._regions, self._ones = dict(whole._regions), dict(whole._ones)
         if spare_region(generation) not in whole._regions:
             raise MoERuntimeError(f"recovery: no signal words are left for generation {generation}; restart all ranks")
@@ -52,10 +52,6 @@ class SurvivorHeap(SymmetricHeap):
             torch.cuda.synchronize(self.device)
         group.barrier("recovery: flags are lowered")
 
-    def barrier(self) -> None:
-        self._check_open()
-        self._group.barrier("SurvivorHeap.barrier")
-
     def _of_survivors(self, ranks: Sequence[int], group: RankGroup, generation: int) -> SymmetricHeap:
         return self._whole._of_survivors(ranks, group, generation)
 
@@ -67,7 +63,4 @@ class SurvivorHeap(SymmetricHeap):
 
     def _close(self, *, failed: bool) -> None:
         """The memory stays taken until the process ends: to free it, all ranks of `whole` would be needed."""
-        if failed:
-            self._group.leave("it closed its heap after a failure")
-        else:
-            self._group.part("SurvivorHeap.close")
+        self._part(failed=failed)

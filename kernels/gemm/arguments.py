@@ -138,10 +138,13 @@ def _check(a: GroupedRows, name: str, tensor: torch.Tensor | None, dtype: torch.
         raise ValueError(f"a.{name}: expected {dtype}, got {tensor.dtype}")
     if tensor.ndim != 1 or tensor.shape[0] < size:
         raise ValueError(f"a.{name}: expected [at least {size}], got shape {list(tensor.shape)}")
-    if tensor.device != a.rows.device:
-        raise ValueError(f"a.{name}: expected device {a.rows.device}, got {tensor.device}")
-    if not tensor.is_contiguous():
-        raise ValueError(f"a.{name}: expected a contiguous tensor, got strides {list(tensor.stride())}")
+    _check_place(a, name, tensor)
+
+
+def _check_place(a: GroupedRows, name: str, tensor: torch.Tensor) -> None:
+    if tensor.device != a.rows.device or not tensor.is_contiguous():
+        found = f"strides {list(tensor.stride())} on {tensor.device}"
+        raise ValueError(f"a.{name}: expected a contiguous tensor on {a.rows.device}, got {found}")
 
 
 def _check_ids(a: GroupedRows, ids: torch.Tensor) -> None:
@@ -149,10 +152,7 @@ def _check_ids(a: GroupedRows, ids: torch.Tensor) -> None:
         raise ValueError(f"a.order.routed_ids: expected int32 or int64, got {ids.dtype}")
     if ids.numel() > MAX_ROUTED_IDS:
         raise ValueError(f"a.order.routed_ids: expected at most {MAX_ROUTED_IDS} ids, got {ids.numel()}")
-    if ids.device != a.rows.device or not ids.is_contiguous():
-        raise ValueError(
-            f"a.order.routed_ids: expected a contiguous tensor on {a.rows.device}, got one on {ids.device}"
-        )
+    _check_place(a, "order.routed_ids", ids)
 
 
 def _check_dequantized(a: GroupedRows, dequantized: torch.Tensor) -> None:
@@ -167,9 +167,7 @@ def _check_dequantized(a: GroupedRows, dequantized: torch.Tensor) -> None:
             f"a.dequantized: expected [at least {a.capacity}, {a.num_columns}] of torch.bfloat16 or {list(blocks)} of "
             f"torch.uint8, got {found}"
         )
-    if dequantized.device != a.rows.device or not dequantized.is_contiguous():
-        where = f"strides {list(dequantized.stride())} on {dequantized.device}"
-        raise ValueError(f"a.dequantized: expected a contiguous tensor on {a.rows.device}, got {where}")
+    _check_place(a, "dequantized", dequantized)
 
 
 def _check_scales(a: GroupedRows, pattern: str, tail: tuple[int, ...], at_least: int = 0) -> None:
@@ -179,8 +177,7 @@ def _check_scales(a: GroupedRows, pattern: str, tail: tuple[int, ...], at_least:
         raise ValueError(f"a.scales: expected {expected} for {a.format.name}, got {found}")
     if a.scales.shape[0] < at_least:
         raise ValueError(f"a.scales: expected [at least {at_least}, {tail[0]}], got {list(a.scales.shape)}")
-    if a.scales.device != a.rows.device or not a.scales.is_contiguous():
-        raise ValueError(f"a.scales: expected a contiguous tensor on {a.rows.device}, got one on {a.scales.device}")
+    _check_place(a, "scales", a.scales)
 
 
 def _check_scales_in_record(a: GroupedRows, columns: int) -> None:
@@ -316,19 +313,6 @@ class Intermediate:
             expected_rows=a.expected_rows,
             order=self.order,
         )
-
-
-def empty_intermediate(
-    a: GroupedRows,
-    w: StoredWeights,
-    activation: Activation,
-    out_format: str | TokenFormat,
-    out_gsf: float | torch.Tensor | None,
-    **more: Any,
-) -> tuple[GroupedRows, torch.Tensor | None]:
-    """`Intermediate.of(...)` for the groups of `a`: its rows and its encode scale."""
-    intermediate = Intermediate.of(w, activation, out_format, out_gsf, **more)
-    return intermediate.empty(a), intermediate.gsf
 
 
 def encode_scale(

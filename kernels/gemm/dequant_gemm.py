@@ -37,6 +37,7 @@ Bottlenecks, gains of each version, dropped ideas and open work: `kernels/gemm/n
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -71,39 +72,23 @@ def takes_dequantized(w: object) -> bool:
     return isinstance(w, PrepackedWeights) and unit_columns(w.num_columns) * UNIT == w.num_columns
 
 
-def dequant_gemm(
+def multiply(
     a: GroupedRows,
     w: PrepackedWeights,
-    out: torch.Tensor,
     plan: GemmPlan,
     *,
-    packed_ld: int | None = None,
-    scale_block: int | None = None,
+    out: torch.Tensor,
+    result: GroupedRows | None = None,
+    **how: Any,
 ) -> None:
-    """`grouped_gemm` into `out`, whose rows start at multiples of two elements.
+    """`grouped_gemm` into `out`, or `grouped_gemm_swiglu` into `result`, whose rows are `out`, by one launch.
 
-    With `packed_ld`, the scales of `a` are `ScaleLayout.PACKED` with this leading dimension, and `group_scale_offsets`
-    holds the first scale row of each group. `scale_block` is the block of the scales of `a`; None means that of its
-    format.
+    `how` has other arguments of `DequantGemm`. If results are dequantized, the next launch must be the GEMM that reads
+    them.
     """
-    check(a, w, out, None)
-    _launch(a, w, out, plan, packed_ld=packed_ld, scale_block=scale_block)
-
-
-def dequant_gemm_swiglu(
-    a: GroupedRows,
-    w: PrepackedWeights,
-    activation: Activation,
-    out: GroupedRows,
-    gsf: torch.Tensor | None,
-    plan: GemmPlan,
-) -> None:
-    """`grouped_gemm_swiglu` into the rows and all scales of `out`, or into its `dequantized` if that is not None.
-
-    The kernel clamps `gsf`. If results are dequantized, the next launch must be the GEMM that reads them.
-    """
-    check(a, w, out.rows, out)
-    _launch(a, w, out.rows, plan, activation=activation, gsf=gsf, result=out)
+    check(a, w, out, result)
+    if a.capacity and a.num_groups and w.num_experts:
+        DequantGemm(a, w, plan, out=out, result=result, kernel=OneLaunch, **how).launch(a, out, result)
 
 
 def kernel_of(shape: DequantShape) -> str:
@@ -190,35 +175,6 @@ def macros(
     return nvrtc.Defines(defines), ring_bytes
 
 
-def _launch(
-    a: GroupedRows,
-    w: PrepackedWeights,
-    out: torch.Tensor,
-    plan: GemmPlan,
-    *,
-    activation: Activation | None = None,
-    gsf: torch.Tensor | None = None,
-    result: GroupedRows | None = None,
-    packed_ld: int | None = None,
-    scale_block: int | None = None,
-) -> None:
-    """One launch of a GEMM of checked operands."""
-    if a.capacity == 0 or a.num_groups == 0 or w.num_experts == 0:
-        return
-    DequantGemm(
-        a,
-        w,
-        plan,
-        out=out,
-        activation=activation,
-        gsf=gsf,
-        result=result,
-        packed_ld=packed_ld,
-        scale_block=scale_block,
-        kernel=OneLaunch,
-    ).launch(a, out, result)
-
-
 class DequantGemm:
     """A GEMM of some size with weights that stay where they are: what does not change from launch to launch.
 
@@ -226,10 +182,13 @@ class DequantGemm:
         a: rows of the size, at least one, in at least one group.
         w: weights, which are kept.
         plan: for these.
-        out: a result of the dtype and strides that all have.
-        activation, gsf: None for a plain GEMM.
-        result: of an activated GEMM, like those of all launches.
-        packed_ld, scale_block: as of `dequant_gemm`.
+        out: a result of the dtype and strides that all have; its rows start at multiples of two elements.
+        activation, gsf: None for a plain GEMM. The kernel clamps `gsf`.
+        result: of an activated GEMM, like those of all launches. Its rows and all scales are filled, or its
+            `dequantized` if that is not None.
+        packed_ld: leading dimension of the scales of `a` where they are `ScaleLayout.PACKED`; `group_scale_offsets`
+            then holds the first scale row of each group.
+        scale_block: block of the scales of `a`; None means that of its format.
         kernel: `OneLaunch` for a GEMM that is launched once.
     """
 

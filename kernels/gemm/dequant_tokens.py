@@ -91,7 +91,7 @@ class TokenDequantizer:
         num_experts: experts of the GEMM.
         shape: for the tokens that are dequantized before the GEMM.
         overlap: how the others are dequantized while it runs; None if there are none.
-        packed_ld, scale_block: those of `dequant_gemm`.
+        packed_ld, scale_block: those of `DequantGemm`.
         kernel: `OneLaunch` for one that is launched once.
     """
 
@@ -171,13 +171,6 @@ class TokenDequantizer:
         for kernel in self._kernels:
             kernel.launch(arguments)
         return out, counters
-
-
-def dequant_tokens(
-    a: GroupedRows, num_experts: int, shape: TokenShape, packed_ld: int | None = None, scale_block: int | None = None
-) -> torch.Tensor:
-    """The rows `a` dequantized at once; see `TokenDequantizer`."""
-    return TokenDequantizer(a, num_experts, shape, None, packed_ld, scale_block, kernel=OneLaunch).launch(a)[0]
 
 
 def _grid(shape: TokenShape, units: int, blocks: int, fmt: TokenFormat, sms: int) -> tuple[int, int, int]:

@@ -29,7 +29,6 @@ kernel has one table for all experts, of 256 entries, or of 64. The code is 0, t
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -51,11 +50,11 @@ from moe_runtime.kernels.gemm.weights import (
     Activation,
     ExpertWeights,
     GateUpOrder,
+    TensorsByExpert,
     has_blocks_apart,
-    one_of,
     scales_shape,
 )
-from moe_runtime.support.arguments import check_device, check_is_tensor, check_kind
+from moe_runtime.support.arguments import check_is_tensor, check_kind
 
 EXPANDED_FORMATS = (NVFP4, MXFP4)
 UNIT_ROWS, UNIT_COLUMNS = 64, 128
@@ -87,7 +86,7 @@ def units_shape(fmt: TokenFormat, num_rows: int, num_columns: int, parts: int) -
 
 
 @dataclass(frozen=True)
-class ExpandedWeights:
+class ExpandedWeights(TensorsByExpert):
     """FP4 `ExpertWeights` in the layout from which `tma_gemm.cu` expands them to e4m3.
 
     To all but the kernel that loads them they are `fp8_block` weights, with gate above up.
@@ -125,21 +124,11 @@ class ExpandedWeights:
         experts = int(check_is_tensor("units", self.units).shape[0]) if self.units.ndim == 5 else 0
         scales = scales_shape(FP8_BLOCK, experts, *sizes, self.order)
         assert scales is not None
-        self._check(
-            "units", self.units, torch.uint8, (experts, *units_shape(self.stored_format, *sizes, self.num_parts))
-        )
-        self._check("scales", self.scales, torch.float32, scales)
-        self._check("exact", self.exact, torch.bool, (experts,))
-        if self.bias is not None:
-            self._check("bias", self.bias, torch.float32, (experts, self.num_rows))
-
-    def _check(self, name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-        check_is_tensor(name, tensor)
-        if tuple(tensor.shape) != shape or tensor.dtype != dtype or not tensor.is_contiguous():
-            found = f"{tensor.dtype} {list(tensor.shape)}"
-            raise ValueError(f"{name}: expected contiguous {dtype} {list(shape)}, got {found}")
-        if tensor.device != self.units.device:
-            raise ValueError(f"{name}: expected device {self.units.device}, got {tensor.device}")
+        units = experts, *units_shape(self.stored_format, *sizes, self.num_parts)
+        self._check_tensor("units", self.units, torch.uint8, units)
+        self._check_tensor("scales", check_is_tensor("scales", self.scales), torch.float32, scales)
+        self._check_tensor("exact", check_is_tensor("exact", self.exact), torch.bool, (experts,))
+        self._check_tensor("bias", self.bias, torch.float32, (experts, self.num_rows))
 
     @classmethod
     def prepack(cls, w: ExpertWeights, *, engine: str = "auto") -> ExpandedWeights:
@@ -233,28 +222,7 @@ class ExpandedWeights:
     @property
     def num_bytes(self) -> int:
         """Bytes of all tensors that the kernel reads."""
-        tensors = (self.units, self.scales, self.bias)
-        return sum(t.numel() * t.element_size() for t in tensors if t is not None)
-
-    def expert(self, expert: int) -> ExpandedWeights:
-        """The weights of one expert. Raises `ValueError` if it is out of range."""
-        one = one_of(expert, self.num_experts)
-        return self._each(lambda t: t[one])
-
-    def clone(self) -> ExpandedWeights:
-        """The same weights with quants and scales copied to new memory."""
-        return replace(self, units=self.units.clone(), scales=self.scales.clone())
-
-    def to(self, device: torch.device | str) -> ExpandedWeights:
-        """The same weights on `device`."""
-        place = check_device("device", device)
-        return self._each(lambda t: t.to(place))
-
-    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> ExpandedWeights:
-        """The same weights with `change` applied to every tensor."""
-        units, scales, exact = (change(t) for t in (self.units, self.scales, self.exact))
-        bias = None if self.bias is None else change(self.bias)
-        return replace(self, units=units, scales=scales, exact=exact, bias=bias)
+        return super().num_bytes - self.exact.nbytes
 
 
 StoredWeights = ExpertWeights | PrepackedWeights | ExpandedWeights

@@ -293,9 +293,9 @@ def grouped_gemm(
     plan = _plan(a, w, engine, num_sms, out=out)
     raw = _readable(w, plan)
     if isinstance(raw, PrepackedWeights):
-        dequant_gemm.dequant_gemm(a, raw, out, plan)
+        dequant_gemm.multiply(a, raw, plan, out=out)
     elif plan.kernel is GemmKernel.TMA:
-        tma_gemm.multiply(a, raw, out, plan)
+        tma_gemm.multiply(a, raw, plan, out=out)
     elif plan.kernel is GemmKernel.TORCH:
         assert isinstance(raw, ExpertWeights)
         reference.grouped_gemm(a, raw, out=out)
@@ -354,9 +354,9 @@ def grouped_gemm_swiglu(
     stored = _intermediate(a, raw, activation, out_format, out_gsf, then, plan)
     out = stored.empty(a)
     if isinstance(raw, PrepackedWeights):
-        dequant_gemm.dequant_gemm_swiglu(a, raw, activation, out, stored.gsf, plan)
+        dequant_gemm.multiply(a, raw, plan, out=out.rows, result=out, activation=activation, gsf=stored.gsf)
     elif plan.kernel is GemmKernel.TMA:
-        tma_gemm.multiply_swiglu(a, raw, activation, out, plan)
+        tma_gemm.multiply(a, raw, plan, out=out.rows, result=out, activation=activation)
     else:
         assert isinstance(raw, ExpertWeights)
         scales = None if out.scales is None else raw_bits(out.scales)

@@ -75,7 +75,7 @@ def op_gemm(problem: OpProblem, out: torch.Tensor, *, engine: str = "auto") -> N
     if isinstance(p.b, PrepackedWeights):
         assert plan.kernel is GemmKernel.DEQUANT
         w = replace(p.b, expert_scales=p.expert_scales)
-        dequant_gemm.dequant_gemm(_grouped_rows(p), w, out, plan, packed_ld=p.a.ld, scale_block=p.block)
+        dequant_gemm.multiply(_grouped_rows(p), w, plan, out=out, packed_ld=p.a.ld, scale_block=p.block)
         return
     if plan.kernel is GemmKernel.TORCH:
         op_reference.op_gemm(p, out)
@@ -156,11 +156,10 @@ def _tma_gemm(p: OpProblem, b: ScaledOperand, out: torch.Tensor, plan: GemmPlan)
         b_scales = b_scales.view(p.num_experts, columns, blocks).transpose(1, 2).contiguous()
     rows = _grouped_rows(p, a_scales.view(-1, columns))
     w = ExpertWeights(p.format, b.quants, b_scales.view(p.num_experts, blocks, columns))
-    if p.activation is None:
-        tma_gemm.multiply(rows, w, out, plan)
-    else:
+    result = None
+    if p.activation is not None:
         result = replace(rows, format=BF16, rows=out, scales=None, num_columns=out.shape[1])
-        tma_gemm.multiply_swiglu(rows, w, p.activation, result, plan)
+    tma_gemm.multiply(rows, w, plan, out=out, activation=p.activation, result=result)
 
 
 def _scale_columns(p: OpProblem) -> slice | torch.Tensor:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -19,9 +18,9 @@ from moe_runtime.kernels.gemm.dequant_layout import (
     units_with_special_values,
     unpack_units,
 )
-from moe_runtime.kernels.gemm.weights import ExpertWeights, GateUpOrder, one_of
+from moe_runtime.kernels.gemm.weights import ExpertWeights, GateUpOrder, TensorsByExpert
 from moe_runtime.kernels.runtime import resolve_engine
-from moe_runtime.support.arguments import check_device, check_integer, check_is_tensor, check_kind
+from moe_runtime.support.arguments import check_integer, check_is_tensor, check_kind
 
 E4M3_MAX_CODE = 0x7E
 RESULT_FORMATS = ("bf16", "mxfp8", "nvfp4")
@@ -32,7 +31,7 @@ MAX_PREPACKED_EXPERTS = 512
 
 
 @dataclass(frozen=True)
-class PrepackedWeights:
+class PrepackedWeights(TensorsByExpert):
     """`ExpertWeights` in the layout of `kernels/gemm/dequant_layout.py`, which Hopper's GEMM dequantizes in registers.
 
     One copy serves every number of rows. `E` experts, `N x K` the weight of one. If the engine is not `cuda` (no Hopper
@@ -75,29 +74,15 @@ class PrepackedWeights:
             raise ValueError(f"units: expected five dimensions, got shape {list(self.units.shape)}")
         experts = int(self.units.shape[0])
         sizes = (experts, *units_shape(self.num_rows, self.num_columns, self.format))
-        self._check("units", self.units, torch.uint8, (sizes,))
-        scales = ((experts,),) + (((experts, 2),) if self.gate_up is not None else ())
-        self._check("expert_scales", self.expert_scales, torch.float32, scales)
-        self._check("bias", self.bias, torch.float32, ((experts, self.num_rows),))
+        self._check_tensor("units", self.units, torch.uint8, sizes)
+        parts = () if self.gate_up is None else ((experts, 2),)
+        self._check_tensor("expert_scales", self.expert_scales, torch.float32, (experts,), *parts)
+        self._check_tensor("bias", self.bias, torch.float32, (experts, self.num_rows))
         if (self.has_special_values is None) != (self.format is NVFP4):
             expected = "None" if self.format is NVFP4 else "a tensor"
             raise ValueError(f"has_special_values: expected {expected} for {self.format.name}")
-        self._check("has_special_values", self.has_special_values, torch.uint8, ((experts, unit_rows(self.num_rows)),))
-
-    def _check(
-        self, name: str, tensor: torch.Tensor | None, dtype: torch.dtype, shapes: tuple[tuple[int, ...], ...]
-    ) -> None:
-        if tensor is None:
-            return
-        if (
-            tuple(check_is_tensor(name, tensor).shape) not in shapes
-            or tensor.dtype != dtype
-            or not tensor.is_contiguous()
-        ):
-            expected = " or ".join(str(list(shape)) for shape in shapes)
-            raise ValueError(f"{name}: expected contiguous {dtype} {expected}, got {tensor.dtype} {list(tensor.shape)}")
-        if tensor.device != self.units.device:
-            raise ValueError(f"{name}: expected device {self.units.device}, got {tensor.device}")
+        marks = experts, unit_rows(self.num_rows)
+        self._check_tensor("has_special_values", self.has_special_values, torch.uint8, marks)
 
     @classmethod
     def prepack(cls, w: ExpertWeights, *, engine: str = "auto", argument: str = "w.scales") -> PrepackedWeights:
@@ -134,15 +119,6 @@ class PrepackedWeights:
         can = w.format in DEQUANT_FORMATS and w.num_experts <= MAX_PREPACKED_EXPERTS
         return resolve_engine(engine, w.device) == "cuda" and can
 
-    def expert(self, expert: int) -> PrepackedWeights:
-        """The weights of one expert. Raises `ValueError` if it is out of range."""
-        one = one_of(expert, self.num_experts)
-        return self._each(lambda t: t[one])
-
-    def clone(self) -> PrepackedWeights:
-        """The same weights with quants and scales copied to new memory."""
-        return replace(self, units=self.units.clone())
-
     def restore(self, *, engine: str = "auto") -> ExpertWeights:
         """The weights from which `prepack` made these."""
         rows = source_rows(self.num_rows, self.gate_up).to(self.device)
@@ -172,24 +148,3 @@ class PrepackedWeights:
     @property
     def device(self) -> torch.device:
         return self.units.device
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(t.numel() * t.element_size() for t in self._tensors.values())
-
-    def to(self, device: torch.device | str) -> PrepackedWeights:
-        """The same weights on `device`."""
-        place = check_device("device", device)
-        return self._each(lambda t: t.to(place))
-
-    @property
-    def _tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors by field, without those that are None."""
-        found = ((field.name, getattr(self, field.name)) for field in fields(self))
-        return {name: value for name, value in found if isinstance(value, torch.Tensor)}
-
-    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> PrepackedWeights:
-        """The same weights with `change` applied to every tensor."""
-        changed: dict[str, Any] = {name: change(tensor) for name, tensor in self._tensors.items()}
-        return replace(self, **changed)

@@ -16,12 +16,7 @@ import torch
 from moe_runtime.kernels.formats import reference_quantize as rq
 from moe_runtime.kernels.formats.number_formats import TokenFormat, ceil_div, rounds_tokens
 from moe_runtime.kernels.gemm.activation import activate
-from moe_runtime.kernels.gemm.arguments import (
-    check_activation,
-    check_operands,
-    check_out,
-    empty_intermediate,
-)
+from moe_runtime.kernels.gemm.arguments import Intermediate, check_activation, check_operands, check_out
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.gemm.weights import Activation, ExpertWeights
 
@@ -57,7 +52,8 @@ def grouped_gemm_swiglu(
     """Reference of `grouped_gemm.grouped_gemm_swiglu`."""
     check_operands(a, w)
     check_activation(w, activation)
-    out, gsf = empty_intermediate(a, w, activation, out_format, out_gsf)
+    intermediate = Intermediate.of(w, activation, out_format, out_gsf)
+    out, gsf = intermediate.empty(a), intermediate.gsf
     for group, rows, c in _products(a, w):
         h = activate(c, activation)
         encode = torch.ones(1, dtype=torch.float32, device=h.device) if gsf is None else gsf

@@ -65,16 +65,18 @@ def scales_aligned(a: torch.Tensor | None, w: torch.Tensor | None) -> bool:
     return a is not None and w is not None and a.data_ptr() % 16 == w.data_ptr() % 16 == 0
 
 
-def multiply(a: GroupedRows, w: ExpertWeights | ExpandedWeights, out: torch.Tensor, plan: GemmPlan) -> None:
-    """`grouped_gemm` of checked operands into `out`."""
-    TmaGemm(a, w, plan, out=out, kernel=OneLaunch).launch(a, out)
-
-
-def multiply_swiglu(
-    a: GroupedRows, w: ExpertWeights | ExpandedWeights, activation: Activation, out: GroupedRows, plan: GemmPlan
+def multiply(
+    a: GroupedRows,
+    w: ExpertWeights | ExpandedWeights,
+    plan: GemmPlan,
+    *,
+    out: torch.Tensor,
+    activation: Activation | None = None,
+    result: GroupedRows | None = None,
 ) -> None:
-    """`grouped_gemm_swiglu` of checked operands into `out`."""
-    TmaGemm(a, w, plan, out=out.rows, activation=activation, result=out, kernel=OneLaunch).launch(a, out.rows, out)
+    """`grouped_gemm` of checked operands into `out`, or `grouped_gemm_swiglu` into `result`, whose rows are `out`."""
+    gemm = TmaGemm(a, w, plan, out=out, activation=activation, result=result, kernel=OneLaunch)
+    gemm.launch(a, out, result)
 
 
 class Extras(ctypes.Structure):

@@ -7,9 +7,10 @@ and of up, `V = ceil(K / block)`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
-from typing import Literal, NoReturn, get_args
+from typing import Any, Literal, NoReturn, Self, get_args
 
 import torch
 
@@ -221,13 +222,6 @@ def scales_shape(
     return (num_experts, blocks, ceil_div(columns, 4), 32, 4, 4) if fmt.swizzled else (num_experts, blocks, columns)
 
 
-def one_of(expert: int, num_experts: int) -> slice:
-    """The slice that selects `expert` among `num_experts`. Raises `ValueError` if it is out of range."""
-    if type(expert) is not int or not 0 <= expert < num_experts:
-        raise ValueError(f"expert: expected 0 .. {num_experts - 1}, got {describe(expert)}")
-    return slice(expert, expert + 1)
-
-
 SILU = Activation()
 GPT_OSS = Activation(GateUpOrder.INTERLEAVED, alpha=1.702, limit=7.0, up_offset=1.0)
 STEP_3P5 = Activation(limit=7.0, limit_on="function")
@@ -237,7 +231,65 @@ SQUARED_RELU = Activation(function=ActivationFunction.RELU2, gated=False)
 
 
 @dataclass(frozen=True)
-class ExpertWeights:
+class TensorsByExpert:
+    """What all forms of weights have in common: the first dimension of each tensor is the expert."""
+
+    @property
+    def num_experts(self) -> int:
+        """`E`."""
+        raise NotImplementedError
+
+    @property
+    def device(self) -> torch.device:
+        raise NotImplementedError
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self._tensors.values())
+
+    def expert(self, expert: int) -> Self:
+        """The weights of one expert. Raises `ValueError` if it is out of range."""
+        if type(expert) is not int or not 0 <= expert < self.num_experts:
+            raise ValueError(f"expert: expected 0 .. {self.num_experts - 1}, got {describe(expert)}")
+        return self._each(lambda tensor: tensor[expert : expert + 1])
+
+    def to(self, device: torch.device | str) -> Self:
+        """The same weights on `device`."""
+        place = check_device("device", device)
+        return self._each(lambda tensor: tensor.to(place))
+
+    def clone(self) -> Self:
+        """The same weights in new memory."""
+        return self._each(torch.clone)
+
+    @property
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors by field, without those that are None."""
+        found = ((each.name, getattr(self, each.name)) for each in fields(self))
+        return {name: value for name, value in found if isinstance(value, torch.Tensor)}
+
+    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:
+        """The same weights with `change` applied to every tensor."""
+        changed: dict[str, Any] = {name: change(tensor) for name, tensor in self._tensors.items()}
+        return replace(self, **changed)
+
+    def _check_tensor(
+        self, name: str, tensor: torch.Tensor | None, dtype: torch.dtype, *shapes: tuple[int, ...]
+    ) -> None:
+        """Raise `ValueError` unless it is None, or contiguous, of one of `shapes` and on the device of the weights."""
+        if tensor is None:
+            return
+        shape = tuple(check_is_tensor(name, tensor).shape)
+        if shape not in shapes or tensor.dtype != dtype or not tensor.is_contiguous():
+            expected = " or ".join(str(list(each)) for each in shapes)
+            raise ValueError(f"{name}: expected contiguous {dtype} {expected}, got {tensor.dtype} {list(shape)}")
+        if tensor.device != self.device:
+            raise ValueError(f"{name}: expected device {self.device}, got {tensor.device}")
+
+
+@dataclass(frozen=True)
+class ExpertWeights(TensorsByExpert):
     """`E` weights `[N, K]` in one format; a value is `quants * scales * expert_scales`.
 
     Attributes:
@@ -276,15 +328,9 @@ class ExpertWeights:
             raise ValueError(f"N of quants: expected a positive multiple of {unit}, got {self.num_rows}")
         shape = scales_shape(self.format, self.num_experts, self.num_rows, self.num_columns, self.gate_up)
         self._check("scales", self.scales, shape, self.format.scale_dtype)
-        if self.expert_scales is not None:
-            check_is_tensor("expert_scales", self.expert_scales)
-            shapes = [(self.num_experts,)] + ([(self.num_experts, 2)] if self.gate_up is not None else [])
-            if tuple(self.expert_scales.shape) not in shapes:
-                expected = " or ".join(str(list(shape)) for shape in shapes)
-                raise ValueError(f"expert_scales: expected shape {expected}, got {list(self.expert_scales.shape)}")
-            self._check("expert_scales", self.expert_scales, self.expert_scales.shape, torch.float32)
-        if self.bias is not None:
-            self._check("bias", self.bias, (self.num_experts, self.num_rows), torch.float32)
+        parts = () if self.gate_up is None else ((self.num_experts, 2),)
+        self._check_tensor("expert_scales", self.expert_scales, torch.float32, (self.num_experts,), *parts)
+        self._check_tensor("bias", self.bias, torch.float32, (self.num_experts, self.num_rows))
 
     @property
     def num_experts(self) -> int:
@@ -309,32 +355,6 @@ class ExpertWeights:
     @property
     def device(self) -> torch.device:
         return self.quants.device
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all tensors."""
-        tensors = (self.quants, self.scales, self.expert_scales, self.bias)
-        return sum(t.numel() * t.element_size() for t in tensors if t is not None)
-
-    def to(self, device: torch.device | str) -> ExpertWeights:
-        """The same weights on `device`."""
-        device = check_device("device", device)
-        scales, expert_scales, bias = (
-            None if t is None else t.to(device) for t in (self.scales, self.expert_scales, self.bias)
-        )
-        return replace(self, quants=self.quants.to(device), scales=scales, expert_scales=expert_scales, bias=bias)
-
-    def expert(self, expert: int) -> ExpertWeights:
-        """The weights of one expert. Raises `ValueError` if it is out of range."""
-        one = one_of(expert, self.num_experts)
-        scales, expert_scales, bias = (
-            None if t is None else t[one] for t in (self.scales, self.expert_scales, self.bias)
-        )
-        return replace(self, quants=self.quants[one], scales=scales, expert_scales=expert_scales, bias=bias)
-
-    def clone(self) -> ExpertWeights:
-        """The same weights with quants and scales copied to new memory."""
-        return replace(self, quants=self.quants.clone(), scales=None if self.scales is None else self.scales.clone())
 
     @classmethod
     def quantize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -99,109 +99,78 @@ def normal(bench: Bench) -> None:
             with _limited(num_sms):
                 calls = NormalCalls(bench, buffer, elastic, fp8=fmt is FP8_BLOCK, num_sms=num_sms or 0)
                 check = bench.agree(calls.check())
-                for by, step, waits in calls.dispatches(form):
-                    timed = bench.time(step, [check], capturable=graph_safe and not waits)
-                    bench.add("dispatch", timed, TOTAL, work, check, by)
-                for by, step in calls.combines(form) if fmt is BF16 else ():
-                    combined = bench.time(step, [check], capturable=graph_safe)
-                    bench.add("combine", combined, TOTAL, work, check, by)
+                for (by, kind), (call, waits) in calls.dispatches.items():
+                    timed = bench.time(calls.step(call), [check], capturable=graph_safe and not waits)
+                    bench.add("dispatch", timed, TOTAL, work, check, f"{by}, {form}{kind}")
+                for by, call in calls.combines.items() if fmt is BF16 else ():
+                    combined = bench.time(calls.step(call), [check], capturable=graph_safe)
+                    bench.add("combine", combined, TOTAL, work, check, f"{by}, {form}")
     elastic.destroy()
     buffer.destroy()
 
 
 class NormalCalls:
-    """The calls that `normal` times: steps of `Bench.time`. Its methods are collective."""
+    """The calls that `normal` times, on one turn of tokens and routing each. Making it is collective, as the calls are.
+
+    Attributes:
+        dispatches: each kind of dispatch by name, and whether the host waits for the counts.
+        combines: each kind of combine, of the rows that came: experts that change nothing would give these back.
+    """
 
     def __init__(self, bench: Bench, buffer: Buffer, elastic: ElasticBuffer, *, fp8: bool, num_sms: int) -> None:
-        self._bench, self._buffer, self._elastic, self._fp8 = bench, buffer, elastic, fp8
-        self._num_sms, self._experts = num_sms, bench.layer.config.num_experts
-        self._worst = bench.context.world_size * bench.layer.config.max_tokens_per_rank
-        self._tokens = [self._form(x_TH) for x_TH, _, _ in bench.turns]
-        self._routings: list[dict[str, Any]] = [
+        self._bench, self._fp8 = bench, fp8
+        experts, turns = bench.layer.config.num_experts, range(len(bench.turns))
+        worst = bench.context.world_size * bench.layer.config.max_tokens_per_rank
+        tokens = [self._form(x_TH) for x_TH, _, _ in bench.turns]
+        routings: list[dict[str, Any]] = [
             {"topk_idx": idx_TK.to(topk_idx_t), "topk_weights": weights_TK} for _, idx_TK, weights_TK in bench.turns
         ]
-        self._layouts = [self._layout(turn) for turn in range(len(self._tokens))]
-        # Rows that came: what experts that change nothing would give back.
-        self._rows, self._handles, self._elastic_handles = [], [], []
-        for turn in range(len(self._tokens)):
-            rows, _, _, _, handle, _ = self.dispatch(turn)
-            self._rows.append(rows)
-            self._handles.append(handle)
-            self._elastic_handles.append(self.dispatch_elastic(turn)[3])
+
+        def layout(turn: int) -> dict[str, Any]:
+            topk_idx = routings[turn]["topk_idx"]
+            per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(topk_idx, experts)
+            return {"num_tokens_per_rank": per_rank, "is_token_in_rank": in_rank, "num_tokens_per_expert": per_expert}
+
+        layouts = [layout(turn) for turn in turns]
+
+        def dispatch(turn: int, **how: Any) -> Any:
+            return buffer.dispatch(tokens[turn], **layouts[turn], **routings[turn], **how)
+
+        def dispatch_elastic(turn: int, *, waits: bool = True) -> Any:
+            how: dict[str, Any] = {"num_sms": num_sms, "do_handle_copy": False, "do_cpu_sync": waits}
+            return elastic.dispatch(tokens[turn], **routings[turn], num_experts=experts, **how)
+
+        came = [dispatch(turn) for turn in turns]
+        rows, handles = [got[0] for got in came], [got[4] for got in came]
+        elastic_handles = [dispatch_elastic(turn)[3] for turn in turns]
+        of_elastic = f"{NORMAL}, ElasticBuffer"
+        self.dispatches: dict[tuple[str, str], tuple[Callable[[int], Any], bool]] = {
+            (NORMAL, ""): (dispatch, True),
+            (NORMAL, ", with layout"): (
+                lambda turn: buffer.dispatch(tokens[turn], **layout(turn), **routings[turn]),
+                True,
+            ),
+            (NORMAL, ", num_worst_tokens"): (lambda turn: dispatch(turn, num_worst_tokens=worst), False),
+            (NORMAL, ", cached"): (lambda turn: buffer.dispatch(tokens[turn], handle=handles[turn]), False),
+            (of_elastic, ""): (dispatch_elastic, True),
+            (of_elastic, ", num_worst_tokens"): (lambda turn: dispatch_elastic(turn, waits=False), False),
+            (of_elastic, ", cached"): (
+                lambda turn: elastic.dispatch(tokens[turn], handle=elastic_handles[turn], num_sms=num_sms),
+                False,
+            ),
+        }
+        self.combines: dict[str, Callable[[int], Any]] = {
+            NORMAL: lambda turn: buffer.combine(rows[turn], handles[turn]),
+            of_elastic: lambda turn: elastic.combine(rows[turn], elastic_handles[turn], num_sms=num_sms),
+        }
 
     def _form(self, x_TH: torch.Tensor) -> Tokens:
         return per_token_cast_to_fp8(x_TH) if self._fp8 else x_TH
 
-    def _layout(self, turn: int) -> dict[str, Any]:
-        topk_idx = self._routings[turn]["topk_idx"]
-        per_rank, _, per_expert, in_rank, _ = self._buffer.get_dispatch_layout(topk_idx, self._experts)
-        return {"num_tokens_per_rank": per_rank, "is_token_in_rank": in_rank, "num_tokens_per_expert": per_expert}
-
-    def dispatches(self, form: str) -> Iterator[tuple[str, Step, bool]]:
-        """Name and step of each kind of dispatch, and whether the host waits for the counts."""
-        by, elastic = f"{NORMAL}, {form}", f"{NORMAL}, ElasticBuffer, {form}"
-        yield by, self.dispatch, True
-        yield f"{by}, with layout", self.dispatch_with_layout, True
-        yield f"{by}, num_worst_tokens", self.dispatch_worst, False
-        yield f"{by}, cached", self.dispatch_cached, False
-        yield elastic, self.dispatch_elastic, True
-        yield f"{elastic}, num_worst_tokens", self.dispatch_elastic_worst, False
-        yield f"{elastic}, cached", self.dispatch_elastic_cached, False
-
-    def combines(self, form: str) -> Iterator[tuple[str, Step]]:
-        """Name and step of each kind of combine."""
-        yield f"{NORMAL}, {form}", self.combine
-        yield f"{NORMAL}, ElasticBuffer, {form}", self.combine_elastic
-
-    def dispatch(self, number: int, lap: Lap | None = None, **how: Any) -> Any:
-        """What `Buffer.dispatch` gives with ids and weights."""
-        turn = number % len(self._tokens)
-        return self._buffer.dispatch(self._tokens[turn], **self._layouts[turn], **self._routings[turn], **how)
-
-    def dispatch_with_layout(self, number: int, lap: Lap | None = None) -> Any:
-        """The same, and the layout before it."""
-        turn = number % len(self._tokens)
-        return self._buffer.dispatch(self._tokens[turn], **self._layout(turn), **self._routings[turn])
-
-    def dispatch_worst(self, number: int, lap: Lap | None = None) -> Any:
-        """The same with room for all rows that may come."""
-        return self.dispatch(number, num_worst_tokens=self._worst)
-
-    def dispatch_cached(self, number: int, lap: Lap | None = None) -> Any:
-        """What it gives with a handle."""
-        turn = number % len(self._tokens)
-        return self._buffer.dispatch(self._tokens[turn], handle=self._handles[turn])
-
-    def dispatch_elastic(self, number: int, lap: Lap | None = None, *, waits: bool = True) -> Any:
-        """What `ElasticBuffer.dispatch` gives with ids and weights."""
-        turn = number % len(self._tokens)
-        how: dict[str, Any] = {
-            "num_experts": self._experts,
-            "num_sms": self._num_sms,
-            "do_handle_copy": False,
-            "do_cpu_sync": waits,
-        }
-        return self._elastic.dispatch(self._tokens[turn], **self._routings[turn], **how)
-
-    def dispatch_elastic_worst(self, number: int, lap: Lap | None = None) -> Any:
-        """The same with room for all rows that may come."""
-        return self.dispatch_elastic(number, waits=False)
-
-    def dispatch_elastic_cached(self, number: int, lap: Lap | None = None) -> Any:
-        """What it gives with a handle."""
-        turn = number % len(self._tokens)
-        handle = self._elastic_handles[turn]
-        return self._elastic.dispatch(self._tokens[turn], handle=handle, num_sms=self._num_sms)
-
-    def combine(self, number: int, lap: Lap | None = None) -> Any:
-        """What `Buffer.combine` gives of the rows that came."""
-        turn = number % len(self._handles)
-        return self._buffer.combine(self._rows[turn], self._handles[turn])
-
-    def combine_elastic(self, number: int, lap: Lap | None = None) -> Any:
-        """What `ElasticBuffer.combine` gives of them."""
-        turn = number % len(self._handles)
-        return self._elastic.combine(self._rows[turn], self._elastic_handles[turn], num_sms=self._num_sms)
+    def step(self, call: Callable[[int], Any]) -> Step:
+        """Steps of `Bench.time` that make `call` of each turn."""
+        turns = len(self._bench.turns)
+        return lambda number, lap: call(number % turns)
 
     def check(self) -> checks.Check:
         """Bytes of the first turn that are wrong: of rows, scales, ids, weights and, of bf16, sums."""
@@ -217,23 +186,19 @@ class NormalCalls:
             weights.append(torch.where(here, weights_TK, 0.0)[came])
         wanted, wanted_ids, wanted_weights = self._form(torch.cat(tokens)), torch.cat(ids), torch.cat(weights)
         count = len(wanted_ids)
-        found = []
-        for whole in (self.dispatch, self.dispatch_worst, self.dispatch_elastic, self.dispatch_elastic_worst):
-            found.append(whole(0)[:3])
-        found += [(cached(0)[0], None, None) for cached in (self.dispatch_cached, self.dispatch_elastic_cached)]
         pairs: list[tuple[Any, Any]] = []
-        for rows, got_ids, got_weights in found:
-            each = zip(rows, wanted, strict=True) if self._fp8 else [(rows, wanted)]
-            pairs += [(got[:count], want) for got, want in each]
-            if got_ids is not None:
-                pairs += [(got_ids[:count], wanted_ids), (got_weights[:count], wanted_weights)]
+        for dispatch, _ in self.dispatches.values():
+            rows, got_ids, got_weights = dispatch(0)[:3]
+            each = list(zip(rows, wanted, strict=True)) if self._fp8 else [(rows, wanted)]
+            each += [(got_ids, wanted_ids), (got_weights, wanted_weights)]
+            pairs += [(got[:count], want) for got, want in each if got is not None]
         if not self._fp8:
             idx_TK = inputs.idx[rank].to(torch.int64)
             owners = torch.where(idx_TK >= 0, idx_TK // local, -1)
             copies = torch.stack([(owners == r).any(dim=1) for r in range(world)]).sum(dim=0)
             # A token comes home from each of its ranks: so many times it is exact in fp32.
             summed = (inputs.x[rank].float() * copies[:, None]).to(torch.bfloat16)
-            pairs += [(combine(0)[0], summed) for combine in (self.combine, self.combine_elastic)]
+            pairs += [(combine(0)[0], summed) for combine in self.combines.values()]
         return checks.Check("normal mode: bytes that are wrong", sum(_wrong_bytes(a, b) for a, b in pairs), 0.0)
 
 

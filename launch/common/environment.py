@@ -14,8 +14,8 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
 from importlib import metadata
@@ -51,7 +51,6 @@ def add_common_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", default="tiny_cpu", metavar="NAME", help="a packaged config or a YAML file")
     parser.add_argument("--transport", choices=("auto", *TRANSPORTS), help="instead of the config's")
     parser.add_argument("--engine", choices=ENGINES, help="instead of the config's")
-    add_debug_option(parser)
 
 
 def add_ignore_key_option(parser: argparse.ArgumentParser) -> None:
@@ -95,6 +94,18 @@ def check_at_least(least: int, **values: int | None) -> None:
     for name, value in values.items():
         if value is not None and value < least:
             raise ValueError(f"--{name.replace('_', '-')}: expected at least {least}, got {value}")
+
+
+def run_parsed(
+    name: str,
+    parser: argparse.ArgumentParser,
+    work: Callable[[argparse.Namespace], int],
+    arguments: Sequence[str] | None,
+) -> int:
+    """The exit code of `work(options)` by `run_program`; the options are those of `parser`, and `--debug`."""
+    add_debug_option(parser)
+    options = parser.parse_args(arguments)
+    return run_program(name, lambda: work(options), debug=options.debug)
 
 
 def run_program(name: str, work: Callable[[], int], *, debug: bool = False) -> int:
@@ -165,18 +176,6 @@ def barrier(context: ExpertParallelContext, what: str) -> None:
     """Wait for every rank."""
     if context.group is not None:
         context.group.barrier(what)
-
-
-@contextmanager
-def reading(file: Path, what: str) -> Iterator[None]:
-    """Turn errors while `file` is read and its JSON taken apart into a `ValueError` naming it; `what` is expected."""
-    try:
-        yield
-    except OSError as error:
-        raise ValueError(f"{file.name}: {error.strerror}") from None
-    except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
-        text = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
-        raise ValueError(f"{file.name}: expected the JSON of {what}, {text}") from None
 
 
 def console_of(context: ExpertParallelContext) -> Console:

@@ -31,7 +31,7 @@ PICTURE = "layer.svg"
 def show_run(options: argparse.Namespace) -> int:
     """Print the tables of a run."""
     report = runs.read(options.run)
-    with environment.reading(options.run, "a run"):
+    with runs.reading(options.run, "a run"):
         show(report, wide_console())
     return 0
 
@@ -44,7 +44,7 @@ def compare_runs(options: argparse.Namespace) -> int:
 def _with_times(file: Path) -> Report:
     """A run with times; an incomplete one is found here and not in the middle of the comparison."""
     report = runs.read(file)
-    with environment.reading(file, "a run with times"):
+    with runs.reading(file, "a run with times"):
         differences(report, report)
         if not figures(report):
             raise ValueError("got no times")
@@ -60,7 +60,7 @@ def plot_runs(options: argparse.Namespace) -> int:
     for file in options.runs:
         try:
             report = runs.read(file, runs.LAYER, runs.LOW_LATENCY, runs.PHASES, runs.GEMM, runs.PEERS)
-            with environment.reading(file, "a whole run"):
+            with runs.reading(file, "a whole run"):
                 alone = {runs.GEMM: draw_roofline, runs.PEERS: draw_layer}.get(runs.kind_of(report))
                 if alone is not None:
                     picture = options.folder / f"{file.stem}.svg"

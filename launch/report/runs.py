@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from moe_runtime.launch.benchmarks.layer_report import KEY, LOW_LATENCY_KIND, NORMAL_KIND, OURS, PHASES_KIND
 from moe_runtime.launch.benchmarks.show import Report, Result
-from moe_runtime.launch.common import environment
 from moe_runtime.launch.kernel_bench.show import gpu_of
 
 LAYER = "layer"
@@ -48,13 +48,25 @@ class Figure:
     largest_us: float | None
 
 
+@contextmanager
+def reading(file: Path, what: str) -> Iterator[None]:
+    """Turn errors while `file` is read and its JSON taken apart into a `ValueError` naming it; `what` is expected."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"{file.name}: {error.strerror}") from None
+    except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
+        text = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
+        raise ValueError(f"{file.name}: expected the JSON of {what}, {text}") from None
+
+
 def kind_of(report: Report) -> str:
     return str(report.get("kind", LAYER))
 
 
 def read(file: Path, *kinds: str) -> Report:
     """The JSON of a run. Raises `ValueError` naming the file if it cannot be read, or is not of one of `kinds`."""
-    with environment.reading(file, "a run" if not kinds else f"a run of kind {' or '.join(kinds)}"):
+    with reading(file, "a run" if not kinds else f"a run of kind {' or '.join(kinds)}"):
         report: Report = json.loads(file.read_text())
         if kinds and kind_of(report) not in kinds:
             raise ValueError(f"got kind {kind_of(report)}")

@@ -323,7 +323,7 @@ def work(options: argparse.Namespace) -> int:
         environment.write_json(options.json, report)
     if options.page is not None:
         page: Path = options.page
-        with environment.reading(page, "a page with marks"):
+        with runs.reading(page, "a page with marks"):
             text = filled(page.name, page.read_text(encoding="utf-8"), report)
         page.write_text(text, encoding="utf-8")
         return 0
@@ -349,9 +349,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--read", type=Path, metavar="FILE", help="an earlier JSON, instead of computing")
     parser.add_argument("--page", type=Path, metavar="FILE", help="put the tables between the marks of this page")
     environment.add_json_option(parser)
-    environment.add_debug_option(parser)
-    options = parser.parse_args(arguments)
-    return environment.run_program("host_tables", lambda: work(options), debug=options.debug)
+    return environment.run_parsed("host_tables", parser, work, arguments)
 
 
 if __name__ == "__main__":

@@ -108,9 +108,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--blocks", type=int, nargs="+", default=BLOCKS, metavar="N", help="thread blocks")
     parser.add_argument("--steps", type=int, default=10, metavar="N", help="timed iterations (default: 10)")
     environment.add_json_option(parser)
-    environment.add_debug_option(parser)
-    options = parser.parse_args(arguments)
-    return environment.run_program("link_bench", lambda: work(options), debug=options.debug)
+    return environment.run_parsed("link_bench", parser, work, arguments)
 
 
 if __name__ == "__main__":

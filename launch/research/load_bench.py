@@ -208,9 +208,7 @@ def main(arguments: list[str] | None = None) -> int:
     for name, default in NUMBERS.items():
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"({default})")
     environment.add_json_option(parser)
-    environment.add_debug_option(parser)
-    options = parser.parse_args(arguments)
-    return environment.run_program("load_bench", lambda: work(options), debug=options.debug)
+    return environment.run_parsed("load_bench", parser, work, arguments)
 
 
 if __name__ == "__main__":

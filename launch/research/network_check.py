@@ -20,7 +20,7 @@ import tempfile
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -93,7 +93,7 @@ def measured(context: ExpertParallelContext, formats: tuple[str, str], tokens: i
     """What dispatch and combine of a layer take between two hosts of a rank each. Collective."""
     assert context.link is not None
     link = TimedLink(context.link)
-    context.link = link
+    context.link = cast(HostLink, link)
     given = {"token_format": formats[0], "weight_format": formats[0], "combine_format": formats[1]}
     layer = MoELayer(MoELayerConfig.model_validate(SIZES | given | {"max_tokens_per_rank": tokens}), context)
     layer.load_random(0)
@@ -283,7 +283,7 @@ def work(options: argparse.Namespace) -> int:
         environment.write_json(options.json, report)
     if options.page is not None:
         page: Path = options.page
-        with environment.reading(page, "a page with marks"):
+        with runs.reading(page, "a page with marks"):
             text = between_marks(page.name, page.read_text(encoding="utf-8"), MARK, check_table(report))
         page.write_text(text, encoding="utf-8")
         return 0

@@ -41,9 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 128, 4096], metavar="N", help="of a rank")
     parser.add_argument("--rounds", type=int, default=25, metavar="N", help="in which each variant has a turn")
     environment.add_json_option(parser)
-    environment.add_debug_option(parser)
-    options = parser.parse_args(arguments)
-    return environment.run_program("overheads", lambda: work(options), debug=options.debug)
+    return environment.run_parsed("overheads", parser, work, arguments)
 
 
 def work(options: argparse.Namespace) -> int:

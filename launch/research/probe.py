@@ -112,9 +112,7 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m moe_runtime.launch.research.probe", description="Bits that FP8 MMA keeps."
     )
     environment.add_json_option(parser)
-    environment.add_debug_option(parser)
-    options = parser.parse_args(arguments)
-    return environment.run_program("probe", lambda: work(options), debug=options.debug)
+    return environment.run_parsed("probe", parser, work, arguments)
 
 
 if __name__ == "__main__":

@@ -119,9 +119,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--formats", nargs="+", choices=WEIGHT_FORMATS, default=list(WEIGHT_FORMATS), help="of weights (all)"
     )
     environment.add_json_option(parser)
-    environment.add_debug_option(parser)
-    options = parser.parse_args(arguments)
-    return environment.run_program("restart_bench", lambda: work(options), debug=options.debug)
+    return environment.run_parsed("restart_bench", parser, work, arguments)
 
 
 if __name__ == "__main__":

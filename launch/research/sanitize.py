@@ -414,9 +414,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--parts", type=int, metavar="N", help=shared)
     parser.add_argument("--run", choices=("auto", "triton"), metavar="ENGINE", help="run the cases, without a tool")
     parser.add_argument("--only", nargs="+", choices=names(), metavar="CASE", help="only these cases")
-    environment.add_debug_option(parser)
-    options = parser.parse_args(arguments)
-    return environment.run_program("sanitize", lambda: work(options), debug=options.debug)
+    return environment.run_parsed("sanitize", parser, work, arguments)
 
 
 if __name__ == "__main__":

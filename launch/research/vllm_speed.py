@@ -390,9 +390,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--limit", type=float, default=500.0, metavar="SECONDS", help="no case goes on for longer")
     parser.add_argument("--folder", type=Path, help="for the model, logs and caches")
     environment.add_json_option(parser)
-    environment.add_debug_option(parser)
-    options = parser.parse_args(given)
-    return environment.run_program("vllm_speed", lambda: run(options), debug=options.debug)
+    return environment.run_parsed("vllm_speed", parser, run, given)
 
 
 if __name__ == "__main__":

@@ -44,30 +44,32 @@ def check_top_k(top_k: int) -> int:
 
 def check_matrix(
     name: str,
-    tensor: torch.Tensor,
+    tensor: torch.Tensor | None,
     device: torch.device,
     dtypes: Sequence[torch.dtype],
     rows: int | None = None,
     columns: int | None = None,
-) -> None:
-    """`tensor` is a matrix of these dtypes and sizes on `device`."""
-    _check_place(name, tensor, device)
+) -> torch.Tensor:
+    """`tensor`, if it is a matrix of these dtypes and sizes on `device`."""
+    tensor = _check_place(name, tensor, device)
     if tensor.dtype not in dtypes:
         raise ValueError(f"{name}: expected {' or '.join(map(str, dtypes))}, got {tensor.dtype}")
     shape = tensor.shape
     if len(shape) != 2 or rows not in (None, shape[0]) or columns not in (None, shape[1]):
         expected = ", ".join("any" if size is None else str(size) for size in (rows, columns))
         raise ValueError(f"{name}: expected shape [{expected}], got {list(tensor.shape)}")
+    return tensor
 
 
 def check_vector(
-    name: str, tensor: torch.Tensor, device: torch.device, dtypes: Sequence[torch.dtype], size: int
-) -> None:
-    """`tensor` is a vector of these dtypes and this size on `device`."""
-    _check_place(name, tensor, device)
-    if tensor.dtype not in dtypes or tensor.shape != (size,):
-        expected = f"{' or '.join(map(str, dtypes))} [{size}]"
-        raise ValueError(f"{name}: expected {expected}, got {tensor.dtype} {list(tensor.shape)}")
+    name: str, tensor: torch.Tensor | None, device: torch.device, dtype: torch.dtype, size: int | None = None
+) -> torch.Tensor:
+    """`tensor`, if it is a vector of this dtype and size on `device`."""
+    tensor = _check_place(name, tensor, device)
+    if tensor.dtype != dtype or tensor.ndim != 1 or size not in (None, tensor.shape[0]):
+        expected = "any" if size is None else size
+        raise ValueError(f"{name}: expected {dtype} [{expected}], got {tensor.dtype} {list(tensor.shape)}")
+    return tensor
 
 
 def check_tokens(x: Tokens, device: torch.device, *, packed: bool = False) -> int:
@@ -111,18 +113,9 @@ def check_layout(
     per_expert: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """What `get_dispatch_layout` gave: `(is_token_in_rank, num_tokens_per_rank, num_tokens_per_expert)`."""
-    per_rank = _check_place("num_tokens_per_rank", per_rank, device)
-    per_expert = _check_place("num_tokens_per_expert", per_expert, device)
-    in_rank = _check_place("is_token_in_rank", in_rank, device)
-    if per_expert.ndim != 1:
-        raise ValueError(f"num_tokens_per_expert: expected one dimension, got shape {list(per_expert.shape)}")
-    for name, tensor, shape, dtype in (
-        ("is_token_in_rank", in_rank, (num_tokens, num_ranks), torch.bool),
-        ("num_tokens_per_rank", per_rank, (num_ranks,), torch.int32),
-        ("num_tokens_per_expert", per_expert, tuple(per_expert.shape), torch.int32),
-    ):
-        if tensor.shape != shape or tensor.dtype != dtype:
-            raise ValueError(f"{name}: expected {dtype} {list(shape)}, got {tensor.dtype} {list(tensor.shape)}")
+    per_rank = check_vector("num_tokens_per_rank", per_rank, device, torch.int32, num_ranks)
+    per_expert = check_vector("num_tokens_per_expert", per_expert, device, torch.int32)
+    in_rank = check_matrix("is_token_in_rank", in_rank, device, (torch.bool,), num_tokens, num_ranks)
     check_experts(per_expert.numel(), num_ranks)
     return in_rank, per_rank, per_expert
 
@@ -142,7 +135,7 @@ def check_statistics(statistics: torch.Tensor | None, num_local_experts: int, de
     """`statistics` is None, or a count of each local expert that can be added to."""
     if statistics is not None:
         name = "cumulative_local_expert_recv_stats"
-        check_vector(name, statistics, device, (torch.int32,), num_local_experts)
+        check_vector(name, statistics, device, torch.int32, num_local_experts)
         if not statistics.is_contiguous():
             raise ValueError(f"{name}: expected a contiguous tensor, got strides {list(statistics.stride())}")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import ClassVar, NoReturn
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -25,14 +25,16 @@ from moe_runtime.deep_ep.arguments import (
     payload_of,
 )
 from moe_runtime.deep_ep.events import EventHandle, EventOverlap
-from moe_runtime.deep_ep.group_buffer import GroupBuffer, not_there, runs_beside
+from moe_runtime.deep_ep.group_buffer import GroupBuffer, absent, not_there, runs_beside
 from moe_runtime.deep_ep.low_latency import LowLatencyExchange, LowLatencyHandle
 from moe_runtime.deep_ep.normal import NormalExchange
-from moe_runtime.deep_ep.normal_handle import NormalHandle, Tokens
+from moe_runtime.deep_ep.normal_handle import Form, NormalHandle, Tokens
 from moe_runtime.deep_ep.sizes import FP8_BLOCK_SIZE, Config, low_latency_bytes
 from moe_runtime.kernels.exchange.layout import dispatch_layout
 from moe_runtime.kernels.formats.number_formats import align
 from moe_runtime.support.arguments import check_integer, check_is_tensor, check_kind
+
+NO_MASK = "ranks cannot be masked"
 
 
 class Buffer(GroupBuffer):
@@ -78,7 +80,7 @@ class Buffer(GroupBuffer):
         if comm is not None:
             not_there("comm", "pass group, a process group of torch.distributed")
         if enable_shrink:
-            not_there("enable_shrink", "ranks cannot be masked")
+            not_there("enable_shrink", NO_MASK)
         if not allow_nvlink_for_low_latency_mode:
             not_there("allow_nvlink_for_low_latency_mode", "ranks exchange tokens over NVLink alone")
         check_integer("num_nvl_bytes", num_nvl_bytes, 0)
@@ -130,9 +132,7 @@ class Buffer(GroupBuffer):
         check_integer("num_ranks", num_ranks)
         return Config(Buffer.num_sms)
 
-    def get_local_buffer_tensor(self, *arguments: object, **settings: object) -> NoReturn:
-        """Not there: the memory has no part that is free for callers."""
-        not_there("get_local_buffer_tensor", "the memory has no part that is free for callers")
+    get_local_buffer_tensor = absent("get_local_buffer_tensor", "the memory has no part that is free for callers")
 
     # Normal mode
 
@@ -222,9 +222,8 @@ class Buffer(GroupBuffer):
         )
         check_routing(topk_idx, topk_weights, quants.shape[0], self.device)
         with self._comm.running(beside, previous_event):
-            got = self._exchange(hidden).dispatch(
-                x, counts, topk_idx, topk_weights, num_worst_tokens, num_experts=counts[2].numel()
-            )
+            form = Form(counts[2].numel(), num_worst_tokens)
+            got = self._exchange(hidden).dispatch(x, counts, topk_idx, topk_weights, form)
         experts = [] if got.handle.tokens_of_experts is None else got.handle.tokens_of_experts
         if expert_alignment > 1:
             experts = [align(count, expert_alignment) for count in experts]
@@ -268,13 +267,8 @@ class Buffer(GroupBuffer):
             y, weights = exchange.combine(x.contiguous(), handle, biases, topk_weights)
         return y, weights, self._comm.finish(beside, async_finish, (x, topk_weights, *biases, y, weights))
 
-    def internode_dispatch(self, *arguments: object, **settings: object) -> NoReturn:
-        """Not there: the ranks are on one host."""
-        not_there("internode_dispatch", "the ranks are on one host; call dispatch")
-
-    def internode_combine(self, *arguments: object, **settings: object) -> NoReturn:
-        """Not there: the ranks are on one host."""
-        not_there("internode_combine", "the ranks are on one host; call combine")
+    internode_dispatch = absent("internode_dispatch", "the ranks are on one host; call dispatch")
+    internode_combine = absent("internode_combine", "the ranks are on one host; call combine")
 
     def _exchange(self, hidden: int) -> NormalExchange:
         return self._exchange_of(hidden, "num_nvl_bytes", self.num_nvl_bytes, Buffer._most_sms)
@@ -420,17 +414,9 @@ class Buffer(GroupBuffer):
         check_kind("handle", handle, LowLatencyHandle)
         return handle.exchange.scratch()
 
-    def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> NoReturn:
-        """Not there: ranks cannot be masked."""
-        not_there("low_latency_update_mask_buffer", "ranks cannot be masked")
-
-    def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> NoReturn:
-        """Not there: ranks cannot be masked."""
-        not_there("low_latency_query_mask_buffer", "ranks cannot be masked")
-
-    def low_latency_clean_mask_buffer(self) -> NoReturn:
-        """Not there: ranks cannot be masked."""
-        not_there("low_latency_clean_mask_buffer", "ranks cannot be masked")
+    low_latency_update_mask_buffer = absent("low_latency_update_mask_buffer", NO_MASK)
+    low_latency_query_mask_buffer = absent("low_latency_query_mask_buffer", NO_MASK)
+    low_latency_clean_mask_buffer = absent("low_latency_clean_mask_buffer", NO_MASK)
 
     def _low_latency_exchange(self, tokens: int, hidden: int, num_experts: int, top_k: int) -> LowLatencyExchange:
         check_integer("num_max_dispatch_tokens_per_rank", tokens)

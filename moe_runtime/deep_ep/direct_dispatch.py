@@ -11,6 +11,7 @@ from moe_runtime.context.peers import collective_step
 from moe_runtime.context.threads import by_one_thread
 from moe_runtime.deep_ep.direct import Counts, DirectExchange
 from moe_runtime.deep_ep.normal_handle import (
+    Form,
     NormalHandle,
     Received,
     Step,
@@ -59,27 +60,20 @@ class DirectDispatch:
         token_layout: TokenLayout | None,
         topk_idx: torch.Tensor | None,
         topk_weights: torch.Tensor | None,
-        num_worst_tokens: int,
-        num_experts: int,
-        *,
-        max_tokens: int | None,
-        to_expand: bool,
-        scales_by_column: bool,
-        keeps_ids: bool,
+        form: Form,
     ) -> StartedDispatch:
         """The part of a dispatch that does not wait for counts; arguments are as of `NormalExchange.dispatch`."""
         layout = payload_layout(self.hidden, x, topk_idx)
         tokens = _tokens_of_rank(x, topk_idx, topk_weights)
         positions = None
-        if not num_worst_tokens:
+        if not form.num_worst_tokens:
             self.kernels.check_can_wait()
         with self._guard:
-            num_tokens = tokens.tokens.shape[0]
-            if num_worst_tokens:
-                check_one_step(num_tokens, self.max_tokens)
-            if to_expand:
-                assert max_tokens is not None
-                shape = self.context.world_size * room_for(max_tokens, self.max_tokens), self.context.world_size
+            if form.num_worst_tokens:
+                check_one_step(tokens.tokens.shape[0], self.max_tokens)
+            if form.to_expand:
+                assert form.max_tokens is not None
+                shape = self.context.world_size * room_for(form.max_tokens, self.max_tokens), self.context.world_size
                 with torch.inference_mode(False):
                     positions = torch.full(shape, -1, dtype=torch.int32, device=self.context.device)
             per_expert = None
@@ -88,22 +82,21 @@ class DirectDispatch:
                 routing = topk_idx
             else:
                 routing, per_expert = token_layout[0].contiguous(), token_layout[2].contiguous()
-            counted = routing, per_expert, num_experts, num_worst_tokens
-            route = self.kernels.count(*counted, with_entries=to_expand)
-            copiers = self.kernels.row_kernels(layout, self.num_sms, to_expand)
+            counted = routing, per_expert, form.num_experts, form.num_worst_tokens
+            route = self.kernels.count(*counted, with_entries=form.to_expand)
+            copiers = self.kernels.row_kernels(layout, self.num_sms, form.to_expand)
             epoch = self.kernels.send(copiers, tokens, route, window=0, after_counts=True)
         in_rank = None if token_layout is None else token_layout[0]
-        form = num_worst_tokens, num_experts, max_tokens, to_expand, scales_by_column, keeps_ids
-        return StartedDispatch(self, copiers, layout, tokens, route, epoch, positions, in_rank, *form)
+        return StartedDispatch(self, copiers, layout, tokens, route, epoch, positions, in_rank, form)
 
     @by_one_thread
     def _finish(self, begun: StartedDispatch) -> Received:
         """The rest of it: `StartedDispatch.finish`."""
-        kernels, layout, route = self.kernels, begun.layout, begun.route
+        kernels, layout, route, form = self.kernels, begun.layout, begun.route, begun.form
         num_tokens = route.index.shape[0]
         counts: Counts | None = None
         most = most_sent = self.max_tokens
-        num_rows = begun.num_worst_tokens
+        num_rows = form.num_worst_tokens
         early: EarlyRows | None = None
         if not num_rows:
             with self._guard:
@@ -112,15 +105,15 @@ class DirectDispatch:
             most, most_sent, num_rows = counts.most_tokens, counts.most_sent, counts.num_rows
             self._rows_per_token = num_rows / max(1, num_tokens)
         with self._guard:
-            room = room_for(most if begun.max_tokens is None else begun.max_tokens, self.max_tokens)
+            room = room_for(most if form.max_tokens is None else form.max_tokens, self.max_tokens)
             if early is not None and early.serve(num_rows):
                 first_window = self.max_tokens
                 out = early.out.first(num_rows)
                 kept_ids = None if early.kept_ids is None else early.kept_ids[:num_rows]
             else:
                 first_window = 0
-                form = not begun.to_expand, begun.scales_by_column
-                out = UnpackedRows.allocate(layout, num_rows, self.context.device, *form)
+                how = not form.to_expand, form.scales_by_column
+                out = UnpackedRows.allocate(layout, num_rows, self.context.device, *how)
                 kept_ids = _ids_to_keep(begun, out)
             landed = self._receive_rows(begun, out, most_sent, room, kept_ids, first_window)
         handle = NormalHandle((route.prefix, None, None, out.source_tokens, begun.is_token_in_rank, None))
@@ -140,7 +133,7 @@ class DirectDispatch:
         It reads what has landed and nothing more, so it can be done again with more rows.
         """
         likely = int(begun.route.index.shape[0] * self._rows_per_token)
-        if not likely or begun.to_expand or begun.scales_by_column:
+        if not likely or begun.form.to_expand or begun.form.scales_by_column:
             return None
         out = UnpackedRows.allocate(begun.layout, likely + likely // MARGIN + 1, self.context.device)
         early = EarlyRows(out, _ids_to_keep(begun, out))
@@ -163,7 +156,7 @@ class DirectDispatch:
         """
         kernels, tokens, route, epoch = self.kernels, begun.tokens, begun.route, begun.epoch
         copiers = begun.copiers
-        row_index = torch.empty_like(out.source_tokens) if begun.to_expand else None
+        row_index = torch.empty_like(out.source_tokens) if begun.form.to_expand else None
         for window in range(first_window, max(1, most_sent), self.max_tokens):
             if window:
                 epoch = kernels.send(copiers, tokens, route, window=window, after_counts=False)
@@ -179,7 +172,7 @@ class DirectDispatch:
                 positions=begun.positions,
                 row_index=row_index,
                 room=room,
-                num_experts=begun.num_experts,
+                num_experts=begun.form.num_experts,
             )
         return None if row_index is None else LandedRows(kernels.records(copiers.geometry), row_index, route.offsets)
 
@@ -190,9 +183,7 @@ class DirectDispatch:
         handle: NormalHandle,
         topk_idx: torch.Tensor | None,
         topk_weights: torch.Tensor | None,
-        num_experts: int,
-        to_expand: bool,
-        scales_by_column: bool,
+        form: Form,
     ) -> Received:
         """See `NormalExchange.dispatch_again`."""
         route, source_tokens = handle.route, handle[3]
@@ -200,11 +191,10 @@ class DirectDispatch:
         layout = payload_layout(self.hidden, x, topk_idx)
         tokens = _tokens_of_rank(x, topk_idx, topk_weights)
         with self._guard:
-            copiers = self.kernels.row_kernels(layout, self.num_sms, to_expand)
+            copiers = self.kernels.row_kernels(layout, self.num_sms, form.to_expand)
             epoch = self.kernels.send(copiers, tokens, route, window=0, after_counts=False)
-            form = 0, num_experts, None, to_expand, scales_by_column, False
-            begun = StartedDispatch(self, copiers, layout, tokens, route, epoch, None, None, *form)
-            given = not to_expand, scales_by_column, source_tokens
+            begun = StartedDispatch(self, copiers, layout, tokens, route, epoch, None, None, form)
+            given = not form.to_expand, form.scales_by_column, source_tokens
             out = UnpackedRows.allocate(layout, handle.num_rows, self.context.device, *given)
             landed = self._receive_rows(begun, out, handle.most_sent)
         return Received.of(layout, out, handle, landed)
@@ -237,8 +227,7 @@ class StartedDispatch:
         layout, tokens, route, epoch: of what travels.
         positions: of its only step, if they are there already.
         is_token_in_rank: as the caller gave it.
-        num_worst_tokens, num_experts, max_tokens, to_expand, scales_by_column, keeps_ids: as of
-            `NormalExchange.dispatch`.
+        form: of it.
     """
 
     exchange: DirectDispatch
@@ -249,12 +238,7 @@ class StartedDispatch:
     epoch: torch.Tensor
     positions: torch.Tensor | None
     is_token_in_rank: torch.Tensor | None
-    num_worst_tokens: int
-    num_experts: int
-    max_tokens: int | None
-    to_expand: bool
-    scales_by_column: bool
-    keeps_ids: bool
+    form: Form
 
     def finish(self) -> Received:
         """Wait for the counts, if the host is to know them, and receive rows."""
@@ -280,7 +264,7 @@ class EarlyRows:
 
 
 def _ids_to_keep(begun: StartedDispatch, out: UnpackedRows) -> torch.Tensor | None:
-    return torch.empty_like(out.ids) if begun.keeps_ids and out.ids is not None else None
+    return torch.empty_like(out.ids) if begun.form.keeps_ids and out.ids is not None else None
 
 
 def _tokens_of_rank(x: Tokens, topk_idx: torch.Tensor | None, topk_weights: torch.Tensor | None) -> TokensOfRank:

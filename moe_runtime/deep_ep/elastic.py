@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NoReturn
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -30,16 +28,15 @@ from moe_runtime.deep_ep.arguments import (
 )
 from moe_runtime.deep_ep.ep_handle import EPHandle, check_room, most_rows
 from moe_runtime.deep_ep.events import EventHandle, EventOverlap, overlap_of
-from moe_runtime.deep_ep.group_buffer import GroupBuffer, not_there, runs_beside
+from moe_runtime.deep_ep.group_buffer import GroupBuffer, absent, runs_beside
 from moe_runtime.deep_ep.normal import NormalExchange
-from moe_runtime.deep_ep.normal_handle import Received, Tokens
+from moe_runtime.deep_ep.normal_handle import Form, Received, Tokens
 from moe_runtime.deep_ep.sizes import normal_bytes, normal_tokens
 from moe_runtime.deep_ep.utils.envs import get_logical_domain_size, get_physical_domain_size
 from moe_runtime.kernels.formats.number_formats import align
 from moe_runtime.support.arguments import (
     check_apart,
     check_integer,
-    check_is_tensor,
     check_kind,
     check_no_grad,
     check_number,
@@ -60,16 +57,6 @@ GATHER = "there is no all-gather and reduce-scatter; use torch.distributed"
 Event = EventOverlap | EventHandle | None
 Sizes = tuple[int | None, int | None, int | None]
 """`num_experts`, `num_max_tokens_per_rank` and `expert_alignment`."""
-
-
-def _absent(name: str, why: str) -> Callable[..., NoReturn]:
-    """A method, or a static one, that refuses to be called."""
-
-    def refuse(*arguments: object, **settings: object) -> NoReturn:
-        not_there(name, why)
-
-    refuse.__name__, refuse.__doc__ = name, f"Not there: {why}."
-    return refuse
 
 
 class ElasticBuffer(GroupBuffer):
@@ -296,12 +283,9 @@ class ElasticBuffer(GroupBuffer):
         _check_no_grads(x=x, topk_weights=topk_weights)
         check_integer("num_sms", num_sms, 0, MOST)
         check_integer("num_qps", num_qps, 0, MOST)
-        form = _Form(
-            check_bit("do_expand", do_expand),
-            check_bit("do_zero_padding", do_zero_padding),
-            check_bit("use_tma_aligned_col_major_sf", use_tma_aligned_col_major_sf),
-        )
-        if form.zero_padding and not form.expand:
+        expand, zero_padding = check_bit("do_expand", do_expand), check_bit("do_zero_padding", do_zero_padding)
+        by_column = check_bit("use_tma_aligned_col_major_sf", use_tma_aligned_col_major_sf)
+        if zero_padding and not expand:
             raise ValueError("do_zero_padding: expected False without do_expand")
         copy = check_bit("do_handle_copy", do_handle_copy)
         sync = handle is None if do_cpu_sync is None else check_bit("do_cpu_sync", do_cpu_sync)
@@ -310,38 +294,32 @@ class ElasticBuffer(GroupBuffer):
         waits_for, beside = _streams(
             previous_event, previous_event_before_epilogue, async_with_compute_stream, allocate_on_comm_stream
         )
-        routing = None
         if handle is None:
-            routing = self._check_routing(x, topk_idx, topk_weights, statistics, sizes, sync)
+            ids, form, alignment = self._check_routing(x, topk_idx, topk_weights, statistics, sizes, sync)
         else:
-            self._check_again(x, topk_idx, topk_weights, statistics, sizes, sync, form, handle)
+            self._check_again(x, topk_idx, topk_weights, statistics, sizes, sync, expand, handle)
+            ids, form, alignment = handle.topk_idx, Form(handle.num_experts), handle.expert_alignment
+        # Callers may change the ids that they get.
+        form = replace(form, to_expand=expand, scales_by_column=by_column, keeps_ids=not expand)
         exchange = self._exchange(hidden, num_sms)
         with self._comm.running(beside, *waits_for):
             if handle is None:
-                assert routing is not None
-                got, handle = self._first(exchange, x, routing, num_sms, copy, sync, form)
+                got, handle = self._first(exchange, x, ids, topk_weights, form, alignment, num_sms, copy)
                 if statistics is not None:
                     counts = handle.num_unaligned_recv_tokens_per_expert
                     with torch.inference_mode():  # in which a tensor of such a mode may be written, and any other
                         statistics += counts
             else:
-                got = exchange.dispatch_again(
-                    x,
-                    handle._rows,
-                    None if topk_weights is None else handle.topk_idx,
-                    topk_weights,
-                    handle.num_experts,
-                    to_expand=form.expand,
-                    scales_by_column=form.scales_by_column,
-                )
-            rows, ids, weights = _in_form(exchange, got, handle, form)
+                travelling = None if topk_weights is None else ids
+                got = exchange.dispatch_again(x, handle._rows, travelling, topk_weights, form)
+            rows, came_ids, weights = _in_form(exchange, got, handle, form, zero_padding)
             if isinstance(x, tuple) and isinstance(rows, tuple):
                 rows = rows[0], rows[1].view(x[1].dtype)
             if topk_weights is None:
                 weights = None
         sent, came = (part if isinstance(part, tuple) else (part,) for part in (x, rows))
-        used = *sent, topk_idx, topk_weights, statistics, *came, ids, weights, *handle._tensors
-        return rows, ids, weights, handle, self._comm.finish(beside, bool(async_with_compute_stream), used)
+        used = *sent, topk_idx, topk_weights, statistics, *came, came_ids, weights, *handle._tensors
+        return rows, came_ids, weights, handle, self._comm.finish(beside, bool(async_with_compute_stream), used)
 
     def _check_routing(
         self,
@@ -351,10 +329,9 @@ class ElasticBuffer(GroupBuffer):
         statistics: torch.Tensor | None,
         sizes: Sizes,
         sync: bool,
-    ) -> _Routing:
-        """What a dispatch without a handle is told."""
-        ids = check_is_tensor("topk_idx", topk_idx)
-        check_matrix("topk_idx", ids, self.device, IDS, _tokens_of(x).shape[0])
+    ) -> tuple[torch.Tensor, Form, int]:
+        """What a dispatch without a handle is told: ids, sizes, and what the rows of an expert are rounded up to."""
+        ids = check_matrix("topk_idx", topk_idx, self.device, IDS, _tokens_of(x).shape[0])
         check_top_k(ids.shape[1])
         if topk_weights is not None:
             check_matrix("topk_weights", topk_weights, self.device, FP32, *ids.shape)
@@ -374,7 +351,7 @@ class ElasticBuffer(GroupBuffer):
         if sync and is_capturing(self.device):
             raise ValueError("do_cpu_sync: expected False in a capture, where the host cannot wait for the counts")
         alignment = 1 if alignment is None else check_integer("expert_alignment", alignment, 1, MOST)
-        return _Routing(ids, topk_weights, num_experts, max_tokens, alignment)
+        return ids, Form(num_experts, 0 if sync else self.num_ranks * max_tokens, max_tokens), alignment
 
     def _check_again(
         self,
@@ -384,7 +361,7 @@ class ElasticBuffer(GroupBuffer):
         statistics: torch.Tensor | None,
         sizes: Sizes,
         sync: bool,
-        form: _Form,
+        expand: bool,
         handle: EPHandle,
     ) -> None:
         """What a dispatch with a handle is told."""
@@ -397,7 +374,7 @@ class ElasticBuffer(GroupBuffer):
                 raise ValueError(f"{name}: expected None, or {getattr(handle, name)} as in handle, got {size}")
         if sync:
             raise ValueError("do_cpu_sync: expected False or None beside handle, whose counts are known")
-        if form.expand and not handle.do_expand:
+        if expand and not handle.do_expand:
             raise ValueError("do_expand: expected False with a handle of a dispatch without it")
         num_tokens = handle._rows.num_tokens
         if _tokens_of(x).shape[0] != num_tokens:
@@ -409,40 +386,29 @@ class ElasticBuffer(GroupBuffer):
         self,
         exchange: NormalExchange,
         x: Tokens,
-        routing: _Routing,
+        ids: torch.Tensor,
+        topk_weights: torch.Tensor | None,
+        form: Form,
+        alignment: int,
         num_sms: int,
         copy: bool,
-        sync: bool,
-        form: _Form,
     ) -> tuple[Received, EPHandle]:
         """A dispatch without a handle."""
-        ids, num_experts, max_tokens = routing.topk_idx, routing.num_experts, routing.max_tokens
+        num_experts, max_tokens, sync = form.num_experts, form.max_tokens, not form.num_worst_tokens
+        assert max_tokens is not None
         num_tokens, top_k = ids.shape
         with collective_step(exchange.context):
             if num_tokens > max_tokens:
                 raise ValueError(f"x: expected at most num_max_tokens_per_rank = {max_tokens} tokens, got {num_tokens}")
-        most = self.num_ranks * max_tokens
-        got = exchange.dispatch(
-            x,
-            None,
-            ids,
-            routing.topk_weights,
-            0 if sync else most,
-            num_experts=num_experts,
-            max_tokens=max_tokens,
-            to_expand=form.expand,
-            scales_by_column=form.scales_by_column,
-            # Callers may change the ids that they get.
-            keeps_ids=not form.expand,
-        )
-        kept_ids = got.topk_idx if form.expand else got.kept_ids
+        got = exchange.dispatch(x, None, ids, topk_weights, form)
+        kept_ids = got.topk_idx if form.to_expand else got.kept_ids
         assert kept_ids is not None
-        alignment, local = routing.alignment, num_experts // self.num_ranks
+        most, local = form.num_worst_tokens, num_experts // self.num_ranks
         rounded = got.handle.tokens_of_experts or []
         if alignment > 1:
             rounded = [align(count, alignment) for count in rounded]
         handle = EPHandle(
-            do_expand=form.expand,
+            do_expand=form.to_expand,
             num_experts=num_experts,
             expert_alignment=alignment,
             num_max_tokens_per_rank=max_tokens,
@@ -455,7 +421,7 @@ class ElasticBuffer(GroupBuffer):
             _rows=got.handle,
             _ids=kept_ids,
         )
-        if form.expand and not sync and top_k > local:
+        if form.to_expand and not sync and top_k > local:
             check_room(handle)
         return got, handle
 
@@ -498,7 +464,7 @@ class ElasticBuffer(GroupBuffer):
         num_rows = handle.num_expanded_tokens if handle.do_expand else handle.num_recv_tokens
         check_matrix("x", x, self.device, BF16, num_rows)
         if topk_weights is not None and handle.do_expand:
-            check_vector("topk_weights", topk_weights, self.device, FP32, num_rows)
+            check_vector("topk_weights", topk_weights, self.device, torch.float32, num_rows)
         elif topk_weights is not None:
             check_matrix("topk_weights", topk_weights, self.device, FP32, num_rows, handle.topk_idx.shape[1])
         biases = check_bias(bias, self.device, handle._rows.num_tokens, x.shape[1])
@@ -535,41 +501,21 @@ class ElasticBuffer(GroupBuffer):
 
     # Other jobs
 
-    get_engram_storage_size_hint = staticmethod(_absent("get_engram_storage_size_hint", ENGRAM))
-    engram_write = _absent("engram_write", ENGRAM)
-    engram_fetch = _absent("engram_fetch", ENGRAM)
-    get_pp_buffer_size_hint = staticmethod(_absent("get_pp_buffer_size_hint", PIPELINE))
-    pp_set_config = _absent("pp_set_config", PIPELINE)
-    pp_send = _absent("pp_send", PIPELINE)
-    pp_recv = _absent("pp_recv", PIPELINE)
-    get_agrs_num_max_session_bytes = staticmethod(_absent("get_agrs_num_max_session_bytes", GATHER))
-    get_agrs_buffer_size_hint = staticmethod(_absent("get_agrs_buffer_size_hint", GATHER))
-    create_agrs_session = _absent("create_agrs_session", GATHER)
-    destroy_agrs_session = _absent("destroy_agrs_session", GATHER)
-    agrs_new_session = _absent("agrs_new_session", GATHER)
-    agrs_set_config = _absent("agrs_set_config", GATHER)
-    agrs_get_inplace_tensor = _absent("agrs_get_inplace_tensor", GATHER)
-    all_gather = _absent("all_gather", GATHER)
-
-
-@dataclass(frozen=True)
-class _Form:
-    """How the rows of a dispatch come out."""
-
-    expand: bool
-    zero_padding: bool
-    scales_by_column: bool
-
-
-@dataclass(frozen=True)
-class _Routing:
-    """Of a dispatch without a handle."""
-
-    topk_idx: torch.Tensor
-    topk_weights: torch.Tensor | None
-    num_experts: int
-    max_tokens: int
-    alignment: int
+    get_engram_storage_size_hint = staticmethod(absent("get_engram_storage_size_hint", ENGRAM))
+    engram_write = absent("engram_write", ENGRAM)
+    engram_fetch = absent("engram_fetch", ENGRAM)
+    get_pp_buffer_size_hint = staticmethod(absent("get_pp_buffer_size_hint", PIPELINE))
+    pp_set_config = absent("pp_set_config", PIPELINE)
+    pp_send = absent("pp_send", PIPELINE)
+    pp_recv = absent("pp_recv", PIPELINE)
+    get_agrs_num_max_session_bytes = staticmethod(absent("get_agrs_num_max_session_bytes", GATHER))
+    get_agrs_buffer_size_hint = staticmethod(absent("get_agrs_buffer_size_hint", GATHER))
+    create_agrs_session = absent("create_agrs_session", GATHER)
+    destroy_agrs_session = absent("destroy_agrs_session", GATHER)
+    agrs_new_session = absent("agrs_new_session", GATHER)
+    agrs_set_config = absent("agrs_set_config", GATHER)
+    agrs_get_inplace_tensor = absent("agrs_get_inplace_tensor", GATHER)
+    all_gather = absent("all_gather", GATHER)
 
 
 def _tokens_of(x: Tokens) -> torch.Tensor:
@@ -577,13 +523,13 @@ def _tokens_of(x: Tokens) -> torch.Tensor:
 
 
 def _in_form(
-    exchange: NormalExchange, got: Received, handle: EPHandle, form: _Form
+    exchange: NormalExchange, got: Received, handle: EPHandle, form: Form, zero_padding: bool
 ) -> tuple[Tokens, torch.Tensor | None, torch.Tensor | None]:
     """Rows, ids and weights of a dispatch."""
-    if not form.expand:
+    if not form.to_expand:
         return got.tokens, handle._ids.clone() if got.topk_idx is None else got.topk_idx, got.topk_weights
     assert handle._slots is not None
-    how = {"zero_padding": form.zero_padding, "scales_by_column": form.scales_by_column}
+    how = {"zero_padding": zero_padding, "scales_by_column": form.scales_by_column}
     rows, scales, weights = exchange.expand(got, handle._slots, handle.num_expanded_tokens, **how)
     return rows if scales is None else (rows, scales), None, weights
 

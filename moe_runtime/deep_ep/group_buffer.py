@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -97,6 +98,16 @@ def runs_beside(previous_event: EventOverlap | None, *asked: bool) -> bool:
 def not_there(name: str, why: str) -> NoReturn:
     """Refuse what is not there."""
     raise NotImplementedError(f"moe_runtime.deep_ep: {name}: {why}")
+
+
+def absent(name: str, why: str) -> Callable[..., NoReturn]:
+    """A method, or a static one, that refuses to be called."""
+
+    def refuse(*arguments: object, **settings: object) -> NoReturn:
+        not_there(name, why)
+
+    refuse.__name__, refuse.__doc__ = name, f"Not there: {why}."
+    return refuse
 
 
 @functools.cache

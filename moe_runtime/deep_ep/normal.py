@@ -22,6 +22,7 @@ from moe_runtime.deep_ep.counts import CountsExchange, count_words
 from moe_runtime.deep_ep.direct import has_kernels
 from moe_runtime.deep_ep.direct_dispatch import DirectDispatch
 from moe_runtime.deep_ep.normal_handle import (
+    Form,
     NormalHandle,
     Received,
     Step,
@@ -48,6 +49,8 @@ from moe_runtime.kernels.exchange.payload import (
 )
 from moe_runtime.kernels.formats.number_formats import align
 from moe_runtime.kernels.formats.reference_quantize import bf16_parts
+
+WITHOUT_IDS = Form(num_experts=0)
 
 
 class NormalExchange:
@@ -126,40 +129,20 @@ class NormalExchange:
         token_layout: TokenLayout | None,
         topk_idx: torch.Tensor | None,
         topk_weights: torch.Tensor | None,
-        num_worst_tokens: int = 0,
-        *,
-        num_experts: int,
-        max_tokens: int | None = None,
-        to_expand: bool = False,
-        scales_by_column: bool = False,
-        keeps_ids: bool = False,
+        form: Form,
     ) -> Received:
         """Send tokens, and receive those that all ranks send, by source rank and then by token.
 
-        Waits for the host unless `num_worst_tokens` says how many rows to make room for.
+        Waits for the host unless `form.num_worst_tokens` says how many rows to make room for.
 
         Args:
             x, topk_idx, topk_weights: as of `Buffer.dispatch`; with ids, weights of None are zeros.
             token_layout: of `Buffer.get_dispatch_layout`; None for that of `topk_idx`.
-            num_worst_tokens: rows to make room for; 0 for those that come.
-            num_experts: `E`.
-            max_tokens: most tokens of a rank, equal on all ranks, which fit in one step; None where that is not known.
-            to_expand: whether rows stay where they land, for `expand`; of one step.
-            scales_by_column: as of `allocate_scales`.
-            keeps_ids: whether there are `Received.kept_ids`.
         """
-        form = {
-            "max_tokens": max_tokens,
-            "to_expand": to_expand,
-            "scales_by_column": scales_by_column,
-            "keeps_ids": keeps_ids,
-        }
-        given = x, token_layout, topk_idx, topk_weights, num_worst_tokens, num_experts
-        direct = self._direct
-        if direct is not None and direct.kernels.takes(num_experts):
-            direct.num_sms = self.num_sms
-            return direct.start(*given, **form).finish()  # type: ignore[arg-type]
-        return self._dispatch_in_steps(*given, **form)  # type: ignore[arg-type]
+        if self._direct is not None and self._direct.kernels.takes(form.num_experts):
+            self._direct.num_sms = self.num_sms
+            return self._direct.start(x, token_layout, topk_idx, topk_weights, form).finish()
+        return self._dispatch_in_steps(x, token_layout, topk_idx, topk_weights, form)
 
     def _dispatch_in_steps(
         self,
@@ -167,15 +150,10 @@ class NormalExchange:
         token_layout: TokenLayout | None,
         topk_idx: torch.Tensor | None,
         topk_weights: torch.Tensor | None,
-        num_worst_tokens: int,
-        num_experts: int,
-        *,
-        max_tokens: int | None,
-        to_expand: bool,
-        scales_by_column: bool,
-        keeps_ids: bool,
+        form: Form,
     ) -> Received:
         """`dispatch` by a `TokenDispatcher` whose experts are the ranks."""
+        num_experts, max_tokens = form.num_experts, form.max_tokens
         if token_layout is None:
             assert topk_idx is not None
             world, engine = self.context.world_size, self.context.engine
@@ -188,7 +166,7 @@ class NormalExchange:
         layout = payload_layout(self.hidden, x, topk_idx)
         room = self._agreed_room if max_tokens is None else room_for(max_tokens, self.max_tokens)
         counts: CountsExchange | None = None
-        if num_worst_tokens:
+        if form.num_worst_tokens:
             with self._guard:
                 check_one_step(num_tokens, self.max_tokens)
             room = self.max_tokens if max_tokens is None else room
@@ -200,7 +178,7 @@ class NormalExchange:
         prefix: torch.Tensor | None = None
         table: torch.Tensor | None = None
         of_experts: list[int] | None = None
-        num_rows, most = num_worst_tokens, 0
+        num_rows, most = form.num_worst_tokens, 0
         if counts is not None:
             table, sums = counts.finish()
             prefix = sums[:, 1 : 1 + self.context.world_size].clone(memory_format=torch.contiguous_format)
@@ -215,8 +193,7 @@ class NormalExchange:
         if first is None:
             assert self._agreed_room is not None
             first = self._send(layout, sent, 0, self._agreed_room)
-        form = not to_expand, scales_by_column
-        out = UnpackedRows.allocate(layout, num_rows, self.context.device, *form)
+        out = UnpackedRows.allocate(layout, num_rows, self.context.device, not form.to_expand, form.scales_by_column)
         step, arrived = first
         if most <= step.room:
             if table is None:
@@ -228,7 +205,7 @@ class NormalExchange:
         handle = NormalHandle((prefix, None, None, out.source_tokens, is_token_in_rank, None))
         handle.num_ranks, handle.num_tokens, handle.num_rows = self.context.world_size, num_tokens, num_rows
         handle.steps, handle.room, handle.tokens_of_experts = steps, max(step.room for step in steps), of_experts
-        kept_ids = out.ids.clone() if keeps_ids and out.ids is not None else None
+        kept_ids = out.ids.clone() if form.keeps_ids and out.ids is not None else None
         return Received.of(layout, out, handle, landed, kept_ids)
 
     def dispatch_again(
@@ -237,23 +214,20 @@ class NormalExchange:
         handle: NormalHandle,
         topk_idx: torch.Tensor | None = None,
         topk_weights: torch.Tensor | None = None,
-        num_experts: int = 0,
-        *,
-        to_expand: bool = False,
-        scales_by_column: bool = False,
+        form: Form = WITHOUT_IDS,
     ) -> Received:
         """Send other tokens the way of `handle`, with other weights if given. One step does not wait for the host.
 
-        `num_experts` comes with `topk_idx`; other arguments are as of `dispatch`.
+        Arguments are as of `dispatch`.
         """
         if handle.route is not None and self._direct is not None:
-            given = topk_idx, topk_weights, num_experts, to_expand, scales_by_column
             self._direct.num_sms = self.num_sms
-            return self._direct.dispatch_again(x, handle, *given)
+            return self._direct.dispatch_again(x, handle, topk_idx, topk_weights, form)
         layout = payload_layout(self.hidden, x, topk_idx)
         packed = self._packed(layout, x, topk_idx, topk_weights)
-        form = not to_expand, scales_by_column
-        out = UnpackedRows.allocate(layout, handle.num_rows, self.context.device, *form)
+        out = UnpackedRows.allocate(
+            layout, handle.num_rows, self.context.device, not form.to_expand, form.scales_by_column
+        )
         landed: LandedTokens | None = None
         for step in handle.steps:
             dispatcher = self._dispatcher(layout.words, step.room)
@@ -265,7 +239,7 @@ class NormalExchange:
                 came = new >= 0
                 place = torch.empty(int(came.sum()), dtype=torch.int64, device=old.device)
                 place[new[came].to(torch.int64)] = old[came].to(torch.int64)
-            landed = self._unpack(layout, arrived, out, place, num_experts)
+            landed = self._unpack(layout, arrived, out, place, form.num_experts)
         return Received.of(layout, out, handle, landed)
 
     def _entries(self, is_token_in_rank: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

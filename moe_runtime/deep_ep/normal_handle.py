@@ -20,6 +20,27 @@ TokenLayout = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
+class Form:
+    """What a dispatch is told beside tokens and routing.
+
+    Attributes:
+        num_experts: `E`; 0 without expert ids.
+        num_worst_tokens: rows to make room for; 0 for those that come, for whose number the host waits.
+        max_tokens: most tokens of a rank, equal on all ranks, which fit in one step; None where that is not known.
+        to_expand: whether rows stay where they land, for `NormalExchange.expand`; of one step.
+        scales_by_column: as of `allocate_scales`.
+        keeps_ids: whether there are `Received.kept_ids`.
+    """
+
+    num_experts: int
+    num_worst_tokens: int = 0
+    max_tokens: int | None = None
+    to_expand: bool = False
+    scales_by_column: bool = False
+    keeps_ids: bool = False
+
+
+@dataclass(frozen=True)
 class Step:
     """Tokens that travelled in one step, and where their rows are.
 

@@ -16,7 +16,7 @@ from moe_runtime.comm.errors import PeerTimeoutError
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.deep_ep import Buffer, ElasticBuffer, EventHandle
 from moe_runtime.deep_ep.normal import NormalExchange
-from moe_runtime.deep_ep.normal_handle import NormalHandle, Received
+from moe_runtime.deep_ep.normal_handle import Form, NormalHandle, Received
 from moe_runtime.deep_ep.sizes import normal_bytes
 from tests.deep_ep.test_elastic import CASES, every_call
 from tests.deep_ep.test_normal import other_numbers_of_rows
@@ -330,9 +330,7 @@ def compare_rows(rank: int, world: int, seed: int) -> None:
                 there,  # type: ignore[arg-type]
                 mine.ids.to(device),
                 mine.weights.to(device),
-                worst,
-                num_experts=world * LOCAL,
-                scales_by_column=draw.random() < 0.5,
+                Form(world * LOCAL, worst, scales_by_column=draw.random() < 0.5),
             )
             torch.cuda._sleep(late.choice((0, 0, 10**5, 10**6)))
             again = exchange.dispatch_again(
@@ -375,13 +373,13 @@ def miss_counts(rank: int, world: int) -> str:
     exchange = NormalExchange(context, 256, 16)
     case, device = row_case(1, rank, 8, world, 256, False), context.device
     given = row_parts(case.x)[0].to(device), None, case.ids.to(device), case.weights.to(device)
-    exchange.dispatch(*given, num_experts=world * LOCAL)
+    exchange.dispatch(*given, Form(world * LOCAL))
     torch.cuda.synchronize()
     if rank == world - 1:
         time.sleep(5)
         return ""
     with pytest.raises(PeerTimeoutError) as raised:
-        exchange.dispatch(*given, num_experts=world * LOCAL)
+        exchange.dispatch(*given, Form(world * LOCAL))
     return str(raised.value)
 
 

@@ -16,7 +16,7 @@ from moe_runtime.comm.heaps.private_heap import PrivateHeap
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.deep_ep.direct_dispatch import StartedDispatch
 from moe_runtime.deep_ep.normal import NormalExchange
-from moe_runtime.deep_ep.normal_handle import Received, TokenLayout, Tokens
+from moe_runtime.deep_ep.normal_handle import Form, Received, TokenLayout, Tokens
 from moe_runtime.kernels.exchange import row_sums, rows
 from moe_runtime.kernels.exchange.layout import dispatch_layout
 from tests.emulator import Emulator, needs_emulator
@@ -148,14 +148,14 @@ def start_all(
 
 
 def started(exchange: NormalExchange, case: Case, **how: Any) -> StartedDispatch:
-    form: dict[str, Any] = {"max_tokens": None, "to_expand": False, "scales_by_column": False, "keeps_ids": True} | how
-    worst, from_ids = form.pop("worst", 0), form.pop("from_ids", False)
+    worst, from_ids = how.pop("worst", 0), how.pop("from_ids", False)
     world = exchange.context.world_size
     layout = None if from_ids else case.layout(world)
     direct = exchange._direct
     assert direct is not None
     direct.num_sms = exchange.num_sms
-    return direct.start(case.x, layout, case.ids, case.weights, worst, world * LOCAL, **form)
+    form = Form(world * LOCAL, worst, keeps_ids=True, **how)
+    return direct.start(case.x, layout, case.ids, case.weights, form)
 
 
 def finish_all(begun: list[StartedDispatch], emulator: Emulator) -> list[Received]:

@@ -28,9 +28,8 @@ from moe_runtime.kernels.formats.number_formats import (
     token_formats_for,
 )
 from moe_runtime.kernels.gemm import dequant_gemm
-from moe_runtime.kernels.gemm.arguments import empty_intermediate
 from moe_runtime.kernels.gemm.dequant_layout import DEQUANT_FORMATS, unit_bytes, unit_columns, unit_rows, units_shape
-from moe_runtime.kernels.gemm.dequant_tokens import dequant_tokens, dequantized_shape, empty_blocks
+from moe_runtime.kernels.gemm.dequant_tokens import dequantized_shape, empty_blocks
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.gemm.plan import (
     DEQUANT_DECODE_ROWS,
@@ -60,7 +59,7 @@ from moe_runtime.kernels.gemm.weights import (
 )
 from moe_runtime.launch.research.aot_cases import compile_with_log
 from tests.support.gemm_checks import ROWS_OF_SHAPES, SHAPES
-from tests.support.gemm_plans import dequant_swiglu, run_dequant_gemm
+from tests.support.gemm_plans import dequant_swiglu, dequant_tokens, empty_intermediate, run_dequant_gemm
 
 pytestmark = pytest.mark.cpu_only
 

@@ -40,7 +40,7 @@ from tests.support.gemm_plans import choose
 pytestmark = [needs_emulator, pytest.mark.cpu_only]
 
 CPU = torch.device("cpu")
-LAUNCH = dequant_gemm._launch
+MULTIPLY = dequant_gemm.multiply
 """Of both kernels."""
 SCHEDULES = 2
 Case = tuple[Callable[..., None], dict[str, Any]]
@@ -138,15 +138,15 @@ def emulator(monkeypatch: pytest.MonkeyPatch, seed: int) -> Emulator:
     """
     emulator = Emulator(seed)
 
-    def launch(*arguments: Any, **more: Any) -> None:
+    def multiply(*arguments: Any, **more: Any) -> None:
         with emulator.together():
-            LAUNCH(*arguments, **more)
+            MULTIPLY(*arguments, **more)
 
     monkeypatch.setattr(dequant_gemm, "is_hopper", lambda device: True)
     for module in (gemm, op_gemm):
         monkeypatch.setattr(module, "resolve_engine", lambda engine, device: "cuda" if engine == "auto" else engine)
     monkeypatch.setattr(gated, "IS_HOPPER", True)
-    monkeypatch.setattr(dequant_gemm, "_launch", launch)
+    monkeypatch.setattr(dequant_gemm, "multiply", multiply)
     emulator.stand_in(monkeypatch)
     monkeypatch.setattr(nvrtc, "most_sms", lambda device, limit=None: 1 + seed % 5)
     return emulator
@@ -225,7 +225,7 @@ def test_both_products_of_a_layer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each kernel is started as early as it asks for, and the second product beside the first that decodes for it."""
-    monkeypatch.setattr(dequant_gemm, "_launch", LAUNCH)
+    monkeypatch.setattr(dequant_gemm, "multiply", MULTIPLY)
     if overlapped:
         choose(monkeypatch, plan_dequant_overlap=lambda *_: DequantOverlap(2, 2))
         # A few rows have nothing dequantized before: there the second product overlaps, and waits for a while.

@@ -57,6 +57,7 @@ from tests.support.gemm_checks import (
     unit_scales,
 )
 from tests.support.gemm_plans import choose
+from tests.support.gemm_plans import dequant_tokens as dequantized_tokens
 
 IS_HOPPER = HAS_GPU and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = pytest.mark.skipif(HAS_GPU and not IS_HOPPER, reason="prepacked weights are for Hopper")
@@ -366,7 +367,7 @@ def test_a_result_is_decoded_for_the_product_that_follows(
     assert hidden.dequantized is None and (chained.dequantized is not None) == IS_HOPPER
     if chained.dequantized is not None:
         assert chained.scales is None and chained.rows.shape[0] == 0
-        want = _blocks(dequant_tokens.dequant_tokens(hidden, 2, MANY_TOKENS), a)
+        want = _blocks(dequantized_tokens(hidden, 2, MANY_TOKENS), a)
         assert want.unique().numel() > 20
         assert_same_bits(_blocks(chained.dequantized, a), want, "dequantized rows")
         with pytest.raises(ValueError, match=r"^a\.dequantized: expected None except for prepacked weights"):

@@ -13,14 +13,19 @@ from moe_runtime.experts import Experts
 from moe_runtime.kernels.bound_kernel import BoundKernel
 from moe_runtime.kernels.gemm import dequant_gemm, dequant_tokens
 from moe_runtime.kernels.gemm import tma_gemm as tma
-from moe_runtime.kernels.gemm.arguments import empty_intermediate
 from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
 from moe_runtime.kernels.gemm.shapes import TMA_DECODE, TMA_DOZEN, TMA_FEW, TMA_PREFILL
 from moe_runtime.kernels.gemm.weights import SwiGLU
 from tests.conftest import HAS_GPU
 from tests.support.comparison import assert_same_bits
 from tests.support.gemm_cases import make_rows, random_weights
-from tests.support.gemm_plans import dequant_swiglu, run_dequant_gemm, tma_grouped_gemm, tma_grouped_gemm_swiglu
+from tests.support.gemm_plans import (
+    dequant_swiglu,
+    empty_intermediate,
+    run_dequant_gemm,
+    tma_grouped_gemm,
+    tma_grouped_gemm_swiglu,
+)
 
 SIZES = [200, 0, 1, 60]
 

@@ -15,6 +15,7 @@ from cuda.bindings import driver
 from moe_runtime.comm.heaps.private_heap import PrivateHeap
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.deep_ep.normal import NormalExchange
+from moe_runtime.deep_ep.normal_handle import Form
 from moe_runtime.kernels import clock, nvrtc
 from moe_runtime.kernels.bound_kernel import BoundKernel
 from moe_runtime.kernels.exchange import cuda, hierarchical, plan, row_sums, rows
@@ -115,7 +116,7 @@ def normal_mode() -> None:
         ids = data.topk_idx.long()
         per_rank, per_expert, in_rank = dispatch_layout(ids, 4, world, engine="torch")
         for layout in (None, (in_rank, per_rank, per_expert)):
-            got = exchange.dispatch(data.x, layout, ids, data.topk_weights, 16, num_experts=4)
+            got = exchange.dispatch(data.x, layout, ids, data.topk_weights, Form(4, 16))
             exchange.dispatch_again(data.x, got.handle)
             for biases in ((), (data.x, data.x)):
                 exchange.combine(torch.zeros(16, 256).bfloat16(), got.handle, biases, torch.zeros(16, 3))

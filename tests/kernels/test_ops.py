@@ -173,16 +173,15 @@ def test_hopper_gets_the_scale_of_each_row(
     problems, calls = [], []
     monkeypatch.setattr(operations, "op_gemm", lambda problem, *_, **__: problems.append(problem))
     out = case.run()
-    for name in ("multiply", "multiply_swiglu"):
-        monkeypatch.setattr(op_gemm.tma_gemm, name, lambda *arguments, name=name: calls.append((name, *arguments)))
+    monkeypatch.setattr(op_gemm.tma_gemm, "multiply", lambda *arguments, **how: calls.append((*arguments[:2], how)))
     op_gemm._tma_gemm(problems[0], problems[0].b, out, None)  # type: ignore[arg-type]
-    ((name, rows, w, *more),) = calls
-    assert name == ("multiply_swiglu" if is_gated else "multiply")
+    ((rows, w, how),) = calls
+    assert (how["activation"] is not None) == is_gated
     factors = rows.scales.double().repeat_interleave(128, 1)[:, :k]
     assert_same_bits(op_cases.VALUES[E4M3][rows.rows.view(torch.uint8).int()] * factors, case.rows)
     assert_same_bits(w.dequantize().double(), case.weights.float().double())
-    result = more[1].rows if is_gated else more[0]
-    assert result is out
+    assert how["out"] is out
+    assert how["result"].rows is out if is_gated else how["result"] is None
 
 
 @pytest.mark.parametrize("name", ["mxfp8_gated", "moe_fp8_gated"])

@@ -18,7 +18,6 @@ from moe_runtime.kernels.bound_kernel import BoundKernel
 from moe_runtime.kernels.formats.number_formats import BF16, FP8_BLOCK
 from moe_runtime.kernels.formats.quantize import quantize_rows
 from moe_runtime.kernels.gemm import tma_gemm as tma
-from moe_runtime.kernels.gemm.arguments import empty_intermediate
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.gemm.plan import MAX_TMA_GROUPS, GemmKernel
 from moe_runtime.kernels.gemm.shapes import (
@@ -50,7 +49,7 @@ from tests.support.gemm_cases import (
     random_weights,
 )
 from tests.support.gemm_checks import check_quantized, check_untouched, parts_of, poisoned
-from tests.support.gemm_plans import planned, tma_grouped_gemm, tma_grouped_gemm_swiglu, tma_plan
+from tests.support.gemm_plans import empty_intermediate, planned, tma_grouped_gemm, tma_grouped_gemm_swiglu, tma_plan
 from tests.support.kept_files import folder_for, made_once
 
 REGIMES = list(TMA_SHAPES)
@@ -352,7 +351,7 @@ def test_swiglu_in_short_blocks(
         for tensor in (out.rows, out.scales):
             tensor.view(torch.uint8).fill_(0xA5)
         plan = tma_plan(a, weights, out_format=FP8_BLOCK, activation=activation, shape=regime)
-        tma.multiply_swiglu(a, weights, activation, out, plan)
+        tma.multiply(a, weights, plan, out=out.rows, result=out, activation=activation)
         exact = exact_gemm(a, weights, device)
         check_quantized(out, exact, activation, 1.0)
         untouched = ~torch.as_tensor(exact.written)

@@ -11,15 +11,17 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from moe_runtime.kernels.bound_kernel import OneLaunch
 from moe_runtime.kernels.formats.number_formats import TokenFormat, format_named
 from moe_runtime.kernels.gemm import dequant_gemm, plan, tma_gemm
 from moe_runtime.kernels.gemm import grouped_gemm as gemm_module
-from moe_runtime.kernels.gemm.arguments import check_activation, check_operands, check_out
+from moe_runtime.kernels.gemm.arguments import Intermediate, check_activation, check_operands, check_out
+from moe_runtime.kernels.gemm.dequant_tokens import TokenDequantizer
 from moe_runtime.kernels.gemm.expanded_weights import ExpandedWeights, StoredWeights
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.gemm.plan import GemmKernel, GemmPlan
 from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
-from moe_runtime.kernels.gemm.shapes import TmaShape
+from moe_runtime.kernels.gemm.shapes import TmaShape, TokenShape
 from moe_runtime.kernels.gemm.weights import Activation, ExpertWeights
 
 
@@ -49,6 +51,26 @@ def planned(
         return gemm_module._plan(a, w, "cuda", num_sms, out=out, out_format=out_format, activation=activation)
 
 
+def empty_intermediate(
+    a: GroupedRows,
+    w: StoredWeights,
+    activation: Activation,
+    out_format: str | TokenFormat,
+    out_gsf: float | torch.Tensor | None,
+    **more: Any,
+) -> tuple[GroupedRows, torch.Tensor | None]:
+    """`Intermediate.of(...)` for the groups of `a`: its rows and its encode scale."""
+    intermediate = Intermediate.of(w, activation, out_format, out_gsf, **more)
+    return intermediate.empty(a), intermediate.gsf
+
+
+def dequant_tokens(
+    a: GroupedRows, num_experts: int, shape: TokenShape, packed_ld: int | None = None, scale_block: int | None = None
+) -> torch.Tensor:
+    """The rows `a` dequantized at once; see `TokenDequantizer`."""
+    return TokenDequantizer(a, num_experts, shape, None, packed_ld, scale_block, kernel=OneLaunch).launch(a)[0]
+
+
 def run_dequant_gemm(
     a: GroupedRows,
     w: PrepackedWeights,
@@ -58,7 +80,7 @@ def run_dequant_gemm(
     **choices: Callable[..., Any],
 ) -> None:
     """`grouped_gemm` by `dequant_gemm.cu` or `dequant_few.cu`; `choices` are those of `choose`."""
-    dequant_gemm.dequant_gemm(a, w, out, planned(a, w, out=out, num_sms=num_sms, **choices))
+    dequant_gemm.multiply(a, w, planned(a, w, out=out, num_sms=num_sms, **choices), out=out)
 
 
 def dequant_swiglu(
@@ -73,7 +95,7 @@ def dequant_swiglu(
 ) -> None:
     """`grouped_gemm_swiglu` by `dequant_gemm.cu` or `dequant_few.cu`; `choices` are those of `choose`."""
     plan = planned(a, w, out_format=out.format, activation=activation, num_sms=num_sms, **choices)
-    dequant_gemm.dequant_gemm_swiglu(a, w, activation, out, gsf, plan)
+    dequant_gemm.multiply(a, w, plan, out=out.rows, result=out, activation=activation, gsf=gsf)
 
 
 def tma_plan(
@@ -106,7 +128,7 @@ def tma_grouped_gemm(
     check_operands(a, w)
     out = check_out(a, w, out, out_dtype)
     if a.capacity and a.num_groups and w.num_experts:
-        tma_gemm.multiply(a, w, out, tma_plan(a, w, out=out, shape=shape, num_sms=num_sms))
+        tma_gemm.multiply(a, w, tma_plan(a, w, out=out, shape=shape, num_sms=num_sms), out=out)
     return out
 
 
@@ -125,5 +147,5 @@ def tma_grouped_gemm_swiglu(
     fmt = format_named(out_format)
     plan = tma_plan(a, w, out_format=fmt, activation=activation, shape=shape, num_sms=num_sms)
     out = gemm_module._intermediate(a, w, activation, fmt, None, None, plan).empty(a)
-    tma_gemm.multiply_swiglu(a, w, activation, out, plan)
+    tma_gemm.multiply(a, w, plan, out=out.rows, result=out, activation=activation)
     return out

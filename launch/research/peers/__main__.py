@@ -143,8 +143,7 @@ def main(arguments: list[str] | None = None) -> int:
     limit = f"seconds that a peer may take in all (default: {LIMIT_S:g})"
     parser.add_argument("--limit", type=float, default=LIMIT_S, metavar="S", help=limit)
     environment.add_json_option(parser)
-    options = parser.parse_args(arguments)
-    return environment.run_program("peers", lambda: run_peers(options), debug=options.debug)
+    return environment.run_parsed("peers", parser, run_peers, arguments)
 
 
 if __name__ == "__main__":
