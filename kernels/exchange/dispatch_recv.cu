@@ -35,9 +35,9 @@
 // With WAITS, the first block of `recv_count` and of `recv_permute` does no such work. It counts how long this rank
 // waits for its peers (waits.cuh), in the first of the kernels that are launched, which gets the words.
 //
-// Macros: those of arrival.cuh, PADDED, OWN_ROWS, REPEATS, FMT (FormatCode), K, EXPERTS (of this rank, at least 1), CHUNK (a
-// multiple of 32), WARPS (of a block), LOOPED (a block takes several tasks; for few SMs), PLACES_BYTES (shared memory
-// of `recv_permute`), CONTIGUOUS (quants are copied), PER_TOKEN_FLAGS (all slots are one chunk), QUANT_BYTES,
+// Macros: those of arrival.cuh, PADDED, OWN_ROWS, REPEATS, FMT (FormatCode), K, EXPERTS (of this rank, at least 1),
+// CHUNK (a multiple of 32), WARPS (of a block), LOOPED (a block takes several tasks; for few SMs), PLACES_BYTES (shared
+// memory of `recv_permute`), CONTIGUOUS (quants are copied), PER_TOKEN_FLAGS (all slots are one chunk), QUANT_BYTES,
 // SCALE_COLUMNS (0 where scales stay in the records), RECORD_BYTES and the *_AT of RecordLayout, words of SignalLayout,
 // COUNT_BITS, TURN_BIT, WAITS, STALE_HANDLE, MISMATCH, CAPACITY and EXPERT_CAPACITY (ErrorCode), DISPATCH_RECV (Phase).
 

@@ -15,9 +15,10 @@
 // gets what follows the scales alone.
 //
 // Macros: those of signalling.cuh, FMT (FormatCode), HIDDEN, K, IDS (type of the expert ids), TEAM (threads), TEAMS (of
-// a block), OWN_ROWS and, with it, those of own_rows.cuh, QUANT_BYTES and SCALE_COLUMNS; STATIC_GSF, AWAIT_READY (this kernel writes to its peers itself), PER_TOKEN_FLAGS, REPEATS (a token may
-// name an expert several times, and any negative id is none), COUNT_BITS, TURN_BIT, RECORD_BYTES and the *_AT of
-// RecordLayout, words of SignalLayout, ROUTING (ErrorCode), DISPATCH_SEND (Phase).
+// a block), STATIC_GSF, AWAIT_READY (this kernel writes to its peers itself), PER_TOKEN_FLAGS, REPEATS (a token may
+// name an expert several times, and any negative id is none), OWN_ROWS and, with it, QUANT_BYTES, SCALE_COLUMNS and
+// those of own_rows.cuh, COUNT_BITS, TURN_BIT, RECORD_BYTES and the *_AT of RecordLayout, words of SignalLayout,
+// ROUTING (ErrorCode), DISPATCH_SEND (Phase).
 
 #include "signalling.cuh"
 #include "token_units.cuh"
@@ -49,24 +50,29 @@ struct OwnRows {
   u8* rows;
   float* scales;
   int first_expert, num_local, capacity;
-  bool known = false, waited = false;
+  bool known = false, asked = false;
 
-  // Whether the rows of a token are stored here; `position` is that of the row of each lane with an entry that stays
-  // here, else -1.
-  __device__ __forceinline__ bool find(int token, int expert, int num_experts, int& position) {
-    const int lane = threadIdx.x & 31, local = expert - first_expert;
-    position = -1;
-    if (!known) {
-      const long long start = clock_ns();
-      do known = __any_sync(ALL, lane == 0 && load_acquire(placing) != 0);
-      while (!known && !waited && !__any_sync(ALL, clock_ns() - start > OWN_ROWS_PATIENCE_NS));
-      waited = true;
+  // Asks, for so long at most, whether the places are known.
+  __device__ __forceinline__ void ask(long long patience_ns) {
+    const long long start = clock_ns();
+    while (!known) {
+      known = __any_sync(ALL, (threadIdx.x & 31) == 0 && load_acquire(placing) != 0);
+      if (__any_sync(ALL, clock_ns() - start >= patience_ns)) break;
     }
-    if (known && expert >= 0 && local >= 0 && local < num_local)
-      position = __ldcg(places.first + local) + __ldcg(places.before + token / OWN_TOKENS * num_experts + expert) +
-                 __ldcg(places.numbers + static_cast<long long>(token) * K + lane);
+  }
+
+  // In each lane with an entry that stays here, the position of its row, if known; else -1.
+  __device__ __forceinline__ int position_of(int token, int expert, int num_experts) const {
+    const int lane = threadIdx.x & 31, local = expert - first_expert;
+    if (!known || expert < 0 || local < 0 || local >= num_local) return -1;
+    return __ldcg(places.first + local) + __ldcg(places.before + token / OWN_TOKENS * num_experts + expert) +
+           __ldcg(places.numbers + static_cast<long long>(token) * K + lane);
+  }
+
+  // Whether the rows of a token that stays here have these positions.
+  __device__ __forceinline__ bool place(int token, int position) const {
     const bool here = known && !__any_sync(ALL, position >= capacity);
-    if (lane == 0) places.placed[token] = here;
+    if ((threadIdx.x & 31) == 0) places.placed[token] = here;
     return here;
   }
 
@@ -190,8 +196,8 @@ extern "C" __global__ void __launch_bounds__(TEAM* TEAMS, MAX_THREADS / (TEAM * 
   if (num_tokens == 0 && warp == 0) failed_or_ready(everyone, true);
 
 #if OWN_ROWS
-  OwnRows own_rows{OwnPlaces(scratch, max_tokens, num_experts), placing, rows, scales, first_expert, num_local,
-                   capacity};
+  OwnRows own_rows{
+      OwnPlaces(scratch, max_tokens, num_experts), placing, rows, scales, first_expert, num_local, capacity};
 #endif
   bool lost = false;
   int stage = 0;
@@ -201,17 +207,17 @@ extern "C" __global__ void __launch_bounds__(TEAM* TEAMS, MAX_THREADS / (TEAM * 
     TokenUnits<FMT, HIDDEN, TEAM> units;
     units.load(x_TH + token * x_stride, thread);
     u32 targets = 0;
-    [[maybe_unused]] int position = -1;
-    [[maybe_unused]] bool here = false;
+    int expert = -1;
+    [[maybe_unused]] int position = -1;  // of the row of each lane's entry, where OWN_ROWS are stored at once
     if (warp == 0) {
       const Entry entry(topk_idx, topk_weights, token);
-      int expert;
       targets = route(x, entry, end_of_lane, num_experts, token, epoch, expert);
       if (lane == 0) num_parts[token] = __popc(targets);
       lost |= failed_or_ready(targets, token == first_token);
       if (lost) targets = 0;
 #if OWN_ROWS
-      if (targets >> rank & 1) here = own_rows.find(token, expert, num_experts, position);
+      own_rows.ask(0);
+      position = own_rows.position_of(token, expert, num_experts);
 #endif
       bulk_await_read<STAGES - 1>();
       __syncwarp();
@@ -249,14 +255,23 @@ extern "C" __global__ void __launch_bounds__(TEAM* TEAMS, MAX_THREADS / (TEAM * 
       if (!PER_TOKEN_FLAGS && lane < WORLD && (targets >> lane & 1))
         store_relaxed(reinterpret_cast<int*>(token_flags_of_lane + half * token_flags_half) + slot, epoch);
       // One lane starts all copies: the instruction needs its operands in uniform registers.
-      for (u32 left = targets; left; left &= left - 1) {
-        const int target = __ffs(left) - 1;
-        const u64 at = __shfl_sync(ALL, to, target);
-        const int from = here && target == rank ? SOURCE_AT : 0;
-        if (lane == 0) bulk_store(at + from, record + from, SENT_BYTES - from);
+      for (u32 left = OWN_ROWS ? targets & ~(1u << rank) : targets; left; left &= left - 1) {
+        const u64 at = __shfl_sync(ALL, to, __ffs(left) - 1);
+        if (lane == 0) bulk_store(at, record, SENT_BYTES);
       }
 #if OWN_ROWS
-      if (here) own_rows.store(record, position);
+      if (targets >> rank & 1) {
+        if (!own_rows.known) {
+          own_rows.ask(own_rows.asked ? 0 : OWN_ROWS_PATIENCE_NS);
+          position = own_rows.position_of(token, expert, num_experts);
+        }
+        own_rows.asked = true;
+        const bool here = own_rows.place(token, position);
+        if (here) own_rows.store(record, position);
+        const u64 at = __shfl_sync(ALL, to, rank);
+        const int from = here ? SOURCE_AT : 0;
+        if (lane == 0) bulk_store(at + from, record + from, SENT_BYTES - from);
+      }
 #endif
       bulk_commit();
     }
