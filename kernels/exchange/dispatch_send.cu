@@ -198,6 +198,7 @@ extern "C" __global__ void __launch_bounds__(TEAM* TEAMS, MAX_THREADS / (TEAM * 
 #if OWN_ROWS
   OwnRows own_rows{
       OwnPlaces(scratch, max_tokens, num_experts), placing, rows, scales, first_expert, num_local, capacity};
+  own_rows.asked = epoch == 0;  // `place_own_rows` does nothing then
 #endif
   bool lost = false;
   int stage = 0;
