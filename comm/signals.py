@@ -17,6 +17,8 @@ ever reset; those with two halves use the half `epoch % 2`. With `W` ranks, in w
                              first two parts, and so on; before combine_flag, by kernels that signal parts
     partial_flag  [2][64][W] rank w's partial result of this epoch has landed for a token of this rank; before
                              combine_flag, by kernels that have few tokens
+    counted       [2][W]     rank w's counts of tokens for each expert of this epoch have landed here; by kernels that
+                             send them
 """
 
 from __future__ import annotations
@@ -40,9 +42,12 @@ ERROR_WORDS = 8
 """Words of a rank's own error record in host-visible memory, code written last:
 (code, rank it is about, phase, epoch, detail, origin rank, detail2, 0)."""
 COMBINED = 1
-NUM_COUNTERS = COMBINED + 1 + PROGRESS_PARTS
+PLACED = COMBINED + 1 + PROGRESS_PARTS
+PLACING = PLACED + 1
+NUM_COUNTERS = PLACING + 1
 """Words in a rank's own memory by which the last block of a kernel knows itself: `dispatch_send` uses the first,
-`combine_send` those from `COMBINED` on."""
+`combine_send` those from `COMBINED` on, `place_own_rows` that at `PLACED`. It sets the one at `PLACING` when places
+are known, and `dispatch_send` resets it."""
 
 
 def count_tag_of(exchange_id: int) -> int:
@@ -99,8 +104,12 @@ class SignalLayout:
         return self.progress + 2 * PROGRESS_PARTS * self.world_size
 
     @property
-    def num_words(self) -> int:
+    def counted(self) -> int:
         return self.partial_flag + 2 * PARTIAL_FLAG_TOKENS * self.world_size
+
+    @property
+    def num_words(self) -> int:
+        return self.counted + 2 * self.world_size
 
     @property
     def num_bytes(self) -> int:

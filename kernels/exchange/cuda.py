@@ -31,7 +31,7 @@ from typing import NamedTuple
 
 import torch
 
-from moe_runtime.comm.signals import COMBINED
+from moe_runtime.comm.signals import COMBINED, PLACED, PLACING
 from moe_runtime.kernels.bound_kernel import Address, Argument, BoundKernel
 from moe_runtime.kernels.exchange.geometry import ExchangeGeometry
 from moe_runtime.kernels.exchange.interface import ExchangeMemory, OneRankKernels, RecvBuffers
@@ -41,6 +41,7 @@ from moe_runtime.kernels.exchange.macros import (
     dispatch_macros,
     one_rank_combine_macros,
     one_rank_dispatch_macros,
+    own_rows_macros,
     recv_macros,
 )
 from moe_runtime.kernels.exchange.padded import place_padded_rows
@@ -56,10 +57,15 @@ def can_keep_scales_in_record(geometry: ExchangeGeometry) -> bool:
     return geometry.token_format.swizzled and not geometry.contiguous
 
 
-def counts_shape(geometry: ExchangeGeometry) -> tuple[int, int] | None:
-    """`[chunks, E]`, for the rows of each chunk and expert; None where there is one chunk."""
+def scratch_words(geometry: ExchangeGeometry) -> int:
+    """For the rows of each chunk and expert, `[chunks, E]`, and for the places of own rows (own_rows.cuh)."""
+    plan = required_plan(geometry)
+    return _count_words(geometry) + (plan.own_words if plan.own_rows else 0)
+
+
+def _count_words(geometry: ExchangeGeometry) -> int:
     chunks = required_plan(geometry).num_chunks
-    return (chunks, max(geometry.num_local_experts, 1)) if chunks > 1 else None
+    return chunks * max(geometry.num_local_experts, 1) if chunks > 1 else 0
 
 
 def aligned(rows: torch.Tensor) -> torch.Tensor:
@@ -98,8 +104,12 @@ def dispatch_send(
     handle_epoch: torch.Tensor,
     num_parts_T: torch.Tensor,
     timeout_ns: int,
+    buffers: RecvBuffers | None = None,
 ) -> None:
     """See `interface.ExchangeBackend`."""
+    own_rows: dict[str, Argument] | None = None
+    if buffers is not None and _places_own_rows(context, geometry):
+        own_rows = _place_own_rows(context, geometry, starts, topk_idx_TK, buffers)
     send_records(
         geometry,
         count_tag,
@@ -119,7 +129,73 @@ def dispatch_send(
         halves=(geometry.landing_half(context.half_bytes["landing"]), context.half_bytes["token_flags"]),
         await_ready=context.heap.directly_mapped,
         timeout_ns=timeout_ns,
+        own_rows=own_rows,
     )
+
+
+def _places_own_rows(context: ExchangeMemory, geometry: ExchangeGeometry) -> bool:
+    return required_plan(geometry).own_rows and context.heap.directly_mapped
+
+
+def _places(geometry: ExchangeGeometry, buffers: RecvBuffers) -> Address:
+    """Where the scratch memory of own_rows.cuh lies."""
+    assert buffers.scratch is not None
+    return Address(buffers.scratch.data_ptr() + 4 * _count_words(geometry))
+
+
+def _placed(geometry: ExchangeGeometry, buffers: RecvBuffers) -> Address:
+    """`OwnPlaces.placed`."""
+    return Address(_places(geometry, buffers) + 4 * geometry.max_tokens * geometry.top_k)
+
+
+def _place_own_rows(
+    context: ExchangeMemory,
+    geometry: ExchangeGeometry,
+    starts: torch.Tensor,
+    topk_idx_TK: torch.Tensor,
+    buffers: RecvBuffers,
+) -> dict[str, Argument]:
+    """Launch `own_rows.cu`. Returns what `dispatch_send` is told besides."""
+    num_tokens, device = topk_idx_TK.shape[0], topk_idx_TK.device
+    kernel, plan = _own_rows(geometry, device, topk_idx_TK.dtype == torch.int64)
+    of_both = {"scratch": _places(geometry, buffers), "placing": _counter(context, PLACING)}
+    kernel.launch(
+        {
+            "topk_idx": topk_idx_TK,
+            "num_tokens": num_tokens,
+            "starts": starts,
+            "landing": context.landing_pointers,
+            "signals": context.signal_pointers,
+            "epoch_ptr": context.epoch,
+            "error": context.error,
+            "latch": context.latch,
+            "counter": _counter(context, PLACED),
+            "landing_half": geometry.landing_half(context.half_bytes["landing"]),
+            **of_both,
+        },
+        (plan.own_blocks(num_tokens), 1, 1),
+    )
+    return {**of_both, "rows": buffers.rows, "scales": buffers.scales}
+
+
+@cache
+def _own_rows(geometry: ExchangeGeometry, device: torch.device, ids_64: bool) -> tuple[BoundKernel, ExchangePlan]:
+    plan = required_plan(geometry)
+    kernel = BoundKernel(
+        "own_rows.cu",
+        geometry.kernel_prefix + "place_own_rows",
+        own_rows_macros(geometry, ids_64=ids_64),
+        block=plan.own_tokens,
+        bound={
+            "rank": geometry.rank,
+            "first_expert": geometry.first_expert,
+            "num_local": geometry.num_local_experts,
+            "max_tokens": geometry.max_tokens,
+        },
+        device=device,
+        early=plan.overlaps,
+    )
+    return kernel, plan
 
 
 def send_records(
@@ -131,6 +207,7 @@ def send_records(
     halves: tuple[int, int],
     await_ready: bool,
     timeout_ns: int,
+    own_rows: Mapping[str, Argument] | None = None,
 ) -> None:
     """Launch `dispatch_send.cu`.
 
@@ -141,11 +218,13 @@ def send_records(
         halves: bytes from the first half of landing and of token flags to the second.
         await_ready: whether this kernel stores to its peers itself.
         timeout_ns: how long to wait for a peer.
+        own_rows: behind `place_own_rows`, the arguments of OWN_ROWS that are not bound.
     """
     x_TH, topk_idx_TK, topk_weights_TK, gsf = tokens
     x_TH = aligned(x_TH)
     num_tokens, device = x_TH.shape[0], x_TH.device
-    kernel, plan = _dispatch_send(geometry, device, topk_idx_TK.dtype == torch.int64, gsf is not None, await_ready)
+    kind = topk_idx_TK.dtype == torch.int64, gsf is not None, await_ready, own_rows is not None
+    kernel, plan = _dispatch_send(geometry, device, *kind)
     kernel.launch(
         {
             "x_TH": x_TH,
@@ -156,6 +235,7 @@ def send_records(
             "num_tokens": num_tokens,
             "count_tag": count_tag,
             **memory,
+            **(own_rows or {}),
             "landing_half": halves[0],
             "token_flags_half": halves[1],
             "timeout_ns": timeout_ns,
@@ -166,15 +246,19 @@ def send_records(
 
 @cache
 def _dispatch_send(
-    geometry: ExchangeGeometry, device: torch.device, ids_64: bool, static_gsf: bool, await_ready: bool
+    geometry: ExchangeGeometry, device: torch.device, ids_64: bool, static_gsf: bool, await_ready: bool, own_rows: bool
 ) -> tuple[BoundKernel, ExchangePlan]:
     plan = required_plan(geometry)
+    bound = {"rank": geometry.rank, "num_experts": geometry.num_experts, "max_tokens": geometry.max_tokens}
+    if own_rows:
+        bound |= {"first_expert": geometry.first_expert, "num_local": geometry.num_local_experts}
+        bound |= {"capacity": geometry.row_capacity}
     kernel = BoundKernel(
         "dispatch_send.cu",
         geometry.kernel_prefix + "dispatch_send",
-        dispatch_macros(geometry, ids_64=ids_64, static_gsf=static_gsf, await_ready=await_ready),
+        dispatch_macros(geometry, ids_64=ids_64, static_gsf=static_gsf, await_ready=await_ready, own_rows=own_rows),
         block=plan.team_threads * plan.teams,
-        bound={"rank": geometry.rank, "num_experts": geometry.num_experts, "max_tokens": geometry.max_tokens},
+        bound=bound,
         device=device,
         shared_bytes=plan.send_shared_bytes,
         early=plan.overlaps,
@@ -263,13 +347,15 @@ def _receive(
         rows, scales, positions = out.rows, out.scales, out.positions
     # Those of padded rows are copied as they are.
     copies_scales = scales is not None and geometry.token_format.scale_dtype is not None
-    counts = waits is not None
-    kernels = _recv(geometry, handle_epoch.device, out is not None or copies_scales, out is not None, early, counts)
+    counts, own_rows = waits is not None, _places_own_rows(context, geometry)
+    kernels = _recv(
+        geometry, handle_epoch.device, out is not None or copies_scales, out is not None, early, counts, own_rows
+    )
     plan, sms = kernels.plan, most_sms(context.device)
     landing_half = geometry.landing_half(context.half_bytes["landing"])
     # Of both kernels.
     shared: dict[str, Argument] = {
-        "chunk_counts": buffers.counts,
+        "chunk_counts": buffers.scratch,
         "landing": context.landing_pointers,
         "token_flags": context.token_flags_pointers,
         "signals": context.signal_pointers,
@@ -301,6 +387,7 @@ def _receive(
             "split": split,
             "shares": shares,
             "first_row": landing_half // geometry.record.record_bytes,
+            **({"placed": _placed(geometry, buffers)} if own_rows else {}),
             **(padded or {}),
         },
         (plan.place_blocks(split, padded=out is not None) + counts, 1, 1),
@@ -328,9 +415,15 @@ class _RecvKernels(NamedTuple):
 
 @cache
 def _recv(
-    geometry: ExchangeGeometry, device: torch.device, scales: bool, padded: bool, early: bool, waits: bool
+    geometry: ExchangeGeometry,
+    device: torch.device,
+    scales: bool,
+    padded: bool,
+    early: bool,
+    waits: bool,
+    own_rows: bool,
 ) -> _RecvKernels:
-    """`scales`, `padded` and `waits` as of `recv_macros`; `early` as of `_receive`."""
+    """`scales`, `padded`, `waits` and `own_rows` as of `recv_macros`; `early` as of `_receive`."""
     plan = required_plan(geometry)
     experts = {"rank": geometry.rank, "num_local": geometry.num_local_experts}
     waiting = experts | {
@@ -344,7 +437,7 @@ def _recv(
         return BoundKernel(
             "dispatch_recv.cu",
             geometry.kernel_prefix + name,
-            recv_macros(geometry, scales=scales, padded=padded, waits=waits),
+            recv_macros(geometry, scales=scales, padded=padded, waits=waits, own_rows=own_rows),
             block=plan.recv_warps * WARP,
             bound=bound,
             device=device,

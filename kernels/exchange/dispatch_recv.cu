@@ -26,15 +26,18 @@
 // With PADDED (one chunk), each expert has `num_slots` rows of its own, filled from the front, as `padded.py`
 // describes: rows and scales are copied there, and `positions` count these rows. A last block writes the counts alone.
 //
+// With OWN_ROWS, `placed` tells of which tokens of this rank `dispatch_send` has stored the rows: only their places are
+// written here.
+//
 // With REPEATS a token may name an expert several times: each entry is a row, and a slot counts as often as it has
 // entries for the expert. No expert may have more than `num_slots` rows then.
 //
 // With WAITS, the first block of `recv_count` and of `recv_permute` does no such work. It counts how long this rank
 // waits for its peers (waits.cuh), in the first of the kernels that are launched, which gets the words.
 //
-// Macros: those of arrival.cuh, PADDED, REPEATS, FMT (FormatCode), K, EXPERTS (of this rank, at least 1), CHUNK (a
-// multiple of 32), WARPS (of a block), LOOPED (a block takes several tasks; for few SMs), PLACES_BYTES (shared memory
-// of `recv_permute`), CONTIGUOUS (quants are copied), PER_TOKEN_FLAGS (all slots are one chunk), QUANT_BYTES,
+// Macros: those of arrival.cuh, PADDED, OWN_ROWS, REPEATS, FMT (FormatCode), K, EXPERTS (of this rank, at least 1),
+// CHUNK (a multiple of 32), WARPS (of a block), LOOPED (a block takes several tasks; for few SMs), PLACES_BYTES (shared
+// memory of `recv_permute`), CONTIGUOUS (quants are copied), PER_TOKEN_FLAGS (all slots are one chunk), QUANT_BYTES,
 // SCALE_COLUMNS (0 where scales stay in the records), RECORD_BYTES and the *_AT of RecordLayout, words of SignalLayout,
 // COUNT_BITS, TURN_BIT, WAITS, STALE_HANDLE, MISMATCH, CAPACITY and EXPERT_CAPACITY (ErrorCode), DISPATCH_RECV (Phase).
 
@@ -136,6 +139,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, PADDED ? 1 : 2)
                  ,
                  int* counts, int* source_tokens, long long* layout_range, int* statistics
 #endif
+#if OWN_ROWS
+                 ,
+                 const int* placed
+#endif
 #if WAITS
                  ,
                  long long* waits
@@ -203,6 +210,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, PADDED ? 1 : 2)
       if (present == 0) continue;
       const u8* record = arrived.record(slot);
       if (mine) layout.store_source(position, slot, max_tokens);
+#if OWN_ROWS
+      if (slot / max_tokens == rank && __ldcg(placed + slot % max_tokens) != 0) continue;
+#endif
       // Loaded with the block scales, stored after them.
       const float decode = FMT != NVFP4 ? 0.0f : PER_TOKEN_FLAGS ? places.row_scale[s] : arrived.row_scale(slot);
       if constexpr (SCALE_WORDS > 0 && !TILED_SCALES)

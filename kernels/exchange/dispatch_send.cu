@@ -10,13 +10,21 @@
 // that await nothing else. Without PER_TOKEN_FLAGS the token flag is stored before the record has landed and says only
 // that the slot is used.
 //
+// With OWN_ROWS this rank's own tokens need not come by their records: where `place_own_rows` (own_rows.cu), which runs
+// before this kernel and beside it, has found in time where their rows go, the rows are stored at once, and the slot
+// gets what follows the scales alone.
+//
 // Macros: those of signalling.cuh, FMT (FormatCode), HIDDEN, K, IDS (type of the expert ids), TEAM (threads), TEAMS (of
 // a block), STATIC_GSF, AWAIT_READY (this kernel writes to its peers itself), PER_TOKEN_FLAGS, REPEATS (a token may
-// name an expert several times, and any negative id is none), COUNT_BITS, TURN_BIT, RECORD_BYTES and the *_AT of
-// RecordLayout, words of SignalLayout, ROUTING (ErrorCode), DISPATCH_SEND (Phase).
+// name an expert several times, and any negative id is none), OWN_ROWS and, with it, QUANT_BYTES, SCALE_COLUMNS and
+// those of own_rows.cuh, COUNT_BITS, TURN_BIT, RECORD_BYTES and the *_AT of RecordLayout, words of SignalLayout,
+// ROUTING (ErrorCode), DISPATCH_SEND (Phase).
 
 #include "signalling.cuh"
 #include "token_units.cuh"
+#if OWN_ROWS
+#include "own_rows.cuh"
+#endif
 
 constexpr int SENT_BYTES = (WEIGHTS_AT + 4 * K + 15) / 16 * 16;
 constexpr int STAGES = 2;
@@ -31,6 +39,55 @@ static_assert(IDS_AT % 16 == 0 && WEIGHTS_AT % 16 == 0,
               "IDS_AT, WEIGHTS_AT: ids and weights are read 16 bytes at a time");
 static_assert(SENT_BYTES <= RECORD_BYTES && RECORD_BYTES % 16 == 0,
               "RECORD_BYTES: the copy engine sends 16 bytes at a time");
+#if OWN_ROWS
+static_assert(FMT == FP8_BLOCK && !PER_TOKEN_FLAGS && !REPEATS && TEAMS == 1, "OWN_ROWS: of many tokens in FP8");
+static_assert(QUANT_BYTES % 16 == 0 && SOURCE_AT % 16 == 0, "OWN_ROWS: the copy engine stores 16 bytes at a time");
+
+// Where the rows of this rank's own tokens go. For the warp that sends.
+struct OwnRows {
+  OwnPlaces places;
+  const int* placing;  // 1 when `places` are there
+  u8* rows;
+  float* scales;
+  int first_expert, num_local, capacity;
+  bool known = false, asked = false;
+
+  // Asks, for so long at most, whether the places are known.
+  __device__ __forceinline__ void ask(long long patience_ns) {
+    const long long start = clock_ns();
+    while (!known) {
+      known = __any_sync(ALL, (threadIdx.x & 31) == 0 && load_acquire(placing) != 0);
+      if (__any_sync(ALL, clock_ns() - start >= patience_ns)) break;
+    }
+  }
+
+  // In each lane with an entry that stays here, the position of its row, if known; else -1.
+  __device__ __forceinline__ int position_of(int token, int expert, int num_experts) const {
+    const int lane = threadIdx.x & 31, local = expert - first_expert;
+    if (!known || expert < 0 || local < 0 || local >= num_local) return -1;
+    return __ldcg(places.first + local) + __ldcg(places.before + token / OWN_TOKENS * num_experts + expert) +
+           __ldcg(places.numbers + static_cast<long long>(token) * K + lane);
+  }
+
+  // Whether the rows of a token that stays here have these positions.
+  __device__ __forceinline__ bool place(int token, int position) const {
+    const bool here = known && !__any_sync(ALL, position >= capacity);
+    if ((threadIdx.x & 31) == 0) places.placed[token] = here;
+    return here;
+  }
+
+  // Stores the rows of a token; the copies of quants are to be committed.
+  __device__ __forceinline__ void store(const u8* record, int position) const {
+    const int lane = threadIdx.x & 31;
+    for (u32 left = __ballot_sync(ALL, position >= 0); left; left &= left - 1) {
+      const long long row = __shfl_sync(ALL, position, __ffs(left) - 1);
+      if (lane == 0) bulk_store(reinterpret_cast<u64>(rows) + row * QUANT_BYTES, record, QUANT_BYTES);
+      for (int v = lane; v < SCALE_COLUMNS; v += 32)
+        scales[row * SCALE_COLUMNS + v] = reinterpret_cast<const float*>(record + SCALES_AT)[v];
+    }
+  }
+};
+#endif
 
 // Entry `lane` of a token's routing.
 struct Entry {
@@ -67,7 +124,12 @@ extern "C" __global__ void __launch_bounds__(TEAM* TEAMS, MAX_THREADS / (TEAM * 
                   const float* static_gsf, int num_tokens, int count_tag, const int* starts, const u64* landing,
                   const u64* token_flags, const u64* signals, int* epoch_ptr, int* handle_epoch, int* num_parts,
                   int* error, int* latch, int* counter, int rank, int num_experts, int max_tokens,
-                  long long landing_half, long long token_flags_half, long long timeout_ns) {
+                  long long landing_half, long long token_flags_half, long long timeout_ns
+#if OWN_ROWS
+                  ,
+                  int* scratch, int* placing, u8* rows, float* scales, int first_expert, int num_local, int capacity
+#endif
+    ) {
   extern __shared__ __align__(128) u8 records[];  // [TEAMS][STAGES][RECORD_BYTES]
   __shared__ u32 maxima[TEAMS][TEAM / 32];
   const int team = threadIdx.x / TEAM, thread = threadIdx.x % TEAM, warp = thread / 32, lane = threadIdx.x & 31;
@@ -78,7 +140,8 @@ extern "C" __global__ void __launch_bounds__(TEAM* TEAMS, MAX_THREADS / (TEAM * 
   int* const words_of_lane = x.words(peer);
   const u64 landing_of_lane = landing[peer], token_flags_of_lane = token_flags[peer];
   const int end_of_lane = starts[peer + 1];
-  asm volatile("griddepcontrol.wait;" ::: "memory");
+  // `place_own_rows` has waited for what came before it, and this kernel waits for it at its end.
+  if (!OWN_ROWS) asm volatile("griddepcontrol.wait;" ::: "memory");
   // All loads of this warp are in flight before the first is awaited.
   const int last_epoch = load_relaxed(epoch_ptr);
   const Glance glance(x, own);
@@ -132,6 +195,11 @@ extern "C" __global__ void __launch_bounds__(TEAM* TEAMS, MAX_THREADS / (TEAM * 
   };
   if (num_tokens == 0 && warp == 0) failed_or_ready(everyone, true);
 
+#if OWN_ROWS
+  OwnRows own_rows{
+      OwnPlaces(scratch, max_tokens, num_experts), placing, rows, scales, first_expert, num_local, capacity};
+  own_rows.asked = epoch == 0;  // `place_own_rows` does nothing then
+#endif
   bool lost = false;
   int stage = 0;
   const int first_token = blockIdx.x * TEAMS + team;
@@ -140,13 +208,18 @@ extern "C" __global__ void __launch_bounds__(TEAM* TEAMS, MAX_THREADS / (TEAM * 
     TokenUnits<FMT, HIDDEN, TEAM> units;
     units.load(x_TH + token * x_stride, thread);
     u32 targets = 0;
+    int expert = -1;
+    [[maybe_unused]] int position = -1;  // of the row of each lane's entry, where OWN_ROWS are stored at once
     if (warp == 0) {
       const Entry entry(topk_idx, topk_weights, token);
-      int expert;
       targets = route(x, entry, end_of_lane, num_experts, token, epoch, expert);
       if (lane == 0) num_parts[token] = __popc(targets);
       lost |= failed_or_ready(targets, token == first_token);
       if (lost) targets = 0;
+#if OWN_ROWS
+      own_rows.ask(0);
+      position = own_rows.position_of(token, expert, num_experts);
+#endif
       bulk_await_read<STAGES - 1>();
       __syncwarp();
       if (lane < K) {
@@ -183,15 +256,30 @@ extern "C" __global__ void __launch_bounds__(TEAM* TEAMS, MAX_THREADS / (TEAM * 
       if (!PER_TOKEN_FLAGS && lane < WORLD && (targets >> lane & 1))
         store_relaxed(reinterpret_cast<int*>(token_flags_of_lane + half * token_flags_half) + slot, epoch);
       // One lane starts all copies: the instruction needs its operands in uniform registers.
-      for (u32 left = targets; left; left &= left - 1) {
+      for (u32 left = OWN_ROWS ? targets & ~(1u << rank) : targets; left; left &= left - 1) {
         const u64 at = __shfl_sync(ALL, to, __ffs(left) - 1);
         if (lane == 0) bulk_store(at, record, SENT_BYTES);
       }
+#if OWN_ROWS
+      if (targets >> rank & 1) {
+        if (!own_rows.known) {
+          own_rows.ask(own_rows.asked ? 0 : OWN_ROWS_PATIENCE_NS);
+          position = own_rows.position_of(token, expert, num_experts);
+        }
+        own_rows.asked = true;
+        const bool here = own_rows.place(token, position);
+        if (here) own_rows.store(record, position);
+        const u64 at = __shfl_sync(ALL, to, rank);
+        const int from = here ? SOURCE_AT : 0;
+        if (lane == 0) bulk_store(at + from, record + from, SENT_BYTES - from);
+      }
+#endif
       bulk_commit();
     }
   }
 
   if (warp == 0) bulk_await();
+  if (OWN_ROWS) asm volatile("griddepcontrol.wait;" ::: "memory");
   if (TEAMS > 1) lost = __syncthreads_or(lost);
   if (threadIdx.x < 32) {
     __syncwarp();  // one lane has awaited the copies of a team, all store token flags
@@ -211,6 +299,9 @@ extern "C" __global__ void __launch_bounds__(TEAM* TEAMS, MAX_THREADS / (TEAM * 
     __syncwarp();
     if (last) {
       if (lane == 0) *epoch_ptr = epoch;
+#if OWN_ROWS
+      if (lane == 0) *placing = 0;
+#endif
       if (lane < WORLD) store_release(words_of_lane + half * WORLD + rank + DISPATCH_FLAG, epoch);
     }
   }

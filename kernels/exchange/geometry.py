@@ -7,13 +7,18 @@ to be told where its rows may go.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from moe_runtime.kernels.exchange.record import RecordLayout
-from moe_runtime.kernels.formats.number_formats import TokenFormat, align, ceil_div
+from moe_runtime.kernels.formats.number_formats import FP8_BLOCK, TokenFormat, align, ceil_div
 from moe_runtime.kernels.formats.scale_blocks import expert_starts
 from moe_runtime.kernels.runtime import BLOCK_RESERVED_BYTES, SM_SHARED_BYTES
+
+OWN_ROWS_TOKENS = 1024
+"""Tokens of a rank from which on its own may be stored to their rows: fewer are not worth another kernel."""
+OWN_ROWS_EXPERTS = 1024
+"""Experts whose entries a block counts, at most."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,7 @@ class ExchangeGeometry:
         combined_hidden: elements of an expert's row in combine; None where that is `hidden`.
         accepts_repeats: whether a token may name an expert several times, for a row each, and negative ids are none,
             not only -1. An expert has at most `num_slots` rows.
+        own_rows: whether this rank's own tokens may be stored to their rows as they are sent.
         sm_shared_bytes: shared memory of an SM of this rank's GPU. Ranks may differ in it: it changes no bits and no
             protocol, only how many rows and tokens a block has in shared memory.
 
@@ -51,6 +57,7 @@ class ExchangeGeometry:
     combined_hidden: int | None = None
     kernel_prefix: str = ""
     accepts_repeats: bool = False
+    own_rows: bool = False
     sm_shared_bytes: int = SM_SHARED_BYTES
 
     def __hash__(self) -> int:
@@ -126,6 +133,15 @@ class ExchangeGeometry:
         """128-row blocks of consumer-layout scales that `row_capacity` rows need, however they are grouped."""
         return self.row_capacity // 128 + self.num_local_experts
 
+    def placing_own_rows(self) -> ExchangeGeometry:
+        """This, with `own_rows` where that pays: many FP8 tokens, whose rows are copied.
+
+        For ranks that store to each other's memory.
+        """
+        many = self.max_tokens >= OWN_ROWS_TOKENS and self.num_experts <= OWN_ROWS_EXPERTS and self.world_size > 1
+        copied = self.contiguous and self.token_format is FP8_BLOCK and not self.accepts_repeats
+        return replace(self, own_rows=many and copied and self.num_sms is None)
+
     def programs(self, items: int) -> int:
         """Programs of a launch over `items`: one for each, at least one, and at most `num_sms`.
 
@@ -137,11 +153,13 @@ class ExchangeGeometry:
         """Bytes that one half of each region needs.
 
         The landing half has room for one record more, so that a half can start at a multiple of `record_bytes` in
-        a region that is shared with layers of other record sizes (see `landing_half`).
+        a region that is shared with layers of other record sizes (see `landing_half`). With `own_rows` counts of all
+        ranks lie behind the slots.
         """
+        counts = 4 * self.world_size * ceil_div(self.num_experts, self.world_size) if self.own_rows else 0
         return {
             "token_flags": 4 * self.num_slots,
-            "landing": (self.num_slots + 1) * self.record.record_bytes,
+            "landing": (self.num_slots + 1) * self.record.record_bytes + counts,
             "combine": self.max_tokens * self.parts * self.partial_bytes,
         }
 

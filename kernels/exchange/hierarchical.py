@@ -94,6 +94,7 @@ class HostGeometry:
             num_experts=self.host_starts[hosts.host + 1] - self.first_expert,
             max_tokens=hosts.num_hosts * self.slots,
             combine_format=BF16,
+            own_rows=False,
         )
 
     @cached_property

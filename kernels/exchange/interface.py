@@ -68,7 +68,7 @@ class RecvBuffers:
         scales: block scales in the consumer's layout: uint8 `[blocks, ceil(V / 4), 32, 4, 4]` for swizzled formats,
             fp32 `[R, V]` for `fp8_block`; None for bf16, and where scales stay in their records.
         row_scale: fp32 `[R]` by row position; None for formats without row scales.
-        counts: scratch memory, of `ExchangeBackend.counts_shape`.
+        scratch: int32, of `ExchangeBackend.scratch_words`; None where that is 0.
     """
 
     positions: torch.Tensor
@@ -78,7 +78,7 @@ class RecvBuffers:
     rows: torch.Tensor | None
     scales: torch.Tensor | None
     row_scale: torch.Tensor | None
-    counts: torch.Tensor | None
+    scratch: torch.Tensor | None
 
 
 class OneRankKernels(Protocol):
@@ -140,8 +140,8 @@ class ExchangeBackend(Protocol):
     def can_await_tokens(self, context: ExchangeMemory) -> bool:
         """Whether `combine_send` takes `await_ns`."""
 
-    def counts_shape(self, geometry: ExchangeGeometry) -> tuple[int, int] | None:
-        """Of the uninitialised int32 scratch memory of `dispatch_recv`; None where it needs none."""
+    def scratch_words(self, geometry: ExchangeGeometry) -> int:
+        """Of the uninitialised int32 scratch memory of a dispatch."""
 
     def of_one_rank(self, geometry: ExchangeGeometry) -> OneRankKernels | None:
         """What a rank alone takes instead; None for ranks with peers, and where there is no such thing."""
@@ -159,6 +159,7 @@ class ExchangeBackend(Protocol):
         handle_epoch: torch.Tensor,
         num_parts_T: torch.Tensor,
         timeout_ns: int,
+        buffers: RecvBuffers | None = None,
     ) -> None:
         """Quantize and send this rank's tokens, begin the next epoch, and raise this rank's flag on every peer.
 
@@ -172,6 +173,7 @@ class ExchangeBackend(Protocol):
             handle_epoch: int32 `[1]`, receives the epoch of this dispatch.
             num_parts_T: int32 `[T]`, receives the number of ranks that each token goes to.
             timeout_ns: how long to wait for a peer.
+            buffers: those of `dispatch_recv`, to which this rank's own rows may be stored at once.
         """
 
     def dispatch_recv(

@@ -21,6 +21,7 @@ MOST_LOOKED_AT = 16
 """Experts of a token up to which `combine_send` has registers for its routing in both halves."""
 
 KERNELS = (
+    "place_own_rows",
     "dispatch_send",
     "recv_count",
     "recv_permute",
@@ -58,9 +59,38 @@ def token_macros(geometry: ExchangeGeometry) -> dict[str, int | str]:
 
 
 @cache
-def dispatch_macros(geometry: ExchangeGeometry, *, ids_64: bool, static_gsf: bool, await_ready: bool) -> Defines:
-    """Macros of `dispatch_send.cu`; `await_ready` where this kernel stores to its peers itself."""
+def own_rows_macros(geometry: ExchangeGeometry, *, ids_64: bool) -> Defines:
+    """Macros of `own_rows.cu`."""
+    signals = SignalLayout(geometry.world_size)
+    return Defines(
+        {
+            **shared_macros(geometry),
+            "IDS": "long long" if ids_64 else "int",
+            "OWN_TOKENS": required_plan(geometry).own_tokens,
+            "EXPERTS": max(geometry.num_local_experts, 1),
+            "ALL_EXPERTS": geometry.num_experts,
+            "READY": signals.ready,
+            "COMBINE_FLAG": signals.combine_flag,
+            "COUNTED": signals.counted,
+        }
+    )
+
+
+@cache
+def dispatch_macros(
+    geometry: ExchangeGeometry, *, ids_64: bool, static_gsf: bool, await_ready: bool, own_rows: bool = False
+) -> Defines:
+    """Macros of `dispatch_send.cu`.
+
+    `await_ready` where this kernel stores to its peers itself, `own_rows` where it runs beside `place_own_rows`.
+    """
     plan, signals = required_plan(geometry), SignalLayout(geometry.world_size)
+    fmt = geometry.token_format
+    of_own_rows: dict[str, int | str] = {
+        "OWN_TOKENS": plan.own_tokens,
+        "QUANT_BYTES": fmt.quant_bytes(geometry.hidden),
+        "SCALE_COLUMNS": fmt.scale_columns(geometry.hidden),
+    }
     return Defines(
         {
             **shared_macros(geometry),
@@ -73,6 +103,8 @@ def dispatch_macros(geometry: ExchangeGeometry, *, ids_64: bool, static_gsf: boo
             "AWAIT_READY": int(await_ready),
             "PER_TOKEN_FLAGS": int(await_ready and plan.per_token_flags),
             "REPEATS": int(geometry.accepts_repeats),
+            "OWN_ROWS": int(own_rows),
+            **(of_own_rows if own_rows else {}),
             "READY": signals.ready,
             "COMBINE_FLAG": signals.combine_flag,
             "ROUTING": int(ErrorCode.ROUTING),
@@ -83,11 +115,17 @@ def dispatch_macros(geometry: ExchangeGeometry, *, ids_64: bool, static_gsf: boo
 
 @cache
 def recv_macros(
-    geometry: ExchangeGeometry, *, scales: bool = True, padded: bool = False, waits: bool = False
+    geometry: ExchangeGeometry,
+    *,
+    scales: bool = True,
+    padded: bool = False,
+    waits: bool = False,
+    own_rows: bool = False,
 ) -> Defines:
     """Macros of `dispatch_recv.cu`.
 
-    Without `scales` those stay in the records, `padded` is for `padded.PaddedRows`, and with `waits` they are counted.
+    Without `scales` those stay in the records, `padded` is for `padded.PaddedRows`, with `waits` they are counted, and
+    with `own_rows` this rank's own may be there already.
     """
     plan, fmt = required_plan(geometry), geometry.token_format
     return Defines(
@@ -101,6 +139,7 @@ def recv_macros(
             "PLACES_BYTES": plan.place_shared_bytes,
             "CONTIGUOUS": int(geometry.contiguous or padded),
             "PADDED": int(padded),
+            "OWN_ROWS": int(own_rows),
             "PER_TOKEN_FLAGS": int(plan.per_token_flags),
             "REPEATS": int(geometry.accepts_repeats),
             "WAITS": int(waits),

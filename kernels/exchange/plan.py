@@ -55,6 +55,8 @@ SMALL_CHUNK_BYTES, FEW_ROWS = 32 * 1024, 2048
 
 Dispatch of NVFP4 takes 15.1 us as one chunk and 17.0 in several for 256 tokens of 2 ranks, 20.5 and 19.1 for 320.
 """
+OWN_TOKENS = 256
+"""Threads of `place_own_rows`, each with a token: 4096 tokens take 16 blocks."""
 CHUNK = 256
 """Slots of a chunk at most, where there are several."""
 POLLING_BLOCKS = 32
@@ -117,6 +119,9 @@ class ExchangePlan:
         chunk_slots: slots whose rows are counted together.
         num_chunks: chunks of all slots.
         per_token_flags: each token is waited for by itself; otherwise the receiver waits for all tokens of a source.
+        own_rows: own tokens are stored to their rows as they are sent.
+        own_tokens: threads of a block that finds where, each with a token.
+        own_words: int32 words of the scratch memory that this takes.
         tiled_scales: `recv_scales` fills in swizzled scales, in the order of the swizzle.
         place_shared_bytes: shared memory of a block of `recv_permute`.
         partial_flags: partial results of each token are waited for by themselves, as far as they are signalled so.
@@ -146,6 +151,9 @@ class ExchangePlan:
     chunk_slots: int
     num_chunks: int
     per_token_flags: bool
+    own_rows: bool
+    own_tokens: int
+    own_words: int
     tiled_scales: bool
     place_shared_bytes: int
     partial_flags: bool
@@ -182,6 +190,9 @@ class ExchangePlan:
             return blocks
         per_sm = next(per_sm for tokens, per_sm in SEND_BLOCKS_PER_SM if num_tokens <= tokens * sms)
         return min(blocks, per_sm * sms)
+
+    def own_blocks(self, num_tokens: int) -> int:
+        return max(1, ceil_div(num_tokens, self.own_tokens))
 
     def count_blocks(self) -> int:
         return self._limited(self.num_chunks)
@@ -347,6 +358,9 @@ def plan_exchange(geometry: ExchangeGeometry) -> ExchangePlan | None:
         chunk_slots=chunk_slots,
         num_chunks=ceil_div(g.num_slots, chunk_slots),
         per_token_flags=chunk_slots >= g.num_slots,
+        own_rows=g.own_rows and chunk_slots < g.num_slots,
+        own_tokens=OWN_TOKENS,
+        own_words=g.max_tokens * (g.top_k + 1) + (1 + ceil_div(g.max_tokens, OWN_TOKENS)) * g.num_experts,
         tiled_scales=fmt.swizzled and chunk_slots < g.num_slots,
         place_shared_bytes=_place_shared_bytes(g, chunk_slots),
         partial_flags=g.world_size > 1 and g.max_tokens <= PARTIAL_FLAG_TOKENS and num_parts == 0,

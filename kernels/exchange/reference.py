@@ -199,6 +199,7 @@ def dispatch_send(
     handle_epoch: torch.Tensor,
     num_parts_T: torch.Tensor,
     timeout_ns: int,
+    buffers: RecvBuffers | None = None,
 ) -> None:
     """See `interface.ExchangeBackend`."""
     epoch = next_epoch(int(context.epoch[0]))
@@ -297,8 +298,9 @@ def can_await_tokens(context: ExchangeMemory) -> bool:
     return False
 
 
-def counts_shape(geometry: ExchangeGeometry) -> None:
-    """None: torch counts rows by itself."""
+def scratch_words(geometry: ExchangeGeometry) -> int:
+    """None: torch allocates by itself."""
+    return 0
 
 
 def dispatch_recv(

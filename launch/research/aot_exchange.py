@@ -19,6 +19,7 @@ from moe_runtime.kernels.exchange.macros import (
     dispatch_macros,
     one_rank_combine_macros,
     one_rank_dispatch_macros,
+    own_rows_macros,
     recv_macros,
 )
 from moe_runtime.kernels.exchange.padded_rows import PaddedScales
@@ -107,8 +108,19 @@ class _Cases:
         shared_bytes = required_plan(geometry).send_shared_bytes
         return self.case("dispatch_send", "dispatch_send", defines, shared_bytes, instruction=BULK_STORE)
 
-    def recv(self, geometry: ExchangeGeometry, scales: bool = True, waits: bool = False) -> Iterator[CudaCase]:
-        defines = recv_macros(geometry, scales=scales, waits=waits)
+    def own_rows(self) -> Iterator[CudaCase]:
+        """Of many tokens."""
+        geometry = self.sample(contiguous=True, max_tokens=4096).placing_own_rows()
+        yield self.case("own_rows", "place_own_rows", own_rows_macros(geometry, ids_64=True))
+        defines = dispatch_macros(geometry, ids_64=True, static_gsf=False, await_ready=True, own_rows=True)
+        shared_bytes = required_plan(geometry).send_shared_bytes
+        yield self.case("dispatch_send", "dispatch_send", defines, shared_bytes, instruction=BULK_STORE)
+        yield from self.recv(geometry, own_rows=True)
+
+    def recv(
+        self, geometry: ExchangeGeometry, scales: bool = True, waits: bool = False, own_rows: bool = False
+    ) -> Iterator[CudaCase]:
+        defines = recv_macros(geometry, scales=scales, waits=waits, own_rows=own_rows)
         places_bytes = required_plan(geometry).place_shared_bytes
         for kernel in ("recv_count", "recv_permute", "recv_scales"):
             yield self.case("dispatch_recv", kernel, defines, places_bytes if kernel == "recv_permute" else 0)
@@ -153,6 +165,8 @@ class _Cases:
             if self.fmt == "bf16":
                 yield from self.recv(geometry, waits=True)
             yield self.send(geometry)
+        if fmt is FP8_BLOCK:
+            yield from self.own_rows()
         if not fmt.swizzled:
             geometry = self.sample(accepts_repeats=True)
             places_bytes = required_plan(geometry).place_shared_bytes

@@ -128,6 +128,7 @@ EXCHANGES: dict[str, dict[str, Any]] = {
     "exchange fp8_block, squared ReLU and a norm": {"token_format": "fp8_block", "mode": "contiguous"} | NORMED,
     "exchange bf16, many tokens": {"token_format": "bf16", "mode": "gathered"} | MANY,
     "exchange fp8_block, many tokens": {"token_format": "fp8_block", "mode": "contiguous"} | MANY,
+    "exchange fp8_block, own rows": {"token_format": "fp8_block", "mode": "contiguous", "max_tokens_per_rank": 1024},
     "exchange nvfp4, many tokens": {"token_format": "nvfp4", "mode": "gathered"} | MANY,
     "one rank, nvfp4, bf16 home": {"token_format": "nvfp4", "mode": "gathered", "ranks": 1},
     "one rank, fp8_block contiguous, mxfp8 home": {

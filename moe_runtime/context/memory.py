@@ -2,7 +2,8 @@
 
 With `W` ranks, `T = max_tokens_per_rank`, `K = top_k`, each region holds two halves, used in turn:
 
-    landing      2 * (W * T + 1) * record     one record per token of every rank, however many experts share it
+    landing      2 * (W * T + 1) * record     one record per token of every rank, however many experts share it, and
+                                              4 bytes for each expert where own rows are placed
     token_flags  2 * W * T * 4                the epoch of what lies in each slot of landing
     combine      2 * T * min(K, W) * partial  one partial sum per token and rank that holds one of its experts
     signals      small, see `moe_runtime.comm.signals`
@@ -68,7 +69,8 @@ def layer_geometry(config: MoELayerConfig, world_size: int) -> ExchangeGeometry:
         contiguous=config.mode_on(world_size) == "contiguous",
         row_capacity=config.expert_row_capacity
         or worst_case_rows(config.num_experts, world_size, config.top_k, config.max_tokens_per_rank),
-    )
+        num_sms=config.num_sms,
+    ).placing_own_rows()
 
 
 def reserved_bytes(

@@ -84,7 +84,7 @@ def exchange_geometry(
         is_number = isinstance(input_scale, (int, float)) and not isinstance(input_scale, bool)
         if not (is_number and fmt.has_row_scale and FP32.tiny <= input_scale <= FP32.max):
             raise ValueError(f"input_scale: expected a positive number, with nvfp4 tokens, got {describe(input_scale)}")
-    return ExchangeGeometry(
+    geometry = ExchangeGeometry(
         rank=context.rank,
         world_size=context.world_size,
         record=RecordLayout(fmt, hidden_size, top_k),
@@ -99,6 +99,7 @@ def exchange_geometry(
         accepts_repeats=accepts_repeats,
         sm_shared_bytes=sm_shared_bytes(context.device),
     )
+    return geometry if context.hosts is not None else geometry.placing_own_rows()
 
 
 def check_tokens(

@@ -134,7 +134,7 @@ class RecvMemory:
             self._scales = geometry.scale_blocks, ceil_div(fmt.scale_columns(hidden), 4), 32, 4, 4
         elif fmt.scale_dtype is not None:
             self._scales = capacity, fmt.scale_columns(hidden)
-        self._counts = backend.counts_shape(geometry)
+        self._scratch = backend.scratch_words(geometry)
 
     def allocate(self, *, scales_in_record: bool) -> RecvBuffers:
         """Uninitialised buffers for a step."""
@@ -150,7 +150,7 @@ class RecvMemory:
             None if self._rows is None else empty(self._rows, dtype=torch.uint8, device=device),
             scales,
             empty(self._capacity, dtype=torch.float32, device=device) if self._has_row_scale else None,
-            None if self._counts is None else empty(self._counts, dtype=int32, device=device),
+            empty(self._scratch, dtype=int32, device=device) if self._scratch else None,
         )
 
 
@@ -171,6 +171,7 @@ class LocalExchange(Exchange):
             handle.epoch,
             handle.num_parts,
             handle.timeout_ns,
+            handle._buffers,
         )
 
     def dispatch_recv(self, handle: DispatchHandle) -> None:

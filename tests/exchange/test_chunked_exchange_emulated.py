@@ -17,7 +17,7 @@ import torch
 from moe_runtime.comm.errors import RoutingError, StepMismatchError
 from moe_runtime.comm.signals import NUM_COUNTERS
 from moe_runtime.dispatcher.handle import DispatchedTokens
-from moe_runtime.kernels.exchange import cuda, plan, reference
+from moe_runtime.kernels.exchange import cuda, geometry, plan, reference
 from tests.emulator import Emulator, needs_emulator
 from tests.exchange.test_cuda_exchange_emulated import (
     Step,
@@ -76,6 +76,7 @@ def draw_sizes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Draw]:
         }
         for name, value in sizes.items():
             monkeypatch.setattr(plan, name, value)
+        monkeypatch.setattr(geometry, "OWN_ROWS_TOKENS", draw.choice((1, 1, 1024)))
         monkeypatch.setattr(cuda, "most_sms", lambda device, limit=None: min(sms, limit or sms))
         forget_plans()
         world = world or draw.choice((1, 2, 3, 4))

@@ -214,7 +214,7 @@ def test_parts_of_the_tokens(max_tokens: int, num_sms: int | None, expected: tup
 def test_many_packed_rows_are_counted_in_chunks() -> None:
     geometry = sample_geometry("fp8_block", max_tokens=4096, contiguous=True)
     assert required_plan(geometry).chunk_slots == 256
-    assert cuda.counts_shape(geometry) == (128, 32)
+    assert cuda.scratch_words(geometry) == 128 * 32
 
 
 def assert_same_steps(

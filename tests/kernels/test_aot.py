@@ -28,6 +28,7 @@ MIXED = ("nvfp4 x bf16", "nvfp4 x fp8_block", "mxfp4 x bf16", "mxfp4 x mxfp8", "
 OPERATIONS = {
     "quantize": tuple(WEIGHT_FORMATS),
     "dequantize": tuple(WEIGHT_FORMATS),
+    "place_own_rows": ("fp8_block",),
     "dispatch_send": tuple(FORMATS),
     "recv_count": tuple(FORMATS),
     "recv_permute": tuple(FORMATS),

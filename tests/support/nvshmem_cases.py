@@ -23,7 +23,7 @@ from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.dispatcher.handle import DispatchedTokens
 from moe_runtime.dispatcher.token_dispatcher import TokenDispatcher
 from moe_runtime.experts import Experts
-from moe_runtime.kernels.exchange import cuda
+from moe_runtime.kernels.exchange import cuda, geometry
 from moe_runtime.kernels.exchange.plan import required_plan
 from moe_runtime.kernels.formats.number_formats import FORMATS
 from moe_runtime.kernels.formats.swizzle import unswizzle_scales
@@ -348,9 +348,12 @@ def replay_many(
     device = gpu_of(rank)
     rows, chance = c.max_tokens_per_rank, torch.Generator().manual_seed(seed)
     with (
+        pytest.MonkeyPatch.context() as few,
         open_context() as context,
         VirtualRanks(c, world, lambda layer: set_mode(layer, mode).load_random(seed), device=device) as virtual,
     ):
+        if in_parts:
+            few.setattr(geometry, "OWN_ROWS_TOKENS", 1)
         layer = set_mode(MoELayer(c, context), mode)
         layer.load_random(seed)
         x = torch.zeros(rows, c.hidden_size, dtype=torch.bfloat16, device=device)
@@ -365,7 +368,8 @@ def replay_many(
                 # With memory for chunks.
                 layer.dispatcher._use(cuda)
                 assert layer.dispatcher._exchange.backend is cuda
-                assert required_plan(layer.dispatcher.geometry).num_chunks > 1
+                plan = required_plan(layer.dispatcher.geometry)
+                assert plan.num_chunks > 1 and plan.own_rows == (fmt == "fp8_block")
             run()
             graph, y = captured(run)
         assert required_plan(virtual.layers[rank].dispatcher.geometry).num_chunks == 1
