@@ -54,28 +54,6 @@ __device__ __forceinline__ u32 selected_bytes(u32 low, u32 high, u32 selector) {
   return bytes;
 }
 
-#if PACKED && !defined(LOOK_UP)
-
-// Two numbers in fp16, times a scale twice in fp16, as e4m3.
-__device__ __forceinline__ u32 two_products(u32 scale, u32 numbers) {
-  u32 both;
-  u16 codes;
-  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(both) : "r"(scale), "r"(numbers));
-  asm("cvt.rn.satfinite.e4m3x2.f16x2 %0, %1;" : "=h"(codes) : "r"(both));
-  return codes;
-}
-
-// The products of the code that is byte `i` of `codes`, as `products_of` has them: computed, since look-ups take more of
-// the bandwidth of shared memory, which bounds tiles of few rows.
-__device__ __forceinline__ uint2 entry(u32, u32 codes, int i) {
-  u32 twice = selected_bytes(codes, 0, i << 12 | i << 4 | 0x0404);  // at bits 8 and 24
-  u32 scale = CODE_SHIFT > 8 ? twice << (CODE_SHIFT - 8) : twice >> (8 - CODE_SHIFT);
-  return make_uint2(two_products(scale, 0x38000000) | two_products(scale, 0x3E003C00) << 16,
-                    two_products(scale, 0x42004000) | two_products(scale, 0x46004400) << 16);
-}
-
-#else
-
 // The products of the code that is byte `i` of `codes`.
 __device__ __forceinline__ uint2 entry(u32 table, u32 codes, int i) {
   u32 code = selected_bytes(codes, 0, 0x4440 + i);
@@ -83,8 +61,6 @@ __device__ __forceinline__ uint2 entry(u32 table, u32 codes, int i) {
   asm("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(found.x), "=r"(found.y) : "r"(table + code * 8));
   return found;
 }
-
-#endif
 
 // 8 weights: bits 4i .. 4i + 2 of the word are the magnitude of weight i; its sign is at bit 8i + 7 of the first 4, and
 // at bit 8i - 29 of the last.

@@ -110,14 +110,6 @@ inline float of_e4m3(unsigned code) {
 inline void cvt_rn_satfinite_e4m3x2_f32(unsigned short& pair, float high, float low) {
   pair = to_e4m3(low) | to_e4m3(high) << 8;
 }
-inline _Float16 of_f16(unsigned bits) { return bits_as<_Float16>((unsigned short)bits); }
-inline void mul_rn_f16x2(unsigned& product, unsigned a, unsigned b) {
-  product = bits_as<unsigned short>(_Float16(of_f16(a & 0xFFFF) * of_f16(b & 0xFFFF))) |
-            bits_as<unsigned short>(_Float16(of_f16(a >> 16) * of_f16(b >> 16))) << 16;
-}
-inline void cvt_rn_satfinite_e4m3x2_f16x2(unsigned short& pair, unsigned halves) {
-  pair = to_e4m3(of_f16(halves & 0xFFFF)) | to_e4m3(of_f16(halves >> 16)) << 8;
-}
 // Here a half of the pair is its e4m3 byte: only the next instruction looks at it.
 inline void cvt_rn_f16x2_e4m3x2(unsigned& halves, unsigned short bytes) {
   halves = (bytes & 0xFF) | (bytes & 0xFF00) << 8;
