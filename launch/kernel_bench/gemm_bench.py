@@ -56,7 +56,7 @@ class RotatedWeights:
 
     Attributes:
         copies: what steps use in turn, at least enough to keep all of them out of the cache.
-        multiplied: the first copy as it is multiplied: of expanded weights, what `expand` gives.
+        multiplied: the first copy, or what `expand` gives of it, which the following cases need again.
     """
 
     copies: dict[Product, list[StoredWeights]]

@@ -21,7 +21,7 @@ import torch
 from moe_runtime.kernels.formats.number_formats import FormatCode, QuantizedRows, ceil_div, rounds_tokens
 from moe_runtime.kernels.formats.quantize import dequantize_rows
 from moe_runtime.kernels.formats.reference_quantize import e8m0_to_f32, raw_bits
-from moe_runtime.kernels.gemm.expanded_weights import StoredWeights
+from moe_runtime.kernels.gemm.expanded_weights import ExpandedWeights, StoredWeights
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
 from moe_runtime.kernels.gemm.weights import SILU
@@ -140,7 +140,10 @@ def _products(
         if place.start == place.stop:
             continue
         one = w.expert(expert)
-        one = one.restore(engine="torch") if isinstance(one, PrepackedWeights) else one
+        if isinstance(one, PrepackedWeights):
+            one = one.restore(engine="torch")
+        elif isinstance(one, ExpandedWeights):
+            one = one.expand()
         b_NK = one.dequantize(engine="torch")[0].double()
         slack_SN = gain * (a_SK[place].abs() @ b_NK.abs().T)
         if on_hopper and w.format.code == FormatCode.FP8_BLOCK:

@@ -33,7 +33,14 @@ from moe_runtime.launch.kernel_bench.gemm_cases import (
     Goal,
     shares,
 )
-from moe_runtime.launch.kernel_bench.gemm_check import SAMPLE, Sample, check_gated, check_plain, poisoned_memory
+from moe_runtime.launch.kernel_bench.gemm_check import (
+    SAMPLE,
+    Sample,
+    check_bits,
+    check_gated,
+    check_plain,
+    poisoned_memory,
+)
 from moe_runtime.launch.kernel_bench.gemm_data import clone_rows, make_rows, make_weights, num_copies
 from moe_runtime.launch.kernel_bench.show import own_kernels
 from moe_runtime.launch.report import __main__ as report
@@ -236,6 +243,16 @@ def test_checks_find_what_is_wrong(fmt: str, routing: str, device: torch.device)
         assert check_plain(other, middle, down, sample, "down").error >= least
     out[total] = 0
     assert check_plain(out, middle, down, sample, "down").error == math.inf
+
+
+def test_expanded_weights_are_checked_as_those_that_they_expand_to(device: torch.device) -> None:
+    chosen, rng = replace(case("fp8_block", "down"), weights="nvfp4", expanded=True), torch.Generator(device)
+    rows, w = make_rows(chosen, 5, rng, "auto"), make_weights(chosen, chosen.products[0], rng, "auto")
+    assert isinstance(w, ExpandedWeights)
+    sample, out = Sample.draw(rows, 5), grouped_gemm(rows, w)
+    assert check_plain(out, rows, w, sample, "down") == check_plain(out, rows, w.expand(), sample, "down")
+    found = check_bits([out, out[:4]], [-out, out[:4]])
+    assert not found.passed and found.error == out.numel() and check_bits([out], [out.clone()]).passed
 
 
 def test_poisoned_memory_is_nan_inside_alone() -> None:
