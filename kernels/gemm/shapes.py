@@ -84,6 +84,11 @@ class TmaShape:
     expands_ahead: bool = False
 
     @property
+    def name(self) -> str:
+        """In one word: `ahead`, `tall`, or the regime's name."""
+        return "ahead" if self.expands_ahead else "tall" if self.tall else self.regime.name.lower()
+
+    @property
     def few(self) -> bool:
         """Whether a tile has few rows and half of the columns."""
         return self.tile_rows < TILE_ROWS

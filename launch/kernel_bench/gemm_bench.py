@@ -9,33 +9,35 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
 from moe_runtime.context.expert_parallel import ExpertParallelContext
-from moe_runtime.kernels.formats.number_formats import NVFP4, intermediate_format_for
+from moe_runtime.kernels.formats.number_formats import BF16, FP8_BLOCK, NVFP4, intermediate_format_for
 from moe_runtime.kernels.gemm.arguments import encode_scale
+from moe_runtime.kernels.gemm.expanded_weights import ExpandedWeights, StoredWeights
 from moe_runtime.kernels.gemm.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
+from moe_runtime.kernels.gemm.plan import choose_tma_shape
 from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
 from moe_runtime.kernels.gemm.weights import SILU
-from moe_runtime.kernels.runtime import has_nvrtc
+from moe_runtime.kernels.runtime import has_nvrtc, resolve_engine
 from moe_runtime.launch.benchmarks.checks import Check
 from moe_runtime.launch.benchmarks.timing import TOTAL, Lap, Timing, measure, times_record
 from moe_runtime.launch.common import environment
 from moe_runtime.launch.kernel_bench.ceilings import CEILINGS
 from moe_runtime.launch.kernel_bench.gemm_cases import CASES, GemmCase, Goal, Product
-from moe_runtime.launch.kernel_bench.gemm_check import Sample, check_gated, check_plain, poisoned_memory
-from moe_runtime.launch.kernel_bench.gemm_data import (
-    Weights,
-    clone_rows,
-    make_rows,
-    make_weights,
-    num_copies,
-    row_bytes,
+from moe_runtime.launch.kernel_bench.gemm_check import (
+    Sample,
+    check_bits,
+    check_gated,
+    check_plain,
+    poisoned_memory,
+    stored_tensors,
 )
+from moe_runtime.launch.kernel_bench.gemm_data import clone_rows, make_rows, make_weights, num_copies, row_bytes
 from moe_runtime.launch.kernel_bench.gemm_peers import Peers
 from moe_runtime.launch.kernel_bench.options import chosen_cases
 
@@ -48,10 +50,23 @@ SEED = 0
 Call = Callable[[int], object]
 
 
+@dataclass(frozen=True)
+class RotatedWeights:
+    """Weights of the GEMMs of a case, by their products.
+
+    Attributes:
+        copies: what steps use in turn, at least enough to keep all of them out of the cache.
+        multiplied: the first copy, or what `expand` gives of it, which the following cases need again.
+    """
+
+    copies: dict[Product, list[StoredWeights]]
+    multiplied: dict[Product, StoredWeights]
+
+
 class Runner:
     """Operands, checks and times of one case after the other.
 
-    Weights are kept for as long as the following cases have the same format. `engine` is passed on as it is: "auto"
+    Weights are kept for as long as the following cases have the same formats. `engine` is passed on as it is: "auto"
     lets the GEMM choose among its kernels.
     """
 
@@ -63,28 +78,33 @@ class Runner:
         self.peers = Peers(context, iterations)
         # Experts too keep it on the device.
         self._gsf = encode_scale(NVFP4, None, context.device, "gsf")
-        self._weights: dict[tuple[object, ...], dict[Product, list[Weights]]] = {}
+        self._weights: dict[tuple[object, ...], RotatedWeights] = {}
 
     def run(self, case: GemmCase) -> dict[str, Any]:
         """The record of a case; its goals are judged by `judge` when all are there."""
         device, sizes = self.context.device, case.group_rows(self.seed)
         rng = torch.Generator(device).manual_seed(self.seed)
         rows = make_rows(case, self.seed, rng, self.engine)
-        copies = self._rotated_weights(case, rng)
+        rotated = self._rotated_weights(case, rng)
+        copies = rotated.copies
         count = max(len(part) for part in copies.values())
         inputs = [rows, *(clone_rows(rows) for _ in range(count - 1))]
         last = case.products[-1]
         out = torch.full((rows.capacity, last.n), torch.nan, dtype=torch.bfloat16, device=device)
-        checks, between = self._check(case, inputs, copies, out)
+        checks, between = self._check(case, inputs, rotated, out)
         passed = all(check.passed for check in checks)
         floors = case.floors_us(sizes)
         calls = self._calls(case, inputs, between, copies, out)
-        times = {name: self._time(call) for name, call in calls.items()} if passed else {}
+        times = {}
+        if passed:
+            times = {name: self._time(call, not case.brief or name == case.product) for name, call in calls.items()}
         on_gpu = device.type == "cuda"
         weights = next(iter(copies.values()))[0]
         record = {
             "case": case.name,
             "format": case.format,
+            "weight_format": case.weight_format.name,
+            "expanded_weights": case.expanded,
             "product": case.product,
             "routing": case.routing,
             "hidden": case.hidden,
@@ -98,6 +118,7 @@ class Runner:
             "weight_copies": count,
             "row_bytes": row_bytes(rows),
             "weight_bytes": sum(part[0].num_bytes for part in copies.values()),
+            "shapes": planned_shapes(case, rows) if resolve_engine(self.engine, device) == "cuda" else {},
             "kernels": kernel_names(calls[case.product]) if passed and on_gpu and has_nvrtc() else [],
             "checks": [asdict(check) | {"passed": check.passed} for check in checks],
             "work_flop": case.flops(sizes),
@@ -113,18 +134,21 @@ class Runner:
         record["peers"] = self.peers.of(case, sizes)
         return record
 
-    def _rotated_weights(self, case: GemmCase, rng: torch.Generator) -> dict[Product, list[Weights]]:
-        """Copies of the weights of each GEMM, at least enough to keep all of them out of the cache."""
-        key = (case.format, case.groups, case.product, case.hidden, case.intermediate)
-        if any(other[0] != case.format for other in self._weights):
+    def _rotated_weights(self, case: GemmCase, rng: torch.Generator) -> RotatedWeights:
+        formats = (case.format, case.weight_format, case.expanded)
+        key = (formats, case.groups, case.product, case.hidden, case.intermediate)
+        if any(other[0] != formats for other in self._weights):
             self._weights.clear()
         if key not in self._weights:
             made = {product: make_weights(case, product, rng, self.engine) for product in case.products}
             count = num_copies(rng.device, sum(w.num_bytes for w in made.values()))
-            self._weights[key] = {product: [w, *(w.clone() for _ in range(count - 1))] for product, w in made.items()}
+            self._weights[key] = RotatedWeights(
+                {product: [w, *(w.clone() for _ in range(count - 1))] for product, w in made.items()},
+                {product: w.expand() if isinstance(w, ExpandedWeights) else w for product, w in made.items()},
+            )
         return self._weights[key]
 
-    def _swiglu(self, rows: GroupedRows, w: Weights, then: Weights | None) -> GroupedRows:
+    def _swiglu(self, rows: GroupedRows, w: StoredWeights, then: StoredWeights | None) -> GroupedRows:
         gsf = self._gsf if rows.format.has_row_scale else None
         between = intermediate_format_for(rows.format, w.format)
         return grouped_gemm_swiglu(rows, w, SILU, out_format=between, out_gsf=gsf, then=then, engine=self.engine)
@@ -133,24 +157,31 @@ class Runner:
         self,
         case: GemmCase,
         inputs: Sequence[GroupedRows],
-        copies: dict[Product, list[Weights]],
+        rotated: RotatedWeights,
         out: torch.Tensor,
     ) -> tuple[list[Check], GroupedRows | None]:
         """Checks of the first copies, and that the others give the same bits; what lies between the GEMMs.
 
         The first GEMM is checked as it is stored, the second with what a layer gives it.
         """
-        rows, engine = inputs[0], self.engine
+        rows, engine, copies, multiplied = inputs[0], self.engine, rotated.copies, rotated.multiplied
         sample = Sample.draw(rows, self.seed)
         first, last = case.products[0], case.products[-1]
-        checks, between = [], None
+        checks, between, stored = [], None, rows
+        total = int(rows.group_offsets[-1])
         if case.product == "both":
             with poisoned_memory():
                 stored, between = (self._swiglu(rows, copies[first][0], then) for then in (None, copies[last][0]))
-            checks.append(check_gated(stored, rows, copies[first][0], sample))
+            checks.append(check_gated(stored, rows, multiplied[first], sample))
         grouped_gemm(rows if between is None else between, copies[last][0], out=out, engine=engine)
-        checks.append(check_plain(out, rows if between is None else stored, copies[last][0], sample, last.name))
-        differing, total = 0, int(rows.group_offsets[-1])
+        checks.append(check_plain(out, stored, multiplied[last], sample, last.name))
+        if case.expanded:
+            ours, fp8 = [out[:total]], [grouped_gemm(stored, multiplied[last], engine=engine)[:total]]
+            if between is not None:
+                ours += stored_tensors(stored)
+                fp8 += stored_tensors(self._swiglu(rows, multiplied[first], None))
+            checks.append(check_bits(ours, fp8))
+        differing = 0
         calls = self._calls(case, inputs, between, copies, out)
         wanted = out[:total].clone()
         for number in range(1, len(inputs)):
@@ -165,7 +196,7 @@ class Runner:
         case: GemmCase,
         inputs: Sequence[GroupedRows],
         between: GroupedRows | None,
-        copies: dict[Product, list[Weights]],
+        copies: dict[Product, list[StoredWeights]],
         out: torch.Tensor,
     ) -> dict[str, Call]:
         """What is timed, by name: the case, and for `both` each product too."""
@@ -187,11 +218,25 @@ class Runner:
             "down": lambda number: down(between, number),
         }
 
-    def _time(self, call: Call) -> Timing:
+    def _time(self, call: Call, sustained: bool) -> Timing:
         def step(number: int, lap: Lap) -> None:
             call(number)
 
-        return measure(self.context, step, iterations=self.iterations, capturable=True)[TOTAL]
+        timings = measure(self.context, step, iterations=self.iterations, capturable=True, sustained=sustained)
+        return timings[TOTAL]
+
+
+def planned_shapes(case: GemmCase, rows: GroupedRows) -> dict[str, str]:
+    """By product, the shape of Hopper's kernel for weights that tensor cores read as they are stored, if it runs."""
+    if case.multiplied_format != case.token_format or case.token_format not in (BF16, FP8_BLOCK):
+        return {}
+    gathered = [rows.row_index is not None, False]
+    return {
+        product.name: choose_tma_shape(
+            rows.likely_rows, rows.num_groups, product.k, gathered=gathers, expanded=case.expanded
+        ).name
+        for product, gathers in zip(case.products, gathered, strict=False)
+    }
 
 
 def _rates(record: dict[str, Any]) -> dict[str, Any]:

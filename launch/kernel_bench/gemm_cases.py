@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 
@@ -15,6 +16,7 @@ from moe_runtime.kernels.formats.number_formats import (
     FORMATS,
     FP8_BLOCK,
     TokenFormat,
+    ceil_div,
     intermediate_format_for,
     weight_format_named,
 )
@@ -30,6 +32,7 @@ ROUTINGS = ("even", "half", "zipf", "empty", "uniform", "layer")
 """`half`: one group has half of all rows. `zipf`: group `g` has a part of `1 / (g + 1)`. `empty`: every other group
 has none. `uniform`: tokens of 8 ranks choose 8 experts at random. `layer`: the same as a layer hands it on, rows found
 through an index and capacity for the worst case."""
+RANDOM_ROUTINGS = ("uniform", "layer")
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,8 @@ class GemmCase:
         goals: what it should reach; none for a case that others are compared with.
         hidden, intermediate: `H` and `I`.
         weights: format of the weights; None for the rows' format.
+        expanded: whether the weights, in FP4, are multiplied in the rows' format as `ExpandedWeights`.
+        brief: whether timing takes little time: torch's GEMMs are not timed beside it, and its parts only with pauses.
     """
 
     name: str
@@ -98,6 +103,8 @@ class GemmCase:
     hidden: int = 7168
     intermediate: int = 2048
     weights: str | None = None
+    expanded: bool = False
+    brief: bool = False
 
     @property
     def token_format(self) -> TokenFormat:
@@ -105,12 +112,18 @@ class GemmCase:
 
     @property
     def weight_format(self) -> TokenFormat:
+        """In which the weights are stored."""
         return weight_format_named(self.weights or self.format)
+
+    @property
+    def multiplied_format(self) -> TokenFormat:
+        """As which the weights are multiplied."""
+        return FP8_BLOCK if self.expanded else self.weight_format
 
     @property
     def products(self) -> tuple[Product, ...]:
         """In the order of their computation."""
-        between = format_bytes(intermediate_format_for(self.token_format, self.weight_format), self.intermediate)
+        between = format_bytes(intermediate_format_for(self.token_format, self.multiplied_format), self.intermediate)
         plain = {"gate_up": 2 * 2 * self.intermediate, "both": between}
         found = []
         if self.product != "down":
@@ -122,7 +135,7 @@ class GemmCase:
     def group_rows(self, seed: int) -> tuple[int, ...]:
         """Rows of each group."""
         total = self.groups * self.rows
-        if self.routing in ("uniform", "layer"):
+        if self.routing in RANDOM_ROUTINGS:
             ids = self.routed(seed)
             return tuple(torch.bincount(ids[ids < self.groups].flatten().long(), minlength=self.groups).tolist())
         if self.routing == "half":
@@ -135,13 +148,11 @@ class GemmCase:
 
     def routed(self, seed: int) -> torch.Tensor:
         """int32 `[tokens of all ranks, TOP_K]`: experts of all ranks; those below `groups` are this rank's."""
-        tokens = self.groups * self.rows // TOP_K
-        parts = [routing("uniform", seed, rank, 0, tokens, RANKS * self.groups, TOP_K)[0] for rank in range(RANKS)]
-        return torch.cat(parts)
+        return _routed(seed, self.groups * self.rows // TOP_K, RANKS * self.groups)
 
     def floors_us(self, sizes: Sequence[int]) -> list[tuple[float, str]]:
         """`(microseconds, "memory" or "compute")` of each GEMM: least time by bytes or by operations."""
-        ceiling = FP8_TFLOP_PER_S if self.weight_format == FP8_BLOCK else BF16_TFLOP_PER_S
+        ceiling = FP8_TFLOP_PER_S if self.multiplied_format == FP8_BLOCK else BF16_TFLOP_PER_S
         floors = []
         for product in self.products:
             memory = self.moved_bytes(product, sizes) / MEMORY_TB_PER_S * 1e-6
@@ -167,8 +178,16 @@ class GemmCase:
 
     def small(self) -> GemmCase:
         """The same case in a size for CPUs and memory checkers, without goals."""
-        groups, rows = min(self.groups, 4), min(self.rows, 8)
+        groups = min(self.groups, 4)
+        # With random routing each rank has a token at least.
+        rows = max(min(self.rows, 8), ceil_div(TOP_K, groups) if self.routing in RANDOM_ROUTINGS else 1)
         return replace(self, groups=groups, rows=rows, goals=(), hidden=256, intermediate=128)
+
+
+@cache
+def _routed(seed: int, tokens: int, experts: int) -> torch.Tensor:
+    """Experts of `tokens` tokens of each rank. Cases that are compared have the same."""
+    return torch.cat([routing("uniform", seed, rank, 0, tokens, experts, TOP_K)[0] for rank in range(RANKS)])
 
 
 def shares(total: int, weights: Sequence[float]) -> tuple[int, ...]:
@@ -209,6 +228,24 @@ def _decode(fmt: str, gate_up_us: float, down_us: float) -> list[GemmCase]:
     return [case for rows in (16, 32, 48) for case in _each(f"{fmt} 8x{rows}", fmt, 8, rows, goals)]
 
 
+EXPANDED_ROWS = (1, 4, 8, 16, 24, 64, 128, 256, 512, 1024, 2048)
+
+
+def _expanded() -> list[GemmCase]:
+    """FP4 weights that are expanded to e4m3, and FP8 weights with the same rows; each weights' cases in a row."""
+    found = []
+    for weights in ("nvfp4", "mxfp4", "fp8_block"):
+        for rows, kind in (*((rows, "uniform") for rows in EXPANDED_ROWS), (1024, "even")):
+            name = f"32x{rows} both, {kind}"
+            case = GemmCase(f"fp8_block {name}, beside expanded", "fp8_block", 32, rows, "both", kind, brief=True)
+            if weights != "fp8_block":
+                goals = (Goal("of_case", 1.08, case.name),) if kind == "even" else ()
+                name = f"{weights} {name}, expanded"
+                case = replace(case, name=name, weights=weights, expanded=True, goals=goals)
+            found.append(case)
+    return found
+
+
 CASES: tuple[GemmCase, ...] = (
     *_decode("nvfp4", 40, 22),
     *(
@@ -242,4 +279,5 @@ CASES: tuple[GemmCase, ...] = (
     *_skewed("mxfp8"),
     *_each("bf16 8x4096", "bf16", 8, 4096, (Goal("tflop_per_s", 800), Goal("tflop_per_s", 800))),
     *_skewed("bf16"),
+    *_expanded(),
 )

@@ -3,13 +3,14 @@
 A plain GEMM: `|error| <= 2^-8 |c| + g`, where `g` is `ceil(K/16) 2^-23 sum |a| |b|`, more for FP8 MMA on Hopper
 (`fp8_bound.py`). `silu(gate) * up`, requantized: half a step of its format, and what the errors `g` of gate and up may
 change, `1.1 |up| g_gate + |silu(gate)| g_up` since `|silu'| <= 1.1`. All other rows must be written, and rows that no
-group owns must not.
+group owns must not. Expanded weights are checked as the e4m3 weights that `ExpandedWeights.expand` gives, with which
+the FP8 GEMM must also give the same bits.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -20,12 +21,12 @@ import torch
 from moe_runtime.kernels.formats.number_formats import FormatCode, QuantizedRows, ceil_div, rounds_tokens
 from moe_runtime.kernels.formats.quantize import dequantize_rows
 from moe_runtime.kernels.formats.reference_quantize import e8m0_to_f32, raw_bits
+from moe_runtime.kernels.gemm.expanded_weights import ExpandedWeights, StoredWeights
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
 from moe_runtime.kernels.gemm.weights import SILU
 from moe_runtime.launch.benchmarks.checks import FP32_GAIN, Check, ungrouped
 from moe_runtime.launch.kernel_bench.fp8_bound import fp8_mma_slack
-from moe_runtime.launch.kernel_bench.gemm_data import Weights
 
 SAMPLE = 32
 """Rows of a group that are compared: first, last, and others at random."""
@@ -81,7 +82,7 @@ def poisoned_memory() -> Iterator[None]:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
-def check_plain(out_RN: torch.Tensor, rows: GroupedRows, w: Weights, sample: Sample, name: str) -> Check:
+def check_plain(out_RN: torch.Tensor, rows: GroupedRows, w: StoredWeights, sample: Sample, name: str) -> Check:
     """The largest error over its bound of bf16 results that were NaN before; infinite for a row left or overwritten."""
     worst, total = 0.0, int(rows.group_offsets[-1])
     for place, c_SN, slack_SN in _products(rows, w, sample):
@@ -92,7 +93,7 @@ def check_plain(out_RN: torch.Tensor, rows: GroupedRows, w: Weights, sample: Sam
     return Check(f"{name}: largest error over its elementwise bound", worst, 1.0)
 
 
-def check_gated(out: GroupedRows, rows: GroupedRows, w: Weights, sample: Sample) -> Check:
+def check_gated(out: GroupedRows, rows: GroupedRows, w: StoredWeights, sample: Sample) -> Check:
     """The largest error over its bound of requantized `silu(gate) * up`, infinite where a value is NaN."""
     linear = ungrouped(out)
     taken = _taken(linear, sample.positions)
@@ -112,7 +113,24 @@ def check_gated(out: GroupedRows, rows: GroupedRows, w: Weights, sample: Sample)
     return Check("gate_up with SwiGLU: largest error over its elementwise bound", worst, 1.0)
 
 
-def _products(rows: GroupedRows, w: Weights, sample: Sample) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+def check_bits(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> Check:
+    """How many elements have not the bits of the FP8 GEMM with the same e4m3 weights."""
+    differing = 0
+    for one, other in zip(found, wanted, strict=True):
+        integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[one.itemsize]
+        differing += int((one.view(integers) != other.view(integers)).sum())
+    return Check("elements that differ from the FP8 GEMM of the same e4m3 weights", float(differing), 0.0)
+
+
+def stored_tensors(rows: GroupedRows) -> list[torch.Tensor]:
+    """Quants and block scales of all rows, by row position."""
+    linear = ungrouped(rows)
+    return [linear.quants_RK, *([] if linear.scales_RV is None else [linear.scales_RV])]
+
+
+def _products(
+    rows: GroupedRows, w: StoredWeights, sample: Sample
+) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
     """`(place in the sample, c, g)` of each group that has rows, float64 `[sampled rows, N]`."""
     a_SK = dequantize_rows(_taken(ungrouped(rows), sample.positions), engine="torch")
     a_SK = (a_SK.bfloat16() if rounds_tokens(rows.format, w.format) else a_SK).double()
@@ -122,7 +140,10 @@ def _products(rows: GroupedRows, w: Weights, sample: Sample) -> Iterator[tuple[s
         if place.start == place.stop:
             continue
         one = w.expert(expert)
-        one = one.restore(engine="torch") if isinstance(one, PrepackedWeights) else one
+        if isinstance(one, PrepackedWeights):
+            one = one.restore(engine="torch")
+        elif isinstance(one, ExpandedWeights):
+            one = one.expand()
         b_NK = one.dequantize(engine="torch")[0].double()
         slack_SN = gain * (a_SK[place].abs() @ b_NK.abs().T)
         if on_hopper and w.format.code == FormatCode.FP8_BLOCK:

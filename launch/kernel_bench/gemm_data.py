@@ -15,33 +15,33 @@ from moe_runtime.kernels.exchange.geometry import worst_case_rows
 from moe_runtime.kernels.formats.quantize import quantize_rows
 from moe_runtime.kernels.formats.reference_quantize import raw_bits
 from moe_runtime.kernels.formats.scale_blocks import dense_128_blocks_needed
+from moe_runtime.kernels.gemm.expanded_weights import ExpandedWeights, StoredWeights
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
 from moe_runtime.kernels.gemm.weights import ExpertWeights
 from moe_runtime.kernels.runtime import resolve_engine
 from moe_runtime.launch.benchmarks.timing import copies_to_rotate
-from moe_runtime.launch.kernel_bench.gemm_cases import RANKS, TOP_K, GemmCase, Product
+from moe_runtime.launch.kernel_bench.gemm_cases import RANDOM_ROUTINGS, RANKS, TOP_K, GemmCase, Product
 from moe_runtime.ops import pack_dense_128
-
-Weights = ExpertWeights | PrepackedWeights
 
 
 def make_rows(case: GemmCase, seed: int, rng: torch.Generator, engine: str) -> GroupedRows:
     """Rows of the case's first GEMM, normal with variance 1, on the device of `rng`.
 
-    With `layer` routing they lie as dispatch leaves them: one row for each token that has an expert here, found through
-    `row_index`, and a capacity for every token on every expert that it may choose here; block scales stay with
-    them where the GEMM of `engine` reads them there.
+    With random routing a layer's estimate of them chooses the kernel, not their number. With `layer` routing they lie
+    as dispatch leaves them: one row for each token that has an expert here, found through `row_index`, and a capacity
+    for every token on every expert that it may choose here; block scales stay with them where the GEMM of `engine`
+    reads them there.
     """
     sizes, fmt, k = case.group_rows(seed), case.token_format, case.products[0].k
     total, device = sum(sizes), rng.device
-    capacity, index, expected = total, None, None
+    capacity, index = total, None
+    expected = case.routed(seed).shape[0] * TOP_K // RANKS if case.routing in RANDOM_ROUTINGS else None
     stored = total
     if case.routing == "layer":
         ids = case.routed(seed)
         capacity = worst_case_rows(RANKS * case.groups, RANKS, TOP_K, ids.shape[0] // RANKS)
         stored = ids.shape[0]
-        expected = stored * TOP_K // RANKS
         token, entry = (ids < case.groups).nonzero(as_tuple=True)
         index = torch.zeros(capacity, dtype=torch.int32)
         index[:total] = token[ids[token, entry].argsort(stable=True)].to(torch.int32)
@@ -75,8 +75,9 @@ def make_rows(case: GemmCase, seed: int, rng: torch.Generator, engine: str) -> G
     )
 
 
-def make_weights(case: GemmCase, product: Product, rng: torch.Generator, engine: str) -> Weights:
-    """Normal weights that keep the variance of a row, quantized expert by expert; prepacked where layers prepack."""
+def make_weights(case: GemmCase, product: Product, rng: torch.Generator, engine: str) -> StoredWeights:
+    """Normal weights that keep the variance of a row, quantized expert by expert; expanded ones, or prepacked where
+    layers prepack."""
     gate_up = case.product == "both" and product.name == "gate_up"
     parts = []
     for _ in range(case.groups):
@@ -90,6 +91,8 @@ def make_weights(case: GemmCase, product: Product, rng: torch.Generator, engine:
     )
     w = replace(parts[0], quants=quants, scales=scales, expert_scales=expert_scales)
     parts.clear()
+    if case.expanded:
+        return ExpandedWeights.prepack(w)
     return PrepackedWeights.prepack(w) if PrepackedWeights.wanted(w, engine) else w
 
 

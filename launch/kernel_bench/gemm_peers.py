@@ -29,6 +29,8 @@ class Peers:
 
     def of(self, case: GemmCase, sizes: Sequence[int]) -> list[dict[str, Any]]:
         """`name`, `times_record` and `why` of each peer of a case; `why` says why there is no time."""
+        if case.brief:
+            return []
         names = [BF16_PEER, *([FP8_PEER] if case.format == "fp8_block" else [])]
         return [self._timed(name, case, tuple(sizes)) for name in names]
 

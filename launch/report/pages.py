@@ -228,13 +228,15 @@ def gemm_table(found: Found) -> str:
     notes, sources = [], []
     for name, report in found.get(runs.GEMM, []):
         gpu, foreign = gpu_of(report).split()[1], bool(foreign_note(report))
-        formats = list(dict.fromkeys(result["format"] for result in report["results"]))
+        # Cases are named after the format of their weights.
+        formats = list(dict.fromkeys(result["case"].partition(" ")[0] for result in report["results"]))
         torch = list(dict.fromkeys(peer["name"].split()[2] for r in report["results"] for peer in r["peers"]))
         columns += [f"{gpu} {fmt}" for fmt in formats] + [f"{gpu} torch {kind}" for kind in torch]
         missed = []
         for result in report["results"]:
-            row = cells.setdefault(result["case"].partition(" ")[2], {})
-            row[f"{gpu} {result['format']}"] = _cell(result)
+            fmt, _, rows = result["case"].partition(" ")
+            row = cells.setdefault(rows, {})
+            row[f"{gpu} {fmt}"] = _cell(result)
             row |= {f"{gpu} torch {peer['name'].split()[2]}": times_of(peer) for peer in result["peers"]}
             goals = [goal for goal in result["goals"] if not foreign or goal["kind"] in RELATIVE]
             missed += [f"{result['case']} ({goal['text']})" for goal in goals if goal["met"] is False]

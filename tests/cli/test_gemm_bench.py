@@ -15,6 +15,7 @@ from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.kernels.formats.number_formats import FORMATS
 from moe_runtime.kernels.formats.quantize import dequantize_rows, quantize_rows
 from moe_runtime.kernels.formats.reference_quantize import raw_bits
+from moe_runtime.kernels.gemm.expanded_weights import ExpandedWeights, StoredWeights
 from moe_runtime.kernels.gemm.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.gemm.weights import SILU
@@ -32,8 +33,15 @@ from moe_runtime.launch.kernel_bench.gemm_cases import (
     Goal,
     shares,
 )
-from moe_runtime.launch.kernel_bench.gemm_check import SAMPLE, Sample, check_gated, check_plain, poisoned_memory
-from moe_runtime.launch.kernel_bench.gemm_data import Weights, clone_rows, make_rows, make_weights, num_copies
+from moe_runtime.launch.kernel_bench.gemm_check import (
+    SAMPLE,
+    Sample,
+    check_bits,
+    check_gated,
+    check_plain,
+    poisoned_memory,
+)
+from moe_runtime.launch.kernel_bench.gemm_data import clone_rows, make_rows, make_weights, num_copies
 from moe_runtime.launch.kernel_bench.show import own_kernels
 from moe_runtime.launch.report import __main__ as report
 from tests.support.comparison import assert_same_bits
@@ -45,7 +53,7 @@ def case(fmt: str = "nvfp4", product: str = "both", routing: str = "even") -> Ge
 
 def operands(
     fmt: str, product: str, device: torch.device, routing: str = "even"
-) -> tuple[GroupedRows, list[Weights], Sample]:
+) -> tuple[GroupedRows, list[StoredWeights], Sample]:
     chosen, rng = case(fmt, product, routing), torch.Generator(device).manual_seed(5)
     rows = make_rows(chosen, 5, rng, "auto")
     weights = [make_weights(chosen, part, rng, "auto") for part in chosen.products]
@@ -111,6 +119,28 @@ def test_floors_of_known_cases() -> None:
     assert case().flops(sizes) == 2 * 8 * 3 * 128 * 256
 
 
+def test_expanded_cases_have_the_rows_of_the_fp8_cases_beside_them() -> None:
+    chosen = gemm_bench.select("expanded")
+    by_name = {c.name: c for c in chosen}
+    assert len(chosen) == 36 and all(c.brief for c in chosen) and not any(c.brief for c in CASES if c not in chosen)
+    # A case needs new weights where the format changes alone.
+    assert [c.weight_format.name for c in chosen] == [fmt for fmt in ("nvfp4", "mxfp4", "fp8_block") for _ in range(12)]
+    for c in chosen[:24]:
+        fmt, rows = c.name.split(" ", 1)
+        fp8 = by_name[f"fp8_block {rows.replace('expanded', 'beside expanded')}"]
+        assert c.expanded and c.weights == fmt and fp8.weight_format is fp8.multiplied_format is c.multiplied_format
+        assert c.group_rows(0) == fp8.group_rows(0) and c.products == fp8.products and c.flops([1]) == fp8.flops([1])
+        assert c.goals == ((Goal("of_case", 1.08, fp8.name),) if c.routing == "even" else ())
+        assert sum(c.small().group_rows(0)) > 0
+    one = by_name["nvfp4 32x1 both, uniform, expanded"]
+    active = sum(size > 0 for size in one.group_rows(0))
+    weights = active * (4096 * 7168 + 7168 * 2048) * 9 // 16
+    assert weights < sum(one.moved_bytes(product, one.group_rows(0)) for product in one.products) < 1.01 * weights
+    last = by_name["mxfp4 32x2048 both, uniform, expanded"]
+    (us, by), _ = last.floors_us(last.group_rows(0))
+    assert by == "compute" and us == pytest.approx(2 * sum(last.group_rows(0)) * 4096 * 7168 / 1437 * 1e-6)
+
+
 # Operands
 
 
@@ -145,6 +175,28 @@ def test_copies_lie_elsewhere_and_are_many_times_the_cache(
     found = [num_copies(torch.device("cuda"), size) for size in sizes]
     assert found == [2, 3, 15, STEPS_PER_GRAPH, STEPS_PER_GRAPH]
     assert [copies_to_rotate(torch.device("cuda"), size) for size in sizes] == [1, *found[1:]]
+
+
+@pytest.mark.parametrize(
+    ("name", "shapes"),
+    [
+        ("nvfp4 32x4 both, uniform, expanded", ("few", "few")),
+        ("nvfp4 32x24 both, uniform, expanded", ("dozen", "dozen")),
+        ("mxfp4 32x256 both, uniform, expanded", ("tall", "tall")),
+        ("mxfp4 32x1024 both, even, expanded", ("ahead", "ahead")),
+        ("fp8_block 32x8 both, uniform, beside expanded", ("some", "some")),
+        ("fp8_block 32x64 both, uniform, beside expanded", ("decode", "decode")),
+        ("bf16 8x4096 down", ("prefill",)),
+        ("nvfp4 32x32 both", ()),
+    ],
+)
+def test_planned_shapes_are_those_of_the_expected_rows(
+    name: str, shapes: tuple[str, ...], device: torch.device
+) -> None:
+    (chosen,) = (c for c in CASES if c.name == name)
+    narrow = make_rows(replace(chosen, hidden=128, intermediate=128), 0, torch.Generator(device).manual_seed(0), "auto")
+    products = [product.name for product in chosen.products]
+    assert gemm_bench.planned_shapes(chosen, narrow) == dict(zip(products, shapes, strict=False))
 
 
 # Checks
@@ -193,6 +245,16 @@ def test_checks_find_what_is_wrong(fmt: str, routing: str, device: torch.device)
     assert check_plain(out, middle, down, sample, "down").error == math.inf
 
 
+def test_expanded_weights_are_checked_as_those_that_they_expand_to(device: torch.device) -> None:
+    chosen, rng = replace(case("fp8_block", "down"), weights="nvfp4", expanded=True), torch.Generator(device)
+    rows, w = make_rows(chosen, 5, rng, "auto"), make_weights(chosen, chosen.products[0], rng, "auto")
+    assert isinstance(w, ExpandedWeights)
+    sample, out = Sample.draw(rows, 5), grouped_gemm(rows, w)
+    assert check_plain(out, rows, w, sample, "down") == check_plain(out, rows, w.expand(), sample, "down")
+    found = check_bits([out, out[:4]], [-out, out[:4]])
+    assert not found.passed and found.error == out.numel() and check_bits([out], [out.clone()]).passed
+
+
 def test_poisoned_memory_is_nan_inside_alone() -> None:
     before = torch.are_deterministic_algorithms_enabled()
     with poisoned_memory():
@@ -235,6 +297,47 @@ def test_a_failed_check_is_not_timed(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert bench.main(["gemm", "--small", "--cases", "^bf16 8x4096 down", "--steps", "1"]) == 1
     out = capsys.readouterr().out
     assert "check failed" in out and "FAILED down: largest error over its elementwise bound" in out
+
+
+@pytest.mark.parametrize("weights", ["nvfp4", "mxfp4"])
+def test_an_expanded_case_is_checked_and_timed(weights: str) -> None:
+    chosen = replace(case("fp8_block", routing="uniform"), rows=8, weights=weights, expanded=True, brief=True)
+    with ExpertParallelContext() as context:
+        runner = gemm_bench.Runner(context, engine="auto", iterations=2, seed=1)
+        record = runner.run(chosen)
+        assert isinstance(next(iter(runner._weights.values())).copies[chosen.products[0]][0], ExpandedWeights)
+        beside = runner.run(replace(chosen, weights=None, expanded=False))
+    assert all(check["passed"] for one in (record, beside) for check in one["checks"])
+    assert len(record["checks"]) == len(beside["checks"]) + 1 == 4
+    assert record["rows"] == beside["rows"] and record["peers"] == beside["peers"] == []
+    assert (record["weight_format"], record["expanded_weights"]) == (weights, True)
+    assert (beside["weight_format"], beside["expanded_weights"]) == ("fp8_block", False)
+    assert record["median_us"] > 0 and set(record["parts"]) == {"gate_up", "down"}
+    # 4 bits and block scales, and scales of blocks of 128x128, instead of 8 bits and such scales.
+    bits, blocks = {"nvfp4": 4.5, "mxfp4": 4.25}[weights], 3 * 3 * 2 * 128 * 128 // 128**2
+    assert record["weight_bytes"] == 3 * 3 * 256 * 128 * bits / 8 + 4 * blocks
+    assert beside["weight_bytes"] == 3 * 3 * 256 * 128 + 4 * blocks
+
+
+@pytest.mark.parametrize("product", ["gate_up", "down"])
+def test_a_wrong_bit_of_expanded_weights_is_found(
+    product: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "grouped_gemm" if product == "down" else "grouped_gemm_swiglu"
+    original = getattr(gemm_bench, name)
+
+    def spoil(rows: GroupedRows, w: StoredWeights, *arguments: Any, **more: Any) -> Any:
+        out = original(rows, w, *arguments, **more)
+        if isinstance(w, ExpandedWeights):
+            raw_bits(out if product == "down" else out.rows)[0, 3] ^= 1
+        return out
+
+    monkeypatch.setattr(gemm_bench, name, spoil)
+    arguments = ["gemm", "--small", "--cases", "^mxfp4 32x4 .*expanded", "--steps", "1"]
+    assert bench.main(arguments) == 1
+    out = capsys.readouterr().out
+    assert "check failed" in out
+    assert "FAILED elements that differ from the FP8 GEMM of the same e4m3 weights: 1 > 0" in " ".join(out.split())
 
 
 def test_a_peer_that_there_is_not_is_said_to_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:

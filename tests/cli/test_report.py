@@ -377,12 +377,20 @@ def test_table_of_the_gemm() -> None:
     h200 = load("gemm_h200.json")
     names = ["fp8_block 32x32 both", "nvfp4 32x32 both", "bf16 32x1024 both, half"]
     h200["results"] = [one for one in h200["results"] if one["case"] in names]
+    expanded = h200["results"][0] | {
+        "case": "nvfp4 32x8 both, expanded",
+        "format": "fp8_block",
+        "peers": [],
+        "goals": [],
+    }
+    h200["results"].append(expanded)
     other = copy.deepcopy(h200)
     other["environment"]["gpus"] = [{"name": "NVIDIA H100"}]
     text = pages.gemm_table({runs.GEMM: [("a.json", other), ("b.json", h200)]})
     (head,) = (line for line in text.splitlines() if line.startswith("| rows |"))
     assert head.startswith("| rows | H100 nvfp4 | H100 fp8_block | H100 bf16 | H100 torch bf16 | H100 torch fp8 |")
     assert "| 32x32 both | 236 | 364 |  | 947 | 447 | 236 | 364 |  | 947 | 447 |" in text.splitlines()
+    assert "| 32x8 both, expanded | 236 |  |  |  |  | 236 |  |  |  |  |" in text.splitlines()
     assert "H100: 0 of 1 goals met; missed: bf16 32x1024 both, half (within 1.1 x `bf16 32x1024 both`)." in text
     assert "H200: 1 of 4 goals met; missed: nvfp4 32x32 both (230 us), fp8_block 32x32 both (360 us), " in text
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +28,13 @@ from tests.support.expanded_cases import (
     in_shape,
     of_all_sizes,
     rows_for,
-    shape_name,
 )
 from tests.support.gemm_cases import make_rows
 from tests.support.gemm_plans import tma_grouped_gemm
 
 names = pytest.mark.parametrize("name", ["nvfp4", "mxfp4"])
 gathers = pytest.mark.parametrize("gather", [False, True], ids=["packed", "gathered"])
-regimes = pytest.mark.parametrize("shape", GATHERING_SHAPES, ids=shape_name)
+regimes = pytest.mark.parametrize("shape", GATHERING_SHAPES, ids=attrgetter("name"))
 
 
 def _variants() -> list[tuple[TokenFormat, nvrtc.Defines]]:

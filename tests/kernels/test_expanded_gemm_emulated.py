@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -41,7 +42,6 @@ from tests.support.expanded_cases import (
     in_shape,
     of_all_sizes,
     rows_for,
-    shape_name,
 )
 from tests.support.gemm_cases import UNIT, check_inside, exact_gemm, make_rows, random_weights
 from tests.support.gemm_checks import poisoned
@@ -55,7 +55,7 @@ MOST_SCHEDULES = 30
 """In which a mistake has to show; most do at once."""
 
 names = pytest.mark.parametrize("name", NAMES)
-all_shapes = pytest.mark.parametrize("shape", EXPANDING_SHAPES, ids=shape_name)
+all_shapes = pytest.mark.parametrize("shape", EXPANDING_SHAPES, ids=attrgetter("name"))
 
 
 emulate, emulator = test_tma_gemm_emulated.emulate, test_tma_gemm_emulated.emulator
@@ -304,7 +304,7 @@ def test_activated_tall_tiles(
 
 
 @names
-@pytest.mark.parametrize("shape", [TMA_FEW, TMA_DOZEN], ids=shape_name)
+@pytest.mark.parametrize("shape", [TMA_FEW, TMA_DOZEN], ids=attrgetter("name"))
 def test_both_products_of_a_layer(
     name: str, shape: TmaShape, emulator: Emulator, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:

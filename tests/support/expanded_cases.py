@@ -34,10 +34,6 @@ ACTIVATED = [
 GATHERING_SHAPES = tuple(shape for shape in EXPANDING_SHAPES if not shape.tall)
 
 
-def shape_name(shape: TmaShape) -> str:
-    return "ahead" if shape.expands_ahead else "tall" if shape.tall else shape.regime.name.lower()
-
-
 def ragged(k: int, rng: torch.Generator, gather: bool, device: torch.device) -> GroupedRows:
     """Empty groups, skipped and inactive ones, odd and even numbers of tiles, tails on both sides of 64 rows."""
     sizes, ids = [3, 0, 70, 5, 1, 2, 300, 4, 193, 128], [2, 0, 0, -1, 1, 3, 2, 1, 0, 1]
