@@ -15,8 +15,9 @@ from moe_runtime.kernels.formats.number_formats import FP8_BLOCK, TokenFormat, a
 from moe_runtime.kernels.formats.scale_blocks import expert_starts
 from moe_runtime.kernels.runtime import BLOCK_RESERVED_BYTES, SM_SHARED_BYTES
 
-OWN_ROWS_TOKENS = 1024
-"""Tokens of a rank from which on its own may be stored to their rows: fewer are not worth another kernel."""
+OWN_ROWS_TOKENS = 2048
+"""Tokens of a rank from which on its own may be stored to their rows. On 2 H200s dispatch lost 2 us by it with 1024 and
+gained 21 with 4096 (kernels/exchange/notes.md)."""
 OWN_ROWS_EXPERTS = 1024
 """Experts whose entries a block counts, at most."""
 

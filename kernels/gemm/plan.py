@@ -136,7 +136,7 @@ TMA_DOZEN_GATHERED_K, TMA_DOZEN_K = 3072, 1024
 GEMMs with 768, and lost with 7168 and in second GEMMs with 2048."""
 
 
-EXPANDED_SOME_ROWS, EXPANDED_DOZEN_ROWS = 10, 24
+EXPANDED_SOME_ROWS, EXPANDED_DOZEN_ROWS = 12, 24
 """Average rows of a group up to which a launch that expands FP4 weights uses TMA_SOME and TMA_DOZEN. A tile that more
 rows than it has make necessary expands all weights again. Above, TMA_PREFILL is faster than TMA_DECODE, where fewer
 threads expand (kernels/gemm/notes.md)."""

@@ -269,10 +269,10 @@ def _without_folder(argument: str) -> str:
 
 
 def _git_state() -> dict[str, Any]:
-    """The commit and how many files differ from it; `MOE_RUNTIME_COMMIT` names it for a copy without history."""
-    root = Path(__file__).resolve().parents[2]
+    """The commit and how many files differ from it; `MOE_RUNTIME_COMMIT` names it for a copy without its history."""
+    named, root = os.environ.get("MOE_RUNTIME_COMMIT"), Path(__file__).resolve().parents[2]
     commit = _output("git", "-C", root, "rev-parse", "HEAD") if (root / ".git").exists() else None
-    if commit is None:
-        return {"git_commit": os.environ.get("MOE_RUNTIME_COMMIT"), "git_modified_files": None}
+    if named or commit is None:
+        return {"git_commit": named, "git_modified_files": None}
     status = _output("git", "-C", root, "status", "--porcelain")
     return {"git_commit": commit, "git_modified_files": None if status is None else len(status.splitlines())}

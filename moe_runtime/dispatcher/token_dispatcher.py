@@ -183,6 +183,7 @@ class TokenDispatcher:
 
         With a placement there are `num_slots` instead of its experts.
         """
+        check_kind("context", context, ExpertParallelContext)
         check_kind("config", config, MoELayerConfig)
         if max_tokens is not None:
             check_integer("max_tokens", max_tokens, high=config.max_tokens_per_rank)

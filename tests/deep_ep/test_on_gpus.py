@@ -154,13 +154,14 @@ def replay_normal(rank: int, world: int, seed: int) -> None:
         assert isinstance(rows, torch.Tensor) and got_ids is not None and got_weights is not None and handle is not None
         valid = got_ids >= 0
         # Each row stands for its local experts: their weights times the row.
-        factor = summed(torch.where(valid, got_weights, 0.0))
+        valid_weights = torch.where(valid, got_weights, 0.0)
+        factor = summed(valid_weights)
         out = (torch.where(valid.any(dim=1, keepdim=True), rows, 0.0).float() * factor).to(torch.bfloat16)
         ways.pop("num_worst_tokens", None)
         if beside:
-            # With an event the communication stream waits for nothing else: one after the rows are there.
+            # With an event the communication stream waits for nothing else: one after all that it reads is there.
             ways["previous_event"] = buffer.capture()
-        y, y_weights, event = buffer.combine(out, handle, topk_weights=torch.where(valid, got_weights, 0.0), **ways)
+        y, y_weights, event = buffer.combine(out, handle, topk_weights=valid_weights, **ways)
         if beside:
             event.current_stream_wait()
         assert y_weights is not None

@@ -119,10 +119,10 @@ def test_a_slow_rank_is_named(cause: str, most: int, ranks: Any, seed: int) -> N
     assert all(found == results[0] for found in results)
     found = slowest_rank(results[0])
     assert found is not None and (found.rank, found.cause) == (slow, cause), str(found)
-    # A spin takes 5 ms at least, and each replay has one.
+    # Each replay has a spin.
     for rank, counts in enumerate(results[0]):
         if rank != slow:
-            assert counts.peers[slow].total_ns > 0.005e9 * cases.WAITED_STEPS / 2
+            assert counts.peers[slow].total_ns > 0.2e9 * cases.WAITED_STEPS / 2
 
 
 @gpu

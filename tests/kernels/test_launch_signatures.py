@@ -178,7 +178,7 @@ def all_launches(rng: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     exchange(2, 5, waits=True)
     exchange(2, 2000, waits=True)
     exchange(2, 2000, reusable_handles=True)
-    exchange(2, 1500, mode="contiguous", token_format="fp8_block")
+    exchange(2, 2048, mode="contiguous", token_format="fp8_block")
     padded_exchange()
     normal_mode()
     hosts(monkeypatch)

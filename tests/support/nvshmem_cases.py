@@ -244,8 +244,8 @@ def replay_sizes(rank: int, world: int, seed: int) -> list[str]:
     return wrong
 
 
-SPIN_CYCLES, WAITED_STEPS = 20_000_000, 4
-"""About 10 ms of a GPU's clock."""
+SPIN_CYCLES, WAITED_STEPS = 400_000_000, 4
+"""At least 0.2 s of a GPU's clock: where other tests share the GPU, each kernel may wait some 10 ms for its turn."""
 
 
 def be_waited_for(rank: int, world: int, most: int, slow: int, cause: str, seed: int) -> list[WaitCounts]:
