@@ -42,7 +42,13 @@ TOKENS = (1, 8, 32, 128, 512, 1024, 4096)
 
 ROUTING = "uniform"
 
-PAIRS = tuple((weights, tokens) for weights in WEIGHT_FORMATS for tokens in token_formats_for(weights))
+IN_FP8 = " in fp8"
+"""Behind the format of FP4 weights that are multiplied in FP8 (`fp4_multiplied_in`)."""
+
+PAIRS = (
+    *((weights, tokens) for weights in WEIGHT_FORMATS for tokens in token_formats_for(weights)),
+    *((weights + IN_FP8, "fp8_block") for weights in ("nvfp4", "mxfp4")),
+)
 """`(weight_format, token_format)` that a layer accepts."""
 
 
@@ -66,7 +72,8 @@ class Model:
                 "num_experts": self.experts,
                 "top_k": self.top_k,
                 "max_tokens_per_rank": max_tokens,
-                "weight_format": weights,
+                "weight_format": weights.removesuffix(IN_FP8),
+                "fp4_multiplied_in": "fp8" if weights.endswith(IN_FP8) else "bf16",
                 "token_format": tokens,
                 "expert_bias": self.gpt_oss,
                 "activation": ActivationConfig(order="interleaved", alpha=1.702, limit=7.0, up_offset=1.0)
@@ -180,7 +187,8 @@ def run_model(
                 ours = results.pop(OURS)
                 for baseline in results.values():
                     torch_layers[count] = baseline
-                yield about | _record(ours, torch_layers[count], *least_work(bench), pair, ceilings)
+                multiplied = config.multiplied_format, config.token_format
+                yield about | _record(ours, torch_layers[count], *least_work(bench), multiplied, ceilings)
         del context, layers, layer, bench
 
 
@@ -189,11 +197,14 @@ def _record(
     torch_layer: dict[str, Any],
     moved_bytes: float,
     flops: float,
-    pair: tuple[str, str],
+    multiplied: tuple[str, str],
     ceilings: Ceilings,
 ) -> dict[str, Any]:
-    """A row: times, checks, and the time as a multiple of torch's and of its floor."""
-    floor_us, bound_by = ceilings.floor_us(pair, moved_bytes, flops)
+    """A row: times, checks, and the time as a multiple of torch's and of its floor.
+
+    `multiplied` are the formats of weights and tokens in the tensor cores.
+    """
+    floor_us, bound_by = ceilings.floor_us(multiplied, moved_bytes, flops)
     median_us, torch_us = ours["median_us"], torch_layer["median_us"]
     return {
         "tokens": ours["tokens_per_rank"],

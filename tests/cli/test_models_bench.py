@@ -30,7 +30,8 @@ def test_every_pair_has_a_row_per_number_of_tokens(tmp_path: Path) -> None:
         assert row["torch_us"] == rows["bf16", "bf16", row["tokens"]]["torch_us"]
     # 2 experts of one token, of 9 tokens up to 8; 4.25 bits a weight, and bf16 tokens and results.
     weights = 3 * 288 * 160 * (4 + 8 / 32) / 8
-    assert rows["mxfp4", "bf16", 1]["moved_bytes"] == 2 * weights + 4 * 288
+    for pair in (("mxfp4", "bf16"), ("mxfp4 in fp8", "fp8_block")):
+        assert rows[*pair, 1]["moved_bytes"] == 2 * weights + 4 * 288
     assert rows["mxfp4", "bf16", 9]["work_flop"] == 9 * 2 * 2 * 3 * 288 * 160
 
 
@@ -69,7 +70,10 @@ def test_the_floor_is_the_larger_of_bytes_and_operations() -> None:
 def test_names_of_cases(capsys: pytest.CaptureFixture[str]) -> None:
     found = models_bench.select("DeepSeek-V3 nvfp4")
     assert found == {
-        Model("DeepSeek-V3", 7168, 2048, 256, 8): [("nvfp4", fmt) for fmt in ("nvfp4", "bf16", "fp8_block")]
+        Model("DeepSeek-V3", 7168, 2048, 256, 8): [
+            *(("nvfp4", fmt) for fmt in ("nvfp4", "bf16", "fp8_block")),
+            ("nvfp4 in fp8", "fp8_block"),
+        ]
     }
     assert bench.main(["models", "--cases", "none"]) == 2
     assert "Mixtral-8x7B bf16 x bf16" in capsys.readouterr().err
