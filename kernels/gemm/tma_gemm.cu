@@ -1,6 +1,7 @@
 // Grouped GEMM for Hopper that feeds operands to the tensor cores as they are stored. One warpgroup of producers fills
 // a ring in shared memory by TMA (gathered rows one by one); two warpgroups multiply by wgmma. Where threads load
-// packed weights into registers, or expand them in memory (EXPAND without PACKED), a fourth warpgroup expands.
+// packed weights into registers, or expand them in memory (EXPAND without PACKED), a fourth warpgroup expands. Where
+// packed weights have a ring of their own (PACKED), the producers use two warps, and two more warpgroups expand.
 //
 // A tile is 128 rows times two halves of 128 weight rows: 256 columns of a result, or gate and up of the same 128
 // columns of a gated one. Each math warpgroup multiplies 64 of the rows. Tiles of at most 64 rows alternate between the
