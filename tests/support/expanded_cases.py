@@ -70,9 +70,9 @@ def expanded_weights(
 
 
 def of_all_sizes(k: int, rng: torch.Generator, device: torch.device, *, spare: int = 9) -> GroupedRows:
-    """Groups that end before, at and past each 64 rows of a tile of TMA_TALL; empty, skipped and inactive ones."""
-    sizes = [1, 0, 255, 65, 128, 300, 64, 5, 192, 257, 127, 600, 193, 63, 256, 129, 191, 3]
-    ids = [2, 0, 0, 1, 2, 0, 2, -1, 1, 0, 2, 1, 0, 1, 2, 3, 1, 0]
+    """Groups that end before, at or past each 64 rows of a tile of TMA_TALL; empty, skipped and inactive ones."""
+    sizes = [1, 0, 255, 65, 128, 300, 64, 5, 192, 257, 127, 193, 129, 3]
+    ids = [2, 0, 0, 1, 2, 0, 2, -1, 1, 0, 2, 0, 3, 0]
     a = make_rows("fp8_block", sizes, k, rng, device, num_experts=3, expert_ids=ids, spare=spare)
     return replace(a, num_active_experts=torch.tensor([len(sizes) - 1], dtype=torch.int32, device=device))
 
