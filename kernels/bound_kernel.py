@@ -19,6 +19,10 @@ from moe_runtime.kernels.nvrtc import Defines
 from moe_runtime.kernels.signature import Kind, parameters_of
 
 
+# Looking a member up in the Enum takes longer than writing an argument.
+_POINTER, _INT32, _INT64, _FLOAT, _STRUCT = Kind.POINTER, Kind.INT32, Kind.INT64, Kind.FLOAT, Kind.STRUCT
+
+
 class Address(int):
     """Where something lies that the caller keeps: for a pointer into a tensor, which is quicker than a view of it."""
 
@@ -138,20 +142,23 @@ class BoundKernel:
                 self._check(arguments)
                 continue
             at, kind = place
-            if kind is Kind.POINTER and isinstance(value, torch.Tensor):
-                values[at] = value.data_ptr()
-            elif kind is Kind.POINTER and (value is None or type(value) is Address):
-                values[at] = value or 0
-            elif kind is Kind.STRUCT and isinstance(value, ctypes.Structure):
-                self._pointers[at], self._by_value[at] = ctypes.addressof(value), value
-            elif kind is Kind.STRUCT and hasattr(value, "getPtr"):
-                self._pointers[at], self._by_value[at] = value.getPtr(), value
-            elif kind is Kind.FLOAT and isinstance(value, float):
+            if kind is _POINTER:
+                if isinstance(value, torch.Tensor):
+                    values[at] = value.data_ptr()
+                elif value is None or type(value) is Address:
+                    values[at] = value or 0
+                else:
+                    raise self._wrong(at, value)
+            elif kind is _INT32 and isinstance(value, int) and -(2**31) <= value < 2**31:
+                values[at] = value
+            elif kind is _INT64 and isinstance(value, int):
+                values[at] = value
+            elif kind is _FLOAT and isinstance(value, float):
                 values[at] = ctypes.c_int32.from_buffer(ctypes.c_float(value)).value
-            elif kind is Kind.INT64 and isinstance(value, int):
-                values[at] = value
-            elif kind is Kind.INT32 and isinstance(value, int) and -(2**31) <= value < 2**31:
-                values[at] = value
+            elif kind is _STRUCT and isinstance(value, ctypes.Structure):
+                self._pointers[at], self._by_value[at] = ctypes.addressof(value), value
+            elif kind is _STRUCT and hasattr(value, "getPtr"):
+                self._pointers[at], self._by_value[at] = value.getPtr(), value
             else:
                 raise self._wrong(at, value)
 
@@ -166,7 +173,7 @@ class BoundKernel:
             dtypes = self.parameters[at].dtypes
             if isinstance(value, torch.Tensor) and dtypes is not None and value.dtype not in dtypes:
                 raise self._wrong(at, value)
-            if isinstance(value, Address) and kind is not Kind.POINTER:
+            if isinstance(value, Address) and kind is not _POINTER:
                 raise self._wrong(at, value)
         if missing := [name for name in self._given if name not in arguments]:
             raise ValueError(f"{self.name}.{missing[0]}: expected an argument, got none")
