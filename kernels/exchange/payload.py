@@ -59,7 +59,7 @@ class PayloadLayout:
         return self.words * WORD == self.token_bytes
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class UnpackedRows:
     """Where `unpack_rows` writes.
 
@@ -102,12 +102,13 @@ class UnpackedRows:
             source_tokens = torch.empty(num_rows, dtype=torch.int32, device=device)
         return cls(tokens, scales, ids, weights, source_tokens)
 
-    def first(self, num_rows: int) -> UnpackedRows:
-        """Views of the first rows."""
-        tokens, scales, ids, weights = (
-            None if t is None else t[:num_rows] for t in (self.tokens, self.scales, self.ids, self.weights)
-        )
-        return UnpackedRows(tokens, scales, ids, weights, self.source_tokens[:num_rows])
+    def keep_first(self, num_rows: int) -> None:
+        """Forget all rows but the first, which are contiguous; the memory stays theirs."""
+        # Which takes a third of the time of a view.
+        for tensor in (self.tokens, self.scales, self.ids, self.weights):
+            if tensor is not None:
+                tensor.resize_(num_rows, tensor.shape[1])
+        self.source_tokens.resize_(num_rows)
 
 
 @dataclass(frozen=True)

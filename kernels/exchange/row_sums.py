@@ -16,7 +16,7 @@ from moe_runtime.comm.errors import Phase
 from moe_runtime.kernels.bound_kernel import Argument, BoundKernel
 from moe_runtime.kernels.exchange.interface import ExchangeMemory
 from moe_runtime.kernels.exchange.plan import WARP
-from moe_runtime.kernels.exchange.rows import CopyGeometry, Route
+from moe_runtime.kernels.exchange.rows import NO_STRIDES, CopyGeometry, Route, grid_of
 from moe_runtime.kernels.formats.number_formats import align
 from moe_runtime.kernels.nvrtc import Defines, most_sms
 
@@ -56,31 +56,33 @@ def sum_bytes(hidden: int, top_k: int) -> int:
     return align(2 * hidden + 4 * top_k, 16)
 
 
-@dataclass(frozen=True)
 class RowsOfRank:
     """What a rank brings to a combine.
 
-    Attributes:
+    Args:
         rows: bf16 `[R, H]`, contiguous, at a multiple of 16 bytes.
         weights: fp32 `[R, K]`, any strides, or None.
         ids: int64 `[R, K]`, contiguous: weights beside a negative id count as 0; or None.
+
+    Attributes:
+        num_rows: `R`.
+        top_k: `K`; 0 without weights.
+        arguments: of both kernels.
     """
 
-    rows: torch.Tensor
-    weights: torch.Tensor | None
-    ids: torch.Tensor | None
+    __slots__ = ("arguments", "num_rows", "top_k")
 
-    @cached_property
-    def arguments(self) -> dict[str, Argument]:
-        """Of both kernels."""
-        row, column = (0, 0) if self.weights is None else self.weights.stride()
-        return {
-            "rows": self.rows,
-            "weights": self.weights,
+    def __init__(self, rows: torch.Tensor, weights: torch.Tensor | None, ids: torch.Tensor | None) -> None:
+        self.num_rows = rows.shape[0]
+        self.top_k = 0 if weights is None else weights.shape[1]
+        row, column = NO_STRIDES if weights is None else weights.stride()
+        self.arguments: dict[str, Argument] = {
+            "rows": rows,
+            "weights": weights,
             "weight_row": row,
             "weight_column": column,
-            "ids": self.ids,
-            "num_rows": self.rows.shape[0],
+            "ids": ids,
+            "num_rows": self.num_rows,
         }
 
 
@@ -94,7 +96,11 @@ class SumKernels:
     """
 
     def __init__(self, memory: ExchangeMemory, geometry: SumGeometry, count_tag: int) -> None:
-        self.geometry, self._sms = geometry, most_sms(memory.device)
+        sms = most_sms(memory.device)
+        self._warps, self._sum_warps = geometry.warps, geometry.sum_warps
+        self._most_send = geometry.most_blocks(sms, sends=True)
+        of_sums = sms * (BLOCKS_PER_SM if geometry.num_sms is None else 1)
+        self._most_recv = geometry.most_blocks(of_sums, sends=False)
         shared: dict[str, Argument] = {
             "combine": memory.combine_pointers,
             "token_flags": memory.token_flags_pointers,
@@ -156,7 +162,7 @@ class SumKernels:
                 "handle_epoch": handle_epoch,
                 "timeout_ns": timeout_ns,
             },
-            (self.geometry.blocks(rows.rows.shape[0], self._sms, sends=True), 1, 1),
+            grid_of(rows.num_rows, self._warps, self._most_send),
         )
 
     def receive(
@@ -178,8 +184,7 @@ class SumKernels:
             out_weights: fp32 `[T, K]`, written, or None.
             biases: bf16 `[T, H]`, contiguous, at a multiple of 16 bytes, added first.
         """
-        num_tokens, geometry = y.shape[0], self.geometry
-        sms = self._sms * (BLOCKS_PER_SM if geometry.num_sms is None else 1)
+        num_tokens = y.shape[0]
         self._recv.launch(
             {
                 **rows.arguments,
@@ -193,7 +198,7 @@ class SumKernels:
                 "out_weights": out_weights,
                 "timeout_ns": timeout_ns,
             },
-            (geometry.blocks(num_tokens, sms, sends=False, warps=geometry.sum_warps), 1, 1),
+            grid_of(num_tokens, self._sum_warps, self._most_recv),
         )
 
 

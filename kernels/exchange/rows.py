@@ -41,6 +41,8 @@ FLAGS_TOGETHER = 4
 """Flags that a warp stores at a time where SMs are limited: it has many records then, and each fence costs."""
 STATIC_BYTES = 1024
 """Shared memory of a block that copies rows, beside the rows."""
+NO_STRIDES = 0, 0
+"""Of a matrix that is not there."""
 HOST_TICKET, HOST_MOST, HOST_PREFIX = range(3)
 """Words in the host's memory: a number that is written last, most tokens of a rank, then `prefix` and `experts`."""
 
@@ -91,15 +93,15 @@ class CopyGeometry(ABC):
     def shared_bytes(self) -> int:
         return self.warps * self.stages * align(self.record_bytes, 128)
 
-    def blocks(self, rows: int, sms: int, *, sends: bool, warps: int | None = None) -> int:
-        """Of the kernel that sends or of the other one, for `rows` on a GPU of `sms` SMs.
+    def most_blocks(self, sms: int, *, sends: bool) -> int:
+        """Of the kernel that sends or of the other one, on a GPU of `sms` SMs.
 
-        A block has `warps`, each for one row at a time. Where SMs are limited each kernel has its half of them.
+        Where SMs are limited each kernel has its half of them.
         """
-        if self.num_sms is not None:
-            most = min(sms, self.num_sms)
-            sms = max(1, most // 2 if sends else most - most // 2)
-        return max(1, min(sms, ceil_div(rows, self.warps if warps is None else warps)))
+        if self.num_sms is None:
+            return sms
+        most = min(sms, self.num_sms)
+        return max(1, most // 2 if sends else most - most // 2)
 
     def copy_macros(self) -> dict[str, int | str]:
         """Of row_stages.cuh, and words of signals."""
@@ -116,6 +118,11 @@ class CopyGeometry(ABC):
             "COUNT_BITS": COUNT_BITS,
             "TURN_BIT": TURN_BIT,
         }
+
+
+def grid_of(rows: int, warps: int, most: int) -> tuple[int, int, int]:
+    """`most` blocks at most, of `warps` for one row each at a time."""
+    return max(1, min(most, -(-rows // warps))), 1, 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,43 +164,48 @@ def host_words(world_size: int) -> int:
     return HOST_PREFIX + world_size * world_size + MOST_LOCAL
 
 
-@dataclass(frozen=True)
 class TokensOfRank:
     """What a rank brings to a dispatch.
 
-    Attributes:
+    Args:
         tokens: `[T, ...]`, contiguous, rows of a multiple of 16 bytes.
         scales: fp32 or int32 `[T, V]`, any strides, or None.
         ids: int64 `[T, K]`, any strides, or None.
         weights: fp32 `[T, K]`, any strides; None for zeros.
+
+    Attributes:
+        num_tokens: `T`.
+        arguments: of both kernels.
     """
 
-    tokens: torch.Tensor
-    scales: torch.Tensor | None
-    ids: torch.Tensor | None
-    weights: torch.Tensor | None
+    __slots__ = ("arguments", "num_tokens")
 
-    @cached_property
-    def arguments(self) -> dict[str, Argument]:
-        """Of both kernels."""
-        scales, ids, weights = (
-            (0, 0) if one is None else one.stride() for one in (self.scales, self.ids, self.weights)
-        )
-        return {
-            "tokens": self.tokens,
-            "scales": self.scales,
-            "scale_row": scales[0],
-            "scale_column": scales[1],
-            "ids": self.ids,
-            "id_row": ids[0],
-            "id_column": ids[1],
-            "weights": self.weights,
-            "weight_row": weights[0],
-            "weight_column": weights[1],
+    def __init__(
+        self,
+        tokens: torch.Tensor,
+        scales: torch.Tensor | None,
+        ids: torch.Tensor | None,
+        weights: torch.Tensor | None,
+    ) -> None:
+        self.num_tokens = tokens.shape[0]
+        scale_row, scale_column = NO_STRIDES if scales is None else scales.stride()
+        id_row, id_column = NO_STRIDES if ids is None else ids.stride()
+        weight_row, weight_column = NO_STRIDES if weights is None else weights.stride()
+        self.arguments: dict[str, Argument] = {
+            "tokens": tokens,
+            "scales": scales,
+            "scale_row": scale_row,
+            "scale_column": scale_column,
+            "ids": ids,
+            "id_row": id_row,
+            "id_column": id_column,
+            "weights": weights,
+            "weight_row": weight_row,
+            "weight_column": weight_column,
         }
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Route:
     """Where the tokens of a dispatch go. What a cached dispatch needs, too.
 
@@ -320,7 +332,9 @@ class RowKernels:
     """
 
     def __init__(self, memory: ExchangeMemory, geometry: RowGeometry, count_tag: int) -> None:
-        self.geometry, self._sms = geometry, most_sms(memory.device)
+        sms = most_sms(memory.device)
+        self.geometry, self._warps = geometry, geometry.warps
+        self._most_send, self._most_recv = (geometry.most_blocks(sms, sends=sends) for sends in (True, False))
         landing_half = geometry.landing_half(memory.half_bytes["landing"])
         shared: dict[str, Argument] = {
             "landing": memory.landing_pointers,
@@ -385,7 +399,7 @@ class RowKernels:
                 "handle_epoch": handle_epoch,
                 "timeout_ns": timeout_ns,
             },
-            (self.geometry.blocks(num_tokens, self._sms, sends=True), 1, 1),
+            grid_of(num_tokens, self._warps, self._most_send),
         )
 
     def receive(
@@ -419,7 +433,7 @@ class RowKernels:
             num_local: experts of each rank.
         """
         num_rows = out.source_tokens.shape[0]
-        scale_row, scale_column = (0, 0) if out.scales is None else out.scales.stride()
+        scale_row, scale_column = NO_STRIDES if out.scales is None else out.scales.stride()
         self._recv.launch(
             {
                 **tokens.arguments,
@@ -444,7 +458,7 @@ class RowKernels:
                 "num_experts": num_local,
                 "timeout_ns": timeout_ns,
             },
-            (self.geometry.blocks(num_rows, self._sms, sends=False), 1, 1),
+            grid_of(num_rows, self._warps, self._most_recv),
         )
 
 

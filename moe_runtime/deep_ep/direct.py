@@ -27,7 +27,7 @@ PATIENCE_S = 0.5
 """From then on it also looks whether its kernels have ended, and leaves the processor to others in between."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Counts:
     """What the host knows of a dispatch, equal on all ranks but for the last two.
 
@@ -85,7 +85,7 @@ class DirectExchange:
         self._counts: CountKernel | None = None
         self._rows: dict[tuple[PayloadLayout, int | None, bool], RowKernels] = {}
         self._sums: dict[tuple[int, int, int | None], SumKernels] = {}
-        self._steps = 0
+        self._timeout_ns = context.startup_timeout_ns  # of kernels, which the first step compiles
         widest = PayloadLayout(WORD * hidden, 0, MOST_TOP_K)
         sums = SumGeometry(**self._ranks, hidden=hidden, top_k=MOST_TOP_K)
         self._fits = sums.fits and RowGeometry(**self._ranks, max_tokens=max_tokens, layout=widest).fits
@@ -94,6 +94,8 @@ class DirectExchange:
         """Point at the memory of the context, which has been allocated."""
         with torch.inference_mode(False):
             self._counts = CountKernel(self.context, self.context.heap.peer_pointers("staging"), self._host)
+            # Of the last step, written by what sends and read by what receives: steps follow each other.
+            self._epoch = torch.zeros(1, dtype=torch.int32, device=self.context.device)
 
     def check_can_wait(self) -> None:
         """Raise `ValueError` in the capture of a CUDA graph, where the host cannot wait for counts."""
@@ -116,11 +118,6 @@ class DirectExchange:
                 raise ValueError(f"x: expected fewer columns, got tokens of {layout.token_bytes} bytes")
             found = self._rows[key] = RowKernels(self.context, geometry, self._count_tag)
         return found
-
-    @property
-    def _timeout_ns(self) -> int:
-        """Of kernels, which the first step compiles."""
-        return self.context.timeout_ns if self._steps else self.context.startup_timeout_ns
 
     def count(
         self,
@@ -185,29 +182,18 @@ class DirectExchange:
 
     def send(
         self, kernels: RowKernels, tokens: TokensOfRank, route: Route, *, window: int, after_counts: bool
-    ) -> torch.Tensor:
-        """Send a step of tokens; `after_counts` right after `count`. Returns int32 `[1]`, its epoch."""
-        with torch._C._InferenceMode(False):
-            epoch = torch.empty(1, dtype=torch.int32, device=self.context.device)
+    ) -> None:
+        """Send a step of tokens; `after_counts` right after `count`."""
         self.context.dispatches += 1
-        kernels.send(tokens, route, epoch, window=window, after_counts=after_counts, timeout_ns=self._timeout_ns)
-        return epoch
+        timeout_ns = self._timeout_ns
+        kernels.send(tokens, route, self._epoch, window=window, after_counts=after_counts, timeout_ns=timeout_ns)
 
     def receive(
-        self,
-        kernels: RowKernels,
-        tokens: TokensOfRank,
-        route: Route,
-        epoch: torch.Tensor,
-        out: UnpackedRows,
-        *,
-        num_experts: int,
-        **how: Any,
+        self, kernels: RowKernels, tokens: TokensOfRank, route: Route, out: UnpackedRows, **how: Any
     ) -> None:
-        """Make rows of the tokens of a step; `how` is as of `RowKernels.receive`, `num_experts` of all ranks."""
-        local = num_experts // self.context.world_size
-        kernels.receive(tokens, route, epoch, out, num_local=local, timeout_ns=self._timeout_ns, **how)
-        self._steps += 1
+        """Make rows of the tokens of the step that was sent last; `how` is as of `RowKernels.receive`."""
+        kernels.receive(tokens, route, self._epoch, out, timeout_ns=self._timeout_ns, **how)
+        self._timeout_ns = self.context.timeout_ns
 
     def combine(
         self,
@@ -229,8 +215,8 @@ class DirectExchange:
 
         Returns bf16 `[T, H]`, and fp32 `[T, K]` or None without weights.
         """
-        context, weights = self.context, rows_of_rank.weights
-        top_k, num_tokens = 0 if weights is None else weights.shape[1], route.index.shape[0]
+        context, epoch = self.context, self._epoch
+        top_k, num_tokens = rows_of_rank.top_k, route.index.shape[0]
         key = top_k, len(biases), num_sms
         kernels = self._sums.get(key)
         if kernels is None:
@@ -241,7 +227,6 @@ class DirectExchange:
             summed = None
             if top_k:
                 summed = torch.empty(num_tokens, top_k, dtype=torch.float32, device=context.device)
-            epoch = torch.empty(1, dtype=torch.int32, device=context.device)
         for start in range(0, max(1, most_tokens), self.max_tokens):
             of_step = y, summed, biases
             first = min(start, num_tokens)
@@ -259,7 +244,7 @@ class DirectExchange:
                 timeout_ns=self._timeout_ns,
             )
             kernels.receive(rows_of_rank, route, epoch, *of_step, start=first, timeout_ns=self._timeout_ns)
-            self._steps += 1
+            self._timeout_ns = context.timeout_ns
         return y, summed
 
     def records(self, geometry: RowGeometry) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.context.peers import collective_step
 from moe_runtime.context.threads import by_one_thread
-from moe_runtime.deep_ep.direct import Counts, DirectExchange
+from moe_runtime.deep_ep.direct import DirectExchange
 from moe_runtime.deep_ep.normal_handle import (
     Form,
     NormalHandle,
@@ -30,7 +30,7 @@ MARGIN = 8
 """Rows are received before the host knows how many come: as many as the last dispatch makes likely, and one in MARGIN
 more."""
 MOST_SPARE = 1024
-"""Rows that may be left over beside as many as come. Results are views then, which keep the memory of all."""
+"""Rows that may be left over beside as many as come. Results keep the memory of all then."""
 
 
 class DirectDispatch:
@@ -54,6 +54,17 @@ class DirectDispatch:
         self._guard = collective_step(context)
 
     @by_one_thread
+    def dispatch(
+        self,
+        x: Tokens,
+        token_layout: TokenLayout | None,
+        topk_idx: torch.Tensor | None,
+        topk_weights: torch.Tensor | None,
+        form: Form,
+    ) -> Received:
+        """See `NormalExchange.dispatch`."""
+        return self.start(x, token_layout, topk_idx, topk_weights, form).finish()
+
     def start(
         self,
         x: Tokens,
@@ -62,119 +73,110 @@ class DirectDispatch:
         topk_weights: torch.Tensor | None,
         form: Form,
     ) -> StartedDispatch:
-        """The part of a dispatch that does not wait for counts; arguments are as of `NormalExchange.dispatch`."""
+        """The part of a dispatch that does not wait for counts; arguments are as of `NormalExchange.dispatch`.
+
+        Rows are received if it is known how many there are to be, or how many are likely.
+        """
         layout = payload_layout(self.hidden, x, topk_idx)
         tokens = _tokens_of_rank(x, topk_idx, topk_weights)
-        positions = None
         if not form.num_worst_tokens:
             self.kernels.check_can_wait()
         with self._guard:
             if form.num_worst_tokens:
-                check_one_step(tokens.tokens.shape[0], self.max_tokens)
+                check_one_step(tokens.num_tokens, self.max_tokens)
+            positions, room = None, 0
             if form.to_expand:
                 assert form.max_tokens is not None
-                shape = self.context.world_size * room_for(form.max_tokens, self.max_tokens), self.context.world_size
+                room = room_for(form.max_tokens, self.max_tokens)
+                shape = self.context.world_size * room, self.context.world_size
                 with torch.inference_mode(False):
                     positions = torch.full(shape, -1, dtype=torch.int32, device=self.context.device)
-            per_expert = None
+            in_rank, per_expert = None, None
             if token_layout is None:
                 assert topk_idx is not None
                 routing = topk_idx
             else:
-                routing, per_expert = token_layout[0].contiguous(), token_layout[2].contiguous()
+                in_rank = token_layout[0]
+                routing, per_expert = in_rank.contiguous(), token_layout[2].contiguous()
             counted = routing, per_expert, form.num_experts, form.num_worst_tokens
             route = self.kernels.count(*counted, with_entries=form.to_expand)
             copiers = self.kernels.row_kernels(layout, self.num_sms, form.to_expand)
-            epoch = self.kernels.send(copiers, tokens, route, window=0, after_counts=True)
-        in_rank = None if token_layout is None else token_layout[0]
-        return StartedDispatch(self, copiers, layout, tokens, route, epoch, positions, in_rank, form)
+            self.kernels.send(copiers, tokens, route, window=0, after_counts=True)
+            begun = StartedDispatch(self, copiers, layout, tokens, route, positions, room, in_rank, form)
+            if likely := form.num_worst_tokens or self._likely_rows(begun):
+                begun.rows = _make_room(begun, likely)
+                self._receive(begun, begun.rows, 0)
+        return begun
 
-    @by_one_thread
+    def _likely_rows(self, begun: StartedDispatch) -> int:
+        """How many to receive before the host knows their number; 0 where that does not pay.
+
+        What receives them reads what has landed and nothing more, so it can be done again with more rows.
+        """
+        likely = int(begun.tokens.num_tokens * self._rows_per_token)
+        if not likely or begun.form.to_expand or begun.form.scales_by_column:
+            return 0
+        return likely + likely // MARGIN + 1
+
     def _finish(self, begun: StartedDispatch) -> Received:
         """The rest of it: `StartedDispatch.finish`."""
-        kernels, layout, route, form = self.kernels, begun.layout, begun.route, begun.form
-        num_tokens = route.index.shape[0]
-        counts: Counts | None = None
+        kernels, route, form, rows = self.kernels, begun.route, begun.form, begun.rows
+        num_tokens = begun.tokens.num_tokens
+        of_experts: list[int] | None = None
         most = most_sent = self.max_tokens
         num_rows = form.num_worst_tokens
-        early: EarlyRows | None = None
         if not num_rows:
-            with self._guard:
-                early = self._receive_early(begun)
             counts = kernels.await_counts(route)
             most, most_sent, num_rows = counts.most_tokens, counts.most_sent, counts.num_rows
+            of_experts = counts.of_experts
             self._rows_per_token = num_rows / max(1, num_tokens)
-        with self._guard:
-            room = room_for(most if form.max_tokens is None else form.max_tokens, self.max_tokens)
-            if early is not None and early.serve(num_rows):
-                first_window = self.max_tokens
-                out = early.out.first(num_rows)
-                kept_ids = None if early.kept_ids is None else early.kept_ids[:num_rows]
+            if rows is not None and rows.serve(num_rows):
+                rows.keep_first(num_rows)
+                window = self.max_tokens
             else:
-                first_window = 0
-                how = not form.to_expand, form.scales_by_column
-                out = UnpackedRows.allocate(layout, num_rows, self.context.device, *how)
-                kept_ids = _ids_to_keep(begun, out)
-            landed = self._receive_rows(begun, out, most_sent, room, kept_ids, first_window)
+                rows, window = _make_room(begun, num_rows), 0
+            if window < max(1, most_sent):
+                with self._guard:
+                    for first in range(window, max(1, most_sent), self.max_tokens):
+                        self._receive(begun, rows, first)
+        assert rows is not None
+        out = rows.out
         handle = NormalHandle((route.prefix, None, None, out.source_tokens, begun.is_token_in_rank, None))
         handle.steps = []
+        landed = None
         if begun.positions is not None:
-            assert route.entries is not None
+            assert route.entries is not None and rows.row_index is not None
+            landed = LandedRows(kernels.records(begun.copiers.geometry), rows.row_index, route.offsets)
             ones = torch.ones(route.entries.shape, dtype=torch.float32, device=self.context.device)
-            handle.steps.append(Step(0, num_tokens, room, route.entries, ones, begun.positions))
+            handle.steps.append(Step(0, num_tokens, begun.room, route.entries, ones, begun.positions))
         handle.num_tokens, handle.num_rows, handle.num_ranks = num_tokens, num_rows, self.context.world_size
-        handle.tokens_of_experts = None if counts is None else counts.of_experts
-        handle.room, handle.route, handle.most_tokens, handle.most_sent = room, route, most, most_sent
-        return Received.of(layout, out, handle, landed, kept_ids)
+        handle.tokens_of_experts, handle.route = of_experts, route
+        handle.room = room_for(most if form.max_tokens is None else form.max_tokens, self.max_tokens)
+        handle.most_tokens, handle.most_sent = most, most_sent
+        return Received.of(begun.layout, out, handle, landed, rows.kept_ids)
 
-    def _receive_early(self, begun: StartedDispatch) -> EarlyRows | None:
-        """Receive the step that has begun before the host knows how many rows come; None where that does not pay.
+    def _receive(self, begun: StartedDispatch, rows: RowsToCome, window: int, is_first: bool = True) -> None:
+        """Receive the step of the tokens from number `window` on, after it has been sent unless it is the first.
 
-        It reads what has landed and nothing more, so it can be done again with more rows.
+        `is_first` is as of `RowKernels.receive`.
         """
-        likely = int(begun.route.index.shape[0] * self._rows_per_token)
-        if not likely or begun.form.to_expand or begun.form.scales_by_column:
-            return None
-        out = UnpackedRows.allocate(begun.layout, likely + likely // MARGIN + 1, self.context.device)
-        early = EarlyRows(out, _ids_to_keep(begun, out))
-        self._receive_rows(begun, out, 1, self.max_tokens, early.kept_ids)
-        return early
-
-    def _receive_rows(
-        self,
-        begun: StartedDispatch,
-        out: UnpackedRows,
-        most_sent: int,
-        room: int = 0,
-        kept_ids: torch.Tensor | None = None,
-        first_window: int = 0,
-    ) -> LandedRows | None:
-        """Receive the step that has begun, and send and receive more, up to `most_sent` tokens of a pair of ranks.
-
-        `room` is of positions, and 0 for a cached dispatch; windows before `first_window` have been received. Returns
-        where rows are that stay there.
-        """
-        kernels, tokens, route, epoch = self.kernels, begun.tokens, begun.route, begun.epoch
+        kernels, tokens, route = self.kernels, begun.tokens, begun.route
         copiers = begun.copiers
-        row_index = torch.empty_like(out.source_tokens) if begun.form.to_expand else None
-        for window in range(first_window, max(1, most_sent), self.max_tokens):
-            if window:
-                epoch = kernels.send(copiers, tokens, route, window=window, after_counts=False)
-            kernels.receive(
-                copiers,
-                tokens,
-                route,
-                epoch,
-                out,
-                window=window,
-                is_first=room > 0,
-                also_ids=kept_ids,
-                positions=begun.positions,
-                row_index=row_index,
-                room=room,
-                num_experts=begun.form.num_experts,
-            )
-        return None if row_index is None else LandedRows(kernels.records(copiers.geometry), row_index, route.offsets)
+        if window:
+            kernels.send(copiers, tokens, route, window=window, after_counts=False)
+        kernels.receive(
+            copiers,
+            tokens,
+            route,
+            rows.out,
+            window=window,
+            is_first=is_first,
+            also_ids=rows.kept_ids,
+            positions=begun.positions,
+            row_index=rows.row_index,
+            room=begun.room,
+            num_local=begun.form.num_experts // self.context.world_size,
+        )
 
     @by_one_thread
     def dispatch_again(
@@ -192,12 +194,15 @@ class DirectDispatch:
         tokens = _tokens_of_rank(x, topk_idx, topk_weights)
         with self._guard:
             copiers = self.kernels.row_kernels(layout, self.num_sms, form.to_expand)
-            epoch = self.kernels.send(copiers, tokens, route, window=0, after_counts=False)
-            begun = StartedDispatch(self, copiers, layout, tokens, route, epoch, None, None, form)
-            given = not form.to_expand, form.scales_by_column, source_tokens
-            out = UnpackedRows.allocate(layout, handle.num_rows, self.context.device, *given)
-            landed = self._receive_rows(begun, out, handle.most_sent)
-        return Received.of(layout, out, handle, landed)
+            self.kernels.send(copiers, tokens, route, window=0, after_counts=False)
+            begun = StartedDispatch(self, copiers, layout, tokens, route, None, 0, None, form)
+            rows = _make_room(begun, handle.num_rows, source_tokens)
+            for window in range(0, max(1, handle.most_sent), self.max_tokens):
+                self._receive(begun, rows, window, is_first=False)
+        landed = None
+        if rows.row_index is not None:
+            landed = LandedRows(self.kernels.records(copiers.geometry), rows.row_index, route.offsets)
+        return Received.of(layout, rows.out, handle, landed)
 
     @by_one_thread
     def combine(
@@ -217,17 +222,19 @@ class DirectDispatch:
             return self.kernels.combine(rows, route, source_tokens, biases, handle.most_tokens, self.num_sms)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class StartedDispatch:
     """A direct dispatch whose tokens are on their way. It keeps what kernels read.
 
     Attributes:
         exchange: of it.
         copiers: the kernels that copy its rows.
-        layout, tokens, route, epoch: of what travels.
-        positions: of its only step, if they are there already.
+        layout, tokens, route: of what travels.
+        positions: of its only step, where rows are to be expanded.
+        room: of `positions`.
         is_token_in_rank: as the caller gave it.
         form: of it.
+        rows: that are received already, of the first step.
     """
 
     exchange: DirectDispatch
@@ -235,36 +242,50 @@ class StartedDispatch:
     layout: PayloadLayout
     tokens: TokensOfRank
     route: Route
-    epoch: torch.Tensor
     positions: torch.Tensor | None
+    room: int
     is_token_in_rank: torch.Tensor | None
     form: Form
+    rows: RowsToCome | None = None
 
     def finish(self) -> Received:
         """Wait for the counts, if the host is to know them, and receive rows."""
         return self.exchange._finish(self)
 
 
-@dataclass(frozen=True)
-class EarlyRows:
-    """Rows that are received before it is known how many come.
+@dataclass(slots=True)
+class RowsToCome:
+    """Memory of rows, into which kernels may write already.
 
     Attributes:
-        out: of as many as are likely.
+        out: the rows.
         kept_ids: as of `Received`.
+        row_index: as of `LandedRows`, where rows stay where they land.
     """
 
     out: UnpackedRows
     kept_ids: torch.Tensor | None
+    row_index: torch.Tensor | None
 
     def serve(self, num_rows: int) -> bool:
         """Whether they are all that come, and not many more."""
         there = self.out.source_tokens.shape[0]
         return num_rows <= there <= 2 * num_rows + MOST_SPARE
 
+    def keep_first(self, num_rows: int) -> None:
+        """Forget all but the first."""
+        self.out.keep_first(num_rows)
+        if self.kept_ids is not None:
+            self.kept_ids.resize_(num_rows, self.kept_ids.shape[1])
 
-def _ids_to_keep(begun: StartedDispatch, out: UnpackedRows) -> torch.Tensor | None:
-    return torch.empty_like(out.ids) if begun.form.keeps_ids and out.ids is not None else None
+
+def _make_room(begun: StartedDispatch, num_rows: int, source_tokens: torch.Tensor | None = None) -> RowsToCome:
+    """Memory for the rows of a dispatch; `source_tokens` as of `UnpackedRows.allocate`."""
+    form, device = begun.form, begun.exchange.context.device
+    how = not form.to_expand, form.scales_by_column, source_tokens
+    out = UnpackedRows.allocate(begun.layout, num_rows, device, *how)
+    kept_ids = None if out.ids is None or not form.keeps_ids or source_tokens is not None else torch.empty_like(out.ids)
+    return RowsToCome(out, kept_ids, torch.empty_like(out.source_tokens) if form.to_expand else None)
 
 
 def _tokens_of_rank(x: Tokens, topk_idx: torch.Tensor | None, topk_weights: torch.Tensor | None) -> TokensOfRank:

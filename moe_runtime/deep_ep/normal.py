@@ -141,7 +141,7 @@ class NormalExchange:
         """
         if self._direct is not None and self._direct.kernels.takes(form.num_experts):
             self._direct.num_sms = self.num_sms
-            return self._direct.start(x, token_layout, topk_idx, topk_weights, form).finish()
+            return self._direct.dispatch(x, token_layout, topk_idx, topk_weights, form)
         return self._dispatch_in_steps(x, token_layout, topk_idx, topk_weights, form)
 
     def _dispatch_in_steps(

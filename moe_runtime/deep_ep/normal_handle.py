@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -103,7 +104,7 @@ class NormalHandle(tuple[torch.Tensor | None, ...]):
         return *self, *(() if self.route is None else (self.route.index, self.route.entries)), *of_steps
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Received:
     """What a dispatch gives back.
 
@@ -156,8 +157,12 @@ def payload_layout(hidden: int, x: Tokens, topk_idx: torch.Tensor | None) -> Pay
     if top_k > MOST_TOP_K:
         raise ValueError(f"topk_idx: expected at most {MOST_TOP_K} experts of a token, got {top_k}")
     if isinstance(x, tuple):
-        return PayloadLayout(hidden, x[1].shape[1], top_k)
-    return PayloadLayout(WORD * hidden, 0, top_k)
+        return _layout(hidden, x[1].shape[1], top_k)
+    return _layout(WORD * hidden, 0, top_k)
+
+
+_layout = cache(PayloadLayout)
+"""Equal layouts are one object, which is found in a dict without a comparison."""
 
 
 def room_for(tokens: int, most: int) -> int:
