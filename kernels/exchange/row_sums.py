@@ -97,7 +97,7 @@ class SumKernels:
 
     def __init__(self, memory: ExchangeMemory, geometry: SumGeometry, count_tag: int) -> None:
         sms = most_sms(memory.device)
-        self._warps, self._sum_warps = geometry.warps, geometry.sum_warps
+        self._warps, self._sum_warps, self._world = geometry.warps, geometry.sum_warps, geometry.world_size
         self._most_send = geometry.most_blocks(sms, sends=True)
         of_sums = sms * (BLOCKS_PER_SM if geometry.num_sms is None else 1)
         self._most_recv = geometry.most_blocks(of_sums, sends=False)
@@ -188,7 +188,7 @@ class SumKernels:
         self._recv.launch(
             {
                 **rows.arguments,
-                "index": route.index[start:] if start else route.index,
+                "index": route.address(start * self._world) if start else route.words,
                 "prefix": route.prefix,
                 "num_tokens": num_tokens,
                 "bias": biases[0] if biases else None,

@@ -22,7 +22,7 @@ import torch
 from moe_runtime.comm.errors import ErrorCode, Phase
 from moe_runtime.comm.heaps.heap import align_region
 from moe_runtime.comm.signals import ABORT_WORDS, COUNT_BITS, TURN_BIT, SignalLayout
-from moe_runtime.kernels.bound_kernel import Argument, BoundKernel
+from moe_runtime.kernels.bound_kernel import Address, Argument, BoundKernel
 from moe_runtime.kernels.exchange.interface import ExchangeMemory
 from moe_runtime.kernels.exchange.payload import PayloadLayout, UnpackedRows
 from moe_runtime.kernels.exchange.plan import WARP
@@ -210,30 +210,55 @@ class Route:
     """Where the tokens of a dispatch go. What a cached dispatch needs, too.
 
     Attributes:
-        index: int32 `[T, W]`, number of a token among those of this rank for a rank, -1 where it does not go there.
-        entries: int32 `[T, W]`, that rank, or -1; None where nobody asks.
+        words: int32, `index` `[T, W]`, number of a token among those of this rank for a rank, -1 where it does not go
+            there; then `experts` and `offsets`, and `entries` if there are any. Views of them are made when they are
+            read, which kernels do not need.
         prefix: int32 `[W, W]`: entry `[i, j]` counts the tokens of ranks 0 to `i` for rank `j`.
-        experts: int32 `[E]`, tokens of all ranks for each expert of this rank.
-        offsets: int32 `[2]`, 0 and the rows that come here.
+        num_tokens, num_local: `T` and `E`.
+        with_entries: whether there are `entries`.
     """
 
-    index: torch.Tensor
-    entries: torch.Tensor | None
+    words: torch.Tensor
     prefix: torch.Tensor
-    experts: torch.Tensor
-    offsets: torch.Tensor
+    num_tokens: int
+    num_local: int
+    with_entries: bool
 
     @classmethod
     def allocate(
         cls, num_tokens: int, world_size: int, num_local: int, device: torch.device, *, with_entries: bool
     ) -> Route:
         """Uninitialised memory; without `entries` unless asked for."""
-        index = torch.empty(num_tokens, world_size, dtype=torch.int32, device=device)
-        square = world_size * world_size
-        sums = torch.empty(square + num_local + 2, dtype=torch.int32, device=device)
-        prefix, experts, offsets = sums.split_with_sizes((square, num_local, 2))
-        entries = torch.empty_like(index) if with_entries else None
-        return cls(index, entries, prefix.view(world_size, world_size), experts, offsets)
+        num_pairs = num_tokens * world_size
+        num_words = num_pairs + num_local + 2 + (num_pairs if with_entries else 0)
+        words = torch.empty(num_words, dtype=torch.int32, device=device)
+        prefix = torch.empty(world_size, world_size, dtype=torch.int32, device=device)
+        return cls(words, prefix, num_tokens, num_local, with_entries)
+
+    def address(self, word: int) -> Address:
+        """Of a word."""
+        return Address(self.words.data_ptr() + 4 * word)
+
+    @property
+    def _end_of_index(self) -> int:
+        return self.num_tokens * self.prefix.shape[0]
+
+    @property
+    def experts(self) -> torch.Tensor:
+        """int32 `[E]`, tokens of all ranks for each expert of this rank."""
+        return self.words[self._end_of_index :][: self.num_local]
+
+    @property
+    def offsets(self) -> torch.Tensor:
+        """int32 `[2]`, 0 and the rows that come here."""
+        return self.words[self._end_of_index + self.num_local :][:2]
+
+    @property
+    def entries(self) -> torch.Tensor | None:
+        """int32 `[T, W]`, the rank of each entry of `index`, or -1; None where nobody asked."""
+        if not self.with_entries:
+            return None
+        return self.words[self._end_of_index + self.num_local + 2 :].view(self.num_tokens, self.prefix.shape[0])
 
 
 class CountKernel:
@@ -290,16 +315,18 @@ class CountKernel:
             given = {"topk_idx": routing, "id_row": row, "id_column": column, "top_k": routing.shape[1]}
         else:
             given = {"in_rank": routing, "per_expert": per_expert}
+        experts = route.num_tokens * self._memory.world_size
+        offsets = experts + route.num_local
         self._kernels[from_ids].launch(
             {
                 **given,
-                "num_tokens": routing.shape[0],
-                "num_local": route.experts.shape[0],
-                "index": route.index,
-                "entries": route.entries,
+                "num_tokens": route.num_tokens,
+                "num_local": route.num_local,
+                "index": route.words,
+                "entries": route.address(offsets + 2) if route.with_entries else None,
                 "prefix": route.prefix,
-                "experts": route.experts,
-                "offsets": route.offsets,
+                "experts": route.address(experts),
+                "offsets": route.address(offsets),
                 "host": self._host if ticket else None,
                 "capacity": capacity,
                 "ticket": ticket,
@@ -388,11 +415,11 @@ class RowKernels:
             window: number of the first token for each rank.
             after_counts: whether `CountKernel` was launched just before.
         """
-        num_tokens = route.index.shape[0]
+        num_tokens = route.num_tokens
         self._send.launch(
             {
                 **tokens.arguments,
-                "index": route.index,
+                "index": route.words,
                 "num_tokens": num_tokens,
                 "window": window,
                 "after_counts": int(after_counts),
@@ -437,9 +464,9 @@ class RowKernels:
         self._recv.launch(
             {
                 **tokens.arguments,
-                "index": route.index,
+                "index": route.words,
                 "prefix": route.prefix,
-                "num_tokens": route.index.shape[0],
+                "num_tokens": route.num_tokens,
                 "window": window,
                 "handle_epoch": handle_epoch,
                 "out_tokens": out.tokens,

@@ -51,7 +51,13 @@ def check_matrix(
     columns: int | None = None,
 ) -> torch.Tensor:
     """`tensor`, if it is a matrix of these dtypes and sizes on `device`."""
-    tensor = _check_place(name, tensor, device)
+    if not (
+        isinstance(tensor, torch.Tensor)
+        and tensor.device == device
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+    ):
+        raise _misplaced(name, tensor, device)
     if tensor.dtype not in dtypes:
         raise ValueError(f"{name}: expected {' or '.join(map(str, dtypes))}, got {tensor.dtype}")
     shape = tensor.shape
@@ -65,8 +71,15 @@ def check_vector(
     name: str, tensor: torch.Tensor | None, device: torch.device, dtype: torch.dtype, size: int | None = None
 ) -> torch.Tensor:
     """`tensor`, if it is a vector of this dtype and size on `device`."""
-    tensor = _check_place(name, tensor, device)
-    if tensor.dtype != dtype or tensor.ndim != 1 or size not in (None, tensor.shape[0]):
+    if not (
+        isinstance(tensor, torch.Tensor)
+        and tensor.device == device
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+    ):
+        raise _misplaced(name, tensor, device)
+    shape = tensor.shape
+    if tensor.dtype != dtype or len(shape) != 1 or size not in (None, shape[0]):
         expected = "any" if size is None else size
         raise ValueError(f"{name}: expected {dtype} [{expected}], got {tensor.dtype} {list(tensor.shape)}")
     return tensor
@@ -179,8 +192,7 @@ def payload_of(
     return low_latency.NV, x_global_scale.float().reshape(1)
 
 
-def _check_place(name: str, tensor: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+def _misplaced(name: str, tensor: object, device: torch.device) -> ValueError:
+    """Of what is not a strided tensor on `device`."""
     found = check_is_tensor(name, tensor)
-    if found.device != device:
-        raise ValueError(f"{name}: expected device {device}, got {found.device}")
-    return found
+    return ValueError(f"{name}: expected device {device}, got {found.device}")

@@ -172,7 +172,7 @@ class DirectExchange:
             time.sleep(0.001)
         # By now a failure is known.
         context.check()
-        world, num_local = context.world_size, route.experts.shape[0]
+        world, num_local = context.world_size, route.num_local
         end = rows.HOST_PREFIX + world * world
         found = words[: end + num_local].tolist()
         prefix = found[rows.HOST_PREFIX : end]
@@ -216,7 +216,7 @@ class DirectExchange:
         Returns bf16 `[T, H]`, and fp32 `[T, K]` or None without weights.
         """
         context, epoch = self.context, self._epoch
-        top_k, num_tokens = rows_of_rank.top_k, route.index.shape[0]
+        top_k, num_tokens = rows_of_rank.top_k, route.num_tokens
         key = top_k, len(biases), num_sms
         kernels = self._sums.get(key)
         if kernels is None:

@@ -145,10 +145,11 @@ class DirectDispatch:
         handle.steps = []
         landed = None
         if begun.positions is not None:
-            assert route.entries is not None and rows.row_index is not None
+            entries = route.entries
+            assert entries is not None and rows.row_index is not None
             landed = LandedRows(kernels.records(begun.copiers.geometry), rows.row_index, route.offsets)
-            ones = torch.ones(route.entries.shape, dtype=torch.float32, device=self.context.device)
-            handle.steps.append(Step(0, num_tokens, begun.room, route.entries, ones, begun.positions))
+            ones = torch.ones(entries.shape, dtype=torch.float32, device=self.context.device)
+            handle.steps.append(Step(0, num_tokens, begun.room, entries, ones, begun.positions))
         handle.num_tokens, handle.num_rows, handle.num_ranks = num_tokens, num_rows, self.context.world_size
         handle.tokens_of_experts, handle.route = of_experts, route
         handle.room = room_for(most if form.max_tokens is None else form.max_tokens, self.max_tokens)
@@ -284,7 +285,7 @@ def _make_room(begun: StartedDispatch, num_rows: int, source_tokens: torch.Tenso
     form, device = begun.form, begun.exchange.context.device
     how = not form.to_expand, form.scales_by_column, source_tokens
     out = UnpackedRows.allocate(begun.layout, num_rows, device, *how)
-    kept_ids = None if out.ids is None or not form.keeps_ids or source_tokens is not None else torch.empty_like(out.ids)
+    kept_ids = torch.empty_like(out.ids) if form.keeps_ids and out.ids is not None else None
     return RowsToCome(out, kept_ids, torch.empty_like(out.source_tokens) if form.to_expand else None)
 
 

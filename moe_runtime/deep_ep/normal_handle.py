@@ -101,7 +101,7 @@ class NormalHandle(tuple[torch.Tensor | None, ...]):
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
         """What kernels of later calls read."""
         of_steps = [tensor for step in self.steps for tensor in (step.entries, step.weights, step.positions)]
-        return *self, *(() if self.route is None else (self.route.index, self.route.entries)), *of_steps
+        return *self, *(() if self.route is None else (self.route.words,)), *of_steps
 
 
 @dataclass(slots=True)

@@ -78,7 +78,7 @@ def count_work(rank: int, world: int) -> dict[str, tuple[list[str], list[str], i
         launched.append(kernel.name)
 
     def await_counts(self: object, route: rows.Route) -> direct.Counts:
-        return direct.Counts(TOKENS, TOKENS, TOKENS, [1] * route.experts.shape[0])
+        return direct.Counts(TOKENS, TOKENS, TOKENS, [1] * route.num_local)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(BoundKernel, "launch", launch)

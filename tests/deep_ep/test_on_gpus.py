@@ -301,7 +301,7 @@ def on_cpu(got: Received) -> Received:
     vars(handle).update(vars(got.handle))
     route = got.handle.route
     assert route is not None and not handle.steps
-    handle.route = replace(route, experts=route.experts.cpu())
+    handle.route = replace(route, words=route.words.cpu())
     parts = {name: getattr(got, name) for name in ("x", "scales", "topk_idx", "topk_weights")}
     return replace(got, handle=handle, **{n: None if part is None else part.cpu() for n, part in parts.items()})
 
