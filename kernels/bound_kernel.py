@@ -18,7 +18,6 @@ from moe_runtime.kernels import nvrtc
 from moe_runtime.kernels.nvrtc import Defines
 from moe_runtime.kernels.signature import Kind, parameters_of
 
-
 # Looking a member up in the Enum takes longer than writing an argument.
 _POINTER, _INT32, _INT64, _FLOAT, _STRUCT = Kind.POINTER, Kind.INT32, Kind.INT64, Kind.FLOAT, Kind.STRUCT
 

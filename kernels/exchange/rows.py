@@ -261,6 +261,33 @@ class Route:
         return self.words[self._end_of_index + self.num_local + 2 :].view(self.num_tokens, self.prefix.shape[0])
 
 
+@dataclass(slots=True)
+class RowsToCome:
+    """Memory of the rows of a dispatch, into which kernels write.
+
+    Attributes:
+        out: the rows; without tokens they stay where they landed (`RowGeometry.own_too`). Rows that nothing comes for
+            get ids of -1 and weights of 0.
+        also_ids: int64 `[R, K]`, gets the same as `out.ids`; or None.
+        row_index: int32 `[R]`, receives the landing record of each row; None unless rows stay there.
+        positions: int32 `[W * room, W]`, receives in the column of this rank the row of each token that comes, by
+            source rank and token; or None.
+        room: of `positions`.
+    """
+
+    out: UnpackedRows
+    also_ids: torch.Tensor | None = None
+    row_index: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
+    room: int = 0
+
+    def keep_first(self, num_rows: int) -> None:
+        """Forget all but the first, where rows are contiguous."""
+        self.out.keep_first(num_rows)
+        if self.also_ids is not None:
+            self.also_ids.resize_(num_rows, self.also_ids.shape[1])
+
+
 class CountKernel:
     """`row_counts.cu` over a rank's memory.
 
@@ -434,14 +461,10 @@ class RowKernels:
         tokens: TokensOfRank,
         route: Route,
         handle_epoch: torch.Tensor,
-        out: UnpackedRows,
+        to_come: RowsToCome,
         *,
         window: int,
         is_first: bool,
-        also_ids: torch.Tensor | None,
-        positions: torch.Tensor | None,
-        row_index: torch.Tensor | None,
-        room: int,
         num_local: int,
         timeout_ns: int,
     ) -> None:
@@ -449,16 +472,11 @@ class RowKernels:
 
         Args:
             tokens: as of `send`.
-            out: written; without tokens rows stay where they landed (`RowGeometry.own_too`). Rows that nothing comes
-                for get ids of -1 and weights of 0.
-            is_first: whether `out.source_tokens` is written, as it is unless the dispatch is a cached one.
-            also_ids: int64 `[R, K]`, gets the same as `out.ids`; or None.
-            positions: int32 `[W * room, W]`, receives in the column of this rank the row of each token that comes, by
-                source rank and token; or None.
-            row_index: int32 `[R]`, receives the landing record of each row; None unless rows stay there.
-            room: of `positions`.
+            to_come: written.
+            is_first: whether `source_tokens` are written, as they are unless the dispatch is a cached one.
             num_local: experts of each rank.
         """
+        out = to_come.out
         num_rows = out.source_tokens.shape[0]
         scale_row, scale_column = NO_STRIDES if out.scales is None else out.scales.stride()
         self._recv.launch(
@@ -474,12 +492,12 @@ class RowKernels:
                 "out_scale_row": scale_row,
                 "out_scale_column": scale_column,
                 "out_ids": out.ids,
-                "also_ids": also_ids,
+                "also_ids": to_come.also_ids,
                 "out_weights": out.weights,
                 "source_tokens": out.source_tokens if is_first else None,
-                "positions": positions,
-                "row_index": row_index,
-                "room": room,
+                "positions": to_come.positions,
+                "row_index": to_come.row_index,
+                "room": to_come.room,
                 "num_rows": num_rows,
                 "first_expert": num_local * self.geometry.rank,
                 "num_experts": num_local,

@@ -22,6 +22,8 @@ Bias = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
 
 def check_bit(name: str, value: object) -> bool:
     """`value` as a bool, if it is a `Bit`."""
+    if value is True or value is False:
+        return value
     if not isinstance(value, int) or value not in (0, 1):
         raise ValueError(f"{name}: expected True or False, got {describe(value)}")
     return bool(value)

@@ -227,8 +227,11 @@ class Buffer(GroupBuffer):
         experts = [] if got.handle.tokens_of_experts is None else got.handle.tokens_of_experts
         if expert_alignment > 1:
             experts = [align(count, expert_alignment) for count in experts]
-        used = (quants, scales, topk_idx, topk_weights, got.x, got.scales, got.topk_idx, got.topk_weights)
-        event = self._comm.finish(beside, async_finish, (*used, *counts, *got.handle.tensors))
+        used: tuple[torch.Tensor | None, ...] = ()
+        if beside:
+            came = got.x, got.scales, got.topk_idx, got.topk_weights, *got.handle.tensors
+            used = quants, scales, topk_idx, topk_weights, *counts, *came
+        event = self._comm.finish(beside, async_finish, used)
         return got.tokens, got.topk_idx, got.topk_weights, experts, got.handle, event
 
     def combine(

@@ -16,10 +16,10 @@ from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.context.threads import is_capturing
 from moe_runtime.deep_ep.sizes import MOST_TOP_K, combine_bytes
 from moe_runtime.kernels.exchange import rows
-from moe_runtime.kernels.exchange.payload import WORD, PayloadLayout, UnpackedRows
+from moe_runtime.kernels.exchange.payload import WORD, PayloadLayout
 from moe_runtime.kernels.exchange.plan import WARP, exchange_engine, sm_shared_bytes
 from moe_runtime.kernels.exchange.row_sums import RowsOfRank, SumGeometry, SumKernels
-from moe_runtime.kernels.exchange.rows import CountKernel, Route, RowGeometry, RowKernels, TokensOfRank
+from moe_runtime.kernels.exchange.rows import CountKernel, Route, RowGeometry, RowKernels, RowsToCome, TokensOfRank
 
 LOOKS = 256
 """How often the host looks for counts before it looks for failures."""
@@ -180,19 +180,34 @@ class DirectExchange:
         num_rows = prefix[world * (world - 1) + context.rank]
         return Counts(found[rows.HOST_MOST], max(sent), num_rows, found[end:])
 
-    def send(
-        self, kernels: RowKernels, tokens: TokensOfRank, route: Route, *, window: int, after_counts: bool
-    ) -> None:
+    def send(self, kernels: RowKernels, tokens: TokensOfRank, route: Route, *, window: int, after_counts: bool) -> None:
         """Send a step of tokens; `after_counts` right after `count`."""
         self.context.dispatches += 1
         timeout_ns = self._timeout_ns
         kernels.send(tokens, route, self._epoch, window=window, after_counts=after_counts, timeout_ns=timeout_ns)
 
     def receive(
-        self, kernels: RowKernels, tokens: TokensOfRank, route: Route, out: UnpackedRows, **how: Any
+        self,
+        kernels: RowKernels,
+        tokens: TokensOfRank,
+        route: Route,
+        to_come: RowsToCome,
+        *,
+        window: int,
+        is_first: bool,
+        num_local: int,
     ) -> None:
-        """Make rows of the tokens of the step that was sent last; `how` is as of `RowKernels.receive`."""
-        kernels.receive(tokens, route, self._epoch, out, timeout_ns=self._timeout_ns, **how)
+        """Make rows of the tokens of the step that was sent last; arguments are as of `RowKernels.receive`."""
+        kernels.receive(
+            tokens,
+            route,
+            self._epoch,
+            to_come,
+            window=window,
+            is_first=is_first,
+            num_local=num_local,
+            timeout_ns=self._timeout_ns,
+        )
         self._timeout_ns = self.context.timeout_ns
 
     def combine(

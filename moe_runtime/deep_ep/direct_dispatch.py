@@ -24,7 +24,7 @@ from moe_runtime.deep_ep.normal_handle import (
 from moe_runtime.kernels.exchange.landing import LandedRows
 from moe_runtime.kernels.exchange.payload import PayloadLayout, UnpackedRows
 from moe_runtime.kernels.exchange.row_sums import RowsOfRank
-from moe_runtime.kernels.exchange.rows import Route, RowKernels, TokensOfRank
+from moe_runtime.kernels.exchange.rows import Route, RowKernels, RowsToCome, TokensOfRank
 
 MARGIN = 8
 """Rows are received before the host knows how many come: as many as the last dispatch makes likely, and one in MARGIN
@@ -130,7 +130,7 @@ class DirectDispatch:
             most, most_sent, num_rows = counts.most_tokens, counts.most_sent, counts.num_rows
             of_experts = counts.of_experts
             self._rows_per_token = num_rows / max(1, num_tokens)
-            if rows is not None and rows.serve(num_rows):
+            if rows is not None and _serve(rows, num_rows):
                 rows.keep_first(num_rows)
                 window = self.max_tokens
             else:
@@ -154,7 +154,7 @@ class DirectDispatch:
         handle.tokens_of_experts, handle.route = of_experts, route
         handle.room = room_for(most if form.max_tokens is None else form.max_tokens, self.max_tokens)
         handle.most_tokens, handle.most_sent = most, most_sent
-        return Received.of(begun.layout, out, handle, landed, rows.kept_ids)
+        return Received.of(begun.layout, out, handle, landed, rows.also_ids)
 
     def _receive(self, begun: StartedDispatch, rows: RowsToCome, window: int, is_first: bool = True) -> None:
         """Receive the step of the tokens from number `window` on, after it has been sent unless it is the first.
@@ -169,13 +169,9 @@ class DirectDispatch:
             copiers,
             tokens,
             route,
-            rows.out,
+            rows,
             window=window,
             is_first=is_first,
-            also_ids=rows.kept_ids,
-            positions=begun.positions,
-            row_index=rows.row_index,
-            room=begun.room,
             num_local=begun.form.num_experts // self.context.world_size,
         )
 
@@ -254,39 +250,19 @@ class StartedDispatch:
         return self.exchange._finish(self)
 
 
-@dataclass(slots=True)
-class RowsToCome:
-    """Memory of rows, into which kernels may write already.
-
-    Attributes:
-        out: the rows.
-        kept_ids: as of `Received`.
-        row_index: as of `LandedRows`, where rows stay where they land.
-    """
-
-    out: UnpackedRows
-    kept_ids: torch.Tensor | None
-    row_index: torch.Tensor | None
-
-    def serve(self, num_rows: int) -> bool:
-        """Whether they are all that come, and not many more."""
-        there = self.out.source_tokens.shape[0]
-        return num_rows <= there <= 2 * num_rows + MOST_SPARE
-
-    def keep_first(self, num_rows: int) -> None:
-        """Forget all but the first."""
-        self.out.keep_first(num_rows)
-        if self.kept_ids is not None:
-            self.kept_ids.resize_(num_rows, self.kept_ids.shape[1])
-
-
 def _make_room(begun: StartedDispatch, num_rows: int, source_tokens: torch.Tensor | None = None) -> RowsToCome:
     """Memory for the rows of a dispatch; `source_tokens` as of `UnpackedRows.allocate`."""
-    form, device = begun.form, begun.exchange.context.device
-    how = not form.to_expand, form.scales_by_column, source_tokens
-    out = UnpackedRows.allocate(begun.layout, num_rows, device, *how)
-    kept_ids = torch.empty_like(out.ids) if form.keeps_ids and out.ids is not None else None
-    return RowsToCome(out, kept_ids, torch.empty_like(out.source_tokens) if form.to_expand else None)
+    layout, form, device = begun.layout, begun.form, begun.exchange.context.device
+    out = UnpackedRows.allocate(layout, num_rows, device, not form.to_expand, form.scales_by_column, source_tokens)
+    also_ids = torch.empty_like(out.ids) if form.keeps_ids and out.ids is not None else None
+    row_index = torch.empty_like(out.source_tokens) if form.to_expand else None
+    return RowsToCome(out, also_ids, row_index, begun.positions, begun.room)
+
+
+def _serve(rows: RowsToCome, num_rows: int) -> bool:
+    """Whether `rows` are all that come, and not many more."""
+    there = rows.out.source_tokens.shape[0]
+    return num_rows <= there <= 2 * num_rows + MOST_SPARE
 
 
 def _tokens_of_rank(x: Tokens, topk_idx: torch.Tensor | None, topk_weights: torch.Tensor | None) -> TokensOfRank:

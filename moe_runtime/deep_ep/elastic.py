@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 import torch.distributed as dist
 
@@ -300,7 +298,8 @@ class ElasticBuffer(GroupBuffer):
             self._check_again(x, topk_idx, topk_weights, statistics, sizes, sync, expand, handle)
             ids, form, alignment = handle.topk_idx, Form(handle.num_experts), handle.expert_alignment
         # Callers may change the ids that they get.
-        form = replace(form, to_expand=expand, scales_by_column=by_column, keeps_ids=not expand)
+        keeps_ids = handle is None and not expand
+        form = form._replace(to_expand=expand, scales_by_column=by_column, keeps_ids=keeps_ids)
         exchange = self._exchange(hidden, num_sms)
         with self._comm.running(beside, *waits_for):
             if handle is None:
@@ -317,8 +316,10 @@ class ElasticBuffer(GroupBuffer):
                 rows = rows[0], rows[1].view(x[1].dtype)
             if topk_weights is None:
                 weights = None
-        sent, came = (part if isinstance(part, tuple) else (part,) for part in (x, rows))
-        used = *sent, topk_idx, topk_weights, statistics, *came, came_ids, weights, *handle._tensors
+        used: tuple[torch.Tensor | None, ...] = ()
+        if beside:
+            sent, came = (part if isinstance(part, tuple) else (part,) for part in (x, rows))
+            used = *sent, topk_idx, topk_weights, statistics, *came, came_ids, weights, *handle._tensors
         return rows, came_ids, weights, handle, self._comm.finish(beside, bool(async_with_compute_stream), used)
 
     def _check_routing(
@@ -397,8 +398,8 @@ class ElasticBuffer(GroupBuffer):
         num_experts, max_tokens, sync = form.num_experts, form.max_tokens, not form.num_worst_tokens
         assert max_tokens is not None
         num_tokens, top_k = ids.shape
-        with collective_step(exchange.context):
-            if num_tokens > max_tokens:
+        if num_tokens > max_tokens:
+            with collective_step(exchange.context):
                 raise ValueError(f"x: expected at most num_max_tokens_per_rank = {max_tokens} tokens, got {num_tokens}")
         got = exchange.dispatch(x, None, ids, topk_weights, form)
         kept_ids = got.topk_idx if form.to_expand else got.kept_ids
@@ -484,7 +485,7 @@ class ElasticBuffer(GroupBuffer):
                 weights = None
                 if topk_weights is not None:
                     weights = exchange.combine_weights(handle._weights_by_row(topk_weights), handle._rows)
-        used = x, topk_weights, *biases, y, weights, *handle._tensors
+        used = (x, topk_weights, *biases, y, weights, *handle._tensors) if beside else ()
         return y, weights, self._comm.finish(beside, bool(async_with_compute_stream), used)
 
     def _exchange(self, hidden: int, num_sms: int) -> NormalExchange:
@@ -537,7 +538,7 @@ def _in_form(
 def _check_no_grads(**arguments: torch.Tensor | tuple[torch.Tensor, ...] | None) -> None:
     for name, given in arguments.items():
         for tensor in given if isinstance(given, tuple) else (given,):
-            if isinstance(tensor, torch.Tensor):
+            if tensor is not None and isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                 check_no_grad(name, tensor)
 
 

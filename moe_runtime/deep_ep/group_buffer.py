@@ -76,23 +76,24 @@ class GroupBuffer:
 
     def _exchange_of(self, hidden: int, name: str, num_bytes: int, num_sms: int | None) -> NormalExchange:
         """The exchange for tokens of `hidden` elements, in `num_bytes`, the argument `name`."""
-        if hidden not in self._normal:
+        exchange = self._normal.get(hidden)
+        if exchange is None:
             num_ranks = self.group.size()
             tokens = normal_tokens(num_bytes, hidden, num_ranks)
             if tokens == 0:
                 least = normal_bytes(hidden, num_ranks, 1)
                 raise ValueError(f"{name}: expected at least {least} for H = {hidden}, got {num_bytes}")
-            self._normal[hidden] = NormalExchange(self._context(), hidden, tokens)
-        exchange = self._normal[hidden]
+            exchange = self._normal[hidden] = NormalExchange(self._context(), hidden, tokens)
         exchange.num_sms = num_sms
         return exchange
 
 
 def runs_beside(previous_event: EventOverlap | None, *asked: bool) -> bool:
     """Whether a call runs on the communication stream: where it is `asked` for, or an event is to be waited for."""
-    if previous_event is not None:
-        check_kind("previous_event", previous_event, EventOverlap)
-    return previous_event is not None or any(asked)
+    if previous_event is None:
+        return any(asked)
+    check_kind("previous_event", previous_event, EventOverlap)
+    return True
 
 
 def not_there(name: str, why: str) -> NoReturn:

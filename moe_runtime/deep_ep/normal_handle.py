@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import torch
 
@@ -20,8 +21,7 @@ TokenLayout = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """`is_token_in_rank` bool `[T, W]`, `num_tokens_per_rank` int32 `[W]` and `num_tokens_per_expert` int32 `[E]`."""
 
 
-@dataclass(frozen=True)
-class Form:
+class Form(NamedTuple):
     """What a dispatch is told beside tokens and routing.
 
     Attributes:
