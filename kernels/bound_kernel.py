@@ -142,13 +142,13 @@ class BoundKernel:
                 continue
             at, kind = place
             if kind is _POINTER:
-                # None first: whether it is a tensor takes three times as long to tell as of a tensor.
+                # Tensors last: that something is none takes three times as long to tell as that it is one.
                 if value is None:
                     values[at] = 0
-                elif isinstance(value, torch.Tensor):
-                    values[at] = value.data_ptr()
                 elif type(value) is Address:
                     values[at] = value
+                elif isinstance(value, torch.Tensor):
+                    values[at] = value.data_ptr()
                 else:
                     raise self._wrong(at, value)
             elif kind is _INT32 and isinstance(value, int) and -(2**31) <= value < 2**31:

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from moe_runtime.deep_ep import direct_dispatch, normal
-from moe_runtime.deep_ep.direct_dispatch import EarlyRows
 from moe_runtime.kernels.exchange import row_sums, rows
 from tests.deep_ep.test_elastic import CASES, every_call
 from tests.deep_ep.test_normal import dispatch_and_combine, other_numbers_of_rows, worst_case
@@ -53,14 +52,14 @@ def test_rows_that_are_received_before_their_number_is_known(get_pool: Any, seed
 
 def counted_rows(rank: int, world: int, seed: int) -> None:
     served: list[bool] = []
-    serve = EarlyRows.serve
+    serve = direct_dispatch._serve
 
-    def watched(early: EarlyRows, num_rows: int) -> bool:
+    def watched(early: rows.RowsToCome, num_rows: int) -> bool:
         served.append(serve(early, num_rows))
         return served[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(EarlyRows, "serve", watched)
+        patch.setattr(direct_dispatch, "_serve", watched)
         patch.setattr(direct_dispatch, "MOST_SPARE", 16)
         other_numbers_of_rows(rank, world, seed)
     assert True in served and False in served
