@@ -44,7 +44,8 @@ def dispatch_layout(
             TOKENS=TOKENS,
             num_warps=1,
         )
-    return counts[:num_ranks], counts[num_ranks:], in_rank
+    per_rank, per_expert = counts.split_with_sizes((num_ranks, num_experts))
+    return per_rank, per_expert, in_rank
 
 
 def _reference(

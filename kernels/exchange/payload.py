@@ -64,7 +64,7 @@ class UnpackedRows:
     """Where `unpack_rows` writes.
 
     Attributes:
-        tokens: uint8 `[R, token_bytes]`; None for ids, weights and source tokens alone.
+        tokens: e4m3 `[R, token_bytes]`, or bf16 without scales; None for ids, weights and source tokens alone.
         scales: fp32 `[R, V]`, any strides, or None.
         ids: int64 `[R, K]`, local expert ids, -1 for those of other ranks and for rows that did not come; or None.
         weights: fp32 `[R, K]`, 0 where the id is -1; or None.
@@ -93,8 +93,11 @@ class UnpackedRows:
         """
         ids = weights = scales = tokens = None
         if with_tokens:
-            tokens = torch.empty(num_rows, layout.token_bytes, dtype=torch.uint8, device=device)
-            scales = allocate_scales(layout, num_rows, device, scales_by_column)
+            if layout.num_scales:
+                tokens = torch.empty(num_rows, layout.token_bytes, dtype=torch.float8_e4m3fn, device=device)
+                scales = allocate_scales(layout, num_rows, device, scales_by_column)
+            else:
+                tokens = torch.empty(num_rows, layout.token_bytes // WORD, dtype=torch.bfloat16, device=device)
         if layout.top_k:
             ids = torch.empty(num_rows, layout.top_k, dtype=torch.int64, device=device)
             weights = torch.empty(num_rows, layout.top_k, dtype=torch.float32, device=device)
@@ -227,7 +230,7 @@ def unpack_rows(
             landed.group_offsets,
             landed.epoch,
             unused if place is None else place,
-            unused if out.tokens is None else out.tokens,
+            unused if out.tokens is None else out.tokens.view(torch.uint8),
             unused if out.scales is None else out.scales,
             unused if out.ids is None else out.ids,
             unused if out.weights is None else out.weights,
@@ -260,7 +263,7 @@ def _unpack_reference(
     to = torch.arange(count, device=index.device) if place is None else place
     rows = landed.records[index]
     if out.tokens is not None:
-        out.tokens[to] = rows[:, : layout.token_bytes]
+        out.tokens.view(torch.uint8)[to] = rows[:, : layout.token_bytes]
     first = int(landed.epoch[0] & 1) * landed.first_row
     out.source_tokens[to] = ((index - first) % landed.geometry.max_tokens).to(torch.int32)
     if out.scales is not None:

@@ -63,7 +63,7 @@ def check_matrix(
     if tensor.dtype not in dtypes:
         raise ValueError(f"{name}: expected {' or '.join(map(str, dtypes))}, got {tensor.dtype}")
     shape = tensor.shape
-    if len(shape) != 2 or rows not in (None, shape[0]) or columns not in (None, shape[1]):
+    if len(shape) != 2 or (rows is not None and shape[0] != rows) or (columns is not None and shape[1] != columns):
         expected = ", ".join("any" if size is None else str(size) for size in (rows, columns))
         raise ValueError(f"{name}: expected shape [{expected}], got {list(tensor.shape)}")
     return tensor
@@ -81,7 +81,7 @@ def check_vector(
     ):
         raise _misplaced(name, tensor, device)
     shape = tensor.shape
-    if tensor.dtype != dtype or len(shape) != 1 or size not in (None, shape[0]):
+    if tensor.dtype != dtype or len(shape) != 1 or (size is not None and shape[0] != size):
         expected = "any" if size is None else size
         raise ValueError(f"{name}: expected {dtype} [{expected}], got {tensor.dtype} {list(tensor.shape)}")
     return tensor

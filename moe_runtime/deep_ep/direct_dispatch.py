@@ -78,12 +78,12 @@ class DirectDispatch:
         Rows are received if it is known how many there are to be, or how many are likely.
         """
         layout = payload_layout(self.hidden, x, topk_idx)
-        tokens = _tokens_of_rank(x, topk_idx, topk_weights)
+        quants, scales = _aligned_tokens(x)
         if not form.num_worst_tokens:
             self.kernels.check_can_wait()
         with self._guard:
             if form.num_worst_tokens:
-                check_one_step(tokens.num_tokens, self.max_tokens)
+                check_one_step(quants.shape[0], self.max_tokens)
             positions, room = None, 0
             if form.to_expand:
                 assert form.max_tokens is not None
@@ -100,6 +100,8 @@ class DirectDispatch:
                 routing, per_expert = in_rank.contiguous(), token_layout[2].contiguous()
             counted = routing, per_expert, form.num_experts, form.num_worst_tokens
             route = self.kernels.count(*counted, with_entries=form.to_expand)
+            # The GPU counts meanwhile.
+            tokens = TokensOfRank(quants, scales, topk_idx, topk_weights)
             copiers = self.kernels.row_kernels(layout, self.num_sms, form.to_expand)
             self.kernels.send(copiers, tokens, route, window=0, after_counts=True)
             begun = StartedDispatch(self, copiers, layout, tokens, route, positions, room, in_rank, form)
@@ -188,7 +190,7 @@ class DirectDispatch:
         route, source_tokens = handle.route, handle[3]
         assert route is not None and source_tokens is not None
         layout = payload_layout(self.hidden, x, topk_idx)
-        tokens = _tokens_of_rank(x, topk_idx, topk_weights)
+        tokens = TokensOfRank(*_aligned_tokens(x), topk_idx, topk_weights)
         with self._guard:
             copiers = self.kernels.row_kernels(layout, self.num_sms, form.to_expand)
             self.kernels.send(copiers, tokens, route, window=0, after_counts=False)
@@ -215,7 +217,8 @@ class DirectDispatch:
         assert route is not None and source_tokens is not None
         with self._guard:
             rows = RowsOfRank(_aligned(x), topk_weights, ids)
-            biases = tuple(_aligned(bias.contiguous()) for bias in biases)
+            if biases:
+                biases = tuple(_aligned(bias.contiguous()) for bias in biases)
             return self.kernels.combine(rows, route, source_tokens, biases, handle.most_tokens, self.num_sms)
 
 
@@ -265,9 +268,9 @@ def _serve(rows: RowsToCome, num_rows: int) -> bool:
     return num_rows <= there <= 2 * num_rows + MOST_SPARE
 
 
-def _tokens_of_rank(x: Tokens, topk_idx: torch.Tensor | None, topk_weights: torch.Tensor | None) -> TokensOfRank:
-    quants, scales = x if isinstance(x, tuple) else (x, None)
-    return TokensOfRank(_aligned(quants), scales, topk_idx, topk_weights)
+def _aligned_tokens(x: Tokens) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The tokens, aligned, and their scales."""
+    return (_aligned(x[0]), x[1]) if isinstance(x, tuple) else (_aligned(x), None)
 
 
 def _aligned(rows: torch.Tensor) -> torch.Tensor:

@@ -144,11 +144,9 @@ class Received:
         kept_ids: torch.Tensor | None = None,
     ) -> Received:
         """What `out` holds, and where rows without tokens have `landed`."""
-        tokens = None
         if out.tokens is not None:
-            tokens = out.tokens.view(torch.float8_e4m3fn if layout.num_scales else torch.bfloat16)
             landed = None
-        return cls(tokens, out.scales, out.ids, out.weights, handle, layout, landed, kept_ids)
+        return cls(out.tokens, out.scales, out.ids, out.weights, handle, layout, landed, kept_ids)
 
 
 def payload_layout(hidden: int, x: Tokens, topk_idx: torch.Tensor | None) -> PayloadLayout:
