@@ -90,7 +90,7 @@ def launches(geometry: ExchangeGeometry, *, mapped: bool = True, shared: bool = 
     )
     context = cast(ExchangeMemory, parts)
     x = torch.empty(geometry.max_tokens, geometry.hidden, dtype=torch.bfloat16, device="meta")
-    written = dict.fromkeys(("positions", "group_offsets", "group_scale_offsets", "row_index", "counts"), none)
+    written = dict.fromkeys(("positions", "group_offsets", "group_scale_offsets", "row_index", "scratch"), none)
     buffers = RecvBuffers(**written, rows=None, scales=none, row_scale=None)
     found: list[Launch] = []
 
