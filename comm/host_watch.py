@@ -77,6 +77,7 @@ class HostWatch:
         """End the watch. `in_order`: this rank parts from its peers, which are not to miss it."""
         self._ended.set()
         if in_order:
+            self._done.wait(self._limit_s)  # a beat that is under way must not come after the farewell
             with contextlib.suppress(RuntimeError):
                 self._beats.put(PARTED)
 
