@@ -45,8 +45,9 @@ def record_routes(
         weights_ring: fp32 `[S, M, K]`, contiguous, or None.
         words: as in the module docstring.
         engine: of the exchange: "cuda" for one launch, "torch" for several.
-        settled: whether ids and weights were stored by kernels that have ended when this one begins early
-            (`kernels.launch_order`, rule 2).
+        settled: whether ids and weights, and the step before in `words`, were stored by kernels that have ended when
+            this one begins early (`kernels.launch_order`, rule 2): not so where this ring's last step was recorded by
+            the kernel right before.
     """
     (num_tokens, top_k), (steps, most, _) = topk_idx_TK.shape, ring.shape
     if engine != "cuda":

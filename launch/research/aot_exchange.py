@@ -231,13 +231,6 @@ _PAYLOAD_TYPES = {
 
 def _rows() -> Iterator[AotCase]:
     """Kernels that copy rows before and after an exchange."""
-    yield row_case(
-        "dispatch_layout",
-        "bf16",
-        layout._dispatch_layout_kernel,
-        {"K": 8, "K_PAD": 8, "WORLD": 8, "TOKENS": layout.TOKENS},
-        {"ids_ptr": "*i64", "in_rank_ptr": "*u8"},
-    )
     yield _padded(BF16, PaddedScales.NONE)
     yield _padded(FP8_BLOCK, PaddedScales.COLUMNS)
     yield _padded(FP8_BLOCK, PaddedScales.PACKED_COLUMNS)
@@ -279,6 +272,9 @@ def _direct(archs: tuple[int, ...]) -> Iterator[CudaCase]:
 
 def _others() -> Iterator[CudaCase]:
     yield CudaCase("write_clock", "any", "clock.cu", "write_clock", clock.DEFINES, instruction={90: "globaltimer"})
+    counts = 4 * (8 + 256)
+    macros = layout._macros(8)
+    yield CudaCase("dispatch_layout", "any", "token_layout.cu", "dispatch_layout", macros, ALL_ARCHS, {}, counts)
     for ids_64 in (False, True):
         yield CudaCase("local_ids", "any", "local_ids.cu", "local_ids", local_ids._macros(ids_64), ALL_ARCHS)
     for ids, ring in product((torch.int32, torch.int64), (torch.int16, torch.int32)):

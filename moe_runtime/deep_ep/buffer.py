@@ -31,6 +31,7 @@ from moe_runtime.deep_ep.normal import NormalExchange
 from moe_runtime.deep_ep.normal_handle import Form, NormalHandle, Tokens
 from moe_runtime.deep_ep.sizes import FP8_BLOCK_SIZE, Config, low_latency_bytes
 from moe_runtime.kernels.exchange.layout import dispatch_layout
+from moe_runtime.kernels.exchange.plan import exchange_engine
 from moe_runtime.kernels.formats.number_formats import align
 from moe_runtime.support.arguments import check_integer, check_is_tensor, check_kind
 
@@ -154,7 +155,8 @@ class Buffer(GroupBuffer):
         check_experts(num_experts, self.group_size)
         beside = runs_beside(previous_event, async_finish, allocate_on_comm_stream)
         with self._comm.running(beside, previous_event):
-            engine = self._contexts[0].engine
+            context = self._contexts[0]
+            engine, _ = exchange_engine(context.engine, context.device)
             per_rank, per_expert, in_rank = dispatch_layout(topk_idx, num_experts, self.group_size, engine=engine)
         event = self._comm.finish(beside, async_finish, (topk_idx, per_rank, per_expert, in_rank))
         return per_rank, None, per_expert, in_rank, event

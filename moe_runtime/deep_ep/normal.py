@@ -47,6 +47,7 @@ from moe_runtime.kernels.exchange.payload import (
     pack_tokens,
     unpack_rows,
 )
+from moe_runtime.kernels.exchange.plan import exchange_engine
 from moe_runtime.kernels.formats.number_formats import align
 from moe_runtime.kernels.formats.reference_quantize import bf16_parts
 
@@ -156,7 +157,8 @@ class NormalExchange:
         num_experts, max_tokens = form.num_experts, form.max_tokens
         if token_layout is None:
             assert topk_idx is not None
-            world, engine = self.context.world_size, self.context.engine
+            world = self.context.world_size
+            engine, _ = exchange_engine(self.context.engine, self.context.device)
             per_rank, per_expert, in_rank = dispatch_layout(topk_idx, num_experts, world, engine=engine)
             token_layout = in_rank, per_rank, per_expert
         if topk_idx is not None and topk_weights is None:

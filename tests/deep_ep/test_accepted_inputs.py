@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from moe_runtime.comm.errors import CapacityError, MoERuntimeError, RoutingError
 from moe_runtime.deep_ep import Buffer
-from moe_runtime.kernels.exchange.layout import dispatch_layout
 
 EXPERTS, MOST, HIDDEN = 8, 6, 128
 
@@ -191,15 +190,3 @@ def wrong_kind(rank: int, world: int, change: dict[str, torch.Tensor], match: st
         buffer.low_latency_dispatch(given["x"], given["topk_idx"], MOST, EXPERTS, use_fp8=False)
     for context in buffer._contexts:
         context.close()
-
-
-@pytest.mark.parametrize("ids", [[2**32 + 3], [2**31], [-(2**40)], [EXPERTS], [-5]])
-def test_layouts_of_all_engines_agree_on_any_id(ids: list[int], device: torch.device) -> None:
-    """Payload has the lower 32 bits of an id: the layout looks at the same."""
-    topk_idx = torch.tensor([ids], device=device)
-    for found, wanted in zip(
-        dispatch_layout(topk_idx, EXPERTS, 2, engine="triton"),
-        dispatch_layout(topk_idx, EXPERTS, 2, engine="torch"),
-        strict=True,
-    ):
-        assert torch.equal(found, wanted)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_runtime.deep_ep import Buffer, ElasticBuffer, direct, normal
+from moe_runtime.deep_ep import buffer as buffer_module
 from moe_runtime.deep_ep.sizes import normal_bytes
 from moe_runtime.kernels.bound_kernel import BoundKernel
 from moe_runtime.kernels.exchange import row_sums, rows
@@ -38,6 +39,7 @@ NOT_LAUNCHED = {
 COUNTS, SEND, RECEIVE = "dispatch_counts", "dispatch_send_rows", "dispatch_recv_rows"
 SUMS = ["combine_send_rows", "combine_recv_rows"]
 EXPECTED: dict[str, tuple[list[str], list[str], int]] = {
+    "get_dispatch_layout": (["dispatch_layout"], [], 21),
     "dispatch": ([COUNTS, SEND, RECEIVE], [], 85),  # of which 20 or so while rows are copied
     "dispatch, num_worst_tokens": ([COUNTS, SEND, RECEIVE], [], 79),
     "dispatch, cached": ([SEND, RECEIVE], [], 54),
@@ -93,6 +95,7 @@ def count_work(rank: int, world: int) -> dict[str, tuple[list[str], list[str], i
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(BoundKernel, "launch", launch)
         patch.setattr(normal, "has_kernels", lambda context: True)
+        patch.setattr(buffer_module, "exchange_engine", lambda engine, device: ("cuda", ""))
         patch.setattr(direct.DirectExchange, "await_counts", await_counts)
         for module in (rows, row_sums):
             patch.setattr(module, "most_sms", lambda device: 132)
@@ -115,6 +118,7 @@ def count_work(rank: int, world: int) -> dict[str, tuple[list[str], list[str], i
 
         handle, elastic_handle = dispatch()[4], dispatch_elastic()[3]
         calls = (
+            lambda: buffer.get_dispatch_layout(ids, EXPERTS),
             dispatch,
             lambda: dispatch(num_worst_tokens=TOKENS),
             lambda: buffer.dispatch(x, handle=handle),

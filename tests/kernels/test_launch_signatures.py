@@ -185,6 +185,7 @@ def all_launches(rng: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     products(rng, monkeypatch)
     clock.write_clock(torch.zeros(1, dtype=torch.int64))
     local_ids(torch.zeros(3, 2, dtype=torch.int64), torch.zeros(3, 2), 8, 0, 4, "cuda")
+    dispatch_layout(torch.zeros(3, 2, dtype=torch.int64), 8, 2, engine="cuda")
     ring, words = torch.zeros(2, 3, 2, dtype=torch.int16), torch.zeros(4, dtype=torch.int64)
     record_routes(torch.zeros(3, 2).int(), torch.zeros(3, 2), ring, None, words, 8, engine="cuda")
     copy_ways.copy(Ranks(2, CPU, HOPPER, max_tokens_per_rank=4, **SIZES).contexts[0], "bulk", 2, 4096)

@@ -39,12 +39,15 @@ def test_steps_take_one_place_after_the_other(
     weights = torch.full(ring.shape, 77.0, device=device)
     sizes = {"max_tokens": most, "top_k": top_k, "num_experts": experts}
     routes = RecordedRoutes(ring, weights, **sizes, device=device, engine=engine)
+    between = torch.zeros(1, device=device)
     generator = torch.Generator().manual_seed(seed)
     wanted: list[tuple[torch.Tensor, torch.Tensor]] = []
     read = 0
     for step, tokens in enumerate((3, 0, 500, 1, 211, 2, 7, 400)):
         ids = torch.randint(-3, experts + 3, (tokens, top_k), generator=generator, dtype=ids_dtype)
         own = torch.randn(tokens, top_k, generator=generator)
+        # Kernels of a layer's step lie between two records of it.
+        between.add_(1)
         # Rows that are no neighbours in memory are recorded alike.
         routes.add(ids.to(device).T.contiguous().T, own.to(device), settled=settled)
         wanted.append((ids.where((ids >= 0) & (ids < experts), -1).int(), own))
