@@ -30,7 +30,7 @@ def push(case: Case) -> Point:
         local = len(case.local)
         return ep.preprocess_sm90_push_fp8_mega_weights(pack, **sizes, num_local_experts=local, fuse_fc1_epilogue=False)
 
-    return _layers(case, "FP8", config, weights, case.bound("fp8_block"))
+    return _layers(case, "FP8", config, weights, case.bound("fp8_block"), ids_dtype=torch.int32)
 
 
 def pull(case: Case) -> Point:
@@ -69,6 +69,7 @@ def _layers(
     config_of: Callable[[Any, dict[str, int]], Any],
     weights_of: Callable[[Any, Any, dict[str, int]], Any],
     bound: float,
+    ids_dtype: torch.dtype = torch.int64,
 ) -> Point:
     case.check_plain()
     ep: Any = import_module("flashinfer.moe_ep")
@@ -101,7 +102,7 @@ def _layers(
             y_TH = torch.empty_like(turns[0].x)
 
             def tensors(turn: Turn) -> Any:
-                ids = turn.idx.long()  # NVFP4 takes no others
+                ids = turn.idx.to(ids_dtype)
                 more = {"topk_ids": ids, "topk_weights": turn.weights, "output": y_TH}
                 return ep.MoEEpTensors(hidden_states=turn.x, **more)
 
