@@ -23,6 +23,12 @@ from moe_runtime.launch.report.runs import kind_of, ours, ranks_of
 
 FRONT = "h200x2.json"
 """The run of a layer that README.md shows while there is none beside peers."""
+FOUR = "h200x4.json"
+"""The run on four GPUs."""
+RANKS = 2
+"""Of the runs of DeepEP's calls that have a table."""
+EXPANDED = ", expanded"
+"""At the end of the cases of `kernel_bench gemm` whose FP4 weights are multiplied in FP8."""
 LEFT_OUT = {32, 1024}
 """Numbers of tokens that README.md does not show."""
 SHOWN_MODELS = ("gpt-oss-120b", "Qwen3-235B-A22B", "DeepSeek-V3")
@@ -143,26 +149,37 @@ def peers_table(found: Found) -> str:
     return "\n\n".join(parts)
 
 
-def exchange_table(found: Found) -> str:
-    """Of `FRONT` and the runs of its commit, card and number of ranks: a line per number of tokens, a column per
-    operation and format, with torch's all-to-all."""
-    reports = _like_front(found)
+def exchange_table(found: Found, name: str = FRONT, *, layers: bool = False) -> str:
+    """Of the run called `name` and those of its commit, card and number of ranks: a line per number of tokens, a column
+    per operation and format, with torch's. `layers` are among the operations if asked for."""
+    of_torch = "In parentheses: torch's all-to-all of the same bytes" + (", or its layer in bf16." if layers else ".")
+    reports: list[Run] = []
     columns: dict[str, dict[int, str]] = {}
-    for _, report in reports:
-        baselines = baselines_of(report["results"])
-        for operation, field in (("dispatch", "token_format"), ("combine", "combine_format")):
-            for result in ours(report):
+    for run in _like(found, name):
+        baselines, before = baselines_of(run[1]["results"]), sum(map(len, columns.values()))
+        for operation in ("dispatch", "combine", *(["layer"] if layers else [])):
+            for result in ours(run[1]):
                 if result["operation"] == operation and result["routing"] == EVEN:
-                    column = columns.setdefault(f"{operation} {result[field]}", {})
+                    column = columns.setdefault(_column(result), {})
                     baseline = baselines.get(key_of(result))
                     torch = "" if baseline is None else f" ({shown_us(baseline['median_us'])})"
                     column.setdefault(result["tokens_per_rank"], _cell(result, torch))
-    return _by_tokens(reports, columns, "In parentheses: torch's all-to-all of the same bytes.")
+        if sum(map(len, columns.values())) > before:
+            reports.append(run)
+    return _by_tokens(reports, columns, of_torch)
+
+
+def _column(result: Result) -> str:
+    """What was done, and in which format."""
+    operation, tokens, weights = (result[field] for field in ("operation", "token_format", "weight_format"))
+    if operation == "layer" and weights != tokens:
+        return f"layer {weights} x {tokens}"
+    return f"{operation} {result['combine_format'] if operation == 'combine' else tokens}"
 
 
 def low_latency_table(found: Found) -> str:
     """A line per number of tokens: dispatch, combine and both, by the calls of `moe_runtime.deep_ep` and by our own."""
-    reports = found.get(runs.LOW_LATENCY, [])
+    reports = [run for run in found.get(runs.LOW_LATENCY, []) if ranks_of(run[1]) == RANKS]
     columns: dict[str, dict[int, str]] = {}
     for _, report in reports:
         own = {(r["operation"], r["tokens_per_rank"]): r["median_us"] for r in ours(report)}
@@ -182,7 +199,7 @@ ELASTIC = "ElasticBuffer"
 
 def normal_table(found: Found) -> str:
     """A line per call of normal mode and number of tokens, a column per buffer and limit of SMs."""
-    reports = found.get(runs.NORMAL, [])
+    reports = [run for run in found.get(runs.NORMAL, []) if ranks_of(run[1]) == RANKS]
     rows: dict[tuple[str, int], dict[str, str]] = {}
     for _, report in reports:
         for result in report["results"]:
@@ -227,6 +244,8 @@ def gemm_table(found: Found) -> str:
     columns: list[str] = []
     notes, sources = [], []
     for name, report in found.get(runs.GEMM, []):
+        if any(result["case"].endswith(EXPANDED) for result in report["results"]):
+            continue
         gpu, foreign = gpu_of(report).split()[1], bool(foreign_note(report))
         # Cases are named after the format of their weights.
         formats = list(dict.fromkeys(result["case"].partition(" ")[0] for result in report["results"]))
@@ -247,13 +266,38 @@ def gemm_table(found: Found) -> str:
     return "\n\n".join([" ".join(sources), markdown_table(["rows", *columns], lines), " ".join(notes)])
 
 
-def operation_table(found: Found) -> str:
+def expanded_table(found: Found, folder: str) -> str:
+    """Of the run of `kernel_bench gemm --cases expanded`: a line per shape, FP4 weights multiplied in FP8, with the
+    multiple of what FP8 weights take, which stand beside them."""
+    for name, report in found.get(runs.GEMM, []):
+        times: dict[str, dict[str, Result]] = {}
+        for result in report["results"]:
+            fmt, _, rows = result["case"].partition(" ")
+            times.setdefault(rows.removesuffix(EXPANDED).removesuffix(f", beside{EXPANDED[1:]}"), {})[fmt] = result
+        formats = ("nvfp4", "mxfp4", "fp8_block")
+        lines = [
+            [rows, *(_cell(of[fmt], _beside(of[fmt], of["fp8_block"])) for fmt in formats)]
+            for rows, of in times.items()
+            if set(of) == set(formats)
+        ]
+        if lines and any(result["case"].endswith(EXPANDED) for result in report["results"]):
+            heads = ["rows", "NVFP4 in FP8", "MXFP4 in FP8", "FP8"]
+            return "\n\n".join([_source(name, report, folder), markdown_table(heads, lines)])
+    raise ValueError(f"results: expected a run of kind {runs.GEMM} with --cases expanded")
+
+
+def _beside(result: Result, other: Result) -> str:
+    """The multiple of the time of another one."""
+    return "" if result is other else f" ({result['median_us'] / other['median_us']:.2f})"
+
+
+def operation_table(found: Found, folder: str = "") -> str:
     """The table of `moe_runtime.ops`. Raises `ValueError` where one of its two files is missing."""
     checked, run = found.get(runs.CHECKED), found.get(runs.OPERATIONS)
     if not checked or not run:
         raise ValueError(f"results: expected runs of kind {runs.CHECKED} and {runs.OPERATIONS}")
     (name, report), *_ = run
-    return operations_markdown(checked[0][1], report, name)
+    return operations_markdown(checked[0][1], report, folder + name)
 
 
 def models_table(found: Found) -> str:
@@ -291,7 +335,7 @@ def models_table(found: Found) -> str:
     return "\n\n".join([_source(*run), table, " ".join([said, *refused])])
 
 
-def humming_table(found: Found) -> str:
+def humming_table(found: Found, folder: str = "") -> str:
     """Of the run of `KIND_OF_HUMMING`: a line for each way of computing, a column per number of tokens."""
     reports = found.get(KIND_OF_HUMMING)
     if not reports:
@@ -303,26 +347,32 @@ def humming_table(found: Found) -> str:
     counts = sorted({count for row in rows.values() for count in row})
     lines = [[by, *(row.get(count, "") for count in counts)] for by, row in rows.items()]
     table = markdown_table(["tokens", *map(str, counts)], lines)
-    return "\n\n".join([f"{_source(name, report)} The peer is {report['peer']}.", table])
+    return "\n\n".join([f"{_source(name, report, folder)} The peer is {report['peer']}.", table])
 
 
 TABLES: dict[str, Callable[[Found], str]] = {
     "peers": peers_table,
     "exchange": exchange_table,
+    "four": partial(exchange_table, name=FOUR, layers=True),
     "goals": goal_table,
     "gemm": gemm_table,
-    "operations": operation_table,
     "models": models_table,
-    "humming": humming_table,
     "low_latency": low_latency_table,
     "normal": normal_table,
 }
 """What makes the table of each pair of marks."""
 
+FROM_DOCS = "../launch/results/"
+
 PAGES: dict[str, dict[str, Callable[[Found], str]]] = {
     "launch/results/README.md": TABLES,
     "README.md": {"results": partial(front_table, folder="launch/results/", short=True)},
-    "docs/results.md": {"results": partial(front_table, folder="../launch/results/")},
+    "docs/results.md": {"results": partial(front_table, folder=FROM_DOCS)},
+    "docs/gemm.md": {
+        "expanded": partial(expanded_table, folder=FROM_DOCS),
+        "humming": partial(humming_table, folder=FROM_DOCS),
+    },
+    "docs/operations.md": {"operations": partial(operation_table, folder=FROM_DOCS)},
 }
 """The pages with generated tables, from the root of a clone."""
 
@@ -332,14 +382,14 @@ def _on_one_host(found: Found) -> list[Run]:
     return [run for run in found.get(runs.LAYER, []) if not any((r.get("hosts") or 1) > 1 for r in run[1]["results"])]
 
 
-def _like_front(found: Found) -> list[Run]:
-    """`FRONT`, and runs of layers of its commit, card and number of ranks."""
+def _like(found: Found, name: str) -> list[Run]:
+    """The run of layers called `name`, and those of its commit, card and number of ranks."""
 
     def identity(report: Report) -> tuple[str, str, int]:
         return commit_of(report), gpu_of(report), ranks_of(report)
 
     there = _on_one_host(found)
-    wanted = {identity(report) for name, report in there if name == FRONT}
+    wanted = {identity(report) for other, report in there if other == name}
     return [run for run in there if identity(run[1]) in wanted]
 
 
@@ -360,9 +410,9 @@ def _cell(result: Result, suffix: str | None = None) -> str:
     return times_of(result) if suffix is None else shown_us(result["median_us"]) + suffix
 
 
-def _source(name: str, report: Report) -> str:
+def _source(name: str, report: Report, folder: str = "") -> str:
     """The file of a run, where it ran, and the commit that its files are of."""
-    return f"[{_short(name)}]({name}): {where(report)}, commit {commit_of(report)}."
+    return f"[{_short(name)}]({folder}{name}): {where(report)}, commit {commit_of(report)}."
 
 
 def _by_tokens(reports: Sequence[Run], columns: dict[str, dict[int, str]], text: str) -> str:

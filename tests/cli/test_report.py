@@ -511,6 +511,7 @@ NUMBER = re.compile(r"\d+(?:\.\d+)?")
 DERIVED: dict[str, set[str]] = {
     "goals": {str(goal) for by_tokens in GOALS_US.values() for goal in by_tokens.values()},
     "low_latency": {f"{number / 100:.2f}" for number in range(300)},
+    "expanded": {f"{number / 100:.2f}" for number in range(200)},
 }
 """Numbers in tables that are of no file: goals, and ratios of two times."""
 
