@@ -158,7 +158,7 @@ def test_wrong_arguments_beside_a_heap_are_named() -> None:
     with pytest.raises(ValueError, match="device: expected a device such as cpu or cuda:0, got 'foo'"):
         ExpertParallelContext(heap=PrivateHeap(), device="foo")
     ExpertParallelContext(heap=PrivateHeap(), device="cpu:0").close()
-    with pytest.raises(ValueError, match=r"device: expected (that of heap, cpu|a device of this machine), got cuda"):
+    with pytest.raises(ValueError, match=r"device: expected (the heap's, cpu|a device of this machine), got cuda"):
         ExpertParallelContext(heap=PrivateHeap(), device="cuda")
     heap = PrivateHeap()
     heap.allocate()

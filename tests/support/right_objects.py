@@ -308,7 +308,12 @@ def leave_group() -> None:
 
 
 class _Zeroing(ElasticBuffer):
-    """Rows that no token has may hold anything; here they are 0, so that results can be compared."""
+    """Rows that no token has may hold anything; here they are 0, so that results can be compared. On a CPU."""
+
+    def _new_context(self) -> ExpertParallelContext:
+        context = ExpertParallelContext(self.group, device="cpu", one_memory=True, **self._timeouts)
+        self._contexts.append(context)
+        return context
 
     def dispatch(self, *args: Any, **kwargs: Any) -> Any:
         got = super().dispatch(*args, **kwargs)
