@@ -7,8 +7,7 @@ their sizes.
 of its experts. `recv_count`, `recv_permute` and `recv_scales` wait for tokens, group their rows by expert, and copy
 rows and scales unless the GEMM reads them where they landed. `combine_send` sums the rows of a token on this rank and
 copies the partial result home. `combine_recv` sums over ranks in a fixed order. A kernel may begin while the one before
-it drains, unless SMs are to be left free (`num_sms`). A rank without peers waits for nobody: `one_rank_combine` does
-its combine, and `one_rank_dispatch` its dispatch of few tokens.
+it drains, unless SMs are to be left free (`num_sms`). A rank without peers has kernels of its own (`one_rank_cuda`).
 
 Bytes over the links decide the time from 1 MB a peer on: `record_bytes` for each (token, rank that holds one of its
 experts), and `partial_bytes` for each of those on the way home. 4 H200s give 263 GB/s out of a rank with 1 MB for each
@@ -33,22 +32,15 @@ import torch
 
 from moe_runtime.comm.signals import COMBINED, PLACED, PLACING
 from moe_runtime.kernels.bound_kernel import Address, Argument, BoundKernel
+from moe_runtime.kernels.exchange import one_rank_cuda
 from moe_runtime.kernels.exchange.geometry import ExchangeGeometry
-from moe_runtime.kernels.exchange.interface import ExchangeMemory, OneRankKernels, RecvBuffers
+from moe_runtime.kernels.exchange.interface import ExchangeMemory, OneRankKernels, RecvBuffers, aligned
 from moe_runtime.kernels.exchange.landing import LandedTokens
-from moe_runtime.kernels.exchange.macros import (
-    combine_macros,
-    dispatch_macros,
-    one_rank_combine_macros,
-    one_rank_dispatch_macros,
-    own_rows_macros,
-    recv_macros,
-)
+from moe_runtime.kernels.exchange.macros import combine_macros, dispatch_macros, own_rows_macros, recv_macros
 from moe_runtime.kernels.exchange.padded import place_padded_rows
 from moe_runtime.kernels.exchange.padded_rows import PaddedRows, PaddedScales
-from moe_runtime.kernels.exchange.plan import ONE_RANK_SUM_THREADS, WARP, ExchangePlan, required_plan
+from moe_runtime.kernels.exchange.plan import WARP, ExchangePlan, required_plan
 from moe_runtime.kernels.formats.number_formats import FormatCode
-from moe_runtime.kernels.launch_order import IN_ORDER, LaunchOrder
 from moe_runtime.kernels.nvrtc import most_sms
 
 
@@ -68,12 +60,6 @@ def _count_words(geometry: ExchangeGeometry) -> int:
     return chunks * max(geometry.num_local_experts, 1) if chunks > 1 else 0
 
 
-def aligned(rows: torch.Tensor) -> torch.Tensor:
-    """The rows where each starts at a multiple of 16 bytes: themselves, or a copy."""
-    fits_already = rows.data_ptr() % 16 == 0 and rows.stride(0) * rows.element_size() % 16 == 0
-    return rows if fits_already else rows.clone(memory_format=torch.contiguous_format)
-
-
 def _counter(context: ExchangeMemory, number: int) -> Address:
     """Where one of the context's counters lies; making a tensor of it in every step takes ten times as long."""
     return Address(context.counters.data_ptr() + number * context.counters.element_size())
@@ -88,7 +74,7 @@ def _flags_come_last(context: ExchangeMemory) -> bool:
 
 
 def _flags_are_unordered(geometry: ExchangeGeometry) -> bool:
-    """Whether a dispatch may be one of `ONE_RANK`, whose flags say nothing before it has ended."""
+    """Whether a dispatch may be one of `one_rank_cuda`, whose flags say nothing before it has ended."""
     return required_plan(geometry).one_rank
 
 
@@ -281,8 +267,8 @@ def dispatch_recv(
 
 
 def of_one_rank(geometry: ExchangeGeometry) -> OneRankKernels | None:
-    """`ONE_RANK` for a rank without peers."""
-    return ONE_RANK if required_plan(geometry).one_rank else None
+    """Those of `one_rank_cuda` for a rank without peers."""
+    return one_rank_cuda.ONE_RANK if required_plan(geometry).one_rank else None
 
 
 def can_await_tokens(context: ExchangeMemory) -> bool:
@@ -589,143 +575,8 @@ def _combine_recv(
     return kernel, plan
 
 
-class _OneRank:
-    """The kernels of a rank alone: an `interface.OneRankKernels`."""
-
-    def dispatches(self, geometry: ExchangeGeometry, num_tokens: int) -> bool:
-        """See `interface.OneRankKernels`."""
-        return required_plan(geometry).dispatches_at_once(num_tokens)
-
-    def dispatch(
-        self,
-        context: ExchangeMemory,
-        geometry: ExchangeGeometry,
-        count_tag: int,
-        x_TH: torch.Tensor,
-        topk_idx_TK: torch.Tensor,
-        topk_weights_TK: torch.Tensor,
-        gsf: torch.Tensor | None,
-        handle_epoch: torch.Tensor,
-        num_parts_T: torch.Tensor,
-        buffers: RecvBuffers,
-    ) -> None:
-        """See `interface.OneRankKernels`."""
-        x_TH, num_tokens = aligned(x_TH), x_TH.shape[0]
-        landing_half = geometry.landing_half(context.half_bytes["landing"])
-        copies_scales = buffers.scales is not None and geometry.token_format.scale_dtype is not None
-        ids_64 = topk_idx_TK.dtype == torch.int64
-        kernel, plan = _one_rank_dispatch(geometry, x_TH.device, ids_64, gsf is not None, copies_scales)
-        kernel.launch(
-            {
-                "x_TH": x_TH,
-                "x_stride": x_TH.stride(0),
-                "topk_idx": topk_idx_TK,
-                "topk_weights": topk_weights_TK,
-                "static_gsf": gsf,
-                "num_tokens": num_tokens,
-                "count_tag": count_tag,
-                "group_offsets": buffers.group_offsets,
-                "group_scale_offsets": buffers.group_scale_offsets,
-                "row_index": buffers.row_index,
-                "positions": buffers.positions,
-                "rows": buffers.rows,
-                "scales": buffers.scales,
-                "row_scale": buffers.row_scale,
-                "landing": context.landing_pointers,
-                "token_flags": context.token_flags_pointers,
-                "signals": context.signal_pointers,
-                "epoch_ptr": context.epoch,
-                "handle_epoch": handle_epoch,
-                "num_parts": num_parts_T,
-                "error": context.error,
-                "latch": context.latch,
-                "counter": context.counters,
-                "first_row": landing_half // geometry.record.record_bytes,
-                "landing_half": landing_half,
-                "token_flags_half": context.half_bytes["token_flags"],
-            },
-            (plan.one_rank_dispatch_blocks(num_tokens, most_sms(context.device)), 1, 1),
-        )
-
-    def combine(
-        self,
-        context: ExchangeMemory,
-        geometry: ExchangeGeometry,
-        output_RH: torch.Tensor,
-        positions_SK: torch.Tensor,
-        handle_epoch: torch.Tensor,
-        shared_TH: torch.Tensor | None,
-        y_TH: torch.Tensor,
-        *,
-        order: LaunchOrder = IN_ORDER,
-    ) -> None:
-        """See `interface.OneRankKernels`."""
-        num_tokens, output_RH = y_TH.shape[0], aligned(output_RH)
-        shared_TH = None if shared_TH is None else aligned(shared_TH)
-        is_bf16 = output_RH.dtype == torch.bfloat16
-        kernel, plan = _one_rank_combine(geometry, y_TH.device, is_bf16, shared_TH is not None)
-        kernel.launch(
-            {
-                "y_TH": y_TH,
-                "shared_TH": shared_TH,
-                "shared_stride": shared_TH.stride(0) if shared_TH is not None else 0,
-                "output": output_RH,
-                "row_bytes": output_RH.stride(0) * output_RH.element_size(),
-                "positions": positions_SK,
-                "num_tokens": num_tokens,
-                "landing": context.landing_pointers,
-                "signals": context.signal_pointers,
-                "epoch_ptr": context.epoch,
-                "handle_epoch": handle_epoch,
-                "error": context.error,
-                "latch": context.latch,
-                "landing_half": geometry.landing_half(context.half_bytes["landing"]),
-                "settled": int(order.only_rows_pending),
-            },
-            (plan.one_rank_combine_blocks(num_tokens, most_sms(context.device)), 1, 1),
-        )
-
-
-@cache
-def _one_rank_dispatch(
-    geometry: ExchangeGeometry, device: torch.device, ids_64: bool, static_gsf: bool, scales: bool
-) -> tuple[BoundKernel, ExchangePlan]:
-    plan = required_plan(geometry)
-    kernel = BoundKernel(
-        "one_rank_dispatch.cu",
-        geometry.kernel_prefix + "one_rank_dispatch",
-        one_rank_dispatch_macros(geometry, ids_64=ids_64, static_gsf=static_gsf, scales=scales),
-        block=plan.one_rank_threads,
-        bound={"num_slots": geometry.num_slots, "capacity": geometry.row_capacity},
-        device=device,
-        shared_bytes=plan.one_rank_shared_bytes,
-        early=plan.overlaps,
-        all_shared=True,  # as the GEMM that starts beside it, so that they share an SM
-    )
-    return kernel, plan
-
-
-@cache
-def _one_rank_combine(
-    geometry: ExchangeGeometry, device: torch.device, output_bf16: bool, has_shared: bool
-) -> tuple[BoundKernel, ExchangePlan]:
-    plan = required_plan(geometry)
-    kernel = BoundKernel(
-        "one_rank_combine.cu",
-        geometry.kernel_prefix + "one_rank_combine",
-        one_rank_combine_macros(geometry, output_bf16=output_bf16, has_shared=has_shared),
-        block=ONE_RANK_SUM_THREADS,
-        device=device,
-        early=plan.overlaps,
-        all_shared=True,  # as the GEMM beside which it starts
-    )
-    return kernel, plan
-
-
 def forget_kernels() -> None:
     """Kernels are bound once for a geometry: bind them anew, as where constants of plans have changed."""
-    for bound in (_dispatch_send, _recv, _combine_send, _combine_recv, _one_rank_dispatch, _one_rank_combine):
+    for bound in (_own_rows, _dispatch_send, _recv, _combine_send, _combine_recv):
         bound.cache_clear()
-
-
-ONE_RANK = _OneRank()
+    one_rank_cuda.forget_kernels()

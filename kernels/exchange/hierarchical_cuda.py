@@ -24,7 +24,7 @@ from moe_runtime.kernels.exchange.hierarchical import (
     relayed,
     tokens_of,
 )
-from moe_runtime.kernels.exchange.interface import ExchangeMemory
+from moe_runtime.kernels.exchange.interface import ExchangeMemory, aligned
 from moe_runtime.kernels.exchange.macros import shared_macros, token_macros
 from moe_runtime.kernels.formats.number_formats import ceil_div
 from moe_runtime.kernels.nvrtc import Defines
@@ -303,7 +303,7 @@ def total(
     num_tokens, sums = rows.stop - rows.start, _pointers(memory, geometry, link).sums
     if num_tokens == 0 and not last:
         return
-    shared_TH = None if shared_TH is None else cuda.aligned(shared_TH)
+    shared_TH = None if shared_TH is None else aligned(shared_TH)
     launch(
         FILE,
         "host_total",

@@ -81,6 +81,12 @@ class RecvBuffers:
     scratch: torch.Tensor | None
 
 
+def aligned(rows: torch.Tensor) -> torch.Tensor:
+    """The rows where each starts at a multiple of 16 bytes: themselves, or a copy."""
+    fits_already = rows.data_ptr() % 16 == 0 and rows.stride(0) * rows.element_size() % 16 == 0
+    return rows if fits_already else rows.clone(memory_format=torch.contiguous_format)
+
+
 class OneRankKernels(Protocol):
     """What a rank alone does in fewer launches: nothing travels, so nothing is awaited.
 

@@ -138,8 +138,7 @@ GEMMs with 768, and lost with 7168 and in second GEMMs with 2048."""
 
 EXPANDED_SOME_ROWS, EXPANDED_DOZEN_ROWS = 12, 24
 """Average rows of a group up to which a launch that expands FP4 weights uses TMA_SOME and TMA_DOZEN. A tile that more
-rows than it has make necessary expands all weights again. Above, TMA_PREFILL is faster than TMA_DECODE, where fewer
-threads expand (kernels/gemm/notes.md)."""
+rows than it has make necessary expands all weights again (kernels/gemm/notes.md)."""
 TALL_ROWS = 116
 """Average rows of a group from which it uses TMA_TALL. With random routing a sixth of the groups then has more than the
 128 rows of a tile of TMA_PREFILL. Groups of 128 rows each took 275 us in TMA_PREFILL and 297 in TMA_TALL, groups of 128

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import library
 
 from moe_runtime.config import ActivationConfig
 from moe_runtime.integrations import vllm_config
@@ -171,7 +172,7 @@ def _run_by_name(x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Te
     return layer.quant_method.apply(layer, x, topk_weights, topk_ids)
 
 
-OPERATION: Any = torch.library.custom_op(
+OPERATION: Any = library.custom_op(
     "moe_runtime::vllm_experts",
     _run_by_name,
     mutates_args=(),

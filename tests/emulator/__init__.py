@@ -239,6 +239,17 @@ def _copied(kernel: BoundKernel) -> tuple[ctypes.Array[ctypes.c_void_p], Any]:
     return (ctypes.c_void_p * len(places))(*places), (values, kernel, dict(kernel._by_value))
 
 
+def planted(right: str, wrong: str, only_in: str = "") -> Callable[[str], str]:
+    """An `Emulator.edit` that plants a mistake: `wrong` for `right`, which is once in each source that has `only_in`,
+    and in no other."""
+
+    def edit(text: str) -> str:
+        assert text.count(right) == int(only_in in text), text.count(right)
+        return text.replace(right, wrong)
+
+    return edit
+
+
 @dataclass
 class Emulator:
     """Stands for `BoundKernel.launch`. Kernels run when they are launched, or, inside `together`, all at its end.

@@ -11,11 +11,11 @@ from moe_runtime.comm.errors import ErrorCode, PeerAbortedError, Phase
 from moe_runtime.comm.failures import encode_abort, find_failure, write_abort
 from moe_runtime.comm.signals import ABORT_WORDS, ERROR_WORDS, REASON_WORDS
 from moe_runtime.dispatcher.handle import DispatchHandle
-from moe_runtime.kernels.exchange import cuda, plan
+from moe_runtime.kernels.exchange import plan
 from tests.emulator import Emulator, needs_emulator
 from tests.support.exchange_data import rank_input
 from tests.support.token_parts import forget_plans
-from tests.support.virtual_exchange import ENGINES, HOPPER, Ranks, emulator, poisoned_memory
+from tests.support.virtual_exchange import ENGINES, HOPPER, Ranks, emulator, poisoned_memory, pretend_sms
 
 __all__ = ["emulator", "poisoned_memory"]
 
@@ -79,7 +79,7 @@ def used_too_late(seed: int, emulator: Emulator, monkeypatch: pytest.MonkeyPatch
     sizes = {"RECV_WARPS": 1, "CHUNK": 32, "SMALL_CHUNK_BYTES": 0, "SEND_BLOCKS_PER_SM": ((math.inf, 1),)}
     for name, value in sizes.items():
         monkeypatch.setattr(plan, name, value)
-    monkeypatch.setattr(cuda, "most_sms", lambda device, limit=None: min(3, limit or 3))
+    pretend_sms(monkeypatch, 3)
     forget_plans()
     settings = {"hidden_size": 1152, "num_experts": 4, "top_k": 2, "max_tokens_per_rank": 33}
     settings |= {"token_format": "bf16", "mode": "contiguous"}

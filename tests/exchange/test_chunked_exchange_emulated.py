@@ -17,7 +17,7 @@ import torch
 from moe_runtime.comm.errors import RoutingError, StepMismatchError
 from moe_runtime.comm.signals import NUM_COUNTERS
 from moe_runtime.dispatcher.handle import DispatchedTokens
-from moe_runtime.kernels.exchange import cuda, geometry, plan, reference
+from moe_runtime.kernels.exchange import geometry, plan, reference
 from tests.emulator import Emulator, needs_emulator
 from tests.exchange.test_cuda_exchange_emulated import (
     Step,
@@ -29,7 +29,7 @@ from tests.exchange.test_cuda_exchange_emulated import (
 from tests.support.comparison import assert_same_bits
 from tests.support.exchange_data import RankInput, rank_input
 from tests.support.token_parts import forget_plans
-from tests.support.virtual_exchange import HOPPER, Ranks, emulator, poisoned_memory
+from tests.support.virtual_exchange import HOPPER, Ranks, emulator, poisoned_memory, pretend_sms
 
 __all__ = ["emulator", "poisoned_memory"]
 
@@ -77,7 +77,7 @@ def draw_sizes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Draw]:
         for name, value in sizes.items():
             monkeypatch.setattr(plan, name, value)
         monkeypatch.setattr(geometry, "OWN_ROWS_TOKENS", draw.choice((1, 1, 1024)))
-        monkeypatch.setattr(cuda, "most_sms", lambda device, limit=None: min(sms, limit or sms))
+        pretend_sms(monkeypatch, sms)
         forget_plans()
         world = world or draw.choice((1, 2, 3, 4))
         fewest = -(-33 // world)

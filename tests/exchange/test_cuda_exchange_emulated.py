@@ -13,13 +13,13 @@ import torch
 
 from moe_runtime.comm.errors import MoERuntimeError, PeerTimeoutError, Phase, RoutingError, StepMismatchError
 from moe_runtime.dispatcher.handle import DispatchedTokens
-from moe_runtime.kernels.exchange import cuda, plan
+from moe_runtime.kernels.exchange import plan
 from moe_runtime.observation.waits import LATE, LayerWaits, PeerWaits, slowest_rank
 from tests.emulator import Emulator, needs_emulator
 from tests.support.comparison import assert_same_bits
 from tests.support.exchange_data import RankInput, expected_groups, rank_input
 from tests.support.token_parts import forget_plans
-from tests.support.virtual_exchange import HOPPER, Ranks, emulator, poisoned_memory
+from tests.support.virtual_exchange import HOPPER, Ranks, emulator, poisoned_memory, pretend_sms
 
 __all__ = ["emulator", "poisoned_memory"]
 
@@ -57,7 +57,7 @@ def shrink(monkeypatch: pytest.MonkeyPatch, seed: int) -> Iterator[Shrink]:
         }
         for name, value in (sizes | given).items():
             monkeypatch.setattr(plan, name, value)
-        monkeypatch.setattr(cuda, "most_sms", lambda device, limit=None: min(sms, limit or sms))
+        pretend_sms(monkeypatch, sms)
         forget_plans()
 
     shrink(seed)
@@ -359,7 +359,7 @@ def test_parts_that_are_told_of_too_early_are_found(emulator: Emulator, seed: in
 def a_block_for_each_slot(monkeypatch: pytest.MonkeyPatch, shrink: Shrink, seed: int) -> dict[str, Any]:
     """Settings of few tokens, on as many SMs as they have slots on a rank."""
     shrink(seed, TOKENS_IN_PARTS=1024)
-    monkeypatch.setattr(cuda, "most_sms", lambda device, limit=None: min(2 * WORLD, limit or 2 * WORLD))
+    pretend_sms(monkeypatch, 2 * WORLD)
     return {"token_format": "nvfp4", "max_tokens_per_rank": 2}
 
 

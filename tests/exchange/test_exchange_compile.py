@@ -35,6 +35,7 @@ from tests.kernels.test_dequant_compile import (
     Recorded,
     compile_recorded,
 )
+from tests.support.virtual_exchange import pretend_sms
 
 pytestmark = pytest.mark.cpu_only
 
@@ -100,7 +101,7 @@ def launches(geometry: ExchangeGeometry, *, mapped: bool = True, shared: bool = 
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(BoundKernel, "launch", record)
-        patch.setattr(cuda, "most_sms", lambda device, limit=None: min(132, limit or 132))
+        pretend_sms(patch, 132)
         cuda.dispatch_send(context, geometry, 0, none, x, none, none, None, none, none, 1)
         cuda.dispatch_recv(context, geometry, 0, none, 1, buffers)
         cuda.combine_send(context, geometry, 0, none, x, none, none)

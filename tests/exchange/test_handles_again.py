@@ -25,6 +25,7 @@ from tests.support.virtual_exchange import (
     emulator,  # noqa: F401
     needs_hopper,
     poisoned_memory,  # noqa: F401
+    pretend_sms,
 )
 
 WORLD, HIDDEN, EXPERTS, TOP_K, TOKENS = 3, 256, 7, 3, 5
@@ -97,7 +98,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Rings that come round, blocks with several tokens, and tokens in parts."""
     monkeypatch.setattr(plan, "MAX_PLACES", 2)
     monkeypatch.setattr(plan, "TOKENS_IN_PARTS", 1)
-    monkeypatch.setattr(cuda, "most_sms", lambda device, limit=None: min(2, limit or 2))
+    pretend_sms(monkeypatch, 2)
     forget_plans()
     yield
     forget_plans()

@@ -14,7 +14,7 @@ import torch
 from moe_runtime.comm.errors import CapacityError, MoERuntimeError, RoutingError
 from moe_runtime.comm.signals import WITHOUT_SIGN
 from moe_runtime.dispatcher.handle import DispatchedTokens
-from moe_runtime.kernels.exchange import cuda, plan
+from moe_runtime.kernels.exchange import cuda, one_rank_cuda, plan
 from moe_runtime.kernels.exchange.landing import landing_records
 from moe_runtime.kernels.exchange.padded_rows import PaddedRows
 from moe_runtime.kernels.exchange.plan import required_plan
@@ -105,7 +105,7 @@ class Both:
         y = torch.zeros_like(data.x)
         output = torch.ones(self.alone.dispatchers[0].geometry.row_capacity, y.shape[1], dtype=torch.bfloat16)
         own, context = self.alone.dispatchers[0], self.alone.contexts[0]
-        cuda.ONE_RANK.combine(context, own.geometry, output, found.positions, found_handle.epoch, data.x, y)
+        one_rank_cuda.ONE_RANK.combine(context, own.geometry, output, found.positions, found_handle.epoch, data.x, y)
         assert bool(y.isnan().all())
         assert said[0] == said[1]
         return said[0]

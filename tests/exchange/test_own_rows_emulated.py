@@ -34,7 +34,7 @@ from tests.exchange.test_cuda_exchange_emulated import (
 )
 from tests.support.exchange_data import RankInput, rank_input
 from tests.support.token_parts import forget_plans
-from tests.support.virtual_exchange import HOPPER, Ranks, emulator, poisoned_memory
+from tests.support.virtual_exchange import HOPPER, Ranks, emulator, poisoned_memory, pretend_sms
 
 __all__ = ["emulator", "poisoned_memory"]
 
@@ -66,7 +66,7 @@ def draw_sizes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Draw]:
         for name, value in sizes.items():
             monkeypatch.setattr(plan, name, value)
         monkeypatch.setattr(geometry, "OWN_ROWS_TOKENS", 1)
-        monkeypatch.setattr(cuda, "most_sms", lambda device, limit=None: min(sms, limit or sms))
+        pretend_sms(monkeypatch, sms)
         forget_plans()
         # Few, since kernels are compiled for each.
         world, hidden, experts, top_k = draw.choice(((2, 1152, 7, 3), (3, 128, 40, 9)))

@@ -27,7 +27,7 @@ from moe_runtime.kernels.gemm.shapes import DEQUANT_FEW_EVEN, DequantShape
 from moe_runtime.kernels.gemm.shapes import DEQUANT_MIDDLE as MIDDLE
 from moe_runtime.kernels.gemm.shapes import DEQUANT_PREFILL as PREFILL
 from moe_runtime.kernels.gemm.weights import SQUARED_RELU, Activation, ExpertWeights, GateUpOrder, SwiGLU
-from tests.emulator import Emulator, needs_emulator
+from tests.emulator import Emulator, needs_emulator, planted
 from tests.kernels import test_dequant_gemm as plain
 from tests.kernels import test_dequant_swiglu as gated
 from tests.kernels import test_op_weights as operations
@@ -169,11 +169,7 @@ def test_stages_of_three_units(schedule: int, emulator: Emulator, rng: torch.Gen
 def test_a_stage_of_three_units_given_back_too_early_is_found(emulator: Emulator, rng: torch.Generator) -> None:
     end = " || number == 3 * PART_BATCHES - 1"
 
-    def edit(text: str) -> str:
-        assert text.count(end) == int("wgmma" in text), "the kernel, and not the one that decodes rows"
-        return text.replace(end, "")
-
-    emulator.edit = edit
+    emulator.edit = planted(end, "", only_in="wgmma")
     with pytest.raises(AssertionError, match=r"changed while their product was under way|outside; at"):
         for _ in range(20):
             three_units_of_k(rng)
@@ -290,11 +286,7 @@ def test_a_walk_that_does_not_wait_for_loads_is_found(
     """One SM has more tiles than there are slots for."""
     wait = "barrier_wait(loaded + before.at * 8, before.parity);"
 
-    def edit(text: str) -> str:
-        assert text.count(wait) == int("wgmma" in text)
-        return text.replace(wait, "")
-
-    emulator.edit = edit
+    emulator.edit = planted(wait, "", only_in="wgmma")
     with pytest.raises(AssertionError, match=r"SMs|outside|arrive|nothing can go on|changed while"):
         for _ in range(20):
             test_bits_are_the_same_however_tiles_are_cut([40, 0, 129], emulator, rng, monkeypatch)
@@ -339,11 +331,7 @@ MISTAKES = {
 def test_mistakes_are_found(
     shape: DequantShape, right: str, wrong: str, found: str, emulator: Emulator, rng: torch.Generator
 ) -> None:
-    def edit(text: str) -> str:
-        assert text.count(right) == int("wgmma" in text), "the kernel, and not the one that decodes rows"
-        return text.replace(right, wrong)
-
-    emulator.edit = edit
+    emulator.edit = planted(right, wrong, only_in="wgmma")  # not in the one that decodes rows
     with pytest.raises(AssertionError, match=found):
         for _ in range(20):
             plain.test_ragged_groups("nvfp4", "nvfp4", shape, rng, CPU)
@@ -371,11 +359,7 @@ MISTAKES_OF_FEW = {
 def test_mistakes_with_a_few_rows_are_found(
     right: str, wrong: str, found: str, emulator: Emulator, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def edit(text: str) -> str:
-        assert text.count(right) == int("struct OwnTokens" in text), "the kernel for a few rows"
-        return text.replace(right, wrong)
-
-    emulator.edit = edit
+    emulator.edit = planted(right, wrong, only_in="struct OwnTokens")  # the kernel for a few rows
     with pytest.raises(AssertionError, match=found):
         for _ in range(10):
             plain.test_few_tokens_are_decoded_by_the_blocks_that_multiply_them(

@@ -28,7 +28,7 @@ from moe_runtime.kernels.gemm.shapes import (
 from moe_runtime.kernels.gemm.tma_gemm import Strips
 from moe_runtime.kernels.gemm.weights import GPT_OSS, SQUARED_RELU, Activation, GateUpOrder, SwiGLU
 from moe_runtime.kernels.runtime import BLOCK_RESERVED_BYTES, SM_SHARED_BYTES
-from tests.emulator import Emulator, needs_emulator
+from tests.emulator import Emulator, needs_emulator, planted
 from tests.kernels import test_tma_gemm_emulated
 from tests.support.comparison import assert_same_bits
 from tests.support.expanded_cases import (
@@ -456,13 +456,7 @@ def test_mistakes_are_found(
     mistake: str, emulate: Callable[..., Emulator], rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shape, right, wrong, found = MISTAKES[mistake]
-    packed = shape.packed_stages(2, NVFP4)
-
-    def edit(text: str) -> str:
-        before = right.replace("{packed}", str(packed))
-        assert text.count(before) == 1, text.count(before)
-        return text.replace(before, wrong.replace("{packed}", str(packed)))
-
+    right, wrong = (text.replace("{packed}", str(shape.packed_stages(2, NVFP4))) for text in (right, wrong))
     ahead = shape.expands_ahead
     k, sizes = (128, [130, 5, 64, 260, 3, 1, 40]) if ahead else (1408, [13, 5] if shape.few else [130, 5])
     w = expanded_weights("nvfp4", 520, k, rng, CPU)
@@ -473,7 +467,7 @@ def test_mistakes_are_found(
         in_few_slots(monkeypatch)
     emulate()
     want = tma_grouped_gemm(a, w)
-    emulate(edit=edit)
+    emulate(edit=planted(right, wrong))
     with pytest.raises(AssertionError, match=found):
         for _ in range(MOST_SCHEDULES):
             assert_same_bits(tma_grouped_gemm(a, w), want)
@@ -514,10 +508,6 @@ def test_mistakes_in_tall_tiles_are_found(
 ) -> None:
     right, wrong, found = MISTAKES_OF_TALL[mistake]
 
-    def edit(text: str) -> str:
-        assert text.count(right) == 1, text.count(right)
-        return text.replace(right, wrong)
-
     # A block is ahead of the other by a tile only if the ring has room for all of it.
     k = 128 if "maxima" in mistake else 640
     w = expanded_weights("nvfp4", 512, k, rng, CPU, GateUpOrder.GATE_UP)
@@ -526,7 +516,7 @@ def test_mistakes_in_tall_tiles_are_found(
     emulate()
     want = tma_grouped_gemm_swiglu(a, w, SwiGLU(), out_format="fp8_block")
     assert want.scales is not None
-    emulate(edit=edit)
+    emulate(edit=planted(right, wrong))
     with pytest.raises(AssertionError, match=found):
         for _ in range(MOST_SCHEDULES):
             got = tma_grouped_gemm_swiglu(a, w, SwiGLU(), out_format="fp8_block")

@@ -44,7 +44,7 @@ from tests.support.exchange_data import rank_input
 from tests.support.gemm_cases import make_rows, random_weights
 from tests.support.gemm_plans import tma_grouped_gemm, tma_grouped_gemm_swiglu
 from tests.support.token_parts import forget_plans
-from tests.support.virtual_exchange import HOPPER, Ranks
+from tests.support.virtual_exchange import HOPPER, Ranks, pretend_sms
 
 pytestmark = pytest.mark.cpu_only
 
@@ -68,7 +68,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Variant]:
 
     monkeypatch.setattr(BoundKernel, "launch", launch)
     monkeypatch.setattr(nvrtc, "most_sms", lambda device, limit=None: min(132, limit or 132))
-    monkeypatch.setattr(cuda, "most_sms", lambda device, limit=None: min(132, limit or 132))
+    pretend_sms(monkeypatch, 132)
     for module in (rows, row_sums):
         monkeypatch.setattr(module, "most_sms", lambda device: 132)
     monkeypatch.setattr(driver, "cuTensorMapEncodeTiled", encode_tiled)

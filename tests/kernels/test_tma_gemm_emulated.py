@@ -27,7 +27,7 @@ from moe_runtime.kernels.gemm.weights import (
     GateUpOrder,
     SwiGLU,
 )
-from tests.emulator import Emulator, needs_emulator
+from tests.emulator import Emulator, needs_emulator, planted
 from tests.emulator.tensor_maps import encode_tiled
 from tests.kernels import test_tma_gemm as on_gpu
 from tests.kernels.test_activations import check_limit_on_function, check_special_values
@@ -179,11 +179,7 @@ def test_a_product_that_does_not_wait_is_found(
     rng: torch.Generator,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def edit(text: str) -> str:
-        assert text.count(right) == 1
-        return text.replace(right, wrong)
-
-    emulator.edit = edit
+    emulator.edit = planted(right, wrong)
     with pytest.raises(AssertionError, match=r"differ|are other than"):
         for _ in range(MOST_SCHEDULES):
             both_products("bf16", shape, emulator, rng, monkeypatch)
@@ -379,11 +375,7 @@ MISTAKES = {
 def test_mistakes_are_found(mistake: str, emulate: Callable[..., Emulator], rng: torch.Generator) -> None:
     right, wrong, found = MISTAKES[mistake]
 
-    def edit(text: str) -> str:
-        assert text.count(right) == 1
-        return text.replace(right, wrong)
-
-    emulate(edit=edit)
+    emulate(edit=planted(right, wrong))
     # Most want a stage that is used again.
     with pytest.raises(AssertionError, match=found):
         for blocks in [5] * MOST_SCHEDULES:
@@ -420,13 +412,9 @@ def test_mistakes_of_few_rows_are_found(mistake: str, emulate: Callable[..., Emu
     def run() -> GroupedRows:
         return tma_grouped_gemm_swiglu(a, w, SwiGLU(), out_format="fp8_block", shape=TMA_FEW)
 
-    def edit(text: str) -> str:
-        assert text.count(right) == 1
-        return text.replace(right, wrong)
-
     emulate()
     want = run()
-    emulate(edit=edit)
+    emulate(edit=planted(right, wrong))
     with pytest.raises(AssertionError, match=found):
         for _ in range(MOST_SCHEDULES):
             got = run()

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import library, nn
 
 from moe_runtime.config import ParallelConfig
 from moe_runtime.integrations import vllm as plugin
@@ -90,7 +90,7 @@ def test_the_operation_keeps_the_rules_of_torch(seed: int) -> None:
             x, ids, weights = draw_tokens(seed, num_tokens)
             arguments = (x, weights, ids, "layers.0.mlp.experts")
             checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-            torch.library.opcheck(vllm_experts.OPERATION, arguments, test_utils=checks)
+            library.opcheck(vllm_experts.OPERATION, arguments, test_utils=checks)
 
 
 def test_graphs_of_other_settings_are_kept_apart() -> None:

@@ -14,7 +14,7 @@ from moe_runtime.comm.heaps.private_heap import PrivateHeap
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.dispatcher.handle import DispatchedTokens
 from moe_runtime.dispatcher.token_dispatcher import TokenDispatcher
-from moe_runtime.kernels.exchange import cuda
+from moe_runtime.kernels.exchange import cuda, one_rank_cuda
 from moe_runtime.kernels.formats.reference_quantize import quantize_rows
 from tests.emulator import CAN_EMULATE, Emulator
 from tests.support.comparison import assert_same_bits
@@ -45,13 +45,19 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
+def pretend_sms(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    """Launches of the exchange are for a GPU with so many SMs."""
+    for module in (cuda, one_rank_cuda):
+        monkeypatch.setattr(module, "most_sms", lambda device, limit=None: min(most, limit or most))
+
+
 @pytest.fixture(autouse=True)
 def emulator(monkeypatch: pytest.MonkeyPatch, device: torch.device, seed: int) -> Emulator:
     """Where there is no GPU, what runs kernels in CUDA C++: one of 5 SMs."""
     emulator = Emulator(seed)
     if device.type == "cpu":
         emulator.stand_in(monkeypatch)
-        monkeypatch.setattr(cuda, "most_sms", lambda device, limit=None: min(5, limit or 5))
+        pretend_sms(monkeypatch, 5)
     return emulator
 
 
