@@ -365,6 +365,13 @@ def test_tables_of_the_exchange_and_of_goals() -> None:
     exchange = pages.exchange_table(made).splitlines()
     assert exchange[2] == "| tokens per rank | dispatch nvfp4 | combine bf16 | combine fp8_block |"
     assert exchange[4:] == ["| 8 | 20.0 (60.1) | check failed | 7.0 |"] and "run2" not in exchange[0]
+    weights = {"token_format": "fp8_block", "weight_format": "nvfp4"}
+    two["results"] += [result("layer", 8, 900.0, torch_layer.NAME), result("layer", 8, 300.0)]
+    same["results"] += [result("layer", 8, 350.0, **weights), result("layer", 8, 1.0, routing="zipf", **weights)]
+    layers = pages.exchange_table(found(two, same), layers=True).splitlines()
+    heads = "dispatch nvfp4 | combine bf16 | layer nvfp4 | combine fp8_block | layer nvfp4 x fp8_block"
+    assert layers[2] == f"| tokens per rank | {heads} |"
+    assert layers[4:] == ["| 8 | 20.0 (60.1) | check failed | 300 (900) | 7.0 | 350 |"]
     goals = pages.goal_table(made).splitlines()
     assert goals[0].endswith("commit 0123456.") and goals[4:] == [
         "| layer | nvfp4 | 250 <= 250 | 5100 **>** 5000 |",
@@ -377,22 +384,34 @@ def test_table_of_the_gemm() -> None:
     h200 = load("gemm_h200.json")
     names = ["fp8_block 32x32 both", "nvfp4 32x32 both", "bf16 32x1024 both, half"]
     h200["results"] = [one for one in h200["results"] if one["case"] in names]
-    expanded = h200["results"][0] | {
-        "case": "nvfp4 32x8 both, expanded",
-        "format": "fp8_block",
-        "peers": [],
-        "goals": [],
-    }
-    h200["results"].append(expanded)
     other = copy.deepcopy(h200)
     other["environment"]["gpus"] = [{"name": "NVIDIA H100"}]
-    text = pages.gemm_table({runs.GEMM: [("a.json", other), ("b.json", h200)]})
+    expanded = load("gemm_expanded_h200.json")
+    text = pages.gemm_table({runs.GEMM: [("a.json", other), ("b.json", h200), ("c.json", expanded)]})
     (head,) = (line for line in text.splitlines() if line.startswith("| rows |"))
     assert head.startswith("| rows | H100 nvfp4 | H100 fp8_block | H100 bf16 | H100 torch bf16 | H100 torch fp8 |")
     assert "| 32x32 both | 236 | 364 |  | 947 | 447 | 236 | 364 |  | 947 | 447 |" in text.splitlines()
-    assert "| 32x8 both, expanded | 236 |  |  |  |  | 236 |  |  |  |  |" in text.splitlines()
+    assert "expanded" not in text
     assert "H100: 0 of 1 goals met; missed: bf16 32x1024 both, half (within 1.1 x `bf16 32x1024 both`)." in text
     assert "H200: 1 of 4 goals met; missed: nvfp4 32x32 both (230 us), fp8_block 32x32 both (360 us), " in text
+
+
+def test_table_of_fp4_weights_multiplied_in_fp8() -> None:
+    """Rows of which a format is missing have no line; the file is that of `--cases expanded`."""
+    plain, expanded = load("gemm_h200.json"), load("gemm_expanded_h200.json")
+    cases = {"nvfp4 32x8 both, expanded": 250.0, "mxfp4 32x8 both, expanded": 300.0}
+    cases |= {"fp8_block 32x8 both, beside expanded": 200.0, "nvfp4 32x9 both, expanded": 1.0}
+    timed = expanded["results"][0]
+    expanded["results"] = [timed | {"case": case, "median_us": us} for case, us in cases.items()]
+    text = pages.expanded_table({runs.GEMM: [("a.json", plain), ("b.json", expanded)]}, "there/")
+    assert text.startswith("[b](there/b.json): NVIDIA H200, ")
+    assert text.splitlines()[2:] == [
+        "| rows | NVFP4 in FP8 | MXFP4 in FP8 | FP8 |",
+        "|---|---:|---:|---:|",
+        "| 32x8 both | 250 (1.25) | 300 (1.50) | 200 |",
+    ]
+    with pytest.raises(ValueError, match=r"^results: expected a run of kind gemm with --cases expanded"):
+        pages.expanded_table({runs.GEMM: [("a.json", plain)]}, "")
 
 
 def test_the_table_of_models_is_of_the_run_with_most_rows() -> None:

@@ -74,12 +74,14 @@ class MoEEpLayer:
         dist.all_gather_object(packs, (mine.w13, mine.w2))
         self.w13, self.w2 = (torch.cat([pack[place] for pack in packs]).float() for place in (0, 1))
         self.most, self.warm = fleet_params.max_tokens_per_rank, False
+        pushes = "PushCuda" in type(backend.megakernel).__name__
+        self.ids_dtype = torch.int32 if pushes else torch.int64
 
     def warmup(self, tensors):
         self.warm = True
 
     def forward(self, tensors):
-        assert self.warm and tensors.topk_ids.dtype == torch.int64 and tensors.hidden_states.shape[0] <= self.most
+        assert self.warm and tensors.topk_ids.dtype == self.ids_dtype and tensors.hidden_states.shape[0] <= self.most
         x, y = tensors.hidden_states.float(), torch.zeros(tensors.output.shape)
         for expert in tensors.topk_ids.unique().tolist():
             token, slot = (tensors.topk_ids == expert).nonzero(as_tuple=True)
