@@ -15,25 +15,36 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   // What the step's kernels read may still be on its way, unless it is `settled`.
   if (!settled) asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;");
-  const long long step = __ldcg(words + STEPS), place = step % steps;
   const int num_ids = num_tokens * top_k, first = blockIdx.x * THREADS * AT_ONCE + threadIdx.x;
+  // All loads first, so that they are in flight at once: what this costs a step of one token is their latency.
+  const long long step = __ldcg(words + STEPS);
+  long long ids[AT_ONCE];
+  float weights[AT_ONCE];
+#pragma unroll
+  for (int n = 0; n < AT_ONCE; ++n) {
+    const int i = first + n * THREADS;
+    // L1 could have what was there in an earlier step.
+    ids[n] = i < num_ids ? __ldcg(topk_idx + i) : -1;
+    weights[n] = i < num_ids && weights_ring != nullptr ? __ldcg(topk_weights + i) : 0.0f;
+  }
+  const long long place = step % steps;
   RING_IDS* const to = ring + place * place_ids;
 #pragma unroll
   for (int n = 0; n < AT_ONCE; ++n) {
     const int i = first + n * THREADS;
     if (i >= num_ids) continue;
-    const long long id = __ldcg(topk_idx + i);  // L1 could have what was there in an earlier step
-    to[i] = static_cast<RING_IDS>(id >= 0 && id < num_experts ? id : -1);
-    if (weights_ring != nullptr) weights_ring[place * place_ids + i] = __ldcg(topk_weights + i);
+    to[i] = static_cast<RING_IDS>(ids[n] >= 0 && ids[n] < num_experts ? ids[n] : -1);
+    if (weights_ring != nullptr) weights_ring[place * place_ids + i] = weights[n];
   }
   // The last block counts the step: all have read by then which one it is.
   __syncthreads();
   if (threadIdx.x == 0) {
-    int before;
-    asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;"
-                 : "=r"(before)
-                 : "l"(reinterpret_cast<int*>(words + DONE))
-                 : "memory");
+    int before = 0;
+    if (gridDim.x > 1)
+      asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;"
+                   : "=r"(before)
+                   : "l"(reinterpret_cast<int*>(words + DONE))
+                   : "memory");
     if (before == static_cast<int>(gridDim.x) - 1) {
       words[DONE] = 0;
       words[TOKENS + place] = num_tokens;

@@ -13,8 +13,8 @@ constexpr int AT_ONCE = 8;  // ids of a token that are loaded at a time
 
 static_assert(WORLD >= 1 && WORLD <= 32, "WORLD: a bit for each rank");
 
-// `counts`, `[W + E]`: tokens for each rank and for each expert; with several blocks, zeros before. `in_rank`, `[T, W]`.
-// Of an id its lower 32 bits count, as in what travels with a token. Dynamic shared memory: W + E words.
+// `counts`, `[W + E]`: tokens for each rank and for each expert; with several blocks, zeros before. `in_rank`, `[T,
+// W]`. Of an id its lower 32 bits count, as in what travels with a token. Dynamic shared memory: W + E words.
 extern "C" __global__ void __launch_bounds__(THREADS)
     dispatch_layout(const long long* topk_idx, long long id_row, long long id_column, int* counts, u8* in_rank,
                     int num_tokens, int top_k, int num_experts, int num_local) {
@@ -52,9 +52,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   }
   __syncthreads();
   for (int i = threadIdx.x; i < WORLD + num_experts; i += THREADS) {
-    if (gridDim.x == 1)
-      counts[i] = sums[i];
-    else if (sums[i] != 0)
-      atomicAdd(&counts[i], sums[i]);
+    if (gridDim.x == 1) counts[i] = sums[i];
+    else if (sums[i] != 0) atomicAdd(&counts[i], sums[i]);
   }
 }
