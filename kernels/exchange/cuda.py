@@ -16,7 +16,7 @@ peer and 350 GB/s with 40 MB. Below 0.25 MB latency is all there is (launch/resu
 Measured, dispatch + combine of NVFP4 tokens and bf16 partial results, us at 8 / 128 / 4096 tokens a rank:
 
     2 H200s, half of 256 experts    7.9 + 8.0 / 11.5 + 13.7 / 68.8 + 204      (launch/results/h200x2.json)
-    4 H200s, 256 experts            8.4 + 8.3 / 16.1 + 23.9 / 157 + 490       (launch/results/h200x4.json)
+    4 H200s, 256 experts            8.5 + 8.3 / 16.4 + 24.2 / 157 + 491       (launch/results/h200x4.json)
     8 H200s, older kernels          17.3 + 11.2 / 31.7 + 37.9 / 367 + 847    (launch/results/h200x8.json)
 
 What was tried and what it gave, and why sizes are as they are: `kernels/exchange/notes.md`.
