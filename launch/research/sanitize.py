@@ -10,7 +10,7 @@ At an arrival at a barrier racecheck counts what its own thread did before. It d
 wait for MMAs of a warpgroup, orders other lanes before it. The kernels in CUDA C++ are therefore compiled with
 EACH_LANE_ARRIVES (`mbarrier.cuh`): every lane arrives for itself, where otherwise one lane does for its warp.
 
-On one H200 both tools found nothing in these cases (launch/results/sanitizer_h200.json).
+On one H200 both tools found nothing in the cases that launch/results/sanitizer_h200.json names.
 """
 
 from __future__ import annotations
@@ -70,6 +70,8 @@ SIZES = (
 tokens. 130 rows are between the regimes for dequantized weights; `overlapped` has their tokens dequantized while the
 GEMM runs, for which many more are wanted elsewhere."""
 
+FP4 = ("nvfp4", "mxfp4")
+
 _RACE = re.compile(r"Race reported between \w+ access at (\w+)")
 _SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard)")
 
@@ -84,12 +86,25 @@ MXFP4_SIZES = (
 """As `SIZES`, then hidden and intermediate size; 320 is no multiple of 128, and an odd number of units of 64."""
 
 
+EXPANDED_SIZES = (
+    (4, 1, "layer"),
+    (4, 8, "layer"),
+    (3, 20, "layer"),
+    (3, 40, "layer"),
+    (2, 200, "zipf"),
+    (1, 1030, "even"),
+)
+"""Of FP4 weights that are multiplied in FP8, as in `SIZES`: each shape that expands them. K has 11 blocks of 128, more
+than any ring has stages."""
+
+
 MANY_TILES = GemmCase("nvfp4 few 16x1, many tiles", "nvfp4", 16, 1, "both", "layer", hidden=2304, intermediate=1152)
 """More tiles of either GEMM than a GPU of 132 SMs has blocks of one team: blocks have three teams."""
 
 
 def cases() -> list[GemmCase]:
-    """Both GEMMs with SwiGLU between: every format with itself, and MXFP4 weights with the tokens they have."""
+    """Both GEMMs with SwiGLU between: every format with itself, MXFP4 weights with the tokens they have, and FP4
+    weights multiplied in FP8."""
     with_themselves = [
         GemmCase(f"{fmt} {name} {groups}x{rows}", fmt, groups, rows, "both", routing, hidden=256, intermediate=256)
         for fmt in FORMATS
@@ -110,7 +125,23 @@ def cases() -> list[GemmCase]:
         for fmt in token_formats_for("mxfp4")
         for name, groups, rows, routing, size in MXFP4_SIZES
     ]
-    return [*with_themselves, MANY_TILES, *of_mxfp4]
+    expanded = [
+        GemmCase(
+            f"{weights} in fp8 {groups}x{rows}",
+            "fp8_block",
+            groups,
+            rows,
+            "both",
+            routing,
+            hidden=1408,
+            intermediate=256,
+            weights=weights,
+            expanded=True,
+        )
+        for weights in FP4
+        for groups, rows, routing in EXPANDED_SIZES
+    ]
+    return [*with_themselves, MANY_TILES, *of_mxfp4, *expanded]
 
 
 MANY = {"max_tokens_per_rank": 1000, "num_experts": 500}
@@ -299,7 +330,7 @@ def run_gemms(engine: str, chosen: Sequence[GemmCase]) -> None:
             overlap = DequantOverlap(first=2, sms=3) if OVERLAPPED in case.name else None
             with patch.object(plan, "plan_dequant_overlap", lambda *_, overlap=overlap: overlap):
                 plan.plan_gemm.cache_clear()
-                between = intermediate_format_for(rows.format, first.format)
+                between = rows.format if case.expanded else intermediate_format_for(rows.format, first.format)
                 for then in (None, last):
                     hidden = grouped_gemm_swiglu(rows, first, SILU, out_format=between, then=then, engine=engine)
                     out = grouped_gemm(hidden, last, engine=engine)

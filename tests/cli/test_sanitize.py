@@ -26,6 +26,7 @@ from moe_runtime.kernels.gemm.shapes import (
     DEQUANT_FEW_EVEN,
     DEQUANT_MIDDLE,
     DEQUANT_PREFILL,
+    EXPANDING_SHAPES,
     TMA_SHAPES,
     Regime,
 )
@@ -45,6 +46,7 @@ def test_cases_take_both_regimes_of_each_kernel() -> None:
     rng = torch.Generator().manual_seed(0)
     seen: dict[str, set[Any]] = {name: set() for name in FORMATS}
     gathers = set()
+    expand: dict[str, set[Any]] = {}
     others: dict[tuple[str, str], set[tuple[Regime, bool]]] = {}
     for case in sanitize.cases():
         rows = make_rows(case, 0, rng, "torch")
@@ -53,6 +55,12 @@ def test_cases_take_both_regimes_of_each_kernel() -> None:
             for n, k in ((2 * case.intermediate, case.hidden), (case.hidden, case.intermediate)):
                 assert choose_dequant_shape(*sizes, n, k, NVFP4) is DEQUANT_FEW
                 assert few_shape(sizes[0] * unit_rows(n), k, NVFP4, 132) is DEQUANT_FEW_EVEN
+        elif case.expanded:
+            gathered = rows.row_index is not None
+            expand.setdefault(case.weight_format.name, set()).add(
+                choose_tma_shape(*sizes, case.hidden, gathered=gathered, expanded=True)
+            )
+            continue
         elif case.weight_format not in DEQUANT_FORMATS:
             gathered = rows.row_index is not None
             seen[case.format].add(choose_tma_shape(*sizes, case.hidden, gathered=gathered))
@@ -67,6 +75,7 @@ def test_cases_take_both_regimes_of_each_kernel() -> None:
         dequant_shapes = {DEQUANT_FEW, DEQUANT_DECODE, DEQUANT_MIDDLE, DEQUANT_PREFILL}
         assert seen[name] == (dequant_shapes if fmt in DEQUANT_FORMATS else set(TMA_SHAPES))
         assert {(name, True), (name, False)} <= gathers
+    assert expand == {name: set(EXPANDING_SHAPES) for name in sanitize.FP4}
     assert set(others) == {("mxfp4", "bf16"), ("mxfp4", "mxfp8"), ("mxfp4", "fp8_block")}
     for shapes in others.values():
         kinds = {
