@@ -65,6 +65,11 @@ def test_ranks_of_other_hosts_than_the_stores_may_close_without_it() -> None:
         assert needless(kill, ["step: total, end (3)", "close"], rank=3) == (host == "rank 0")
         assert not needless(kill, ["step: total, end (3)"], rank=3)
     assert not needless(Kill("hierarchical", "rank 0", 4, victim=1), ["close"], rank=0)
+    # Rank 0 has all that it needs of a victim of the other host, and takes the store with it.
+    for host in kills.HOSTS:
+        kill = Kill("hierarchical", host, 4, victim=3)
+        assert needless(kill, ["step: relay, end (3)"], rank=2) == (host == "rank 0")
+        assert not needless(kill, ["step: relay, end (2)"], rank=2)
 
 
 def test_a_wrong_answer_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -202,10 +202,15 @@ def judge(kill: Kill, fate: Fate, kind: str, error_rank: int = -1, text: str = "
 
 def needless(kill: Kill, places: list[str], rank: int = 0) -> bool:
     """Whether `rank` does not need the victim any more, or it cannot be known."""
-    if kill.machine_of(rank) != kill.machine_of(kill.victim) and "step: relay, end (3)" in places:
+    sums_are_sent = "step: relay, end (3)" in places
+    if kill.machine_of(rank) != kill.machine_of(kill.victim) and sums_are_sent:
         return True  # Its last sums are on their way, and only ranks of one host close together.
-    if kill.host == "rank 0" and kill.machine_of(rank) != kill.machine_of(0) and "close" in places:
-        return True  # Rank 0 closes with ranks of its own host alone, and the store goes with it.
+    if kill.host == "rank 0" and kill.machine_of(rank) != kill.machine_of(0):
+        # Rank 0 closes with ranks of its own host alone, and the store goes with it: whether the victim would have come
+        # to the last meeting there is then not to be learned.
+        without_victim = kill.machine_of(kill.victim) != kill.machine_of(0) and sums_are_sent
+        if "close" in places or without_victim:
+            return True
     if LAST_MEETING not in places:
         return False
     return places[-1] != LAST_MEETING or kill.delay_s > 0
