@@ -244,7 +244,7 @@ def gemm_table(found: Found) -> str:
     columns: list[str] = []
     notes, sources = [], []
     for name, report in found.get(runs.GEMM, []):
-        if any(result["case"].endswith(EXPANDED) for result in report["results"]):
+        if _is_expanded(report):
             continue
         gpu, foreign = gpu_of(report).split()[1], bool(foreign_note(report))
         # Cases are named after the format of their weights.
@@ -270,6 +270,8 @@ def expanded_table(found: Found, folder: str) -> str:
     """Of the run of `kernel_bench gemm --cases expanded`: a line per shape, FP4 weights multiplied in FP8, with the
     multiple of what FP8 weights take, which stand beside them."""
     for name, report in found.get(runs.GEMM, []):
+        if not _is_expanded(report):
+            continue
         times: dict[str, dict[str, Result]] = {}
         for result in report["results"]:
             fmt, _, rows = result["case"].partition(" ")
@@ -280,10 +282,14 @@ def expanded_table(found: Found, folder: str) -> str:
             for rows, of in times.items()
             if set(of) == set(formats)
         ]
-        if lines and any(result["case"].endswith(EXPANDED) for result in report["results"]):
-            heads = ["rows", "NVFP4 in FP8", "MXFP4 in FP8", "FP8"]
-            return "\n\n".join([_source(name, report, folder), markdown_table(heads, lines)])
+        heads = ["rows", "NVFP4 in FP8", "MXFP4 in FP8", "FP8"]
+        return "\n\n".join([_source(name, report, folder), markdown_table(heads, lines)])
     raise ValueError(f"results: expected a run of kind {runs.GEMM} with --cases expanded")
+
+
+def _is_expanded(report: Report) -> bool:
+    """Whether a run of `kernel_bench gemm` is that of `--cases expanded`."""
+    return any(result["case"].endswith(EXPANDED) for result in report["results"])
 
 
 def _beside(result: Result, other: Result) -> str:

@@ -8,18 +8,11 @@ import pytest
 import torch
 
 from moe_runtime.kernels.exchange.local_ids import local_ids
-from tests.emulator import CAN_EMULATE, Emulator
+from tests.support.virtual_exchange import engine
+
+__all__ = ["engine"]
 
 NUM_EXPERTS = 20
-
-
-@pytest.fixture(params=["torch", "cuda"])
-def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, device: torch.device, seed: int) -> str:
-    if request.param == "cuda" and device.type == "cpu":
-        if not CAN_EMULATE:
-            pytest.skip("needs a C++ compiler for x86-64")
-        Emulator(seed).stand_in(monkeypatch)
-    return str(request.param)
 
 
 def wanted_id(expert: int, weight: float, first: int, num_local: int) -> int:

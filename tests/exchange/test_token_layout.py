@@ -9,29 +9,9 @@ import torch
 
 from moe_runtime.kernels.exchange import layout
 from moe_runtime.kernels.exchange.layout import dispatch_layout
-from tests.emulator import CAN_EMULATE, Emulator
+from tests.support.virtual_exchange import engine, poisoned_memory
 
-
-@pytest.fixture(params=["torch", "cuda"])
-def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, device: torch.device, seed: int) -> Any:
-    if request.param == "cuda" and device.type == "cpu":
-        if not CAN_EMULATE:
-            pytest.skip("needs a C++ compiler for x86-64")
-        Emulator(seed).stand_in(monkeypatch)
-    return request.param
-
-
-@pytest.fixture(autouse=True)
-def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that is not written shows."""
-    empty = torch.empty
-
-    def poisoned(*shape: Any, **how: Any) -> torch.Tensor:
-        made = empty(*shape, **how)
-        made.view(torch.uint8).fill_(0x77) if made.numel() else None
-        return made
-
-    monkeypatch.setattr(layout.torch, "empty", poisoned)
+__all__ = ["engine", "poisoned_memory"]
 
 
 def counted(ids: list[list[int]], num_experts: int, num_ranks: int) -> tuple[list[int], list[int], list[list[bool]]]:

@@ -1,11 +1,12 @@
 """Dispatchers of virtual ranks in one process, of any engine, and plain loops that say what they must give.
 
-Who imports `poisoned_memory` and `emulator` has them around each test.
+Who imports `poisoned_memory` and `emulator` has them around each test; `engine` is for tests that ask for it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -59,6 +60,16 @@ def emulator(monkeypatch: pytest.MonkeyPatch, device: torch.device, seed: int) -
         emulator.stand_in(monkeypatch)
         pretend_sms(monkeypatch, 5)
     return emulator
+
+
+@pytest.fixture(params=["torch", "cuda"])
+def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, device: torch.device, seed: int) -> Any:
+    """Of an operation with a kernel in CUDA C++ and a reference in torch; without a GPU the kernel is emulated."""
+    if request.param == "cuda" and device.type == "cpu":
+        if not CAN_EMULATE:
+            pytest.skip("needs a C++ compiler for x86-64")
+        Emulator(seed).stand_in(monkeypatch)
+    return request.param
 
 
 class Ranks:

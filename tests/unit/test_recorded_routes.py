@@ -9,18 +9,11 @@ import torch
 
 from moe_runtime import MoELayer, RecordedRoutes
 from moe_runtime.virtual import VirtualRanks, virtual_contexts
-from tests.emulator import CAN_EMULATE, Emulator
 from tests.support.comparison import assert_same_bits
 from tests.support.exchange_data import EXPERTS, HIDDEN, TOKENS, TOP_K, config, placements, rank_input
+from tests.support.virtual_exchange import engine
 
-
-@pytest.fixture(params=["torch", "cuda"])
-def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, device: torch.device, seed: int) -> str:
-    if request.param == "cuda" and device.type == "cpu":
-        if not CAN_EMULATE:
-            pytest.skip("needs a C++ compiler for x86-64")
-        Emulator(seed).stand_in(monkeypatch)
-    return str(request.param)
+__all__ = ["engine"]
 
 
 def ring_of(steps: int, most: int, top_k: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
