@@ -18,8 +18,9 @@ from moe_runtime.kernels import nvrtc
 from moe_runtime.kernels.nvrtc import Defines
 from moe_runtime.kernels.signature import Kind, parameters_of
 
-# Looking a member up in the Enum takes longer than writing an argument.
-_POINTER, _INT32, _INT64, _FLOAT, _STRUCT = Kind.POINTER, Kind.INT32, Kind.INT64, Kind.FLOAT, Kind.STRUCT
+# Looking a member up in the Enum, or in a module, takes longer than writing an argument.
+_POINTER, _FLOAT, _STRUCT, _Tensor = Kind.POINTER, Kind.FLOAT, Kind.STRUCT, torch.Tensor
+_RANGES = {Kind.INT32: (-(2**31), 2**31 - 1), Kind.INT64: (-(2**63), 2**63 - 1)}
 
 
 class Address(int):
@@ -88,11 +89,19 @@ class BoundKernel:
         for given in self._bound:
             if given not in places:
                 raise ValueError(f"{self.name}.{given}: the kernel has no such parameter")
-        self._given = {given: places.pop(given) for given in self._bound}
-        self._checked = False
+        self._expect({given: places.pop(given) for given in self._bound})
         self.fill(self._bound)
-        # What comes with each launch; types are checked to the last in the first of them.
-        self._given, self._checked = places, False
+        self._expect(places)
+
+    def _expect(self, given: dict[str, tuple[int, Kind]]) -> None:
+        """From now on `fill` takes these arguments, by name: place and kind. The first time checks types to the last.
+
+        They are kept by kind, so that `fill` does not look at that for each of them.
+        """
+        self._given, self._checked = given, False
+        self._pointers_given = [(name, at) for name, (at, kind) in given.items() if kind is _POINTER]
+        self._integers_given = [(name, at, *_RANGES[kind]) for name, (at, kind) in given.items() if kind in _RANGES]
+        self._others_given = [(name, at, kind) for name, (at, kind) in given.items() if kind in (_FLOAT, _STRUCT)]
 
     @property
     def address(self) -> int:
@@ -128,41 +137,43 @@ class BoundKernel:
 
     def fill(self, arguments: Mapping[str, Argument], grid: tuple[int, int, int] | None = None) -> None:
         """Write the arguments and the grid of the next launch, as `launch` does."""
-        values, given = self._values, self._given
-        if len(arguments) != len(given) or not self._checked:
+        if len(arguments) != len(self._given) or not self._checked:
             self._check(arguments)
         if grid is not None and grid != self.grid:
             self.grid = grid
             if self._config is not None:
                 self._config.gridDimX, self._config.gridDimY, self._config.gridDimZ = grid
-        value: Any
-        for name, value in arguments.items():
-            if (place := given.get(name)) is None:
-                self._check(arguments)
-                continue
-            at, kind = place
-            if kind is _POINTER:
+        values = self._values
+        try:
+            for name, at in self._pointers_given:
+                pointer = arguments[name]
                 # Tensors last: that something is none takes three times as long to tell as that it is one.
-                if value is None:
+                if pointer is None:
                     values[at] = 0
-                elif type(value) is Address:
-                    values[at] = value
-                elif isinstance(value, torch.Tensor):
-                    values[at] = value.data_ptr()
+                elif type(pointer) is Address:
+                    values[at] = pointer
+                elif isinstance(pointer, _Tensor):
+                    values[at] = pointer.data_ptr()
+                else:
+                    raise self._wrong(at, pointer)
+            for name, at, least, most in self._integers_given:
+                integer = arguments[name]
+                if not isinstance(integer, int) or not least <= integer <= most:
+                    raise self._wrong(at, integer)
+                values[at] = integer
+            for name, at, kind in self._others_given:
+                value: Any = arguments[name]
+                if kind is _FLOAT and isinstance(value, float):
+                    values[at] = ctypes.c_int32.from_buffer(ctypes.c_float(value)).value
+                elif kind is _STRUCT and isinstance(value, ctypes.Structure):
+                    self._pointers[at], self._by_value[at] = ctypes.addressof(value), value
+                elif kind is _STRUCT and hasattr(value, "getPtr"):
+                    self._pointers[at], self._by_value[at] = value.getPtr(), value
                 else:
                     raise self._wrong(at, value)
-            elif kind is _INT32 and isinstance(value, int) and -(2**31) <= value < 2**31:
-                values[at] = value
-            elif kind is _INT64 and isinstance(value, int):
-                values[at] = value
-            elif kind is _FLOAT and isinstance(value, float):
-                values[at] = ctypes.c_int32.from_buffer(ctypes.c_float(value)).value
-            elif kind is _STRUCT and isinstance(value, ctypes.Structure):
-                self._pointers[at], self._by_value[at] = ctypes.addressof(value), value
-            elif kind is _STRUCT and hasattr(value, "getPtr"):
-                self._pointers[at], self._by_value[at] = value.getPtr(), value
-            else:
-                raise self._wrong(at, value)
+        except KeyError:
+            self._check(arguments)  # which names what is missing
+            raise
 
     def _check(self, arguments: Mapping[str, Argument]) -> None:
         """Raise `ValueError` for wrong names, and for what `fill` takes for speed: tensors of another dtype, and an
