@@ -299,7 +299,7 @@ class ElasticBuffer(GroupBuffer):
             ids, form, alignment = handle.topk_idx, Form(handle.num_experts), handle.expert_alignment
         # Callers may change the ids that they get.
         keeps_ids = handle is None and not expand
-        form = form._replace(to_expand=expand, scales_by_column=by_column, keeps_ids=keeps_ids)
+        form = Form(*form[:3], to_expand=expand, scales_by_column=by_column, keeps_ids=keeps_ids)
         exchange = self._exchange(hidden, num_sms)
         with self._comm.running(beside, *waits_for):
             if handle is None:
@@ -312,7 +312,7 @@ class ElasticBuffer(GroupBuffer):
                 travelling = None if topk_weights is None else ids
                 got = exchange.dispatch_again(x, handle._rows, travelling, topk_weights, form)
             rows, came_ids, weights = _in_form(exchange, got, handle, form, zero_padding)
-            if isinstance(x, tuple) and isinstance(rows, tuple):
+            if isinstance(x, tuple) and isinstance(rows, tuple) and rows[1].dtype != x[1].dtype:
                 rows = rows[0], rows[1].view(x[1].dtype)
             if topk_weights is None:
                 weights = None
