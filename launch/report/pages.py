@@ -1,7 +1,7 @@
 """The generated tables of pages, from the committed JSON of `launch/results` alone.
 
-`launch/results/README.md` has a table per kind of run, README.md and docs/results.md the layer's times beside others'.
-A table is of one commit.
+`launch/results/README.md` has a table per kind of run, README.md and docs/results.md the layer's times beside others',
+docs/peers.md all runs beside others. A table is of one commit.
 """
 
 from __future__ import annotations
@@ -116,8 +116,12 @@ def front_table(found: Found, folder: str, *, short: bool = False) -> str:
     ]
     errors = [f"{max(result['error'] for result in line.values()):.2g}" for line in series.values()]
     table = markdown_table(["tokens per rank", *series], [*lines, ["relative error", *errors]])
-    verdicts = [_filled(f"{line[:1].upper()}{line[1:]}.", "- ") for line in peers.verdicts(report)]
-    return "\n\n".join([_filled(said), *command, table, "\n".join(verdicts)])
+    return "\n\n".join([_filled(said), *command, table, _verdicts(report)])
+
+
+def _verdicts(report: Report) -> str:
+    """How the layers of a run beside peers compare, as a list."""
+    return "\n".join(_filled(f"{line[:1].upper()}{line[1:]}.", "- ") for line in peers.verdicts(report))
 
 
 def _filled(text: str, bullet: str = "") -> str:
@@ -128,8 +132,9 @@ def _filled(text: str, bullet: str = "") -> str:
     )
 
 
-def peers_table(found: Found) -> str:
-    """Of each run of `research.peers`, the newest first: a table per operation, and what has no time.
+def peers_table(found: Found, folder: str) -> str:
+    """Of each run of `research.peers`, the newest first: a table per operation, how layers compare, and what has no
+    time.
 
     `front_table` has the layer of `front_run`.
     """
@@ -139,11 +144,12 @@ def peers_table(found: Found) -> str:
     front, parts = front_run(found)[0], list[str]()
     for name, report in reports:
         sizes = f"{ranks_of(report)} ranks, {runs.model_of(report)}"
-        parts.append(f"{_source(name, report)} {sizes}. Versions: {peers.versions(report)}.")
+        parts.append(f"{_source(name, report, folder)} {sizes}. Versions: {peers.versions(report)}.")
         for operation in peers.operations_of(report):
             heads, lines = peers.rows_of(report, operation, times_of)
             if lines and (operation, name) != ("layer", front):
                 parts.append(markdown_table([operation, *heads[1:]], lines))
+                parts += [_verdicts(report)] if operation == "layer" else []
         excuses = "\n".join(f"- {line}" for line in peers.excuses(report))
         parts += [f"Without a time:\n\n{excuses}"] if excuses else []
     return "\n\n".join(parts)
@@ -357,7 +363,6 @@ def humming_table(found: Found, folder: str = "") -> str:
 
 
 TABLES: dict[str, Callable[[Found], str]] = {
-    "peers": peers_table,
     "exchange": exchange_table,
     "four": partial(exchange_table, name=FOUR, layers=True),
     "goals": goal_table,
@@ -374,6 +379,7 @@ PAGES: dict[str, dict[str, Callable[[Found], str]]] = {
     "launch/results/README.md": TABLES,
     "README.md": {"results": partial(front_table, folder="launch/results/", short=True)},
     "docs/results.md": {"results": partial(front_table, folder=FROM_DOCS)},
+    "docs/peers.md": {"peers": partial(peers_table, folder=FROM_DOCS)},
     "docs/gemm.md": {
         "expanded": partial(expanded_table, folder=FROM_DOCS),
         "humming": partial(humming_table, folder=FROM_DOCS),
