@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ from rich.console import Console
 from rich.table import Table
 
 from moe_runtime.comm.messages import unique_keys
+from moe_runtime.kernels.formats.number_formats import ceil_div
+from moe_runtime.kernels.formats.scale_blocks import expert_starts
 from moe_runtime.launch.common import environment
 from moe_runtime.observation.counters import most_over_mean
 from moe_runtime.placement.placement import MAX_TEXT_LENGTH, Placement, plan_placement
@@ -39,9 +43,27 @@ def read_loads(file: Path) -> dict[str, list[float]]:
     """Loads of experts by decoder layer, or by `ALONE`."""
     data = read("LOAD", file)
     loads = data if isinstance(data, dict) else {ALONE: data}
-    if not loads or not all(isinstance(load, list) for load in loads.values()):
+    if not loads or not all(isinstance(load, list) and load for load in loads.values()):
         raise ValueError(f"LOAD: {file}: expected a list of numbers, or an object of such lists by decoder layer")
+    for layer, load in loads.items():
+        try:
+            # What `plan_placement` says of a load, in a plan that is always possible.
+            plan_placement(load, 1, len(load))
+            math.fsum(load)
+        except OverflowError:
+            raise ValueError(f"LOAD: {file}: {_layer(layer)}load: expected numbers with a finite sum") from None
+        except ValueError as error:
+            raise ValueError(f"LOAD: {file}: {_layer(layer)}{error}") from None
     return loads
+
+
+def _layer(layer: str) -> str:
+    return f"layer {layer}: " if layer else ""
+
+
+def contiguous_loads(load: list[float], ranks: int) -> list[float]:
+    """The load of each rank where experts lie in order, as evenly as they can, without a placement."""
+    return [math.fsum(load[start:end]) for start, end in pairwise(expert_starts(len(load), ranks))]
 
 
 def read_present(file: Path, layers: Mapping[str, list[float]]) -> dict[str, Placement]:
@@ -69,15 +91,21 @@ def work(options: argparse.Namespace) -> int:
     table = Table("layer", "busiest rank over mean", "planned", "slots that change, of the rank with most")
     planned: dict[str, Placement] = {}
     for layer, load in loads.items():
-        try:
-            now = present.get(layer) or Placement.contiguous(len(load), options.ranks)
-            ranks, slots = options.ranks or now.num_ranks, options.slots_per_rank or now.slots_per_rank
-            new = plan_placement(load, ranks, slots)
-            costs = [most_over_mean(one.rank_loads(load)) for one in (now, new)]
-        except ValueError as error:
-            raise ValueError(f"LOAD: {options.load}: {f'layer {layer}: ' if layer else ''}{error}") from None
+        now, experts, where = present.get(layer), len(load), _layer(layer)
+        if now is not None and now.num_experts != experts:
+            raise ValueError(f"--present: {where}expected {experts} experts as in LOAD, got {now.num_experts}")
+        ranks = options.ranks or (0 if now is None else now.num_ranks)
+        least = ceil_div(experts, ranks)
+        slots = options.slots_per_rank or (least if now is None else max(least, now.slots_per_rank))
+        if not least <= slots <= experts:
+            raise ValueError(f"--slots-per-rank: {where}expected {least} .. {experts}, got {slots}")
+        if now is None and experts % ranks == 0:
+            now = Placement.contiguous(experts, ranks)
+        new = plan_placement(load, ranks, slots)
+        present_loads = contiguous_loads(load, ranks) if now is None else now.rank_loads(load)
+        costs = [most_over_mean(one) for one in (present_loads, new.rank_loads(load))]
         changes = "-"  # Another number of slots is for a layer that is made anew.
-        if new.sizes == now.sizes:
+        if now is not None and new.sizes == now.sizes:
             new = new.reordered_like(now) if costs[1] < costs[0] else now
             pairs = [zip(now.rank_experts(rank), new.rank_experts(rank), strict=True) for rank in range(ranks)]
             changes = f"{max(sum(a != b for a, b in pair) for pair in pairs)} of {slots}"

@@ -131,14 +131,21 @@ class MoELayer(LayerParts):
             return self._forward(x, topk_idx, topk_weights, shared, max_tokens)
 
         def step() -> torch.Tensor:
-            y = self._forward(x, topk_idx, topk_weights, shared, max_tokens)
-            if self.context.device.type == "cuda":
-                self.context.check_peers()  # Only a step that has ended can be told from one to be repeated.
+            with self._counted_once():
+                y = self._forward(x, topk_idx, topk_weights, shared, max_tokens)
+                if self.context.device.type == "cuda":
+                    self.context.check_peers()  # Only a step that has ended can be told from one to be repeated.
             return y
 
         def again() -> Callable[[], torch.Tensor]:
             idx_again, weights_again = (None if t is None else t.clone() for t in (topk_idx, topk_weights))
-            return partial(self._forward, x.clone(), idx_again, weights_again, None, max_tokens)
+            kept = x.clone(), idx_again, weights_again, None, max_tokens
+
+            def for_others() -> torch.Tensor:
+                with self._unobserved():
+                    return self._forward(*kept)
+
+            return for_others
 
         return recovery.run(step, again)
 

@@ -31,6 +31,8 @@ Captured = tuple[Callable[[], Any], torch.Tensor]
 """What runs a step again, and its result."""
 
 VARIANTS = ("off", "off again", "routes", "routes and weights", "waits", "both")
+WAITING = ("waits", "both")
+"""Those that a rank alone does not have: it waits for nobody."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -112,7 +114,9 @@ def work(options: argparse.Namespace) -> int:
         weights_ring = torch.zeros(shape, device=device)
         made: dict[tuple[str, int], Captured] = {}
         kept = []  # routes that graphs record
-        for variant in VARIANTS:
+        variants = [variant for variant in VARIANTS if world > 1 or variant not in WAITING]
+        waits = None
+        for variant in variants:
             layer.routes = None
             if variant in ("routes", "both"):
                 kept.append(layer.record_routes(ring))
@@ -124,7 +128,7 @@ def work(options: argparse.Namespace) -> int:
             for tokens in options.tokens:
                 made[variant, tokens] = capture(tokens)
         for tokens in options.tokens:
-            for variant in VARIANTS[1:]:
+            for variant in variants[1:]:
                 assert torch.equal(made[variant, tokens][1], made["off", tokens][1]), (variant, tokens)
         context.check_peers()
 
@@ -145,10 +149,10 @@ def work(options: argparse.Namespace) -> int:
 
         for tokens in options.tokens:
             count = (10 if tokens >= 1024 else 100) if on_gpu else 2
-            times: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
+            times: dict[str, list[float]] = {variant: [] for variant in variants}
             for turn in range(options.rounds + 2):
-                for at in range(len(VARIANTS)):
-                    variant = VARIANTS[(at + turn) % len(VARIANTS)]
+                for at in range(len(variants)):
+                    variant = variants[(at + turn) % len(variants)]
                     if dist.is_initialized():
                         dist.barrier()
                     us = slowest(timed(made[variant, tokens][0], count))
@@ -171,7 +175,7 @@ def work(options: argparse.Namespace) -> int:
                 print(f"T={tokens}: off {off:.1f} us; {over}", flush=True)
         context.check_peers()
         record = environment.environment_record(context)
-        named = str(slowest_rank(waits.gather()))
+        named = None if waits is None else str(slowest_rank(waits.gather()))
         replaced = []
         if placed is not None:
             placed.warm_up()

@@ -34,6 +34,14 @@ _BUILT = weakref.WeakValueDictionary[str, "EngineExperts"]()
 _RECORDED = weakref.WeakValueDictionary[str, RecordedRoutes]()
 
 
+def built_layers() -> dict[str, MoELayer]:
+    """The layers of this process, by the engine's name of each: for `metrics_text`, with `recorded_routes`.
+
+    Where all ranks hold the same tokens, the experts of a layer are those of this rank.
+    """
+    return {name: experts.layer for name, experts in _BUILT.items()}
+
+
 def recorded_routes() -> dict[str, RecordedRoutes]:
     """What the layers of this process record, by the engine's name of each; none without the setting `routes`.
 
@@ -396,8 +404,9 @@ class EngineExperts:
                 topk_ids, topk_weights = _given.take(self, topk_ids)
         if self.routes is not None:
             most = self.routes.ids.shape[1]
-            for ids, weights in zip(topk_ids.split(most), topk_weights.float().split(most), strict=True):
-                self.routes.add(ids, weights)
+            with abort_peers_on_error(self.layer.context):
+                for ids, weights in zip(topk_ids.split(most), topk_weights.float().split(most), strict=True):
+                    self.routes.add(ids, weights)
         if share.parts > 1:
             mine = part_of(num_tokens, share.ranks, share.rank)
             x, topk_ids, topk_weights = x[mine], topk_ids[mine], topk_weights[mine]

@@ -82,7 +82,8 @@ def replay_routes(model: nn.Module, ids: torch.Tensor, weights: torch.Tensor | N
 
 
 def checked_ids(name: str, ids: Any, shape: Sequence[int | None], num_experts: int, device: torch.device) -> None:
-    """Raise `ValueError` naming `name` unless `ids` are expert ids, or -1, of this shape on `device`.
+    """Raise `ValueError` naming `name` unless `ids` are expert ids, or -1, of this shape on `device`, each once in a
+    token.
 
     None in `shape` is any size. Waits for the device.
     """
@@ -96,6 +97,11 @@ def checked_ids(name: str, ids: Any, shape: Sequence[int | None], num_experts: i
         low, high = (int(end) for end in ids.aminmax())
         if low < -1 or high >= num_experts:
             raise ValueError(f"{name}: expected ids from -1 to {num_experts - 1}, got {low if low < -1 else high}")
+        ordered = ids.sort(dim=-1).values
+        twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
+        if bool(twice.any()):
+            place, expert = twice.any(dim=-1).nonzero()[0].tolist(), int(ordered[..., 1:][twice][0])
+            raise ValueError(f"{name}: expected an expert once in a token, got {expert} twice in {name}{place}")
 
 
 def checked_weights(name: str, weights: Any, ids: torch.Tensor) -> None:

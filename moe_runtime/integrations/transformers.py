@@ -259,7 +259,8 @@ class ExpertParallel:
     def record_routes(self, ids: torch.Tensor, weights: torch.Tensor | None = None) -> dict[int, RecordedRoutes]:
         """Record the experts of each token in every layer from now on; by decoder layer, what to `read`.
 
-        A call of the model is one step, or several where `join` splits it.
+        A call of the model is one step, or several where `join` splits it. Steps in which this rank waits in `join` for
+        others are not recorded.
 
         Args:
             ids: int16 or int32 `[L, S, M, K]`, contiguous, for the `L` MoE layers in the order of the model, each as
@@ -273,8 +274,14 @@ class ExpertParallel:
             if check_is_tensor(name, ring).ndim != 4 or ring.shape[0] != wanted:
                 raise ValueError(f"{name}: expected [{wanted}, S, M, K], got {list(ring.shape)}")
         rings = zip(ids, [None] * wanted if weights is None else weights, strict=True)
-        parts = zip(self.decoder_layers, self.layers, rings, strict=True)
-        return {number: layer.record_routes(*ring) for number, layer, ring in parts}
+        before = [layer.routes for layer in self.layers]
+        try:
+            made = [layer.record_routes(*ring) for layer, ring in zip(self.layers, rings, strict=True)]
+        except ValueError:
+            for layer, routes in zip(self.layers, before, strict=True):
+                layer.routes = routes
+            raise
+        return dict(zip(self.decoder_layers, made, strict=True))
 
     def replay_routes(self, ids: torch.Tensor, weights: torch.Tensor | None = None) -> ReplayedRoutes:
         """Give the experts of each token to the next forward pass, which is made inside `with` of what this returns.
@@ -399,11 +406,19 @@ class ExpertParallel:
         none = torch.empty(0, config.hidden_size, dtype=torch.bfloat16, device=device)
         idx = torch.empty(0, top_k, dtype=torch.int32, device=device)
         weights = torch.empty(0, top_k, dtype=torch.float32, device=device)
-        while (most_tokens := self._agree(DONE)) != DONE:
-            chunks, most = self._steps(most_tokens)
-            for layer in self.layers:
-                for _ in range(chunks):
-                    layer(none, topk_idx=idx, topk_weights=weights, max_tokens=most)
+        # A ring for this rank's own steps would soon hold nothing else.
+        routes = [layer.routes for layer in self.layers]
+        for layer in self.layers:
+            layer.routes = None
+        try:
+            while (most_tokens := self._agree(DONE)) != DONE:
+                chunks, most = self._steps(most_tokens)
+                for layer in self.layers:
+                    for _ in range(chunks):
+                        layer(none, topk_idx=idx, topk_weights=weights, max_tokens=most)
+        finally:
+            for layer, own in zip(self.layers, routes, strict=True):
+                layer.routes = own
 
 
 class ParallelExperts(nn.Module):

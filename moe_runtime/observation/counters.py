@@ -102,6 +102,9 @@ class LayerCounters:
         device: of the layer.
         engine: of its context.
         hosts: of its context; None for one host.
+
+    Attributes:
+        words: int64, the counts on the device.
     """
 
     def __init__(
@@ -120,6 +123,7 @@ class LayerCounters:
         self._geometry, self._hosts = geometry, hosts
         self._engine = resolve_engine(engine, device)
         self._polled = PolledWords(HEAD + num_experts, device)
+        self.words = self._polled.words
 
     def _follow(self, geometry: ExchangeGeometry) -> None:
         """Count steps of `geometry` from now on: after the death of a rank. Counts stay."""

@@ -40,7 +40,8 @@ class ObservedLayer(nn.Module):
     def count_steps(self) -> LayerCounters:
         """Count tokens, rows and bytes of each step from now on; what to `poll`, kept in `counters` too.
 
-        A step that was captured in a graph before is replayed uncounted.
+        A step that is run again after the death of a rank counts once. A step that was captured in a graph before is
+        replayed uncounted.
         """
         if self.counters is None:
             geometry, context = self.dispatcher.geometry, self.context
@@ -67,7 +68,8 @@ class ObservedLayer(nn.Module):
         `routes` too.
 
         A step that was captured in a graph before is replayed unrecorded. Ids are those of experts, whatever the
-        placement. Warm-up steps are not recorded; a step that is run again after the death of a rank may be twice.
+        placement. Warm-up steps are not recorded, and a step that is run again after the death of a rank is recorded
+        once.
 
         Args:
             ids: int16 or int32 `[S, M, K]` on the device of the layer, contiguous, for `S` steps of up to
@@ -111,6 +113,18 @@ class ObservedLayer(nn.Module):
                 yield
         finally:
             self.counters, self.routes, self.times = observed
+
+    @contextmanager
+    def _counted_once(self) -> Iterator[None]:
+        """A step inside that fails leaves no counts and no routes: it is run again."""
+        observed = [one.words for one in (self.counters, self.routes) if one is not None]
+        before = [words.clone() for words in observed]
+        try:
+            yield
+        except BaseException:
+            for words, kept in zip(observed, before, strict=True):
+                words.copy_(kept)
+            raise
 
     def _observe_new_dispatchers(self) -> None:
         """After the death or the return of a rank: counts of steps stay, and waits are counted from zero."""

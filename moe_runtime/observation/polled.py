@@ -10,6 +10,8 @@ class PolledWords:
 
     Attributes:
         words: int64 `[size]` on `device`, for kernels.
+        begun: copies to the host that `poll` has begun.
+        ended: which of them `poll` gave last, 1 for the first; 0 for none.
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
@@ -19,7 +21,7 @@ class PolledWords:
             self.words = torch.zeros(size, dtype=torch.int64, device=device)
             self._copy = torch.zeros(size, dtype=torch.int64, pin_memory=on_gpu, device="cpu")
         self._copied = torch.cuda.Event() if on_gpu else None
-        self._under_way = False
+        self.begun = self.ended = 0
         self._latest: list[int] = self._copy.tolist()
 
     def poll(self) -> list[int]:
@@ -30,16 +32,16 @@ class PolledWords:
         While that thread captures a graph nothing is copied. On a CPU the words are current.
         """
         if self._copied is None:
+            self.begun = self.ended = self.begun + 1
             return self.read()
         if torch.cuda.is_current_stream_capturing():
             return self._latest
-        if self._under_way and self._copied.query():
-            self._latest = self._copy.tolist()
-            self._under_way = False
-        if not self._under_way:
+        if self.ended < self.begun and self._copied.query():
+            self._latest, self.ended = self._copy.tolist(), self.begun
+        if self.ended == self.begun:
             self._copy.copy_(self.words, non_blocking=True)
             self._copied.record(torch.cuda.current_stream(self.words.device))
-            self._under_way = True
+            self.begun += 1
         return self._latest
 
     def read(self) -> list[int]:

@@ -13,6 +13,7 @@ import torch
 
 from moe_runtime.config import MAX_EXPERTS
 from moe_runtime.kernels.recorded_routes import HEAD, STEPS, record_routes
+from moe_runtime.observation.polled import PolledWords
 from moe_runtime.support.arguments import (
     check_choice,
     check_device,
@@ -94,8 +95,8 @@ class RecordedRoutes:
             _check_place("weights", weights, device)
         self.ids, self.weights, self.overwritten = ids, weights, 0
         self._num_experts, self._engine, self._read = num_experts, engine, 0
-        with torch.inference_mode(False):
-            self.words = torch.zeros(HEAD + ids.shape[0], dtype=torch.int64, device=device)
+        self._polled = PolledWords(HEAD + ids.shape[0], device)
+        self.words = self._polled.words
         # A graph may be captured next: load the kernels.
         for dtype in (torch.int32, torch.int64):
             self.add(ids.new_empty(0, top_k, dtype=dtype), torch.empty(0, top_k, dtype=torch.float32, device=device))
@@ -138,6 +139,14 @@ class RecordedRoutes:
     def steps(self) -> int:
         """Steps that were recorded so far, replays of graphs included. Waits for the current stream."""
         return int(self.words[STEPS])
+
+    def poll(self) -> tuple[int, int]:
+        """Steps that were recorded so far, and how many of them are lost, those included that no `read` has missed yet.
+
+        The newest numbers that have reached the host. Never waits; see `LayerCounters.poll`.
+        """
+        steps = self._polled.poll()[STEPS]
+        return steps, self.overwritten + max(0, steps - self._read - self.ids.shape[0])
 
     def read(self) -> list[StepRoutes]:
         """The steps since the last call that the ring still has, oldest first; those that it lost are `overwritten`.

@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 
 from moe_runtime.comm.messages import integer, many
@@ -19,7 +19,7 @@ from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.dispatcher.token_dispatcher import TokenDispatcher
 from moe_runtime.kernels.exchange.waits import FIELDS, HEAD, STEP_NS, STEPS
 from moe_runtime.observation.polled import PolledWords
-from moe_runtime.support.arguments import check_kind, check_path, check_seconds
+from moe_runtime.support.arguments import check_integer, check_kind, check_path, check_seconds
 
 _LOG = logging.getLogger(__name__)
 
@@ -85,7 +85,11 @@ class WaitCounts:
         return WaitCounts(self.steps + sign * other.steps, self.step_ns + sign * other.step_ns, peers)
 
     def share(self, peer: int) -> float:
-        """The part of the steps' time in which this rank waited for `peer`."""
+        """The part of the steps' time in which this rank waited for `peer`.
+
+        Raises `ValueError` for a rank that there is not.
+        """
+        check_integer("peer", peer, 0, len(self.peers) - 1)
         return self.peers[peer].total_ns / self.step_ns if self.step_ns else 0.0
 
     @classmethod
@@ -165,9 +169,14 @@ class LayerWaits:
 
 
 def total(counts: Iterable[WaitCounts]) -> WaitCounts:
-    """The sum of counts of the same ranks, at least one: of all buckets, or of several layers."""
-    first, *others = counts
-    return sum(others, first)
+    """The sum of counts of the same ranks: of all buckets, or of several layers.
+
+    Raises `ValueError` unless there is at least one, and all are of as many ranks.
+    """
+    several = list(counts)
+    if not several:
+        raise ValueError("counts: expected at least one WaitCounts, got none")
+    return sum(several[1:], several[0])
 
 
 @dataclass(frozen=True)
@@ -175,7 +184,7 @@ class SlowRank:
     """The rank that the others wait for.
 
     Attributes:
-        rank: its number.
+        rank: its present number; `ExpertParallelContext.members` has those at the start.
         wait_ns: nanoseconds that another rank waits for it in a step, on average.
         share: of the others' steps.
         cause: the largest part of that: `LATE`, `SLOW_TO_SEND` or `SLOW_TO_RETURN`.
@@ -195,12 +204,18 @@ def slowest_rank(ranks: Sequence[WaitCounts]) -> SlowRank | None:
 
     Raises `ValueError` unless these are counts of as many ranks.
     """
+    _check_ranks(ranks)
+    return _slowest({peer: [c for rank, c in enumerate(ranks) if rank != peer] for peer in range(len(ranks))})
+
+
+def _check_ranks(ranks: object) -> None:
+    """Raise `ValueError` unless these are the counts of all ranks."""
     check_kind("ranks", ranks, (list, tuple))
+    assert isinstance(ranks, list | tuple)
     for counts in ranks:
         check_kind("ranks", counts, WaitCounts)
         if len(counts.peers) != len(ranks):
             raise ValueError(f"ranks: expected counts of all {len(counts.peers)} ranks, got {len(ranks)}")
-    return _slowest({peer: [c for rank, c in enumerate(ranks) if rank != peer] for peer in range(len(ranks))})
 
 
 def _slowest(waiting: dict[int, list[WaitCounts]]) -> SlowRank | None:
@@ -224,6 +239,8 @@ def _slowest(waiting: dict[int, list[WaitCounts]]) -> SlowRank | None:
 class WaitLog:
     """A line in the log, once in a while, on which peer this rank waited for since the last one.
 
+    The line names a rank by its number at the start.
+
     Args:
         waits: of a layer. Where layers follow one another, the first shows what happens between steps of the model.
         seconds: from one line to the next.
@@ -233,24 +250,40 @@ class WaitLog:
         check_kind("waits", waits, LayerWaits)
         self._waits, self._seconds = waits, check_seconds("seconds", seconds)
         self._next_s, self._before = time.monotonic() + seconds, total(waits.read().values())
+        self._counted = waits._polled  # where `before` is from
+        self._wanted: tuple[PolledWords, int] | None = None  # the copy that the line is to be of, once it is due
 
     def tick(self) -> None:
-        """Write the line if it is due; between steps, from the thread that queues them. Waits for nothing."""
-        if time.monotonic() < self._next_s:
+        """Write the line if it is due; between steps, from the thread that queues them. Waits for nothing.
+
+        On a GPU a tick that finds it due begins to copy the counts, and a later one, which finds them, writes the line.
+        """
+        waits = self._waits
+        if self._wanted is None and time.monotonic() < self._next_s:
             return
-        now = total(self._waits.poll().values())
-        # After a death there are fewer ranks, and counts from zero.
-        since = now - self._before if len(now.peers) == len(self._before.peers) else now
+        if self._wanted is None or self._wanted[0] is not waits._polled:
+            self._wanted = waits._polled, waits._polled.begun + 1
+        now, (polled, copy) = total(waits.poll().values()), self._wanted
+        if polled.ended < copy:
+            return
+        # After a death or a return, counts are from zero.
+        since = now - self._before if polled is self._counted else now
         slow = _slowest({peer: [since] for peer in range(len(since.peers))})
+        if slow is not None:
+            slow = replace(slow, rank=waits._context.members[slow.rank])
         _LOG.info("waits in %d steps: %s", since.steps, "none" if slow is None else f"most of them {slow}")
         self._next_s, self._before = time.monotonic() + self._seconds, now
+        self._counted, self._wanted = polled, None
 
 
 def plot_waits(ranks: Sequence[WaitCounts], file: str | Path) -> None:
     """Draw a heat map, PNG or SVG by the name of the file: microseconds of a step that each rank waits for each.
 
-    Needs matplotlib (extra `bench`).
+    Needs matplotlib (extra `bench`). Raises `ValueError` unless these are counts of all ranks, at least one.
     """
+    _check_ranks(ranks)
+    if not ranks:
+        raise ValueError("ranks: expected counts of at least one rank, got none")
     from matplotlib.figure import Figure
 
     path = check_path("file", file)

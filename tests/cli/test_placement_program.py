@@ -63,15 +63,28 @@ def test_the_layers_of_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert [row[3] for row in rows(capsys)][1] == "0 of 2"
 
 
+def test_experts_that_no_placement_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Eight on three ranks lie as 3, 3 and 2 where a layer has no placement."""
+    to = tmp_path / "new.json"
+    assert placement.main([written(tmp_path, "load", [1, 1, 1, 1, 1, 1, 5, 5]), "--ranks", "3", "--to", str(to)]) == 0
+    # 10 of 16 on the last; planned, a five and two ones on two ranks.
+    assert rows(capsys) == [["-", "1.88", "1.31", "-"]]
+    assert Placement.from_json(to.read_text()) == plan_placement([1, 1, 1, 1, 1, 1, 5, 5], 3, 3)
+    present = written(tmp_path, "present", json.loads(Placement.contiguous(4, 2).to_json()))
+    assert placement.main([written(tmp_path, "load", LOAD), "--present", present]) == 2
+    assert "--present: expected 8 experts as in LOAD, got 4" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("load", "more", "message"),
     [
         (LOAD, [], "--ranks: expected it, or --present"),
         (LOAD, ["--ranks", "0"], "--ranks: expected at least 1"),
-        (LOAD, ["--ranks", "3"], "LOAD: .*num_ranks: expected a divisor"),
+        ([1e308] * 4, ["--ranks", "2"], "LOAD: .*load: expected numbers with a finite sum"),
         ({"2": LOAD, "4": [1, -1]}, ["--ranks", "2"], "LOAD: .*layer 4: load: expected finite numbers"),
         ({"2": 5}, ["--ranks", "2"], "LOAD: .*expected a list of numbers, or an object"),
-        (LOAD, ["--ranks", "2", "--slots-per-rank", "9"], "LOAD: .*slots_per_rank: expected 4 .. 8"),
+        (LOAD, ["--ranks", "2", "--slots-per-rank", "9"], "--slots-per-rank: expected 4 .. 8, got 9"),
+        ({"2": LOAD}, ["--ranks", "3", "--slots-per-rank", "2"], "--slots-per-rank: layer 2: expected 3 .. 8, got 2"),
         (LOAD, ["--present", "LOAD"], "--present: .*expected a placement, or one for each decoder layer"),
         (LOAD, ["--ranks", "2", "--to", "/nowhere/new.json"], "--to: no folder"),
     ],

@@ -14,7 +14,7 @@ import torch
 from moe_runtime.comm.errors import MoERuntimeError, PeerTimeoutError, Phase, RoutingError, StepMismatchError
 from moe_runtime.dispatcher.handle import DispatchedTokens
 from moe_runtime.kernels.exchange import plan
-from moe_runtime.observation.waits import LATE, LayerWaits, PeerWaits, slowest_rank
+from moe_runtime.observation.waits import LATE, SLOW_TO_SEND, LayerWaits, PeerWaits, slowest_rank
 from tests.emulator import Emulator, needs_emulator
 from tests.support.comparison import assert_same_bits
 from tests.support.exchange_data import RankInput, expected_groups, rank_input
@@ -265,6 +265,31 @@ def test_waits_are_counted_beside_the_work(
             assert (peer.dispatch_waits > 0, peer.combine_waits > 0) == (peer.dispatch_ns > 0, peer.combine_ns > 0)
     named = slowest_rank(counts)
     assert named is not None and (named.rank, named.cause) == (slow, LATE)
+
+
+def test_a_rank_that_has_entered_and_does_not_send_is_told_apart(emulator: Emulator, seed: int, shrink: Shrink) -> None:
+    """It stops for a while in each step, after its peers have learned that it has entered."""
+    shrink(seed)
+    steps, slow = [step._replace(combined=True) for step in random_steps(seed, 3)], seed % WORLD
+    references, kernels = references_and_kernels(mode="contiguous", token_format="nvfp4")
+    outputs = random_outputs(references, seed)
+    waits = [LayerWaits(own.context, {12: own}) for own in kernels.dispatchers]
+    pause, paused = f"if (rank == {slow}) for (int i = 0; i < 500; ++i) load_relaxed(own + lane);", 0
+
+    def edit(text: str) -> str:
+        nonlocal paused
+        text, times = re.subn(
+            r"(store_release\(words_of_lane \+ \d+ \+ rank, last_epoch \+ 1\);)", rf"\1 {pause}", text
+        )
+        paused += times
+        return text
+
+    emulator.edit = edit
+    found = all_at_once(kernels, steps, outputs, emulator)
+    assert paused == 1
+    assert_same_results(found, one_after_the_other(references, steps, outputs))
+    named = slowest_rank([of_rank.read()[12] for of_rank in waits])
+    assert named is not None and (named.rank, named.cause) == (slow, SLOW_TO_SEND), str(named)
 
 
 WRONG = {

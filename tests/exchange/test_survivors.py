@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import random
+import re
 import signal
 import threading
 import time
@@ -26,6 +27,7 @@ from moe_runtime.dispatcher.token_dispatcher import TokenDispatcher
 from moe_runtime.kernels.formats.scale_blocks import expert_starts
 from moe_runtime.launch.common.qwen3_checkpoint import write_qwen3_moe_checkpoint
 from moe_runtime.layer import MoELayer
+from moe_runtime.observation.metrics import metrics_text
 from moe_runtime.placement.placement import Placement
 from moe_runtime.resilience.membership import Membership
 from moe_runtime.resilience.refill import missing_experts, refill
@@ -109,6 +111,8 @@ def lose(rank: int, world: int, replicated: bool) -> tuple[int, int]:
         layer = MoELayer(config(), context, placement=placement)
         layer.load_experts([random_expert(config(), 0, expert) for expert in layer.local_experts])
         stale = TokenDispatcher.from_config(context, config())
+        counters, ring = layer.count_steps(), torch.zeros(4, TOKENS, TOP_K, dtype=torch.int16)
+        routes = layer.record_routes(ring)
         layer.warm_up()
         mine = rank_input(0, rank, 3, HIDDEN, EXPERTS, TOP_K)
         layer(mine.x, topk_idx=mine.topk_idx, topk_weights=mine.topk_weights)
@@ -116,6 +120,12 @@ def lose(rank: int, world: int, replicated: bool) -> tuple[int, int]:
             os.kill(os.getpid(), signal.SIGKILL)
         y = layer(mine.x, topk_idx=mine.topk_idx, topk_weights=mine.topk_weights)
         assert y.isfinite().all()
+        # The second step was run twice, and counts once.
+        counts = counters.read()
+        assert (counts.steps, counts.tokens, sum(counts.expert_tokens)) == (2, 6, int((mine.topk_idx >= 0).sum()) * 2)
+        recorded = routes.read()
+        assert [step.step for step in recorded] == [0, 1] and routes.overwritten == 0
+        assert torch.equal(recorded[1].topk_idx, mine.topk_idx.int())
         with pytest.raises(ValueError, match=r"context: its ranks have changed .* \(generation 0, now 1\)"):
             stale.dispatch(mine.x, mine.topk_idx, mine.topk_weights)
         assert context.rank_states == {0: "in", 1: "out"} and context.members == (0,)
@@ -266,6 +276,11 @@ def die_in_warm_up(rank: int, world: int, death: int, folder: str) -> tuple[int,
         assert [(one.steps, len(one.peers)) for one in waits.read().values()] == [(0, 2)] * 2
         y = layer(mine.x, topk_idx=mine.topk_idx, topk_weights=mine.topk_weights)
         assert counters.read().steps == waits.read()[TOKENS].steps == 1
+        # Ranks keep their names in metrics: 2 is the second of those that are left.
+        other, text = 2 - rank, metrics_text([layer])
+        assert f'steps_total{{layer="0",rank="{rank}"}} 1\n' in text
+        assert f'rank_in{{context="0",rank="{rank}",peer="1"}} 0\n' in text
+        assert set(re.findall(r'wait\w+\{.*,peer="(\d)"', text)) == {str(other)} and 'rank="1"' not in text
         return context.generation, context.steps_done, y, context.steps_repeated
 
 

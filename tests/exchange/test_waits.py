@@ -89,7 +89,11 @@ def be_slow(rank: int, world: int, slow: int, cause: str, seed: int) -> Any:
 
 @pytest.mark.cpu_only
 @pytest.mark.parametrize(
-    ("world", "cause"), [(2, LATE), (2, SLOW_TO_SEND), (2, SLOW_TO_RETURN), (4, LATE), (4, SLOW_TO_RETURN), (8, LATE)]
+    ("world", "cause"),
+    [
+        *((2, LATE), (2, SLOW_TO_SEND), (2, SLOW_TO_RETURN)),
+        *((4, LATE), (4, SLOW_TO_SEND), (4, SLOW_TO_RETURN), (8, LATE), (8, SLOW_TO_SEND)),
+    ],
 )
 def test_a_slow_rank_is_named(world: int, cause: str, get_pool: Any, seed: int) -> None:
     slow = seed % world
@@ -162,11 +166,89 @@ def test_a_line_is_logged_when_it_is_due(monkeypatch: pytest.MonkeyPatch, caplog
     ]
 
 
+class Copies:
+    """In place of the event of a GPU: copies end when they may."""
+
+    ended = True
+
+    def query(self) -> bool:
+        return self.ended
+
+    def record(self, stream: object) -> None:
+        """Nothing is queued."""
+
+
+@pytest.mark.cpu_only
+def test_a_line_is_of_counts_that_were_copied_when_it_was_due(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on a GPU, whose counts reach the host later. After a death they are from zero, and ranks keep their names."""
+    now = 0.0
+    monkeypatch.setattr(observed, "time", type("Clock", (), {"monotonic": staticmethod(lambda: now)}))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    context, copies = virtual_contexts(3)[0], Copies()
+    layer = MoELayer(config(), context)
+    waits = layer.count_waits()
+    waits._polled._copied = copies  # type: ignore[assignment]
+
+    def step(number: int, peer: int) -> None:
+        words = waits._polled.words
+        words[STEPS] += number
+        words[STEP_NS] += number * 100_000
+        words[HEAD + peer * FIELDS + DISPATCH_NS] += number * 10_000
+
+    step(1000, 1)
+    log, lines = WaitLog(waits, 60.0), list[str]()
+    with caplog.at_level(logging.INFO, "moe_runtime.observation.waits"):
+        for minute, count in enumerate((10, 20, 30), 1):
+            step(count, 2)
+            now = 61.0 * minute
+            waits.poll()  # A copy that somebody else began is not the one.
+            copies.ended = False
+            log.tick()
+            assert len(caplog.records) == len(lines)
+            copies.ended = True
+            log.tick()
+            log.tick()
+            lines.append(
+                f"waits in {count} steps: most of them 10.0 us of a step (10.0%) for rank 2, slow to send its tokens"
+            )
+            assert [record.message for record in caplog.records] == lines
+        # Rank 1 dies and comes back between two lines, as `recovery` tells the layer.
+        waits._begin(layer.dispatchers)
+        waits._begin(layer.dispatchers)
+        waits._polled._copied = copies  # type: ignore[assignment]
+        monkeypatch.setattr(type(context), "members", (0, 5, 7))
+        step(3, 1)
+        now = 300.0
+        log.tick()
+        log.tick()
+    assert caplog.records[-1].message.startswith("waits in 3 steps: most of them 10.0 us of a step (10.0%) for rank 5,")
+
+
 @pytest.mark.cpu_only
 def test_a_heat_map_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     plot_waits(ranks_of({(0, 1): PeerWaits(5000)}, 2), tmp_path / "waits.svg")
     assert "waits for rank" in (tmp_path / "waits.svg").read_text()
+
+
+@pytest.mark.cpu_only
+def test_counts_of_other_ranks_are_refused(tmp_path: Path) -> None:
+    two, three = ranks_of({}, 2), ranks_of({}, 3)
+    for message, wrong in {
+        "ranks: expected counts of at least one rank, got none": [],
+        "ranks: expected a WaitCounts, got": [1],
+        "ranks: expected counts of all 2 ranks, got 1": two[:1],
+        "ranks: expected counts of all 3 ranks, got 2": [two[0], three[1]],
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            plot_waits(wrong, tmp_path / "waits.svg")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="counts: expected at least one WaitCounts"):
+        total([])
+    with pytest.raises(ValueError, match=r"peer: expected .*, got 2"):
+        two[0].share(2)
 
 
 def test_waits_change_no_bit(device: torch.device, seed: int) -> None:

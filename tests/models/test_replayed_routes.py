@@ -293,6 +293,7 @@ def test_wrong_routes_are_named(converted: Any) -> None:
         ("ids: expected a tensor, got list", [[0]], None),
         ("ids: expected a tensor on cpu, got one on meta", chosen.to("meta"), None),
         ("ids: expected ids from -1 to 11, got 12", chosen + 12 - chosen.max(), None),
+        (r"ids: expected an expert once in a token, got \d+ twice in ids\[0, 0\]", chosen[..., [0, 1, 1]], None),
         ("ids: expected ids from -1 to 11, got -2", chosen - chosen.min() - 2, None),
         (
             r"weights: expected torch.float32 \[3, 18, 3\], as ids, got torch.float32 \[3, 17, 3\]",

@@ -502,11 +502,16 @@ def test_a_rank_that_comes_to_no_further_call_is_named(how: str, world: int, tmp
 def joins_of_rank(rank: int, world: int, path: Path, ids: list[Any]) -> Any:
     """Logits of calls in three `join`s: rank `r` makes `(r + n) % 3` calls in number `n`; and those of a call alone."""
     model, parallel = spread(path)
+    top_k, most = parallel.layers[0].config.top_k, parallel.layers[0].config.max_tokens_per_rank
     with parallel, torch.no_grad():
         found = []
+        recorded = parallel.record_routes(torch.zeros(len(parallel.layers), 50, most, top_k, dtype=torch.int16))
         for number in range(3):
             with parallel.join():
                 found += [model(ids[rank]).logits for _ in range((rank + number) % 3)]
+        # None of the steps in which this rank waited for the others, which had none of its tokens.
+        assert all(len(step.topk_idx) for routes in recorded.values() for step in routes.read())
+        assert all(layer.routes is not None for layer in parallel.layers)
         return found, model(ids[rank]).logits
 
 

@@ -118,6 +118,16 @@ def test_a_model_records_its_routes(tmp_path: Path, seed: int) -> None:
         for name, wrong in {"ids": (ring[:1], None), "weights": (ring, torch.zeros(2, 50, 8))}.items():
             with pytest.raises(ValueError, match=rf"{name}: expected \[2, S, M, K\]"):
                 parallel.record_routes(*wrong)
+        with pytest.MonkeyPatch.context() as patch:
+
+            def refuse(*ring: torch.Tensor) -> None:
+                raise ValueError("ids: no")
+
+            # Where the second layer refuses, the first does not record either.
+            patch.setattr(parallel.layers[1], "record_routes", refuse)
+            with pytest.raises(ValueError, match="ids: no"):
+                parallel.record_routes(ring)
+            assert parallel.layers[0].routes is None
         recorded = parallel.record_routes(ring, torch.zeros(ring.shape))
         with parallel.join():
             model(ids)

@@ -120,8 +120,23 @@ def test_what_is_not_counted_is_left_out_and_names_are_escaped() -> None:
             )
         }
         layer.count_steps()
-        layer.record_routes(torch.zeros(1, TOKENS, 3, dtype=torch.int16)).overwritten = 7
-        assert read(metrics_text([layer]))["moe_runtime_overwritten_routes_total", 'layer="0",rank="0"'] == 7
+        layer.load_random(1)
+        routes, on = layer.record_routes(torch.zeros(2, TOKENS, 3, dtype=torch.int16)), 'layer="0",rank="0"'
+        for steps, reads in ((5, False), (5, True), (9, True)):
+            # Those that nobody has read are lost, too.
+            while routes.steps < steps:
+                layer(torch.zeros(1, HIDDEN, dtype=torch.bfloat16))
+            samples = read(metrics_text([layer]))
+            assert samples["moe_runtime_recorded_routes_total", on] == steps
+            assert samples["moe_runtime_overwritten_routes_total", on] == {5: 3, 9: 5}[steps]
+            if reads:
+                routes.read()
+        layer.routes = None
+        assert "recorded_routes" not in metrics_text([layer])
+        assert read(metrics_text([layer], {"0": routes}))["moe_runtime_recorded_routes_total", on] == 9
+        for wrong in ([routes], {"1": routes}, {"0": None}):
+            with pytest.raises(ValueError, match="routes: expected"):
+                metrics_text([layer], wrong)  # type: ignore[arg-type]
         (labels,) = (at for name, at in read(metrics_text({'a"b\\c\nd': layer})) if name == "moe_runtime_steps_total")
         assert labels == r'layer="a\"b\\c\nd",rank="0"'
 
@@ -138,9 +153,9 @@ def test_dropped_choices_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-@pytest.mark.parametrize("wrong", [None, "layers", 5, [1], {"a": 1}, {1: None}, [torch.zeros(1)]])
+@pytest.mark.parametrize("wrong", [None, "layers", 5, [1], [1, 2], {"a": 1}, {1: None}, [torch.zeros(1)]])
 def test_anything_else_is_refused(wrong: object) -> None:
-    with pytest.raises(ValueError, match="layers: expected"):
+    with pytest.raises(ValueError, match=r"layers: expected (a MoELayer|layers, in a list|a str)"):
         metrics_text(wrong)  # type: ignore[arg-type]
 
 

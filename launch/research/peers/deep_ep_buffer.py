@@ -6,6 +6,8 @@ counts), the same with `num_worst_tokens`, dispatch with the handle of an earlie
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from typing import Any
@@ -13,11 +15,15 @@ from typing import Any
 import torch
 
 from moe_runtime.deep_ep.utils.math import per_token_cast_back, per_token_cast_to_fp8
+from moe_runtime.kernels.formats.number_formats import align
 from moe_runtime.launch.research.peers.case import Case, Point, Turn, Way
 from moe_runtime.reference import relative_error
 
-NUM_SMS = (24, 64)
-"""Most SMs that calls of normal mode take: what DeepEP's own test sets, and what many of an H200 are needed for."""
+NUM_SMS = (24, 64, 128)
+"""Most SMs that calls of normal mode take: what DeepEP's own test sets, what many of an H200 are needed for, and nearly
+all of it."""
+QUEUE_DEPTH = "2048"
+"""Of NVSHMEM, for which DeepEP wants room for two entries a token of low latency and two more."""
 
 BOUNDS = {"FP8": 2**-4 + 2**-8, "BF16": 2**-9 + 2**-8}
 """A number of e4m3 is within 2^-4 of what it stands for, one of bf16 within 2^-9; two sums are rounded to bf16."""
@@ -25,6 +31,7 @@ BOUNDS = {"FP8": 2**-4 + 2**-8, "BF16": 2**-9 + 2**-8}
 
 def low_latency(case: Case) -> Point:
     """Theirs."""
+    os.environ.setdefault("NVSHMEM_QP_DEPTH", QUEUE_DEPTH)
     return low_latency_of(case, import_module("deep_ep"))
 
 
@@ -35,7 +42,10 @@ def normal(case: Case) -> Point:
 
 def low_latency_of(case: Case, module: Any) -> Point:
     """Dispatch and combine together, of the package `module`."""
-    hidden, experts, most = case.run.layer.hidden_size, case.run.layer.num_experts, max(case.tokens)
+    hidden, experts = case.run.layer.hidden_size, case.run.layer.num_experts
+    # DeepEP wants slots of all ranks in fours.
+    multiple = 4 // math.gcd(4, case.world)
+    most = align(max(case.tokens), multiple)
     num_bytes = module.Buffer.get_low_latency_rdma_size_hint(most, hidden, case.world, experts)
     pairs = experts // case.world
     buffer = module.Buffer(
@@ -43,19 +53,20 @@ def low_latency_of(case: Case, module: Any) -> Point:
     )
 
     def point(tokens: int) -> Iterator[Way]:
-        buffer.clean_low_latency_buffer(tokens, hidden, experts)
+        room = align(tokens, multiple)
+        buffer.clean_low_latency_buffer(room, hidden, experts)
         turns = [Turn(x, idx.to(_ids(module)), weights) for x, idx, weights in case.turns(tokens)]
         for fmt, bound in BOUNDS.items():
             use_fp8 = fmt == "FP8"
 
             def dispatch(turn: Turn, use_fp8: bool = use_fp8) -> tuple[Any, Any]:
-                got, _, handle, *_ = buffer.low_latency_dispatch(turn.x, turn.idx, tokens, experts, use_fp8=use_fp8)
+                got, _, handle, *_ = buffer.low_latency_dispatch(turn.x, turn.idx, room, experts, use_fp8=use_fp8)
                 return got, handle
 
             got, handle = dispatch(turns[0])
             rows = _cast_back(got[0].flatten(0, 1), got[1].flatten(0, 1)) if use_fp8 else got
             # Rows where nothing came hold anything.
-            rows = rows.reshape(-1, case.world * tokens, hidden).nan_to_num(0.0)
+            rows = rows.reshape(-1, case.world * room, hidden).nan_to_num(0.0)
 
             def step(number: int, dispatch: Any = dispatch, rows: torch.Tensor = rows) -> torch.Tensor:
                 turn = turns[number % len(turns)]

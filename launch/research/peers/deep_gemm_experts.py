@@ -1,4 +1,4 @@
-"""DeepGEMM's grouped FP8 GEMMs, masked and contiguous, on the weights and rows that ours reads (written for 0.1.5).
+"""DeepGEMM's grouped FP8 GEMMs, masked and contiguous, on the weights and rows that ours reads (written for 2.6.1).
 
 A step is both GEMMs. What lies between them is computed beforehand: DeepGEMM has no SwiGLU and no requantization.
 """

@@ -108,8 +108,8 @@ PEERS: dict[str, Peer] = {
         beside="ours_experts_fp8",
         modules=("deep_gemm",),
         package="deep_gemm",
-        written_for="0.1.5",
-        install="build github.com/deepseek-ai/DeepGEMM 0.1.5",
+        written_for="2.6.1",
+        install="build github.com/deepseek-ai/DeepGEMM at 54e2261 (2.6.1)",
     ),
     "humming": Peer(
         humming_experts.experts,

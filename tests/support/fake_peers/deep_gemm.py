@@ -5,7 +5,7 @@ import time
 
 import torch
 
-__version__ = "0.1.5"
+__version__ = "2.6.1"
 BLOCK = 128
 
 
