@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from moe_runtime.context.memory import expert_bytes
-from moe_runtime.integrations.engine_layers import EngineExperts
+from moe_runtime.integrations.engine_layers import EngineExperts, built_layers
 
 
 def summary(taken: Sequence[EngineExperts], total: int, engine: str) -> str:
@@ -35,6 +35,8 @@ def _mib(num_bytes: int) -> str:
 def report(model: Any, experts_class: type, engine: str, log: logging.Logger) -> None:
     """Log the `summary` of `model` on the first rank of its groups, or a warning where no layer was taken over.
 
+    A model without experts beside others that were taken over is no reason to warn.
+
     Args:
         model: of torch, whose layers of `experts_class` may have `moe_runtime_experts` in their `quant_method`.
         experts_class: the engine's, of which each MoE layer has one.
@@ -50,7 +52,10 @@ def report(model: Any, experts_class: type, engine: str, log: logging.Logger) ->
                 taken.append(experts)
     if not taken:
         why = "it has none" if total == 0 else "its class of experts is not known here"
-        log.warning(
+        # A draft without experts, or a stage of a pipeline, beside layers that were taken over.
+        fine = total == 0 and built_layers()
+        log.log(
+            logging.INFO if fine else logging.WARNING,
             "moe_runtime: 0 of %d MoE layers of %s taken over (%s): it runs as without MOE_RUNTIME_%s",
             total,
             type(model).__name__,

@@ -101,6 +101,9 @@ def settings_from_yaml(path: str | Path) -> LayerSettings:
         raise ValueError(f"{file}: parallel.{'; parallel.'.join(complaints(error))}") from None
     except ValueError as error:
         raise ValueError(f"{file}: layer.{error}") from None
+    for name in ("on_failure", "lost_experts"):
+        if getattr(parallel, name) != (usual := ParallelConfig.model_fields[name].default):
+            raise ValueError(f"{file}: parallel.{name}: expected {usual}, since an engine ends with any of its ranks")
     try:
         routes = None if data.get("routes") is None else RecordedRoutesConfig.model_validate(data["routes"])
     except ValidationError as error:

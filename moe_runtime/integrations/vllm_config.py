@@ -11,6 +11,7 @@ import functools
 import hashlib
 import json
 import logging
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
@@ -18,14 +19,22 @@ from typing import Any
 
 import moe_runtime
 from moe_runtime.integrations.layer_settings import LayerSettings
+from moe_runtime.kernels.formats.number_formats import ceil_div
 
 VERSIONS = (0, 29), (0, 33)
 """The first and the last version of vLLM whose names `tests/models/test_engine_signatures.py` finds."""
+
+VARIABLE = "MOE_RUNTIME_VLLM"
+"""Asks for the adapter, with its settings."""
 
 LOG = logging.getLogger("vllm.plugins.moe_runtime")
 """Below vLLM's own, so that its messages are shown as vLLM's are."""
 
 LEAST_BUCKET = 8
+EAGER_STEP = 4
+"""From one token bucket to the next where vLLM captures no graphs."""
+COPIED_BY_RAY = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
+"""vLLM's list of variables that its workers under Ray get beside those with known beginnings."""
 
 
 def check_version(version: str) -> None:
@@ -49,6 +58,11 @@ def refusals(config: Any) -> Iterator[str]:
             "--enable-eplb: expected a run without, since experts stay on the ranks where vLLM loads them; replicas of "
             "hot experts need layers of moe_runtime's own (docs/placement.md)"
         )
+    if parallel.expert_placement_strategy != "linear":
+        got = parallel.expert_placement_strategy
+        yield f"--expert-placement-strategy: expected linear, the placement of the layers here, got {got}"
+    if config.offload_config.uva.cpu_offload_gb or config.offload_config.prefetch.offload_group_size:
+        yield "--cpu-offload-gb, --offload-group-size: expected 0, since experts that are taken over stay on the GPU"
     if parallel.use_ubatching:
         yield "--enable-dbo, --ubatch-size: expected a run without, since one thread at a time is in a step"
     if config.lora_config is not None:
@@ -62,25 +76,37 @@ def check_config(config: Any) -> bool:
     if config.model_config is None or not config.model_config.is_moe:
         return False
     if found := list(refusals(config)):
-        raise ValueError(f"MOE_RUNTIME_VLLM: {'; '.join(found)}")
+        raise ValueError(f"{VARIABLE}: {'; '.join(found)}")
     return True
 
 
 def cache_key(settings: LayerSettings) -> str:
     """Equal for equal settings of one version of this package."""
-    stated = {"parallel": settings.parallel.model_dump(), "fields": dict(settings.fields)}
+    routes = None if settings.routes is None else settings.routes.model_dump()
+    stated = {"parallel": settings.parallel.model_dump(), "fields": dict(settings.fields), "routes": routes}
     return f"moe_runtime {moe_runtime.__version__} {json.dumps(stated, sort_keys=True, default=str)}"
 
 
-def buckets_of(capture_sizes: Sequence[int] | None) -> tuple[int, ...]:
+def captured_sizes(config: Any) -> tuple[int, ...]:
+    """Of the graphs of vLLM's `VllmConfig`: with speculation, whole drafts with the token before them."""
+    speculative = config.speculative_config
+    draft = 1 if speculative is None else 1 + (speculative.num_speculative_tokens or 0)
+    sizes = config.compilation_config.cudagraph_capture_sizes or ()
+    return tuple(sorted({ceil_div(size, draft) * draft for size in sizes}))
+
+
+def buckets_of(capture_sizes: Sequence[int], most: int) -> tuple[int, ...]:
     """Token buckets for the sizes of which vLLM captures graphs, each at least twice the one before, and the largest.
 
-    Every bucket takes time to warm up.
+    Without graphs each has four times the one before, below `most` tokens. Every bucket takes time to warm up.
 
-    >>> buckets_of([1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 72]), buckets_of([1, 2, 4]), buckets_of(None)
-    ((8, 16, 32, 64, 72), (4,), ())
+    >>> buckets_of([1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 72], 512), buckets_of([1, 2, 4], 512), buckets_of([], 512)
+    ((8, 16, 32, 64, 72), (4,), (8, 32, 128))
     """
-    sizes, kept = sorted(capture_sizes or ()), list[int]()
+    sizes, kept, size = sorted(capture_sizes), list[int](), LEAST_BUCKET
+    while not sizes and size < most:
+        kept.append(size)
+        size *= EAGER_STEP
     for size in sizes:
         if size >= max(LEAST_BUCKET, 2 * (kept[-1] if kept else 0)):
             kept.append(size)
@@ -93,6 +119,8 @@ def install(settings: LayerSettings) -> None:
     Raises `ImportError` or `AttributeError` where vLLM has not what is replaced.
     """
     key = cache_key(settings)
+    copied = [name for name in os.environ.get(COPIED_BY_RAY, "").split(",") if name]
+    os.environ[COPIED_BY_RAY] = ",".join(dict.fromkeys([*copied, VARIABLE]))
 
     def hash_with_settings(compute_hash: Any) -> Any:
         def compute(self: Any, *given: Any, **named: Any) -> str:
@@ -105,7 +133,7 @@ def install(settings: LayerSettings) -> None:
         def checked(self: Any, *given: Any, **named: Any) -> Any:
             config = create(self, *given, **named)
             if check_config(config):
-                LOG.info("MOE_RUNTIME_VLLM: MoE layers run in %s", key)
+                LOG.info("%s: MoE layers will run in %s", VARIABLE, key)
             return config
 
         return checked

@@ -94,7 +94,7 @@ def taken_over(method: Any, layers: EngineLayers, config: Any = None) -> Any:
     replace_members(method, RunsExperts, layers)
     if config is not None:
         method.moe_runtime_engine = config.instance_id
-        method.moe_runtime_capture_sizes = tuple(config.compilation_config.cudagraph_capture_sizes or ())
+        method.moe_runtime_capture_sizes = vllm_config.captured_sizes(config)
     # An attribute of some methods, a class attribute of others: weights in the layout of a kernel of vLLM are refused.
     method.supports_pre_processed_weights = False
     return method
@@ -143,7 +143,15 @@ class RunsExperts:
         """None: no kernel of vLLM reads it."""
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Take the experts of `layer` over. Collective over vLLM's expert-parallel group."""
+        """Take the experts of `layer` over. Collective over vLLM's expert-parallel group.
+
+        Raises `ValueError` where vLLM loads weights again and may have captured graphs, which would keep the old ones.
+        """
+        if self.moe_runtime_experts is not None and self.moe_runtime_capture_sizes:
+            raise ValueError(
+                f"{layer.layer_name}: reload_weights: expected none, since CUDA graphs would go on with the experts "
+                "before; start vLLM with --enforce-eager, or anew"
+            )
         engine, sizes = self.moe_runtime_engine, self.moe_runtime_capture_sizes
         self.moe_runtime_experts = build(self.moe_runtime_layers, layer, self.moe, engine, sizes)
         # A model that sums results itself asks vLLM to leave them as they are.
@@ -233,14 +241,15 @@ def build(
         tensor_parallel = distributed.get_tp_group()
         if tensor_parallel.world_size > 1 and not parallel.is_sequence_parallel:
             share = TokenShare(tensor_parallel.world_size, tensor_parallel.rank_in_group)
+    most = ceil_div(moe.max_num_tokens, parallel.sp_size)
     stated = EngineLayer(
         name=name,
         num_experts=layer.global_num_experts,
         top_k=layer.top_k,
         activation=activation,
         local_experts=local_experts(layer),
-        max_tokens=ceil_div(moe.max_num_tokens, parallel.sp_size),
-        token_buckets=vllm_config.buckets_of([ceil_div(size, parallel.sp_size) for size in capture_sizes]),
+        max_tokens=most,
+        token_buckets=vllm_config.buckets_of([ceil_div(size, parallel.sp_size) for size in capture_sizes], most),
         engine=engine,
     )
     return layers.build(stated, weights, group, share)

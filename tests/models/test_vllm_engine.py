@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+import os
 import re
 import weakref
 from importlib import metadata
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import library, nn
 
-from moe_runtime.config import ParallelConfig
+from moe_runtime.config import ParallelConfig, RecordedRoutesConfig
 from moe_runtime.integrations import vllm as plugin
 from moe_runtime.integrations import vllm_config as engine_config
 from moe_runtime.integrations import vllm_experts
@@ -102,6 +103,7 @@ def test_graphs_of_other_settings_are_kept_apart() -> None:
         LayerSettings(fields={"token_buckets": [8]}),
         LayerSettings(ParallelConfig(engine="torch"), {}),
         LayerSettings(ParallelConfig(transport="private"), {}),
+        LayerSettings(fields={}, routes=RecordedRoutesConfig(steps=4)),
     ]
     found = []
     for each in settings:
@@ -173,10 +175,49 @@ def test_the_log_says_what_runs(seed: int, caplog: pytest.LogCaptureFixture) -> 
     with vllm():
         vllm.load(nn.ModuleList([other]))
         vllm.load(nn.Linear(2, 2))
-    known, dense = caplog.records
-    assert known.levelno == dense.levelno == logging.WARNING
+        known, draft = caplog.records
+        # Such as a draft: other layers are taken over.
+        assert known.levelno == logging.WARNING and draft.levelno == logging.INFO
+        caplog.clear()
+        del model
+        vllm.runners.clear()
+        gc.collect()
+        vllm.load(nn.Linear(2, 2))
+    (dense,) = caplog.records
+    assert dense.levelno == logging.WARNING
     assert "0 of 1 MoE layers of ModuleList taken over (its class of experts is not known here)" in known.getMessage()
     assert "0 of 0 MoE layers of Linear taken over (it has none)" in dense.getMessage()
+
+
+def test_weights_are_loaded_again_without_graphs_alone(seed: int) -> None:
+    """A graph would go on with the experts before."""
+    x, ids, weights = draw_tokens(seed, 5)
+    for sizes in ((), (1, 2)):
+        vllm = installed()
+        vllm.config = vllm.VllmConfig(capture_sizes=sizes)
+        with vllm(), torch.inference_mode():
+            (runner,) = model = vllm.load(make_model(vllm, [seed]))  # type: ignore[misc]
+            layer = runner.routed_experts
+            new = vllm_layer(make_experts("bf16", seed + 1).of(slice(None)))
+            for name, tensor in new.named_parameters():
+                setattr(layer, name, tensor)
+            if sizes:
+                with pytest.raises(ValueError, match=r"layers.0.mlp.experts: reload_weights: expected none"):
+                    vllm.load(model)
+                continue
+            vllm.load(model)
+            y = layer.quant_method.apply(layer, x, weights, ids)
+        assert close(y, plain_moe(make_experts("bf16", seed + 1), x, ids, weights))
+
+
+def test_workers_of_ray_get_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(engine_config.COPIED_BY_RAY, "OWN,MOE_RUNTIME_VLLM")
+    for _ in range(2):
+        installed()
+        assert os.environ[engine_config.COPIED_BY_RAY] == "OWN,MOE_RUNTIME_VLLM"
+    monkeypatch.delenv(engine_config.COPIED_BY_RAY)
+    installed()
+    assert os.environ[engine_config.COPIED_BY_RAY] == "MOE_RUNTIME_VLLM"
 
 
 @pytest.mark.parametrize(
@@ -186,6 +227,9 @@ def test_the_log_says_what_runs(seed: int, caplog: pytest.LogCaptureFixture) -> 
         ({"data_parallel_size": 2}, "--enable-expert-parallel: expected it"),
         ({"prefill_context_parallel_size": 2}, "--prefill-context-parallel-size: expected 1"),
         ({"enable_eplb": True}, "--enable-eplb: expected a run without, .*docs/placement.md"),
+        ({"expert_placement_strategy": "round_robin"}, "--expert-placement-strategy: expected linear, .*round_robin"),
+        ({"cpu_offload_gb": 4.0}, "--cpu-offload-gb, --offload-group-size: expected 0"),
+        ({"offload_group_size": 8}, "--cpu-offload-gb, --offload-group-size: expected 0"),
         ({"use_ubatching": True}, "--enable-dbo, --ubatch-size: expected a run without"),
         ({"lora_config": object()}, "--enable-lora: expected a run without"),
         ({"dtype": torch.float16}, "--dtype: expected bfloat16, got float16"),
@@ -204,7 +248,7 @@ def test_options_are_refused_before_an_engine_starts(
         good = {"tensor_parallel_size": 2, "data_parallel_size": 2, "enable_expert_parallel": True}
         assert not caplog.records
         vllm.EngineArgs(**good).create_engine_config(headless=True)
-        assert "MOE_RUNTIME_VLLM: MoE layers run in moe_runtime " in caplog.text
+        assert "MOE_RUNTIME_VLLM: MoE layers will run in moe_runtime " in caplog.text
 
 
 def test_layers_refuse_before_weights_are_loaded() -> None:
@@ -256,6 +300,15 @@ def test_token_buckets_follow_the_graphs_that_vllm_captures(seed: int) -> None:
     for fields, expected in (({}, (8, 32, 50, 64)), ({"token_buckets": [16]}, (16, 64))):
         vllm = installed(**fields)
         vllm.config = vllm.VllmConfig(capture_sizes=[1, 2, 4, 8, 32, 40, 48, 50])
+        with vllm():
+            (runner,) = vllm.load(make_model(vllm, [seed]))  # type: ignore[misc]
+        assert runner.routed_experts.quant_method.moe_runtime_experts.layer.config.all_token_buckets == expected
+    for changes, expected in (
+        ({"capture_sizes": [1, 2, 4, 8, 16, 32, 64], "num_speculative_tokens": 2}, (9, 18, 64)),
+        ({}, (8, 32, 64)),
+    ):
+        vllm = installed()
+        vllm.config = vllm.VllmConfig(**changes)
         with vllm():
             (runner,) = vllm.load(make_model(vllm, [seed]))  # type: ignore[misc]
         assert runner.routed_experts.quant_method.moe_runtime_experts.layer.config.all_token_buckets == expected

@@ -29,6 +29,7 @@ class VllmConfig:
             "prefill_context_parallel_size": 1,
             "enable_expert_parallel": False,
             "enable_eplb": False,
+            "expert_placement_strategy": "linear",
             "use_ubatching": False,
         }
         parallel |= {key: changes.pop(key) for key in list(changes) if key in parallel}
@@ -36,6 +37,13 @@ class VllmConfig:
         self.parallel_config = SimpleNamespace(**parallel)
         self.model_config = SimpleNamespace(is_moe=moe, dtype=changes.pop("dtype", torch.bfloat16))
         self.compilation_config = SimpleNamespace(cudagraph_capture_sizes=capture_sizes)
+        offload = {name: changes.pop(name, 0) for name in ("cpu_offload_gb", "offload_group_size")}
+        self.offload_config = SimpleNamespace(
+            uva=SimpleNamespace(cpu_offload_gb=offload["cpu_offload_gb"]),
+            prefetch=SimpleNamespace(offload_group_size=offload["offload_group_size"]),
+        )
+        draft = changes.pop("num_speculative_tokens", None)
+        self.speculative_config = None if draft is None else SimpleNamespace(num_speculative_tokens=draft)
         self.lora_config = changes.pop("lora_config", None)
         assert not changes
 
