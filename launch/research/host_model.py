@@ -58,12 +58,12 @@ class Machine:
     """
 
     network_gb_per_s: float = 45.0
-    network_latency_us: float = 10.5
+    network_latency_us: float = 10.2
     link_gb_per_s: float = link_rate.MEASURED.gb_per_s
     memory_tb_per_s: float = measured.MEMORY_TB_PER_S
     bf16_tflop_per_s: float = measured.BF16_TFLOP_PER_S
     fp8_tflop_per_s: float = measured.FP8_TFLOP_PER_S
-    kernel_us: float = 3.9
+    kernel_us: float = 3.8
     experts_over_floor: float = 1.14
 
     def __post_init__(self) -> None:
@@ -199,11 +199,14 @@ def _products_us(config: MoELayerConfig, machine: Machine, rows: int, active: in
     return found
 
 
-def recv_us(where: Deployment, machine: Machine) -> float:
-    """dispatch_recv: rows are copied by expert where they are to be contiguous; else they are only found."""
+def recv_us(where: Deployment, machine: Machine, placed: float = 0.0) -> float:
+    """dispatch_recv: rows are copied by expert where they are to be contiguous; else they are only found.
+
+    `placed` is the part of the rows that their sender has stored there, beside what crosses the links.
+    """
     row_bytes = format_bytes(FORMATS[where.config.token_format], where.config.hidden_size)
     mode = where.mode or where.config.mode_on(where.ranks)
-    return machine.kernel(2 * where.rows * row_bytes if mode == "contiguous" else 0)
+    return machine.kernel(2 * (1 - placed) * where.rows * row_bytes if mode == "contiguous" else 0)
 
 
 def step(where: Deployment, machine: Machine, reach: Reach | None = None, experts: float | None = None) -> Parts:
@@ -251,7 +254,7 @@ def one_host_step(where: Deployment, machine: Machine, experts: float | None = N
     others, all_parts = where.ranks_per_host - 1, where.ranks_per_host * rank
     return {
         "dispatch_send": machine.kernel(tokens * result, tokens * others * rank * record),
-        "dispatch_recv": recv_us(where, machine),
+        "dispatch_recv": recv_us(where, machine, geometry.placing_own_rows().own_rows / where.ranks_per_host),
         "experts": experts_us(where, machine) if experts is None else experts,
         "combine_send": machine.kernel(where.rows * result, tokens * others * rank * partial),
         "combine_recv": machine.kernel(tokens * (all_parts * partial + result)),

@@ -529,7 +529,7 @@ def test_a_table_is_of_one_commit_and_card_and_names_them(name: str, kind: str) 
             assert one in " ".join(part.split())
 
 
-NUMBER = re.compile(r"\d+(?:\.\d+)?")
+NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e-\d+)?")
 DERIVED: dict[str, set[str]] = {
     "goals": {str(goal) for by_tokens in GOALS_US.values() for goal in by_tokens.values()},
     "low_latency": {f"{number / 100:.2f}" for number in range(300)},
