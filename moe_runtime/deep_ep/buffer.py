@@ -181,7 +181,8 @@ class Buffer(GroupBuffer):
         """Send each token once to each rank that wants it. Collective; waits for the host unless it knows the counts.
 
         Args:
-            x: bf16 `[T, H]`, or e4m3 `[T, H]` and fp32 scales `[T, H / 128]`; `H` is a multiple of 16.
+            x: bf16 `[T, H]`, or e4m3 `[T, H]` and scales `[T, V]`, fp32 or int32 words, `V` at most `H / 128`; `H` is a
+                multiple of 16.
             handle: of an earlier dispatch, in place of what follows: the tokens take its way. Does not wait for the
                 host.
             num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert: of `get_dispatch_layout`.
@@ -204,7 +205,7 @@ class Buffer(GroupBuffer):
             ValueError: an argument of wrong shape, dtype or value.
             MoERuntimeError: a rank that failed or did not come.
         """
-        hidden = check_tokens(x, self.device)
+        hidden = check_tokens(x, self.device, packed=True)
         check_integer("expert_alignment", expert_alignment)
         check_integer("num_worst_tokens", num_worst_tokens, 0)
         beside = runs_beside(previous_event, async_finish, allocate_on_comm_stream)
@@ -217,8 +218,9 @@ class Buffer(GroupBuffer):
                 raise ValueError(f"x: expected {handle.num_tokens} tokens as in handle, got {quants.shape[0]}")
             with self._comm.running(beside, previous_event):
                 got = self._exchange(hidden).dispatch_again(x, handle)
-            event = self._comm.finish(beside, async_finish, (quants, scales, got.x, got.scales))
-            return got.tokens, None, None, None, None, event
+            read = handle.tensors if beside else ()
+            event = self._comm.finish(beside, async_finish, (quants, scales, got.x, got.scales, *read))
+            return got.tokens_like(x), None, None, None, None, event
         counts = check_layout(
             quants.shape[0], self.group_size, self.device, num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert
         )
@@ -234,7 +236,7 @@ class Buffer(GroupBuffer):
             came = got.x, got.scales, got.topk_idx, got.topk_weights, *got.handle.tensors
             used = quants, scales, topk_idx, topk_weights, *counts, *came
         event = self._comm.finish(beside, async_finish, used)
-        return got.tokens, got.topk_idx, got.topk_weights, experts, got.handle, event
+        return got.tokens_like(x), got.topk_idx, got.topk_weights, experts, got.handle, event
 
     def combine(
         self,
@@ -270,7 +272,8 @@ class Buffer(GroupBuffer):
         with self._comm.running(beside, previous_event):
             exchange = self._exchange(check_hidden(x.shape[1]))
             y, weights = exchange.combine(x.contiguous(), handle, biases, topk_weights)
-        return y, weights, self._comm.finish(beside, async_finish, (x, topk_weights, *biases, y, weights))
+        read = handle.tensors if beside else ()
+        return y, weights, self._comm.finish(beside, async_finish, (x, topk_weights, *biases, y, weights, *read))
 
     internode_dispatch = absent("internode_dispatch", "the ranks are on one host; call dispatch")
     internode_combine = absent("internode_combine", "the ranks are on one host; call combine")
@@ -353,8 +356,8 @@ class Buffer(GroupBuffer):
                 step.finish(statistics)
         rows, tokens = step.rows, step.tokens
         used = (x, topk_idx, rows.rows, rows.scales, rows.counts, rows.source_tokens, rows.layout_range, rows.positions)
-        event = self._comm.finish(async_finish, async_finish, (*used, statistics))
-        hook = functools.partial(step.finish, statistics) if return_recv_hook else None
+        event = self._comm.finish(async_finish, async_finish, (*used, statistics, gsf))
+        hook = self._comm.on_this_stream(functools.partial(step.finish, statistics)) if return_recv_hook else None
         return tokens, rows.counts, step.handle, event, hook
 
     def low_latency_combine(
@@ -411,8 +414,10 @@ class Buffer(GroupBuffer):
             renewed = exchange.combine_send(rows.contiguous(), topk_idx, topk_weights, handle, out)
             if not return_recv_hook:
                 exchange.combine_recv(renewed)
-        event = self._comm.finish(async_finish, async_finish, (x, topk_idx, topk_weights, handle.positions, out))
-        return out, event, (functools.partial(exchange.combine_recv, renewed) if return_recv_hook else None)
+        read = handle.positions, handle.native.epoch
+        event = self._comm.finish(async_finish, async_finish, (x, topk_idx, topk_weights, *read, out))
+        receive = functools.partial(exchange.combine_recv, renewed)
+        return out, event, self._comm.on_this_stream(receive) if return_recv_hook else None
 
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> torch.Tensor:
         """bf16 `[E_local, W * max, H]` for rows that `low_latency_combine` takes with `zero_copy`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -105,15 +106,21 @@ class DirectDispatch:
             copiers = self.kernels.row_kernels(layout, self.num_sms, form.to_expand)
             self.kernels.send(copiers, tokens, route, window=0, after_counts=True)
             begun = StartedDispatch(self, copiers, layout, tokens, route, positions, room, in_rank, form)
-            if likely := form.num_worst_tokens or self._likely_rows(begun):
-                begun.rows = _make_room(begun, likely)
+            if form.num_worst_tokens:
+                begun.rows = _make_room(begun, form.num_worst_tokens)
+            elif likely := self._likely_rows(begun):
+                # Without memory for these there may be enough for those that come.
+                with suppress(torch.OutOfMemoryError):
+                    begun.rows = _make_room(begun, likely)
+            if begun.rows is not None:
                 self._receive(begun, begun.rows, 0)
         return begun
 
     def _likely_rows(self, begun: StartedDispatch) -> int:
         """How many to receive before the host knows their number; 0 where that does not pay.
 
-        What receives them reads what has landed and nothing more, so it can be done again with more rows.
+        What receives them reads what has landed and nothing more, so it can be done again with more rows. They are at
+        most what comes if all ranks have as many tokens, and an eighth more.
         """
         likely = int(begun.tokens.num_tokens * self._rows_per_token)
         if not likely or begun.form.to_expand or begun.form.scales_by_column:
@@ -131,12 +138,15 @@ class DirectDispatch:
             counts = kernels.await_counts(route)
             most, most_sent, num_rows = counts.most_tokens, counts.most_sent, counts.num_rows
             of_experts = counts.of_experts
-            self._rows_per_token = num_rows / max(1, num_tokens)
+            if num_tokens:
+                # Of a rank that brings few tokens, the rows are of others: their number follows from no ratio.
+                self._rows_per_token = min(num_rows / num_tokens, float(self.context.world_size))
             if rows is not None and _serve(rows, num_rows):
                 rows.keep_first(num_rows)
                 window = self.max_tokens
             else:
-                rows, window = _make_room(begun, num_rows), 0
+                with self._guard:
+                    rows, window = _make_room(begun, num_rows), 0
             if window < max(1, most_sent):
                 with self._guard:
                     for first in range(window, max(1, most_sent), self.max_tokens):

@@ -301,6 +301,7 @@ class ElasticBuffer(GroupBuffer):
         keeps_ids = handle is None and not expand
         form = Form(*form[:3], to_expand=expand, scales_by_column=by_column, keeps_ids=keeps_ids)
         exchange = self._exchange(hidden, num_sms)
+        is_first = handle is None
         with self._comm.running(beside, *waits_for):
             if handle is None:
                 got, handle = self._first(exchange, x, ids, topk_weights, form, alignment, num_sms, copy)
@@ -320,7 +321,10 @@ class ElasticBuffer(GroupBuffer):
         if beside:
             sent, came = (part if isinstance(part, tuple) else (part,) for part in (x, rows))
             used = *sent, topk_idx, topk_weights, statistics, *came, came_ids, weights, *handle._tensors
-        return rows, came_ids, weights, handle, self._comm.finish(beside, bool(async_with_compute_stream), used)
+        event = self._comm.finish(beside, bool(async_with_compute_stream), used)
+        if is_first:
+            handle._event = event.event
+        return rows, came_ids, weights, handle, event
 
     def _check_routing(
         self,
@@ -476,12 +480,12 @@ class ElasticBuffer(GroupBuffer):
         self._check_handle(handle, check_hidden(x.shape[1]))
         exchange = self._exchange(x.shape[1], num_sms or handle.num_sms)
         with self._comm.running(beside, *waits_for):
-            x = x.contiguous()
+            contiguous = x.contiguous()
             if not handle.do_expand:
-                y, weights = exchange.combine(x, handle._rows, biases, topk_weights, handle._ids)
+                y, weights = exchange.combine(contiguous, handle._rows, biases, topk_weights, handle._ids)
             else:
                 sums = exchange.combine_steps if self.allow_multiple_reduction else exchange.combine_once
-                y = sums(x, handle._steps, biases)
+                y = sums(contiguous, handle._steps, biases)
                 weights = None
                 if topk_weights is not None:
                     weights = exchange.combine_weights(handle._weights_by_row(topk_weights), handle._rows)

@@ -8,6 +8,8 @@ from typing import ClassVar
 
 import torch
 
+from moe_runtime.context.threads import is_capturing
+from moe_runtime.deep_ep.events import EventHandle
 from moe_runtime.deep_ep.normal_handle import NormalHandle, Step
 from moe_runtime.kernels.formats.number_formats import align
 
@@ -49,6 +51,8 @@ class EPHandle:
     """int32 `[R, K]`, expanded rows of each row, -1 for none; None where rows are not expanded."""
     _steps: list[Step] = field(init=False)
     """Of the rows that a combine takes."""
+    _event: EventHandle | None = field(default=None, init=False)
+    """Of a dispatch that runs beside the current stream: what is made later waits for it."""
 
     token_metadata_at_forward: ClassVar[None] = None
     """Speaks of DeepEP's channels between hosts, like the next."""
@@ -77,6 +81,12 @@ class EPHandle:
         assert self._slots is not None
         return torch.where(self._slots >= 0, topk_weights[self._slots.clamp(min=0).to(torch.int64)], 0.0)
 
+    def _await_dispatch(self) -> None:
+        """Let the current stream wait for the dispatch, where that is on another; not across the edge of a capture."""
+        event = self._event
+        if event is not None and event.captured == is_capturing(self.topk_idx.device):
+            event.current_stream_wait()
+
     @property
     def _tensors(self) -> tuple[torch.Tensor | None, ...]:
         """What kernels of later calls read."""
@@ -93,6 +103,7 @@ class EPHandle:
     @cached_property
     def psum_num_recv_tokens_per_scaleup_rank(self) -> torch.Tensor:
         """int32 `[W]`: entry `i` counts the rows, not expanded, that came from ranks 0 to `i`."""
+        self._await_dispatch()
         prefix = self._rows[0]
         if prefix is not None:
             return prefix[:, self._rank].contiguous()
@@ -107,6 +118,7 @@ class EPHandle:
 
         Not expanded, the ends are rounded up too.
         """
+        self._await_dispatch()
         counts = self.num_unaligned_recv_tokens_per_expert
         rounded = _aligned(counts, self.expert_alignment)
         ends = rounded.cumsum(0, dtype=torch.int32)
@@ -118,6 +130,7 @@ class EPHandle:
 
         Then the expanded rows, -1 for none. A row that did not come has -1 alone.
         """
+        self._await_dispatch()
         (num_rows, top_k), device = self._ids.shape, self._ids.device
         source_tokens = self._rows[3]
         assert source_tokens is not None
@@ -133,6 +146,7 @@ class EPHandle:
     @cached_property
     def dst_buffer_slot_idx(self) -> torch.Tensor:
         """int32 `[T, K]`: where a token lands on the rank of each of its experts, -1 for none."""
+        self._await_dispatch()
         room, num_tokens = self._rows.room, self._rows.num_tokens
         slots = self._rank * room + torch.arange(num_tokens, dtype=torch.int32, device=self.topk_idx.device)
         return torch.where(valid_ids(self.topk_idx, self.num_experts) >= 0, slots[:, None], -1)

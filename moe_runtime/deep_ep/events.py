@@ -11,13 +11,20 @@ from moe_runtime.support.arguments import check_kind
 
 
 class EventHandle:
-    """The point that the current stream has come to."""
+    """The point that the current stream has come to.
+
+    Attributes:
+        event: of CUDA; None on CPUs.
+        captured: whether it is a point in the capture of a CUDA graph.
+    """
 
     def __init__(self) -> None:
         self.event: torch.cuda.Event | None = None
+        self.captured = False
         if torch.cuda.is_available():
             self.event = torch.cuda.Event()
             self.event.record()
+            self.captured = torch.cuda.is_current_stream_capturing()
 
     def current_stream_wait(self) -> None:
         """Let the current stream wait for that point; the host does not wait."""
@@ -112,6 +119,18 @@ class CommStream:
                 if event is not None:
                     event.current_stream_wait()
             yield
+
+    def on_this_stream(self, call: Callable[[], object]) -> Callable[[], object]:
+        """`call`, on the stream that is current now, whichever is then."""
+        if self.stream is None:
+            return call
+        stream = torch.cuda.current_stream()
+
+        def run() -> object:
+            with torch.cuda.stream(stream):
+                return call()
+
+        return run
 
     def finish(self, beside: bool, async_finish: bool, tensors: Sequence[torch.Tensor | None]) -> EventOverlap:
         """The event of a call that has just run; without `async_finish` the current stream waits for it here.

@@ -38,6 +38,7 @@ class GroupBuffer:
         self._timeouts: dict[str, Any] = timeouts
         # Ranks that cannot share memory find out here.
         self._contexts: list[ExpertParallelContext] = []
+        self._destroyed = False
         self._spare: ExpertParallelContext | None = self._new_context()
         if self._spare.transport == "collective":
             _warn_once(
@@ -47,9 +48,10 @@ class GroupBuffer:
         self.device = self._spare.device
         self._comm = CommStream(self.device)
         self._normal: dict[int, NormalExchange] = {}
-        self._destroyed = False
 
     def _new_context(self) -> ExpertParallelContext:
+        if self._destroyed:
+            raise ValueError("buffer: expected one that is not destroyed")
         context = ExpertParallelContext(self.group, one_memory=True, **self._timeouts)
         self._contexts.append(context)
         return context

@@ -134,6 +134,13 @@ class Received:
         assert self.x is not None
         return self.x if self.scales is None else (self.x, self.scales)
 
+    def tokens_like(self, x: Tokens) -> Tokens:
+        """The same, with scales of the dtype of those of `x`."""
+        rows = self.tokens
+        if isinstance(x, tuple) and isinstance(rows, tuple) and rows[1].dtype != x[1].dtype:
+            return rows[0], rows[1].view(x[1].dtype)
+        return rows
+
     @classmethod
     def of(
         cls,

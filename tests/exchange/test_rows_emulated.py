@@ -14,6 +14,7 @@ import torch
 from moe_runtime.comm.errors import CapacityError, MoERuntimeError, PeerTimeoutError
 from moe_runtime.comm.heaps.private_heap import PrivateHeap
 from moe_runtime.context.expert_parallel import ExpertParallelContext
+from moe_runtime.deep_ep import direct_dispatch
 from moe_runtime.deep_ep.direct_dispatch import StartedDispatch
 from moe_runtime.deep_ep.normal import NormalExchange
 from moe_runtime.deep_ep.normal_handle import Form, Received, TokenLayout, Tokens
@@ -201,6 +202,31 @@ def test_rows_are_the_tokens_that_were_sent(world: int, fp8: bool, emulator: Emu
                     assert_same_bits(part[row], parts(others[s].x)[number][t], f"part {number} of row {row} again")
     for exchange in ranks:
         exchange.context.check_peers()
+
+
+def test_rows_before_their_number_take_no_more_room_than_could_come(
+    emulator: Emulator, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a dispatch in which this rank had hardly a token, and its peer many. And without memory for so many."""
+    world, hidden, room, asked, refused = 2, 128, 32, list[int](), list[StartedDispatch]()
+    ranks, make_room, scarce = exchanges(world, hidden, room), direct_dispatch._make_room, False
+
+    def watched(begun: StartedDispatch, num_rows: int, *more: Any) -> Any:
+        asked.append(num_rows)
+        # The first time is before the number is known.
+        if scarce and not any(begun is one for one in refused):
+            refused.append(begun)
+            raise torch.OutOfMemoryError
+        return make_room(begun, num_rows, *more)
+
+    monkeypatch.setattr(direct_dispatch, "_make_room", watched)
+    for counts in ([0, room], [1, room], [room, room], [room, room]):
+        cases = [case_of(seed, rank, count, world, hidden, fp8=False) for rank, count in enumerate(counts)]
+        got = finish_all(start_all(ranks, cases, emulator, started), emulator)
+        for rank in range(world):
+            check(got[rank], cases, rank)
+        scarce = counts[0] == room
+    assert max(asked) <= world * room * 9 // 8 + 1 and len(refused) == world
 
 
 @pytest.mark.parametrize("world", [1, 2])
