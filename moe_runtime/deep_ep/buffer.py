@@ -28,7 +28,7 @@ from moe_runtime.deep_ep.events import EventHandle, EventOverlap
 from moe_runtime.deep_ep.group_buffer import GroupBuffer, absent, not_there, runs_beside
 from moe_runtime.deep_ep.low_latency import LowLatencyExchange, LowLatencyHandle
 from moe_runtime.deep_ep.normal import NormalExchange
-from moe_runtime.deep_ep.normal_handle import Form, NormalHandle, Tokens
+from moe_runtime.deep_ep.normal_handle import Form, NormalHandle, Tokens, as_sent
 from moe_runtime.deep_ep.sizes import FP8_BLOCK_SIZE, Config, low_latency_bytes
 from moe_runtime.kernels.exchange.layout import dispatch_layout
 from moe_runtime.kernels.exchange.plan import exchange_engine
@@ -220,7 +220,7 @@ class Buffer(GroupBuffer):
                 got = self._exchange(hidden).dispatch_again(x, handle)
             read = handle.tensors if beside else ()
             event = self._comm.finish(beside, async_finish, (quants, scales, got.x, got.scales, *read))
-            return got.tokens_like(x), None, None, None, None, event
+            return as_sent(got.tokens, x), None, None, None, None, event
         counts = check_layout(
             quants.shape[0], self.group_size, self.device, num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert
         )
@@ -236,7 +236,7 @@ class Buffer(GroupBuffer):
             came = got.x, got.scales, got.topk_idx, got.topk_weights, *got.handle.tensors
             used = quants, scales, topk_idx, topk_weights, *counts, *came
         event = self._comm.finish(beside, async_finish, used)
-        return got.tokens_like(x), got.topk_idx, got.topk_weights, experts, got.handle, event
+        return as_sent(got.tokens, x), got.topk_idx, got.topk_weights, experts, got.handle, event
 
     def combine(
         self,

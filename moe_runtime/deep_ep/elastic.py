@@ -28,7 +28,7 @@ from moe_runtime.deep_ep.ep_handle import EPHandle, check_room, most_rows
 from moe_runtime.deep_ep.events import EventHandle, EventOverlap, overlap_of
 from moe_runtime.deep_ep.group_buffer import GroupBuffer, absent, runs_beside
 from moe_runtime.deep_ep.normal import NormalExchange
-from moe_runtime.deep_ep.normal_handle import Form, Received, Tokens
+from moe_runtime.deep_ep.normal_handle import Form, Received, Tokens, as_sent
 from moe_runtime.deep_ep.sizes import normal_bytes, normal_tokens
 from moe_runtime.deep_ep.utils.envs import get_logical_domain_size, get_physical_domain_size
 from moe_runtime.kernels.formats.number_formats import align
@@ -313,8 +313,7 @@ class ElasticBuffer(GroupBuffer):
                 travelling = None if topk_weights is None else ids
                 got = exchange.dispatch_again(x, handle._rows, travelling, topk_weights, form)
             rows, came_ids, weights = _in_form(exchange, got, handle, form, zero_padding)
-            if isinstance(x, tuple) and isinstance(rows, tuple) and rows[1].dtype != x[1].dtype:
-                rows = rows[0], rows[1].view(x[1].dtype)
+            rows = as_sent(rows, x)
             if topk_weights is None:
                 weights = None
         used: tuple[torch.Tensor | None, ...] = ()

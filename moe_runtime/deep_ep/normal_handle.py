@@ -134,13 +134,6 @@ class Received:
         assert self.x is not None
         return self.x if self.scales is None else (self.x, self.scales)
 
-    def tokens_like(self, x: Tokens) -> Tokens:
-        """The same, with scales of the dtype of those of `x`."""
-        rows = self.tokens
-        if isinstance(x, tuple) and isinstance(rows, tuple) and rows[1].dtype != x[1].dtype:
-            return rows[0], rows[1].view(x[1].dtype)
-        return rows
-
     @classmethod
     def of(
         cls,
@@ -154,6 +147,13 @@ class Received:
         if out.tokens is not None:
             landed = None
         return cls(out.tokens, out.scales, out.ids, out.weights, handle, layout, landed, kept_ids)
+
+
+def as_sent(rows: Tokens, x: Tokens) -> Tokens:
+    """`rows` that came, with scales of the dtype of those of `x`, whose bits they have."""
+    if isinstance(x, tuple) and isinstance(rows, tuple) and rows[1].dtype != x[1].dtype:
+        return rows[0], rows[1].view(x[1].dtype)
+    return rows
 
 
 def payload_layout(hidden: int, x: Tokens, topk_idx: torch.Tensor | None) -> PayloadLayout:
