@@ -42,7 +42,7 @@ CPU = torch.device("cpu")
 SCHEDULES = 2
 """Of a case that is run more than once, all different."""
 
-MOST_SCHEDULES = 30
+MOST_SCHEDULES = 300
 """In which a mistake has to show; most do at once."""
 
 MORE_TILES = 520
