@@ -256,6 +256,12 @@ __device__ __forceinline__ void load_tiles(const Block& block, const Sources& fr
     u32 phase = phases.of_next_tile();
     for (int kb = 0; kb < k_blocks; ++kb) {
       u32 a = block.ring + stage * STAGE_BYTES, b = a + A_BYTES, ready = block.full + 8 * stage;
+      // Warps that do nothing but expand have no part in stages of the other warpgroup. These may be full and free again
+      // before a lane looks, which would then wait for a phase that does not come.
+      if (TALL && !THREADS_COPY && kb % 2 == 1 && block.warp != MATH_WARPS) {
+        if (++stage == STAGES) stage = 0, phase = ~phase;
+        continue;
+      }
       barrier_wait(block.empty + 8 * stage, ~phase >> stage & 1);
       __syncwarp();  // a late lane would wait for the following round
 #if AHEAD

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from operator import attrgetter
@@ -471,6 +472,26 @@ def test_mistakes_are_found(
     with pytest.raises(AssertionError, match=found):
         for _ in range(MOST_SCHEDULES):
             assert_same_bits(tma_grouped_gemm(a, w), want)
+
+
+def test_tall_tiles_with_a_warp_that_is_slow_to_look(
+    emulate: Callable[..., Emulator], rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that expands looks at a stage of the other warpgroup only when that has been filled and freed again."""
+    w = expanded_weights("nvfp4", 264, 512, rng, CPU)
+    a = make_rows("fp8_block", [70, 0, 193], 512, rng, CPU, num_experts=3)
+    in_shape(monkeypatch, TMA_TALL)
+    emulate()
+    want = tma_grouped_gemm(a, w)
+    pause = 'for (int i = 0; block.warp == MATH_WARPS + 2 && i < 3000; ++i) emulator::look("a pause");'
+
+    def edit(text: str) -> str:
+        text, times = re.subn(r"(barrier_wait\(block\.empty \+ 8 \* stage, ~phase)", rf"{pause} \1", text)
+        assert times >= 2
+        return text
+
+    emulate(edit=edit)
+    assert_same_bits(tma_grouped_gemm(a, w), want)
 
 
 MISTAKES_OF_TALL = {
