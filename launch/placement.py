@@ -24,7 +24,7 @@ from moe_runtime.kernels.formats.number_formats import ceil_div
 from moe_runtime.kernels.formats.scale_blocks import expert_starts
 from moe_runtime.launch.common import environment
 from moe_runtime.observation.counters import most_over_mean
-from moe_runtime.placement.placement import MAX_TEXT_LENGTH, Placement, plan_placement
+from moe_runtime.placement.placement import MAX_TEXT_LENGTH, Placement, checked_load, plan_placement
 from moe_runtime.support.regular_files import read_regular
 
 ALONE = ""
@@ -47,9 +47,7 @@ def read_loads(file: Path) -> dict[str, list[float]]:
         raise ValueError(f"LOAD: {file}: expected a list of numbers, or an object of such lists by decoder layer")
     for layer, load in loads.items():
         try:
-            # What `plan_placement` says of a load, in a plan that is always possible.
-            plan_placement(load, 1, len(load))
-            math.fsum(load)
+            math.fsum(checked_load(load))
         except OverflowError:
             raise ValueError(f"LOAD: {file}: {_layer(layer)}load: expected numbers with a finite sum") from None
         except ValueError as error:

@@ -254,14 +254,14 @@ __device__ __forceinline__ void load_tiles(const Block& block, const Sources& fr
 #endif
     int stage = 0;
     u32 phase = phases.of_next_tile();
-    for (int kb = 0; kb < k_blocks; ++kb) {
+    auto next_stage = [&] {
+      if (++stage == STAGES) stage = 0, phase = ~phase;
+    };
+    for (int kb = 0; kb < k_blocks; ++kb, next_stage()) {
       u32 a = block.ring + stage * STAGE_BYTES, b = a + A_BYTES, ready = block.full + 8 * stage;
       // Warps that do nothing but expand have no part in stages of the other warpgroup. These may be full and free again
       // before a lane looks, which would then wait for a phase that does not come.
-      if (TALL && !THREADS_COPY && kb % 2 == 1 && block.warp != MATH_WARPS) {
-        if (++stage == STAGES) stage = 0, phase = ~phase;
-        continue;
-      }
+      if (TALL && !THREADS_COPY && kb % 2 == 1 && block.warp != MATH_WARPS) continue;
       barrier_wait(block.empty + 8 * stage, ~phase >> stage & 1);
       __syncwarp();  // a late lane would wait for the following round
 #if AHEAD
@@ -299,7 +299,6 @@ __device__ __forceinline__ void load_tiles(const Block& block, const Sources& fr
         if (thread < 2) copy_word(scale + BM * 4 + thread * 4, w_scale + kb);
         asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(ready) : "memory");
       }
-      if (++stage == STAGES) stage = 0, phase = ~phase;
     }
   }
 #if AHEAD

@@ -2,14 +2,16 @@
 
     torchrun --nproc-per-node=2 -m moe_runtime.launch.research.overheads --json overheads.json
 
-Steps are in CUDA graphs. Variants take turns, one after the other in each round, in an order that rotates. A time is
-that of the slowest rank, the median over rounds. The bits of all variants are compared before they are timed. On CPU
-ranks it runs, too, with few tokens and rounds.
+Steps are in CUDA graphs. Two graphs of equal steps may differ by 2% in all replays, so each variant is captured several
+times. Variants take turns, one after the other in each round, in an order that rotates. A time is that of the slowest
+rank: the median over rounds of each capture, and the mean of the captures. The bits of all variants are compared before
+they are timed. On CPU ranks it runs, too, with few tokens and rounds.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import sys
 import time
@@ -42,13 +44,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--format", default="fp8_block", help="of tokens and weights (default: fp8_block)")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 128, 4096], metavar="N", help="of a rank")
     parser.add_argument("--rounds", type=int, default=25, metavar="N", help="in which each variant has a turn")
+    parser.add_argument("--captures", type=int, default=8, metavar="N", help="of each variant")
     environment.add_json_option(parser)
     return environment.run_parsed("overheads", parser, work, arguments)
 
 
 def work(options: argparse.Namespace) -> int:
     """What the program does."""
-    environment.check_at_least(1, tokens=min(options.tokens), rounds=options.rounds)
+    environment.check_at_least(1, tokens=min(options.tokens), rounds=options.rounds, captures=options.captures)
     environment.check_folder("--json", options.json)
     device = init_from_env()
     on_gpu = device.type == "cuda"
@@ -112,24 +115,26 @@ def work(options: argparse.Namespace) -> int:
         shape = 64, most, top_k
         ring = torch.zeros(shape, dtype=torch.int16, device=device)
         weights_ring = torch.zeros(shape, device=device)
-        made: dict[tuple[str, int], Captured] = {}
+        made: dict[tuple[str, int], list[Captured]] = {}
         kept = []  # routes that graphs record
         variants = [variant for variant in VARIANTS if world > 1 or variant not in WAITING]
         waits = None
-        for variant in variants:
-            layer.routes = None
-            if variant in ("routes", "both"):
-                kept.append(layer.record_routes(ring))
-            elif variant == "routes and weights":
-                kept.append(layer.record_routes(ring, weights_ring))
-            if variant == "waits":
-                waits = layer.count_waits()
-                layer.warm_up()
-            for tokens in options.tokens:
-                made[variant, tokens] = capture(tokens)
-        for tokens in options.tokens:
-            for variant in variants[1:]:
-                assert torch.equal(made[variant, tokens][1], made["off", tokens][1]), (variant, tokens)
+        # Counting waits has no end.
+        for together in ([v for v in variants if v not in WAITING], [v for v in variants if v in WAITING]):
+            for _, variant in itertools.product(range(options.captures), together):
+                layer.routes = None
+                if variant in ("routes", "both"):
+                    kept.append(layer.record_routes(ring))
+                elif variant == "routes and weights":
+                    kept.append(layer.record_routes(ring, weights_ring))
+                if variant in WAITING and waits is None:
+                    waits = layer.count_waits()
+                    layer.warm_up()
+                for tokens in options.tokens:
+                    made.setdefault((variant, tokens), []).append(capture(tokens))
+        for (variant, tokens), captured in made.items():
+            for _, y in captured:
+                assert torch.equal(y, made["off", tokens][0][1]), (variant, tokens)
         context.check_peers()
 
         def timed(run: Callable[[], Any], count: int) -> float:
@@ -149,25 +154,25 @@ def work(options: argparse.Namespace) -> int:
 
         for tokens in options.tokens:
             count = (10 if tokens >= 1024 else 100) if on_gpu else 2
-            times: dict[str, list[float]] = {variant: [] for variant in variants}
+            times: dict[str, list[list[float]]] = {v: [[] for _ in range(options.captures)] for v in variants}
             for turn in range(options.rounds + 2):
-                for at in range(len(variants)):
+                for at, number in itertools.product(range(len(variants)), range(options.captures)):
                     variant = variants[(at + turn) % len(variants)]
                     if dist.is_initialized():
                         dist.barrier()
-                    us = slowest(timed(made[variant, tokens][0], count))
+                    us = slowest(timed(made[variant, tokens][number][0], count))
                     if turn >= 2:
-                        times[variant].append(us)
+                        times[variant][number].append(us)
                     time.sleep(0.02)
-            off = statistics.median(times["off"])
+            of_captures = {variant: [statistics.median(t) for t in times[variant]] for variant in variants}
+            mean = {variant: statistics.fmean(t) for variant, t in of_captures.items()}
+            off = mean["off"]
             row: dict[str, Any] = {
                 "tokens": tokens,
-                "us": {v: statistics.median(t) for v, t in times.items()},
+                "us": mean,
+                "us_of_captures": of_captures,
                 "all_us": times,
-            }
-            # Of rounds: each variant against "off" of the same round.
-            row["over_off"] = {
-                v: statistics.median(a / b for a, b in zip(t, times["off"], strict=True)) - 1 for v, t in times.items()
+                "over_off": {variant: us / off - 1 for variant, us in mean.items()},
             }
             results.append(row)
             if rank == 0:
@@ -203,6 +208,7 @@ def work(options: argparse.Namespace) -> int:
                 "config": options.config,
                 "format": options.format,
                 "rounds": options.rounds,
+                "captures": options.captures,
                 "results": results,
                 "waits": named,
             }

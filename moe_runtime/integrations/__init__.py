@@ -23,6 +23,9 @@ __all__ = [
     "without_experts",
 ]
 
+VLLM_VARIABLE = "MOE_RUNTIME_VLLM"
+"""Environment variable that asks vLLM for the adapter, with its settings."""
+
 _MODULE_OF = {
     "ExpertParallel": "transformers",
     "apply_expert_parallel": "transformers",

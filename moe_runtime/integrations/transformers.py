@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, NoReturn, cast
 from weakref import ref
@@ -407,18 +407,14 @@ class ExpertParallel:
         idx = torch.empty(0, top_k, dtype=torch.int32, device=device)
         weights = torch.empty(0, top_k, dtype=torch.float32, device=device)
         # A ring for this rank's own steps would soon hold nothing else.
-        routes = [layer.routes for layer in self.layers]
-        for layer in self.layers:
-            layer.routes = None
-        try:
+        with ExitStack() as unrecorded:
+            for layer in self.layers:
+                unrecorded.enter_context(layer._unrecorded())
             while (most_tokens := self._agree(DONE)) != DONE:
                 chunks, most = self._steps(most_tokens)
                 for layer in self.layers:
                     for _ in range(chunks):
                         layer(none, topk_idx=idx, topk_weights=weights, max_tokens=most)
-        finally:
-            for layer, own in zip(self.layers, routes, strict=True):
-                layer.routes = own
 
 
 class ParallelExperts(nn.Module):

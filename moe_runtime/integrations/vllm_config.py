@@ -18,14 +18,12 @@ from importlib import import_module
 from typing import Any
 
 import moe_runtime
+from moe_runtime.integrations import VLLM_VARIABLE
 from moe_runtime.integrations.layer_settings import LayerSettings
 from moe_runtime.kernels.formats.number_formats import ceil_div
 
 VERSIONS = (0, 29), (0, 33)
 """The first and the last version of vLLM whose names `tests/models/test_engine_signatures.py` finds."""
-
-VARIABLE = "MOE_RUNTIME_VLLM"
-"""Asks for the adapter, with its settings."""
 
 LOG = logging.getLogger("vllm.plugins.moe_runtime")
 """Below vLLM's own, so that its messages are shown as vLLM's are."""
@@ -76,7 +74,7 @@ def check_config(config: Any) -> bool:
     if config.model_config is None or not config.model_config.is_moe:
         return False
     if found := list(refusals(config)):
-        raise ValueError(f"{VARIABLE}: {'; '.join(found)}")
+        raise ValueError(f"{VLLM_VARIABLE}: {'; '.join(found)}")
     return True
 
 
@@ -120,7 +118,7 @@ def install(settings: LayerSettings) -> None:
     """
     key = cache_key(settings)
     copied = [name for name in os.environ.get(COPIED_BY_RAY, "").split(",") if name]
-    os.environ[COPIED_BY_RAY] = ",".join(dict.fromkeys([*copied, VARIABLE]))
+    os.environ[COPIED_BY_RAY] = ",".join(dict.fromkeys([*copied, VLLM_VARIABLE]))
 
     def hash_with_settings(compute_hash: Any) -> Any:
         def compute(self: Any, *given: Any, **named: Any) -> str:
@@ -133,7 +131,7 @@ def install(settings: LayerSettings) -> None:
         def checked(self: Any, *given: Any, **named: Any) -> Any:
             config = create(self, *given, **named)
             if check_config(config):
-                LOG.info("%s: MoE layers will run in %s", VARIABLE, key)
+                LOG.info("%s: MoE layers will run in %s", VLLM_VARIABLE, key)
             return config
 
         return checked

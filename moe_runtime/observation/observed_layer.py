@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from moe_runtime.dispatcher.token_dispatcher import TokenDispatcher
 from moe_runtime.kernels.exchange.plan import exchange_engine
 from moe_runtime.observation.counters import LayerCounters
 from moe_runtime.observation.phases import PhaseTimes
+from moe_runtime.observation.polled import snapshot
 from moe_runtime.observation.routes import RecordedRoutes
 from moe_runtime.observation.waits import LayerWaits
 from moe_runtime.step import LayerStep
@@ -105,25 +106,34 @@ class ObservedLayer(nn.Module):
     @contextmanager
     def _unobserved(self) -> Iterator[None]:
         """Steps inside launch the kernel that counts, but change no counts or times that the caller sees."""
-        observed = self.counters, self.routes, self.times
-        self.counters = self.routes = self.times = None
+        observed = self.counters, self.times
+        self.counters = self.times = None
+        restore_waits = snapshot(*([] if self.waits is None else [self.waits.words]))
         try:
             self.count_steps()
-            with nullcontext() if self.waits is None else self.waits._unchanged():
+            with self._unrecorded():
                 yield
         finally:
-            self.counters, self.routes, self.times = observed
+            restore_waits()
+            self.counters, self.times = observed
+
+    @contextmanager
+    def _unrecorded(self) -> Iterator[None]:
+        """Routes of steps inside are not recorded."""
+        routes, self.routes = self.routes, None
+        try:
+            yield
+        finally:
+            self.routes = routes
 
     @contextmanager
     def _counted_once(self) -> Iterator[None]:
         """A step inside that fails leaves no counts and no routes: it is run again."""
-        observed = [one.words for one in (self.counters, self.routes) if one is not None]
-        before = [words.clone() for words in observed]
+        restore = snapshot(*(one.words for one in (self.counters, self.routes) if one is not None))
         try:
             yield
         except BaseException:
-            for words, kept in zip(observed, before, strict=True):
-                words.copy_(kept)
+            restore()
             raise
 
     def _observe_new_dispatchers(self) -> None:

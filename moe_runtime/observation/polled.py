@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 
@@ -48,3 +50,14 @@ class PolledWords:
         """The current words. Waits for the work that is queued on the current stream."""
         found: list[int] = self.words.tolist()
         return found
+
+
+def snapshot(*words: torch.Tensor) -> Callable[[], None]:
+    """Keep what these hold now; what this returns puts it back."""
+    before = [each.clone() for each in words]
+
+    def restore() -> None:
+        for each, kept in zip(words, before, strict=True):
+            each.copy_(kept)
+
+    return restore

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 
@@ -111,6 +110,9 @@ class LayerWaits:
         context: of the layer.
         dispatchers: of the layer, by token bucket. Their steps count from now on.
 
+    Attributes:
+        words: int64 on the device: those of `kernels.exchange.waits` for each bucket in turn.
+
     Raises `ValueError` where ranks do not wait for each other by flags.
     """
 
@@ -127,8 +129,9 @@ class LayerWaits:
             raise ValueError(f"transport: expected {expected}, got {context.transport}")
         self._buckets, self._size = tuple(dispatchers), HEAD + context.world_size * FIELDS
         self._polled = PolledWords(len(exchanges) * self._size, context.device)
+        self.words = self._polled.words
         if not alone:
-            for exchange, words in zip(exchanges, self._polled.words.view(-1, self._size), strict=True):
+            for exchange, words in zip(exchanges, self.words.view(-1, self._size), strict=True):
                 exchange.waits = words
 
     def poll(self) -> dict[int, WaitCounts]:
@@ -156,16 +159,6 @@ class LayerWaits:
     def _counts(self, words: list[int]) -> dict[int, WaitCounts]:
         parts = (words[at : at + self._size] for at in range(0, len(words), self._size))
         return dict(zip(self._buckets, map(WaitCounts.of_words, parts), strict=True))
-
-    @contextmanager
-    def _unchanged(self) -> Iterator[None]:
-        """Steps inside count nothing in the end."""
-        words = self._polled.words
-        before = words.clone()
-        try:
-            yield
-        finally:
-            words.copy_(before)
 
 
 def total(counts: Iterable[WaitCounts]) -> WaitCounts:

@@ -120,7 +120,7 @@ class Placement:
         >>> Placement(3, 2, (0, 1, 2, 0)).rank_loads([8, 1, 3])
         [5.0, 7.0]
         """
-        values = _checked_load(load)
+        values = checked_load(load)
         if len(values) != self.num_experts:
             raise ValueError(f"load: expected {self.num_experts} numbers, got {len(values)}")
         shares = [value / len(slots) for value, slots in zip(values, self.replicas, strict=True)]
@@ -199,7 +199,7 @@ def plan_placement(load: Sequence[float], num_ranks: int, slots_per_rank: int) -
     >>> plan_placement([8, 1, 3], 2, 2).slot_experts
     (0, 2, 0, 1)
     """
-    loads = _checked_load(load)
+    loads = checked_load(load)
     num_experts = len(loads)
     check_integer("num_ranks", num_ranks)
     check_integer("slots_per_rank", slots_per_rank)
@@ -321,7 +321,8 @@ def _pack(shares: list[float], replicas: list[int], num_ranks: int, slots_per_ra
     return held
 
 
-def _checked_load(load: Iterable[float]) -> list[float]:
+def checked_load(load: Iterable[float]) -> list[float]:
+    """The load of each expert, as floats. Raises `ValueError` naming `load` and what it cannot have."""
     if isinstance(load, torch.Tensor):
         check_is_tensor("load", load)
         if load.ndim != 1 or load.is_meta:

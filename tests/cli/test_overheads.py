@@ -12,7 +12,19 @@ from moe_runtime.launch.research import overheads
 
 def test_it_times_every_variant(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "times.json"
-    arguments = ["--config", "tiny_deepseek_v3", "--tokens", "1", "8", "--rounds", "2", "--json", str(file)]
+    arguments = [
+        "--config",
+        "tiny_deepseek_v3",
+        "--tokens",
+        "1",
+        "8",
+        "--rounds",
+        "2",
+        "--captures",
+        "3",
+        "--json",
+        str(file),
+    ]
     assert overheads.main(arguments) == 0
     report = json.loads(file.read_text())
     assert report["kind"] == "overheads" and [row["tokens"] for row in report["results"]] == [1, 8]
@@ -20,6 +32,7 @@ def test_it_times_every_variant(tmp_path: Path, capsys: pytest.CaptureFixture[st
         # A rank alone waits for nobody.
         assert set(row["us"]) == set(row["over_off"]) == set(overheads.VARIANTS) - set(overheads.WAITING)
         assert all(us > 0 for us in row["us"].values()) and row["over_off"]["off"] == 0
+        assert all(len(times) == 3 and len(times[0]) == 2 for times in row["all_us"].values())
     assert "T=8: off" in capsys.readouterr().out
 
 
@@ -28,6 +41,7 @@ def test_it_times_every_variant(tmp_path: Path, capsys: pytest.CaptureFixture[st
     [
         (["--json", "no/such/times.json"], "--json: no folder no/such"),
         (["--rounds", "0"], "--rounds: expected at least 1, got 0"),
+        (["--captures", "0"], "--captures: expected at least 1, got 0"),
         (["--tokens", "8", "0"], "--tokens: expected at least 1, got 0"),
     ],
 )

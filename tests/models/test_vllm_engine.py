@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import library, nn
 
 from moe_runtime.config import ParallelConfig, RecordedRoutesConfig
+from moe_runtime.integrations import VLLM_VARIABLE, vllm_experts
 from moe_runtime.integrations import vllm as plugin
 from moe_runtime.integrations import vllm_config as engine_config
-from moe_runtime.integrations import vllm_experts
 from moe_runtime.integrations.layer_settings import LayerSettings
 from moe_runtime.reference import error_bound, relative_error
 from tests.support.engine_stand_ins import (
@@ -325,12 +325,12 @@ def test_the_module_says_why_vllm_would_not_load_it(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(plugin.metadata, "entry_points", lambda group: entries)
     monkeypatch.setattr(plugin.metadata, "version", version)
-    for name in (plugin.VARIABLE, "VLLM_PLUGINS"):
+    for name in (VLLM_VARIABLE, "VLLM_PLUGINS"):
         monkeypatch.delenv(name, raising=False)
     for variable, value, complaint in (
-        (plugin.VARIABLE, "0", "MOE_RUNTIME_VLLM: expected 1 or .* got '0'"),
-        (plugin.VARIABLE, "none.yaml", "MOE_RUNTIME_VLLM: expected 0, 1 or the path of a YAML file: .*none.yaml"),
-        (plugin.VARIABLE, "1", None),
+        (VLLM_VARIABLE, "0", "MOE_RUNTIME_VLLM: expected 1 or .* got '0'"),
+        (VLLM_VARIABLE, "none.yaml", "MOE_RUNTIME_VLLM: expected 0, 1 or the path of a YAML file: .*none.yaml"),
+        (VLLM_VARIABLE, "1", None),
         ("VLLM_PLUGINS", "", "VLLM_PLUGINS: expected moe_runtime among them, .* got ''"),
         ("VLLM_PLUGINS", "lora,other", "VLLM_PLUGINS: expected moe_runtime among them, .* got 'lora,other'"),
         ("VLLM_PLUGINS", "other,moe_runtime", None),
