@@ -99,7 +99,7 @@ format: $(STAMP) ## let ruff fix and format the code
 
 # In the current environment, nothing installed: a GPU machine has its own torch, triton and NVSHMEM.
 gpu-test: ## run the GPU tests in the current environment
-	$(PYTHON) -m pytest -m "not cpu_only" $(GPU_TEST)
+	$(PYTHON) -m pytest -m "not cpu_only" --durations=10 $(GPU_TEST)
 
 # The kernels under compute-sanitizer, in the current environment too.
 sanitize: ## run the kernels under compute-sanitizer in the current environment

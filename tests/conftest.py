@@ -56,7 +56,13 @@ def pytest_configure(config: pytest.Config) -> None:
         interpreter()
 
 
-LONGEST = ("test_aot.py", "test_tma_gemm.py", "test_tma_gemm_emulated.py", "test_dequant_gemm_emulated.py")
+LONGEST = (
+    "test_aot.py",
+    "test_full_size_layers.py",  # on GPUs
+    "test_tma_gemm.py",
+    "test_tma_gemm_emulated.py",
+    "test_dequant_gemm_emulated.py",
+)
 """Files that take minutes: one that began late would be the last to end, alone."""
 
 
