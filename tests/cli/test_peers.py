@@ -161,6 +161,24 @@ def test_a_rank_that_dies_is_named(fakes: None, tmp_path: Path, monkeypatch: pyt
     assert row["status"].startswith("failed: ") and "rank 1" in row["status"] and row["median_us"] is None
 
 
+def test_an_interrupted_run_names_those_without_a_turn(
+    fakes: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results_of = program._results
+
+    def interrupted(name: str, *given: Any) -> Any:
+        if name == "humming":
+            raise KeyboardInterrupt
+        return results_of(name, *given)
+
+    monkeypatch.setattr(program, "_results", interrupted)
+    file = tmp_path / "peers.json"
+    with pytest.raises(KeyboardInterrupt):
+        run_all(["deep_gemm", "humming"], tmp_path, tokens=[5], json=file)
+    rows = [(row["implementation"], row["status"]) for row in json.loads(file.read_text())["results"]]
+    assert set(rows) == {("deep_gemm", "ok"), ("humming", program.ENDED)}
+
+
 def test_under_torchrun(tmp_path: Path) -> None:
     """The whole program, with a peer that is always there and one that is not."""
     file = tmp_path / "peers.json"

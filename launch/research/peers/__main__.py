@@ -35,6 +35,7 @@ from moe_runtime.launch.research.peers.registry import ALL, OURS, PEERS, with_ou
 
 LIMIT_S = 120.0
 SKIPPED = "skipped"
+ENDED = "the program ended before its turn"
 
 
 def run_peers(options: argparse.Namespace) -> int:
@@ -92,6 +93,13 @@ def _run_all(
             started[name] = Ranks([name, "--config", str(file), "--tokens", *tokens, *sizes, *formats], world, folder)
             stack.callback(started[name].end)
 
+        def write(left: list[str]) -> None:
+            """What there is so far, for a run that is interrupted; `left` have not had their turn."""
+            if options.json is not None:
+                rows = report["results"] + [row(coming, None, ENDED) for coming in left]
+                environment.write_json(options.json, {**report, "results": rows})
+
+        write(names)
         for place, name in enumerate(names):
             for coming in names[place : place + 2]:
                 start(coming)
@@ -100,9 +108,7 @@ def _run_all(
             report["results"] += found
             if name in report["versions"] and version is not None:
                 report["versions"][name] = version
-            if options.json is not None:
-                # After each, so that an interrupted run leaves what it has.
-                environment.write_json(options.json, report)
+            write(names[place + 1 :])
 
 
 def _results(name: str, options: argparse.Namespace, ranks: Ranks | None) -> tuple[list[dict[str, Any]], str | None]:
