@@ -228,8 +228,10 @@ class BoundKernel:
 def _all_of(names: Iterable[str]) -> Callable[[Mapping[str, Any]], tuple[Any, ...]]:
     """Gives the values of `names`, in this order."""
     match tuple(names):
-        case () | (_,) as few:
-            return lambda arguments: tuple(arguments[name] for name in few)
+        case ():
+            return lambda arguments: ()
+        case (name,):
+            return lambda arguments: (arguments[name],)
         case many:
             return itemgetter(*many)
 

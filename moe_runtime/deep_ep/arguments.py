@@ -15,6 +15,7 @@ topk_idx_t = torch.int64
 """dtype of expert ids."""
 IDS, BF16, FP32, E4M3 = (topk_idx_t,), (torch.bfloat16,), (torch.float32,), (torch.float8_e4m3fn,)
 WORDS, BOOL = (torch.float32, torch.int32), (torch.bool,)
+_Tensor, _STRIDED = torch.Tensor, torch.strided  # which take longer to find in a module
 
 Bit = bool | int
 """True or False, or, as DeepEP's tests pass them, 1 or 0."""
@@ -55,9 +56,9 @@ def check_matrix(
 ) -> torch.Tensor:
     """`tensor`, if it is a matrix of these dtypes and sizes on `device`."""
     if not (
-        isinstance(tensor, torch.Tensor)
+        isinstance(tensor, _Tensor)
         and tensor.device == device
-        and tensor.layout is torch.strided
+        and tensor.layout is _STRIDED
         and not tensor.is_nested
     ):
         raise _misplaced(name, tensor, device)
@@ -75,9 +76,9 @@ def check_vector(
 ) -> torch.Tensor:
     """`tensor`, if it is a vector of this dtype and size on `device`."""
     if not (
-        isinstance(tensor, torch.Tensor)
+        isinstance(tensor, _Tensor)
         and tensor.device == device
-        and tensor.layout is torch.strided
+        and tensor.layout is _STRIDED
         and not tensor.is_nested
     ):
         raise _misplaced(name, tensor, device)

@@ -82,7 +82,7 @@ class DirectExchange:
         self._ticket = 0
         # Bound to memory that is not there yet.
         self._counts: CountKernel | None = None
-        self._rows: dict[tuple[PayloadLayout, int | None, bool], RowKernels] = {}
+        self._rows: dict[tuple[int, int, int, int | None, bool], RowKernels] = {}
         self._sums: dict[tuple[int, int, int | None], SumKernels] = {}
         self._timeout_ns = context.startup_timeout_ns  # of kernels, which the first step compiles
         widest = PayloadLayout(WORD * hidden, 0, MOST_TOP_K)
@@ -107,7 +107,8 @@ class DirectExchange:
 
     def row_kernels(self, layout: PayloadLayout, num_sms: int | None, own_too: bool = False) -> RowKernels:
         """The kernels for tokens with this payload; in a step that has begun."""
-        key = layout, num_sms, own_too
+        # A layout takes a call of Python to hash.
+        key = layout.token_bytes, layout.num_scales, layout.top_k, num_sms, own_too
         found = self._rows.get(key)
         if found is None:
             geometry = RowGeometry(
