@@ -20,6 +20,7 @@ from moe_runtime.kernels import nvrtc
 from moe_runtime.kernels.nvrtc import Defines
 from moe_runtime.kernels.signature import Kind, parameters_of
 
+_C = torch._C  # whose functions take longer to find through torch
 _PACKED = {Kind.POINTER: "Q", Kind.INT64: "q", Kind.INT32: "i4x"}
 """How `struct` writes a value of a kind into 8 bytes, little-endian: a narrower one has the first of them."""
 
@@ -84,6 +85,7 @@ class BoundKernel:
         self._index = _with_index(device).index or 0
         self._config: Any = None
         self._function: Any = None
+        self._launch: Any = None
         self._stream: int | None = None
         self._bound = {} if bound is None else dict(bound)
         places = {p.name: (at, p.kind) for at, p in enumerate(self.parameters)}
@@ -130,7 +132,7 @@ class BoundKernel:
         Raises `ValueError` as making this does, or for an argument that is missing, and `NvrtcError` where the source
         does not compile or the driver refuses the launch.
         """
-        if torch._C._cuda_getDevice() != self._index:
+        if _C._cuda_getDevice() != self._index:
             # Entering a device takes as long as the launch, even if it is already current.
             with torch.cuda.device(self._index):
                 return self.launch(arguments, grid)
@@ -140,10 +142,10 @@ class BoundKernel:
                 self._load()
             if not nvrtc._THREAD.has_context:
                 nvrtc._ensure_context(self._index)
-            if (stream := torch._C._cuda_getCurrentRawStream(self._index)) != self._stream:
+            if (stream := _C._cuda_getCurrentRawStream(self._index)) != self._stream:
                 self._config.hStream = self._stream = stream
             # The driver reads the values in this call.
-            (status,) = _driver().cuLaunchKernelEx(self._config, self._function, self._address, 0)
+            (status,) = self._launch(self._config, self._function, self._address, 0)
         if status:
             raise nvrtc.NvrtcError(f"{type(status).__name__}.{status.name}")
 
@@ -187,6 +189,8 @@ class BoundKernel:
         for name, value in arguments.items():
             if name not in self._given:
                 why = "it is bound" if name in self._bound else "the kernel has no such parameter"
+                if self._follows is not None and name in self._follows._given:
+                    why = f"it comes from {self._follows.name}"
                 raise ValueError(f"{self.name}.{name}: {why}")
             at, kind = self._given[name]
             if kind is Kind.POINTER:
@@ -216,6 +220,7 @@ class BoundKernel:
         config.sharedMemBytes = self.shared_bytes
         if self.early:
             config.attrs, config.numAttrs = [nvrtc._early()], 1
+        self._launch = _driver().cuLaunchKernelEx
         self._config, self._stream = config, None
 
     def _wrong(self, at: int, value: object) -> ValueError:

@@ -56,10 +56,7 @@ def check_matrix(
 ) -> torch.Tensor:
     """`tensor`, if it is a matrix of these dtypes and sizes on `device`."""
     if not (
-        isinstance(tensor, _Tensor)
-        and tensor.device == device
-        and tensor.layout is _STRIDED
-        and not tensor.is_nested
+        isinstance(tensor, _Tensor) and tensor.device == device and tensor.layout is _STRIDED and not tensor.is_nested
     ):
         raise _misplaced(name, tensor, device)
     if tensor.dtype not in dtypes:
@@ -76,10 +73,7 @@ def check_vector(
 ) -> torch.Tensor:
     """`tensor`, if it is a vector of this dtype and size on `device`."""
     if not (
-        isinstance(tensor, _Tensor)
-        and tensor.device == device
-        and tensor.layout is _STRIDED
-        and not tensor.is_nested
+        isinstance(tensor, _Tensor) and tensor.device == device and tensor.layout is _STRIDED and not tensor.is_nested
     ):
         raise _misplaced(name, tensor, device)
     shape = tensor.shape

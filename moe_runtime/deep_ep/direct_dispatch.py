@@ -121,7 +121,8 @@ class DirectDispatch:
         What receives them reads what has landed and nothing more, so it can be done again with more rows. They are at
         most what comes if all ranks have as many tokens, and an eighth more.
         """
-        likely = int(begun.route.num_tokens * self._rows_per_token)
+        # Of a rank that brought few tokens, the rows were of others: their number follows from no ratio.
+        likely = int(begun.route.num_tokens * min(self._rows_per_token, self.context.world_size))
         if not likely or begun.form.to_expand or begun.form.scales_by_column:
             return 0
         return likely + likely // MARGIN + 1
@@ -138,8 +139,7 @@ class DirectDispatch:
             most, most_sent, num_rows = counts.most_tokens, counts.most_sent, counts.num_rows
             of_experts = counts.of_experts
             if num_tokens:
-                # Of a rank that brings few tokens, the rows are of others: their number follows from no ratio.
-                self._rows_per_token = min(num_rows / num_tokens, float(self.context.world_size))
+                self._rows_per_token = num_rows / num_tokens
             window = self.max_tokens
             if rows is not None and _serve(rows, num_rows):
                 rows.keep_first(num_rows)

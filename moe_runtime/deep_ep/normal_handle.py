@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -170,7 +170,6 @@ _layout = cache(PayloadLayout)
 """Equal layouts are one object, which is found in a dict without a comparison."""
 
 
-@lru_cache
 def room_for(tokens: int, most: int) -> int:
     """A step's size for `tokens` of the rank that has most, `most` at most: kernels look at each slot of it."""
     return min(most, max(LEAST_ROOM, 1 << (tokens - 1).bit_length() if tokens else 1))

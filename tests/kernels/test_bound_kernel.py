@@ -182,7 +182,7 @@ def test_a_kernel_that_follows_another_has_its_arguments() -> None:
         second.fill(own)
         assert written(first) == expected(now | {"small": 1})
         assert written(second) == expected(now | own | {"large": 5})
-    with pytest.raises(ValueError, match=r"^every_kind.out: the kernel has no such parameter"):
+    with pytest.raises(ValueError, match=r"^every_kind.out: it comes from every_kind"):
         second.fill(own | {"out": None})
 
 
