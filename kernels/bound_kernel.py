@@ -7,9 +7,11 @@ all arguments in the memory that the driver reads. `launch` is for launches whos
 from __future__ import annotations
 
 import ctypes
+import struct
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -18,9 +20,9 @@ from moe_runtime.kernels import nvrtc
 from moe_runtime.kernels.nvrtc import Defines
 from moe_runtime.kernels.signature import Kind, parameters_of
 
-# Looking a member up in the Enum, or in a module, takes longer than writing an argument.
-_POINTER, _FLOAT, _STRUCT, _Tensor = Kind.POINTER, Kind.FLOAT, Kind.STRUCT, torch.Tensor
-_RANGES = {Kind.INT32: (-(2**31), 2**31 - 1), Kind.INT64: (-(2**63), 2**63 - 1)}
+_C = torch._C  # whose functions take longer to find through torch
+_PACKED = {Kind.POINTER: "Q", Kind.INT64: "q", Kind.INT32: "i4x"}
+"""How `struct` writes a value of a kind into 8 bytes, little-endian: a narrower one has the first of them."""
 
 
 class Address(int):
@@ -43,6 +45,8 @@ class BoundKernel:
         device: a CUDA device.
         grid: blocks.
         bound: arguments that are the same in every launch, by name. They are kept as long as this object.
+        follows: a kernel that the same thread launches before this one, each time with arguments that are meant for
+            both: those that it is given in a launch and this kernel has too come from there.
         shared_bytes: dynamic shared memory of a block.
         early: whether the kernel may start when every block of the previous kernel has called
             `griddepcontrol.launch_dependents`. It must call `griddepcontrol.wait` before it reads the results of that
@@ -64,6 +68,7 @@ class BoundKernel:
         device: torch.device,
         grid: tuple[int, int, int] = (1, 1, 1),
         bound: Mapping[str, Argument] | None = None,
+        follows: BoundKernel | None = None,
         shared_bytes: int = 0,
         early: bool = False,
         all_shared: bool = False,
@@ -72,36 +77,45 @@ class BoundKernel:
         self.block, self.grid, self.device = block, grid, device
         self.shared_bytes, self.early, self.all_shared = shared_bytes, early, all_shared
         self.parameters = parameters_of(file, name, defines)
-        count = len(self.parameters)
-        # 8 bytes each, little-endian: a narrower argument has the first bytes.
-        self._values = (ctypes.c_int64 * count)()
-        first = ctypes.addressof(self._values)
-        self._pointers = (ctypes.c_void_p * count)(*range(first, first + 8 * count, 8))
+        self._values = (ctypes.c_int64 * len(self.parameters))()
+        self._pointers = (ctypes.c_void_p * len(self.parameters))()
         self._address = ctypes.addressof(self._pointers)
         self._by_value: dict[int, Any] = {}
         self._lock = threading.Lock()
         self._index = _with_index(device).index or 0
         self._config: Any = None
         self._function: Any = None
+        self._launch: Any = None
         self._stream: int | None = None
         self._bound = {} if bound is None else dict(bound)
         places = {p.name: (at, p.kind) for at, p in enumerate(self.parameters)}
         for given in self._bound:
             if given not in places:
                 raise ValueError(f"{self.name}.{given}: the kernel has no such parameter")
-        self._expect({given: places.pop(given) for given in self._bound})
+        self._expect({given: places.pop(given) for given in self._bound}, 0)
         self.fill(self._bound)
-        self._expect(places)
+        self._follows = follows  # whose memory has the values that come from there
+        if follows is not None:
+            for given, (at, kind) in follows._given.items():
+                if kind in _PACKED and given in places and places[given][1] is kind:
+                    self._pointers[places.pop(given)[0]] = follows._pointers[at]
+        self._expect(places, len(self._bound))
 
-    def _expect(self, given: dict[str, tuple[int, Kind]]) -> None:
+    def _expect(self, given: dict[str, tuple[int, Kind]], first: int) -> None:
         """From now on `fill` takes these arguments, by name: place and kind. The first time checks types to the last.
 
-        They are kept by kind, so that `fill` does not look at that for each of them.
+        Their values follow each other by kind from number `first` on, so that most are written at once.
         """
         self._given, self._checked = given, False
-        self._pointers_given = [(name, at) for name, (at, kind) in given.items() if kind is _POINTER]
-        self._integers_given = [(name, at, *_RANGES[kind]) for name, (at, kind) in given.items() if kind in _RANGES]
-        self._others_given = [(name, at, kind) for name, (at, kind) in given.items() if kind in (_FLOAT, _STRUCT)]
+        packed = [(name, kind) for wanted in _PACKED for name, (_, kind) in given.items() if kind is wanted]
+        others = [name for name, (_, kind) in given.items() if kind not in _PACKED]
+        for number, name in enumerate([*(name for name, _ in packed), *others], first):
+            self._pointers[given[name][0]] = ctypes.addressof(self._values) + 8 * number
+        self._first = 8 * first
+        self._pointers_of = _all_of(name for name, kind in packed if kind is Kind.POINTER)
+        self._integers_of = _all_of(name for name, kind in packed if kind is not Kind.POINTER)
+        self._pack = struct.Struct("<" + "".join(_PACKED[kind] for _, kind in packed)).pack_into
+        self._others_given = [(name, *given[name]) for name in others]
 
     @property
     def address(self) -> int:
@@ -118,7 +132,7 @@ class BoundKernel:
         Raises `ValueError` as making this does, or for an argument that is missing, and `NvrtcError` where the source
         does not compile or the driver refuses the launch.
         """
-        if torch._C._cuda_getDevice() != self._index:
+        if _C._cuda_getDevice() != self._index:
             # Entering a device takes as long as the launch, even if it is already current.
             with torch.cuda.device(self._index):
                 return self.launch(arguments, grid)
@@ -128,11 +142,11 @@ class BoundKernel:
                 self._load()
             if not nvrtc._THREAD.has_context:
                 nvrtc._ensure_context(self._index)
-            if (stream := torch._C._cuda_getCurrentRawStream(self._index)) != self._stream:
+            if (stream := _C._cuda_getCurrentRawStream(self._index)) != self._stream:
                 self._config.hStream = self._stream = stream
             # The driver reads the values in this call.
-            (status,) = _driver().cuLaunchKernelEx(self._config, self._function, self._address, 0)
-        if int(status):
+            (status,) = self._launch(self._config, self._function, self._address, 0)
+        if status:
             raise nvrtc.NvrtcError(f"{type(status).__name__}.{status.name}")
 
     def fill(self, arguments: Mapping[str, Argument], grid: tuple[int, int, int] | None = None) -> None:
@@ -143,50 +157,52 @@ class BoundKernel:
             self.grid = grid
             if self._config is not None:
                 self._config.gridDimX, self._config.gridDimY, self._config.gridDimZ = grid
-        values = self._values
         try:
-            for name, at in self._pointers_given:
-                pointer = arguments[name]
-                # Tensors last: that something is none takes three times as long to tell as that it is one.
-                if pointer is None:
-                    values[at] = 0
-                elif type(pointer) is Address:
-                    values[at] = pointer
-                elif isinstance(pointer, _Tensor):
-                    values[at] = pointer.data_ptr()
-                else:
-                    raise self._wrong(at, pointer)
-            for name, at, least, most in self._integers_given:
-                integer = arguments[name]
-                if not isinstance(integer, int) or not least <= integer <= most:
-                    raise self._wrong(at, integer)
-                values[at] = integer
+            self._pack(
+                self._values,
+                self._first,
+                *[
+                    0 if pointer is None else pointer if type(pointer) is Address else pointer.data_ptr()
+                    for pointer in self._pointers_of(arguments)
+                ],
+                *self._integers_of(arguments),
+            )
             for name, at, kind in self._others_given:
                 value: Any = arguments[name]
-                if kind is _FLOAT and isinstance(value, float):
-                    values[at] = ctypes.c_int32.from_buffer(ctypes.c_float(value)).value
-                elif kind is _STRUCT and isinstance(value, ctypes.Structure):
+                if kind is Kind.FLOAT and isinstance(value, float):
+                    ctypes.c_float.from_address(self._pointers[at] or 0).value = value
+                elif kind is Kind.STRUCT and isinstance(value, ctypes.Structure):
                     self._pointers[at], self._by_value[at] = ctypes.addressof(value), value
-                elif kind is _STRUCT and hasattr(value, "getPtr"):
+                elif kind is Kind.STRUCT and hasattr(value, "getPtr"):
                     self._pointers[at], self._by_value[at] = value.getPtr(), value
                 else:
                     raise self._wrong(at, value)
-        except KeyError:
-            self._check(arguments)  # which names what is missing
+        except (KeyError, AttributeError, TypeError, struct.error):
+            self._check(arguments)  # which names what is missing or wrong
             raise
 
     def _check(self, arguments: Mapping[str, Argument]) -> None:
-        """Raise `ValueError` for wrong names, and for what `fill` takes for speed: tensors of another dtype, and an
-        `Address` for an int."""
+        """Raise `ValueError` for wrong names, pointers and integers.
+
+        Among them are those that `fill` takes for speed: tensors of another dtype, and what only stands for an int.
+        """
         for name, value in arguments.items():
             if name not in self._given:
                 why = "it is bound" if name in self._bound else "the kernel has no such parameter"
+                if self._follows is not None and name in self._follows._given:
+                    why = f"it comes from {self._follows.name}"
                 raise ValueError(f"{self.name}.{name}: {why}")
             at, kind = self._given[name]
-            dtypes = self.parameters[at].dtypes
-            if isinstance(value, torch.Tensor) and dtypes is not None and value.dtype not in dtypes:
-                raise self._wrong(at, value)
-            if isinstance(value, Address) and kind is not _POINTER:
+            if kind is Kind.POINTER:
+                dtypes = self.parameters[at].dtypes
+                is_tensor = isinstance(value, torch.Tensor) and (dtypes is None or value.dtype in dtypes)
+                is_right = is_tensor or value is None or type(value) is Address
+            elif kind is Kind.INT32 or kind is Kind.INT64:
+                bits = 31 if kind is Kind.INT32 else 63
+                is_right = isinstance(value, int) and type(value) is not Address and -(2**bits) <= value < 2**bits
+            else:
+                continue
+            if not is_right:
                 raise self._wrong(at, value)
         if missing := [name for name in self._given if name not in arguments]:
             raise ValueError(f"{self.name}.{missing[0]}: expected an argument, got none")
@@ -204,6 +220,7 @@ class BoundKernel:
         config.sharedMemBytes = self.shared_bytes
         if self.early:
             config.attrs, config.numAttrs = [nvrtc._early()], 1
+        self._launch = _driver().cuLaunchKernelEx
         self._config, self._stream = config, None
 
     def _wrong(self, at: int, value: object) -> ValueError:
@@ -211,6 +228,17 @@ class BoundKernel:
         found = f"a tensor of {value.dtype}" if isinstance(value, torch.Tensor) else repr(value)
         expected = f"{parameter.kind.value} for {parameter.type}"
         return ValueError(f"{self.name}.{parameter.name}: expected {expected}, got {found}")
+
+
+def _all_of(names: Iterable[str]) -> Callable[[Mapping[str, Any]], tuple[Any, ...]]:
+    """Gives the values of `names`, in this order."""
+    match tuple(names):
+        case ():
+            return lambda arguments: ()
+        case (name,):
+            return lambda arguments: (arguments[name],)
+        case many:
+            return itemgetter(*many)
 
 
 @cache

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache, cached_property
+from typing import NamedTuple
 
 import torch
 
 from moe_runtime.comm.errors import Phase
-from moe_runtime.kernels.bound_kernel import Argument, BoundKernel
+from moe_runtime.kernels.bound_kernel import Address, Argument, BoundKernel
 from moe_runtime.kernels.exchange.interface import ExchangeMemory
 from moe_runtime.kernels.exchange.plan import WARP
 from moe_runtime.kernels.exchange.rows import NO_STRIDES, CopyGeometry, Route, grid_of
@@ -56,46 +57,33 @@ def sum_bytes(hidden: int, top_k: int) -> int:
     return align(2 * hidden + 4 * top_k, 16)
 
 
-class RowsOfRank:
+class RowsOfRank(NamedTuple):
     """What a rank brings to a combine.
 
-    Args:
+    Attributes:
         rows: bf16 `[R, H]`, contiguous, at a multiple of 16 bytes.
         weights: fp32 `[R, K]`, any strides, or None.
         ids: int64 `[R, K]`, contiguous: weights beside a negative id count as 0; or None.
-
-    Attributes:
-        num_rows: `R`.
-        top_k: `K`; 0 without weights.
-        arguments: of both kernels.
     """
 
-    __slots__ = ("arguments", "num_rows", "top_k")
-
-    def __init__(self, rows: torch.Tensor, weights: torch.Tensor | None, ids: torch.Tensor | None) -> None:
-        self.num_rows = rows.shape[0]
-        self.top_k = 0 if weights is None else weights.shape[1]
-        row, column = NO_STRIDES if weights is None else weights.stride()
-        self.arguments: dict[str, Argument] = {
-            "rows": rows,
-            "weights": weights,
-            "weight_row": row,
-            "weight_column": column,
-            "ids": ids,
-            "num_rows": self.num_rows,
-        }
+    rows: torch.Tensor
+    weights: torch.Tensor | None
+    ids: torch.Tensor | None
 
 
 class SumKernels:
-    """`row_sums.cu` over a rank's memory.
+    """`row_sums.cu` over a rank's memory. Each `receive` is of the rows of the `send` before it.
 
     Args:
         memory: of the exchange.
         geometry: of what travels.
         count_tag: `comm.signals.count_tag_of` the exchange.
+        handle_epoch: int32 `[1]`, holds the epoch of the last step.
     """
 
-    def __init__(self, memory: ExchangeMemory, geometry: SumGeometry, count_tag: int) -> None:
+    def __init__(
+        self, memory: ExchangeMemory, geometry: SumGeometry, count_tag: int, handle_epoch: torch.Tensor
+    ) -> None:
         sms = most_sms(memory.device)
         self._warps, self._sum_warps, self._world = geometry.warps, geometry.sum_warps, geometry.world_size
         self._most_send = geometry.most_blocks(sms, sends=True)
@@ -105,6 +93,7 @@ class SumKernels:
             "combine": memory.combine_pointers,
             "token_flags": memory.token_flags_pointers,
             "signals": memory.signal_pointers,
+            "handle_epoch": handle_epoch,
             "error": memory.error,
             "latch": memory.latch,
             "rank": geometry.rank,
@@ -118,13 +107,16 @@ class SumKernels:
             "count_tag": count_tag,
         }
 
-        def made(name: str, warps: int, bound: dict[str, Argument], shared_bytes: int) -> BoundKernel:
+        def made(
+            name: str, warps: int, bound: dict[str, Argument], shared_bytes: int, follows: BoundKernel | None = None
+        ) -> BoundKernel:
             return BoundKernel(
                 "row_sums.cu",
                 name,
                 sum_macros(geometry),
                 block=warps * WARP,
                 bound=bound,
+                follows=follows,
                 device=memory.device,
                 shared_bytes=shared_bytes,
                 early=True,
@@ -132,50 +124,44 @@ class SumKernels:
             )
 
         self._send = made("combine_send_rows", geometry.warps, sends, geometry.shared_bytes)
-        self._recv = made("combine_recv_rows", geometry.sum_warps, shared, 0)
+        self._recv = made("combine_recv_rows", geometry.sum_warps, shared, 0, self._send)
 
     def send(
-        self,
-        rows: RowsOfRank,
-        route: Route,
-        source_tokens: torch.Tensor,
-        handle_epoch: torch.Tensor,
-        *,
-        start: int,
-        room: int,
-        timeout_ns: int,
+        self, of_rank: RowsOfRank, route: Route, source_tokens: torch.Tensor, start: int, room: int, timeout_ns: int
     ) -> None:
         """Send rows home.
 
         Args:
             source_tokens: int32 `[R]`, the token of each row at its rank.
-            handle_epoch: int32 `[1]`, receives the epoch of this step.
             start, room: first token of each rank in this step, and how many.
         """
+        rows, weights, ids = of_rank
+        weight_row, weight_column = NO_STRIDES if weights is None else weights.stride()
+        num_rows = rows.shape[0]
         self._send.launch(
             {
-                **rows.arguments,
+                "rows": rows,
+                "weights": weights,
+                "weight_row": weight_row,
+                "weight_column": weight_column,
+                "ids": ids,
+                "num_rows": num_rows,
                 "source_tokens": source_tokens,
                 "prefix": route.prefix,
                 "start": start,
                 "room": room,
-                "handle_epoch": handle_epoch,
                 "timeout_ns": timeout_ns,
             },
-            grid_of(rows.num_rows, self._warps, self._most_send),
+            grid_of(num_rows, self._warps, self._most_send),
         )
 
     def receive(
         self,
-        rows: RowsOfRank,
         route: Route,
-        handle_epoch: torch.Tensor,
         y: torch.Tensor,
         out_weights: torch.Tensor | None,
         biases: tuple[torch.Tensor, ...],
-        *,
         start: int,
-        timeout_ns: int,
     ) -> None:
         """Wait for the rows of this rank's tokens, and sum them.
 
@@ -187,16 +173,12 @@ class SumKernels:
         num_tokens = y.shape[0]
         self._recv.launch(
             {
-                **rows.arguments,
-                "index": route.address(start * self._world) if start else route.words,
-                "prefix": route.prefix,
+                "index": Address(route.words.data_ptr() + 4 * start * self._world),
                 "num_tokens": num_tokens,
                 "bias": biases[0] if biases else None,
                 "bias_2": biases[1] if len(biases) > 1 else None,
-                "handle_epoch": handle_epoch,
                 "y": y,
                 "out_weights": out_weights,
-                "timeout_ns": timeout_ns,
             },
             grid_of(num_tokens, self._sum_warps, self._most_recv),
         )

@@ -16,6 +16,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cache, cached_property
+from typing import NamedTuple
 
 import torch
 
@@ -164,45 +165,20 @@ def host_words(world_size: int) -> int:
     return HOST_PREFIX + world_size * world_size + MOST_LOCAL
 
 
-class TokensOfRank:
+class TokensOfRank(NamedTuple):
     """What a rank brings to a dispatch.
 
-    Args:
+    Attributes:
         tokens: `[T, ...]`, contiguous, rows of a multiple of 16 bytes.
         scales: fp32 or int32 `[T, V]`, any strides, or None.
         ids: int64 `[T, K]`, any strides, or None.
         weights: fp32 `[T, K]`, any strides; None for zeros.
-
-    Attributes:
-        num_tokens: `T`.
-        arguments: of both kernels.
     """
 
-    __slots__ = ("arguments", "num_tokens")
-
-    def __init__(
-        self,
-        tokens: torch.Tensor,
-        scales: torch.Tensor | None,
-        ids: torch.Tensor | None,
-        weights: torch.Tensor | None,
-    ) -> None:
-        self.num_tokens = tokens.shape[0]
-        scale_row, scale_column = NO_STRIDES if scales is None else scales.stride()
-        id_row, id_column = NO_STRIDES if ids is None else ids.stride()
-        weight_row, weight_column = NO_STRIDES if weights is None else weights.stride()
-        self.arguments: dict[str, Argument] = {
-            "tokens": tokens,
-            "scales": scales,
-            "scale_row": scale_row,
-            "scale_column": scale_column,
-            "ids": ids,
-            "id_row": id_row,
-            "id_column": id_column,
-            "weights": weights,
-            "weight_row": weight_row,
-            "weight_column": weight_column,
-        }
+    tokens: torch.Tensor
+    scales: torch.Tensor | None
+    ids: torch.Tensor | None
+    weights: torch.Tensor | None
 
 
 @dataclass(slots=True)
@@ -211,8 +187,8 @@ class Route:
 
     Attributes:
         words: int32, `index` `[T, W]`, number of a token among those of this rank for a rank, -1 where it does not go
-            there; then `experts` and `offsets`, and `entries` if there are any. Views of them are made when they are
-            read, which kernels do not need.
+            there; then `experts` and `offsets`, `entries` if there are any, and `prefix`. Views of the others are made
+            when they are read, which kernels do not need.
         prefix: int32 `[W, W]`: entry `[i, j]` counts the tokens of ranks 0 to `i` for rank `j`.
         num_tokens, num_local: `T` and `E`.
         with_entries: whether there are `entries`.
@@ -226,18 +202,14 @@ class Route:
 
     @classmethod
     def allocate(
-        cls, num_tokens: int, world_size: int, num_local: int, device: torch.device, *, with_entries: bool
+        cls, num_tokens: int, world_size: int, num_local: int, device: torch.device, with_entries: bool
     ) -> Route:
         """Uninitialised memory; without `entries` unless asked for."""
         num_pairs = num_tokens * world_size
         num_words = num_pairs + num_local + 2 + (num_pairs if with_entries else 0)
-        words = torch.empty(num_words, dtype=torch.int32, device=device)
-        prefix = torch.empty(world_size, world_size, dtype=torch.int32, device=device)
+        words = torch.empty(num_words + world_size * world_size, dtype=torch.int32, device=device)
+        prefix = words.as_strided((world_size, world_size), (world_size, 1), num_words)
         return cls(words, prefix, num_tokens, num_local, with_entries)
-
-    def address(self, word: int) -> Address:
-        """Of a word."""
-        return Address(self.words.data_ptr() + 4 * word)
 
     @property
     def _end_of_index(self) -> int:
@@ -258,7 +230,8 @@ class Route:
         """int32 `[T, W]`, the rank of each entry of `index`, or -1; None where nobody asked."""
         if not self.with_entries:
             return None
-        return self.words[self._end_of_index + self.num_local + 2 :].view(self.num_tokens, self.prefix.shape[0])
+        first = self._end_of_index + self.num_local + 2
+        return self.words[first : first + self._end_of_index].view(self.num_tokens, self.prefix.shape[0])
 
 
 @dataclass(slots=True)
@@ -317,7 +290,6 @@ class CountKernel:
         routing: torch.Tensor,
         per_expert: torch.Tensor | None,
         route: Route,
-        *,
         capacity: int,
         ticket: int,
         timeout_ns: int,
@@ -342,18 +314,19 @@ class CountKernel:
             given = {"topk_idx": routing, "id_row": row, "id_column": column, "top_k": routing.shape[1]}
         else:
             given = {"in_rank": routing, "per_expert": per_expert}
-        experts = route.num_tokens * self._memory.world_size
-        offsets = experts + route.num_local
+        num_tokens, num_local = route.num_tokens, route.num_local
+        experts = route.words.data_ptr() + 4 * num_tokens * self._memory.world_size
+        offsets = experts + 4 * num_local
         self._kernels[from_ids].launch(
             {
                 **given,
-                "num_tokens": route.num_tokens,
-                "num_local": route.num_local,
+                "num_tokens": num_tokens,
+                "num_local": num_local,
                 "index": route.words,
-                "entries": route.address(offsets + 2) if route.with_entries else None,
+                "entries": Address(offsets + 8) if route.with_entries else None,
                 "prefix": route.prefix,
-                "experts": route.address(experts),
-                "offsets": route.address(offsets),
+                "experts": Address(experts),
+                "offsets": Address(offsets),
                 "host": self._host if ticket else None,
                 "capacity": capacity,
                 "ticket": ticket,
@@ -377,15 +350,18 @@ class CountKernel:
 
 
 class RowKernels:
-    """`rows.cu` over a rank's memory.
+    """`rows.cu` over a rank's memory. Each `receive` is of the tokens of the `send` before it.
 
     Args:
         memory: of the exchange.
         geometry: of what travels.
         count_tag: `comm.signals.count_tag_of` the exchange.
+        handle_epoch: int32 `[1]`, holds the epoch of the last step.
     """
 
-    def __init__(self, memory: ExchangeMemory, geometry: RowGeometry, count_tag: int) -> None:
+    def __init__(
+        self, memory: ExchangeMemory, geometry: RowGeometry, count_tag: int, handle_epoch: torch.Tensor
+    ) -> None:
         sms = most_sms(memory.device)
         self.geometry, self._warps = geometry, geometry.warps
         self._most_send, self._most_recv = (geometry.most_blocks(sms, sends=sends) for sends in (True, False))
@@ -394,6 +370,7 @@ class RowKernels:
             "landing": memory.landing_pointers,
             "token_flags": memory.token_flags_pointers,
             "signals": memory.signal_pointers,
+            "handle_epoch": handle_epoch,
             "error": memory.error,
             "latch": memory.latch,
             "rank": geometry.rank,
@@ -409,69 +386,60 @@ class RowKernels:
         }
         receives: dict[str, Argument] = {**shared, "first_row": landing_half // geometry.record_bytes}
 
-        def made(name: str, warps: int, bound: dict[str, Argument]) -> BoundKernel:
+        def made(name: str, warps: int, bound: dict[str, Argument], follows: BoundKernel | None) -> BoundKernel:
             return BoundKernel(
                 "rows.cu",
                 name,
                 row_macros(geometry),
                 block=warps * WARP,
                 bound=bound,
+                follows=follows,
                 device=memory.device,
                 shared_bytes=geometry.shared_bytes,
                 early=True,
                 all_shared=True,  # so that both kernels share an SM
             )
 
-        self._send = made("dispatch_send_rows", geometry.warps + 1, sends)
-        self._recv = made("dispatch_recv_rows", geometry.warps, receives)
+        self._send = made("dispatch_send_rows", geometry.warps + 1, sends, None)
+        self._recv = made("dispatch_recv_rows", geometry.warps, receives, self._send)
 
-    def send(
-        self,
-        tokens: TokensOfRank,
-        route: Route,
-        handle_epoch: torch.Tensor,
-        *,
-        window: int,
-        after_counts: bool,
-        timeout_ns: int,
-    ) -> None:
+    def send(self, of_rank: TokensOfRank, route: Route, window: int, after_counts: bool, timeout_ns: int) -> None:
         """Send tokens to the peers that want them.
 
         Args:
-            handle_epoch: int32 `[1]`, receives the epoch of this step.
             window: number of the first token for each rank.
             after_counts: whether `CountKernel` was launched just before.
         """
+        tokens, scales, ids, weights = of_rank
+        scale_row, scale_column = NO_STRIDES if scales is None else scales.stride()
+        id_row, id_column = NO_STRIDES if ids is None else ids.stride()
+        weight_row, weight_column = NO_STRIDES if weights is None else weights.stride()
         num_tokens = route.num_tokens
         self._send.launch(
             {
-                **tokens.arguments,
+                "tokens": tokens,
+                "scales": scales,
+                "scale_row": scale_row,
+                "scale_column": scale_column,
+                "ids": ids,
+                "id_row": id_row,
+                "id_column": id_column,
+                "weights": weights,
+                "weight_row": weight_row,
+                "weight_column": weight_column,
                 "index": route.words,
                 "num_tokens": num_tokens,
                 "window": window,
-                "after_counts": int(after_counts),
-                "handle_epoch": handle_epoch,
+                "after_counts": after_counts,
                 "timeout_ns": timeout_ns,
             },
             grid_of(num_tokens, self._warps, self._most_send),
         )
 
-    def receive(
-        self,
-        tokens: TokensOfRank,
-        route: Route,
-        handle_epoch: torch.Tensor,
-        to_come: RowsToCome,
-        *,
-        window: int,
-        is_first: bool,
-        num_local: int,
-        timeout_ns: int,
-    ) -> None:
+    def receive(self, route: Route, to_come: RowsToCome, is_first: bool, num_local: int) -> None:
         """Wait for the tokens that come, and make rows of them, by source rank and then by token.
 
         Args:
-            tokens: as of `send`.
             to_come: written.
             is_first: whether `source_tokens` are written, as they are unless the dispatch is a cached one.
             num_local: experts of each rank.
@@ -481,12 +449,7 @@ class RowKernels:
         scale_row, scale_column = NO_STRIDES if out.scales is None else out.scales.stride()
         self._recv.launch(
             {
-                **tokens.arguments,
-                "index": route.words,
                 "prefix": route.prefix,
-                "num_tokens": route.num_tokens,
-                "window": window,
-                "handle_epoch": handle_epoch,
                 "out_tokens": out.tokens,
                 "out_scales": out.scales,
                 "out_scale_row": scale_row,
@@ -501,7 +464,6 @@ class RowKernels:
                 "num_rows": num_rows,
                 "first_expert": num_local * self.geometry.rank,
                 "num_experts": num_local,
-                "timeout_ns": timeout_ns,
             },
             grid_of(num_rows, self._warps, self._most_recv),
         )

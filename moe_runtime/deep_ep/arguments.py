@@ -13,7 +13,9 @@ from moe_runtime.support.arguments import check_integer, check_is_tensor, descri
 
 topk_idx_t = torch.int64
 """dtype of expert ids."""
-IDS, BF16, FP32 = (topk_idx_t,), (torch.bfloat16,), (torch.float32,)
+IDS, BF16, FP32, E4M3 = (topk_idx_t,), (torch.bfloat16,), (torch.float32,), (torch.float8_e4m3fn,)
+WORDS, BOOL = (torch.float32, torch.int32), (torch.bool,)
+_Tensor, _STRIDED = torch.Tensor, torch.strided  # which take longer to find in a module
 
 Bit = bool | int
 """True or False, or, as DeepEP's tests pass them, 1 or 0."""
@@ -54,10 +56,7 @@ def check_matrix(
 ) -> torch.Tensor:
     """`tensor`, if it is a matrix of these dtypes and sizes on `device`."""
     if not (
-        isinstance(tensor, torch.Tensor)
-        and tensor.device == device
-        and tensor.layout is torch.strided
-        and not tensor.is_nested
+        isinstance(tensor, _Tensor) and tensor.device == device and tensor.layout is _STRIDED and not tensor.is_nested
     ):
         raise _misplaced(name, tensor, device)
     if tensor.dtype not in dtypes:
@@ -74,10 +73,7 @@ def check_vector(
 ) -> torch.Tensor:
     """`tensor`, if it is a vector of this dtype and size on `device`."""
     if not (
-        isinstance(tensor, torch.Tensor)
-        and tensor.device == device
-        and tensor.layout is torch.strided
-        and not tensor.is_nested
+        isinstance(tensor, _Tensor) and tensor.device == device and tensor.layout is _STRIDED and not tensor.is_nested
     ):
         raise _misplaced(name, tensor, device)
     shape = tensor.shape
@@ -96,20 +92,19 @@ def check_tokens(x: Tokens, device: torch.device, *, packed: bool = False) -> in
         if len(x) != 2:
             raise ValueError(f"x: expected a tensor, or quants and scales, got {len(x)} tensors")
         quants, scales = x
-        check_matrix("x[0]", quants, device, (torch.float8_e4m3fn,))
-        if quants.shape[1] % FP8_BLOCK_SIZE:
-            raise ValueError(f"x[0]: expected a multiple of {FP8_BLOCK_SIZE} columns, got {quants.shape[1]}")
-        most = quants.shape[1] // FP8_BLOCK_SIZE
-        dtypes = (*FP32, torch.int32) if packed else FP32
-        check_matrix("x[1]", scales, device, dtypes, quants.shape[0], None if packed else most)
-        if not 0 < scales.shape[1] <= most:
-            raise ValueError(f"x[1]: expected 1 to {most} columns, got {scales.shape[1]}")
+        num_tokens, hidden = check_matrix("x[0]", quants, device, E4M3).shape
+        most, left = divmod(hidden, FP8_BLOCK_SIZE)
+        if left:
+            raise ValueError(f"x[0]: expected a multiple of {FP8_BLOCK_SIZE} columns, got {hidden}")
+        check_matrix("x[1]", scales, device, WORDS if packed else FP32, num_tokens, None if packed else most)
+        if not 0 < (columns := scales.shape[1]) <= most:
+            raise ValueError(f"x[1]: expected 1 to {most} columns, got {columns}")
     else:
         quants = x
-        check_matrix("x", x, device, BF16)
+        hidden = check_matrix("x", x, device, BF16).shape[1]
     if not quants.is_contiguous():
         raise ValueError(f"x: expected contiguous rows, got strides {list(quants.stride())}")
-    return check_hidden(quants.shape[1])
+    return check_hidden(hidden)
 
 
 def check_hidden(hidden: int) -> int:
@@ -130,7 +125,7 @@ def check_layout(
     """What `get_dispatch_layout` gave: `(is_token_in_rank, num_tokens_per_rank, num_tokens_per_expert)`."""
     per_rank = check_vector("num_tokens_per_rank", per_rank, device, torch.int32, num_ranks)
     per_expert = check_vector("num_tokens_per_expert", per_expert, device, torch.int32)
-    in_rank = check_matrix("is_token_in_rank", in_rank, device, (torch.bool,), num_tokens, num_ranks)
+    in_rank = check_matrix("is_token_in_rank", in_rank, device, BOOL, num_tokens, num_ranks)
     check_experts(per_expert.numel(), num_ranks)
     return in_rank, per_rank, per_expert
 

@@ -13,7 +13,6 @@ import torch
 from moe_runtime.comm.errors import MoERuntimeError
 from moe_runtime.comm.signals import count_tag_of
 from moe_runtime.context.expert_parallel import ExpertParallelContext
-from moe_runtime.context.threads import is_capturing
 from moe_runtime.deep_ep.sizes import MOST_TOP_K, combine_bytes
 from moe_runtime.kernels.exchange import rows
 from moe_runtime.kernels.exchange.payload import WORD, PayloadLayout
@@ -33,7 +32,7 @@ class Counts:
 
     Attributes:
         most_tokens: of a rank.
-        most_sent: of a pair of ranks.
+        most_sent: of a pair of ranks at most.
         num_rows: that come here.
         of_experts: tokens for each expert of this rank.
     """
@@ -69,7 +68,7 @@ class DirectExchange:
             combine=combine_bytes(hidden, context.world_size, max_tokens),
         )
         self._count_tag = count_tag_of(context.next_exchange_id())
-        on_gpu = context.device.type == "cuda"
+        self._on_gpu = context.device.type == "cuda"
         self._ranks: dict[str, Any] = {
             "rank": context.rank,
             "world_size": context.world_size,
@@ -77,13 +76,13 @@ class DirectExchange:
         }
         with torch.inference_mode(False):
             self._host = torch.zeros(
-                rows.host_words(context.world_size), dtype=torch.int32, device="cpu", pin_memory=on_gpu
+                rows.host_words(context.world_size), dtype=torch.int32, device="cpu", pin_memory=self._on_gpu
             )
         self._words = self._host.numpy()
         self._ticket = 0
         # Bound to memory that is not there yet.
         self._counts: CountKernel | None = None
-        self._rows: dict[tuple[PayloadLayout, int | None, bool], RowKernels] = {}
+        self._rows: dict[tuple[int, int, int, int | None, bool], RowKernels] = {}
         self._sums: dict[tuple[int, int, int | None], SumKernels] = {}
         self._timeout_ns = context.startup_timeout_ns  # of kernels, which the first step compiles
         widest = PayloadLayout(WORD * hidden, 0, MOST_TOP_K)
@@ -99,7 +98,7 @@ class DirectExchange:
 
     def check_can_wait(self) -> None:
         """Raise `ValueError` in the capture of a CUDA graph, where the host cannot wait for counts."""
-        if is_capturing(self.context.device):
+        if self._on_gpu and torch.cuda.is_current_stream_capturing():
             raise ValueError("num_worst_tokens: expected it in a capture, where the host cannot wait for the counts")
 
     def takes(self, num_experts: int) -> bool:
@@ -108,7 +107,8 @@ class DirectExchange:
 
     def row_kernels(self, layout: PayloadLayout, num_sms: int | None, own_too: bool = False) -> RowKernels:
         """The kernels for tokens with this payload; in a step that has begun."""
-        key = layout, num_sms, own_too
+        # A layout takes a call of Python to hash.
+        key = layout.token_bytes, layout.num_scales, layout.top_k, num_sms, own_too
         found = self._rows.get(key)
         if found is None:
             geometry = RowGeometry(
@@ -116,7 +116,7 @@ class DirectExchange:
             )
             if not geometry.fits:
                 raise ValueError(f"x: expected fewer columns, got tokens of {layout.token_bytes} bytes")
-            found = self._rows[key] = RowKernels(self.context, geometry, self._count_tag)
+            found = self._rows[key] = RowKernels(self.context, geometry, self._count_tag, self._epoch)
         return found
 
     def count(
@@ -125,7 +125,6 @@ class DirectExchange:
         per_expert: torch.Tensor | None,
         num_experts: int,
         num_worst_tokens: int,
-        *,
         with_entries: bool,
     ) -> Route:
         """Count this rank's tokens and exchange the counts.
@@ -138,24 +137,28 @@ class DirectExchange:
         """
         context = self.context
         assert self._counts is not None
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                return self.count(routing, per_expert, num_experts, num_worst_tokens, with_entries)
         ticket = 0
         if not num_worst_tokens:
             ticket = self._ticket = self._ticket % (2**31 - 1) + 1
-        with torch._C._InferenceMode(False):  # which takes no call of a Python function
-            sizes = routing.shape[0], context.world_size, num_experts // context.world_size
-            route = Route.allocate(*sizes, context.device, with_entries=with_entries)
-        self._counts.launch(
-            routing, per_expert, route, capacity=num_worst_tokens, ticket=ticket, timeout_ns=self._timeout_ns
-        )
+        world = context.world_size
+        route = Route.allocate(routing.shape[0], world, num_experts // world, context.device, with_entries)
+        self._counts.launch(routing, per_expert, route, num_worst_tokens, ticket, self._timeout_ns)
         return route
+
+    def has_counts(self) -> bool:
+        """Whether the counts of the last `count` for which the host waits are there."""
+        return bool(self._words[rows.HOST_TICKET] == self._ticket)
 
     def await_counts(self, route: Route) -> Counts:
         """Wait for the counts of all ranks, and for nothing else.
 
         Raises `MoERuntimeError` for a rank that failed or did not come.
         """
-        words, context = self._words, self.context
-        on_gpu, looks, began = context.device.type == "cuda", 0, 0.0
+        words, context, on_gpu = self._words, self.context, self._on_gpu
+        looks, began = 0, 0.0
         while words[rows.HOST_TICKET] != self._ticket:
             looks += 1
             if on_gpu and looks % LOOKS:
@@ -175,39 +178,20 @@ class DirectExchange:
         world, num_local = context.world_size, route.num_local
         end = rows.HOST_PREFIX + world * world
         found = words[: end + num_local].tolist()
-        prefix = found[rows.HOST_PREFIX : end]
-        sent = [prefix[i] - (prefix[i - world] if i >= world else 0) for i in range(world * world)]
-        num_rows = prefix[world * (world - 1) + context.rank]
-        return Counts(found[rows.HOST_MOST], max(sent), num_rows, found[end:])
+        most_tokens = most_sent = found[rows.HOST_MOST]
+        if most_tokens > self.max_tokens:
+            prefix = [0] * world + found[rows.HOST_PREFIX : end]
+            most_sent = max(upto - before for upto, before in zip(prefix[world:], prefix, strict=False))
+        return Counts(most_tokens, most_sent, found[end - world + context.rank], found[end:])
 
-    def send(self, kernels: RowKernels, tokens: TokensOfRank, route: Route, *, window: int, after_counts: bool) -> None:
+    def send(self, kernels: RowKernels, tokens: TokensOfRank, route: Route, window: int, after_counts: bool) -> None:
         """Send a step of tokens; `after_counts` right after `count`."""
         self.context.dispatches += 1
-        timeout_ns = self._timeout_ns
-        kernels.send(tokens, route, self._epoch, window=window, after_counts=after_counts, timeout_ns=timeout_ns)
+        kernels.send(tokens, route, window, after_counts, self._timeout_ns)
 
-    def receive(
-        self,
-        kernels: RowKernels,
-        tokens: TokensOfRank,
-        route: Route,
-        to_come: RowsToCome,
-        *,
-        window: int,
-        is_first: bool,
-        num_local: int,
-    ) -> None:
+    def receive(self, kernels: RowKernels, route: Route, to_come: RowsToCome, is_first: bool, num_local: int) -> None:
         """Make rows of the tokens of the step that was sent last; arguments are as of `RowKernels.receive`."""
-        kernels.receive(
-            tokens,
-            route,
-            self._epoch,
-            to_come,
-            window=window,
-            is_first=is_first,
-            num_local=num_local,
-            timeout_ns=self._timeout_ns,
-        )
+        kernels.receive(route, to_come, is_first, num_local)
         self._timeout_ns = self.context.timeout_ns
 
     def combine(
@@ -230,18 +214,20 @@ class DirectExchange:
 
         Returns bf16 `[T, H]`, and fp32 `[T, K]` or None without weights.
         """
-        context, epoch = self.context, self._epoch
-        top_k, num_tokens = rows_of_rank.top_k, route.num_tokens
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                return self.combine(rows_of_rank, route, source_tokens, biases, most_tokens, num_sms)
+        context, weights, num_tokens = self.context, rows_of_rank.weights, route.num_tokens
+        top_k = 0 if weights is None else weights.shape[1]
         key = top_k, len(biases), num_sms
         kernels = self._sums.get(key)
         if kernels is None:
             geometry = SumGeometry(**self._ranks, hidden=self.hidden, top_k=top_k, biases=len(biases), num_sms=num_sms)
-            kernels = self._sums[key] = SumKernels(context, geometry, self._count_tag)
-        with torch._C._InferenceMode(False):
-            y = torch.empty(num_tokens, self.hidden, dtype=torch.bfloat16, device=context.device)
-            summed = None
-            if top_k:
-                summed = torch.empty(num_tokens, top_k, dtype=torch.float32, device=context.device)
+            kernels = self._sums[key] = SumKernels(context, geometry, self._count_tag, self._epoch)
+        y = torch.empty(num_tokens, self.hidden, dtype=torch.bfloat16, device=context.device)
+        summed = None
+        if top_k:
+            summed = torch.empty(num_tokens, top_k, dtype=torch.float32, device=context.device)
         for start in range(0, max(1, most_tokens), self.max_tokens):
             of_step = y, summed, biases
             first = min(start, num_tokens)
@@ -249,16 +235,8 @@ class DirectExchange:
                 there = slice(first, min(start + self.max_tokens, num_tokens))
                 of_step = y[there], None if summed is None else summed[there], tuple(bias[there] for bias in biases)
             context.dispatches += 1
-            kernels.send(
-                rows_of_rank,
-                route,
-                source_tokens,
-                epoch,
-                start=start,
-                room=self.max_tokens,
-                timeout_ns=self._timeout_ns,
-            )
-            kernels.receive(rows_of_rank, route, epoch, *of_step, start=first, timeout_ns=self._timeout_ns)
+            kernels.send(rows_of_rank, route, source_tokens, start, self.max_tokens, self._timeout_ns)
+            kernels.receive(route, *of_step, first)
             self._timeout_ns = context.timeout_ns
         return y, summed
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -28,8 +27,8 @@ from moe_runtime.kernels.exchange.row_sums import RowsOfRank
 from moe_runtime.kernels.exchange.rows import Route, RowKernels, RowsToCome, TokensOfRank
 
 MARGIN = 8
-"""Rows are received before the host knows how many come: as many as the last dispatch makes likely, and one in MARGIN
-more."""
+"""Where the host would wait for counts, rows are received before: as many as the last dispatch makes likely, and one in
+MARGIN more."""
 MOST_SPARE = 1024
 """Rows that may be left over beside as many as come. Results keep the memory of all then."""
 
@@ -64,7 +63,7 @@ class DirectDispatch:
         form: Form,
     ) -> Received:
         """See `NormalExchange.dispatch`."""
-        return self.start(x, token_layout, topk_idx, topk_weights, form).finish()
+        return self._finish(self.start(x, token_layout, topk_idx, topk_weights, form))
 
     def start(
         self,
@@ -76,7 +75,7 @@ class DirectDispatch:
     ) -> StartedDispatch:
         """The part of a dispatch that does not wait for counts; arguments are as of `NormalExchange.dispatch`.
 
-        Rows are received if it is known how many there are to be, or how many are likely.
+        Rows are received if it is known how many there are to be, or, before the counts are there, how many are likely.
         """
         layout = payload_layout(self.hidden, x, topk_idx)
         quants, scales = _aligned_tokens(x)
@@ -99,19 +98,19 @@ class DirectDispatch:
             else:
                 in_rank = token_layout[0]
                 routing, per_expert = in_rank.contiguous(), token_layout[2].contiguous()
-            counted = routing, per_expert, form.num_experts, form.num_worst_tokens
-            route = self.kernels.count(*counted, with_entries=form.to_expand)
+            route = self.kernels.count(routing, per_expert, form.num_experts, form.num_worst_tokens, form.to_expand)
             # The GPU counts meanwhile.
             tokens = TokensOfRank(quants, scales, topk_idx, topk_weights)
             copiers = self.kernels.row_kernels(layout, self.num_sms, form.to_expand)
-            self.kernels.send(copiers, tokens, route, window=0, after_counts=True)
+            self.kernels.send(copiers, tokens, route, 0, after_counts=True)
             begun = StartedDispatch(self, copiers, layout, tokens, route, positions, room, in_rank, form)
             if form.num_worst_tokens:
                 begun.rows = _make_room(begun, form.num_worst_tokens)
-            elif likely := self._likely_rows(begun):
-                # Without memory for these there may be enough for those that come.
-                with suppress(torch.OutOfMemoryError):
+            elif not self.kernels.has_counts() and (likely := self._likely_rows(begun)):
+                try:
                     begun.rows = _make_room(begun, likely)
+                except torch.OutOfMemoryError:
+                    begun.rows = None  # There may be memory for those that come.
             if begun.rows is not None:
                 self._receive(begun, begun.rows, 0)
         return begun
@@ -122,7 +121,8 @@ class DirectDispatch:
         What receives them reads what has landed and nothing more, so it can be done again with more rows. They are at
         most what comes if all ranks have as many tokens, and an eighth more.
         """
-        likely = int(begun.tokens.num_tokens * self._rows_per_token)
+        # Of a rank that brought few tokens, the rows were of others: their number follows from no ratio.
+        likely = int(begun.route.num_tokens * min(self._rows_per_token, self.context.world_size))
         if not likely or begun.form.to_expand or begun.form.scales_by_column:
             return 0
         return likely + likely // MARGIN + 1
@@ -130,7 +130,7 @@ class DirectDispatch:
     def _finish(self, begun: StartedDispatch) -> Received:
         """The rest of it: `StartedDispatch.finish`."""
         kernels, route, form, rows = self.kernels, begun.route, begun.form, begun.rows
-        num_tokens = begun.tokens.num_tokens
+        num_tokens = begun.route.num_tokens
         of_experts: list[int] | None = None
         most = most_sent = self.max_tokens
         num_rows = form.num_worst_tokens
@@ -139,16 +139,16 @@ class DirectDispatch:
             most, most_sent, num_rows = counts.most_tokens, counts.most_sent, counts.num_rows
             of_experts = counts.of_experts
             if num_tokens:
-                # Of a rank that brings few tokens, the rows are of others: their number follows from no ratio.
-                self._rows_per_token = min(num_rows / num_tokens, float(self.context.world_size))
+                self._rows_per_token = num_rows / num_tokens
+            window = self.max_tokens
             if rows is not None and _serve(rows, num_rows):
                 rows.keep_first(num_rows)
-                window = self.max_tokens
             else:
+                rows, window = None, 0
+            if rows is None or window < most_sent:
                 with self._guard:
-                    rows, window = _make_room(begun, num_rows), 0
-            if window < max(1, most_sent):
-                with self._guard:
+                    if rows is None:
+                        rows = _make_room(begun, num_rows)
                     for first in range(window, max(1, most_sent), self.max_tokens):
                         self._receive(begun, rows, first)
         assert rows is not None
@@ -166,26 +166,17 @@ class DirectDispatch:
         handle.tokens_of_experts, handle.route = of_experts, route
         handle.room = room_for(most if form.max_tokens is None else form.max_tokens, self.max_tokens)
         handle.most_tokens, handle.most_sent = most, most_sent
-        return Received.of(begun.layout, out, handle, landed, rows.also_ids)
+        return Received(out.tokens, out.scales, out.ids, out.weights, handle, begun.layout, landed, rows.also_ids)
 
     def _receive(self, begun: StartedDispatch, rows: RowsToCome, window: int, is_first: bool = True) -> None:
         """Receive the step of the tokens from number `window` on, after it has been sent unless it is the first.
 
         `is_first` is as of `RowKernels.receive`.
         """
-        kernels, tokens, route = self.kernels, begun.tokens, begun.route
-        copiers = begun.copiers
+        kernels, copiers, route = self.kernels, begun.copiers, begun.route
         if window:
-            kernels.send(copiers, tokens, route, window=window, after_counts=False)
-        kernels.receive(
-            copiers,
-            tokens,
-            route,
-            rows,
-            window=window,
-            is_first=is_first,
-            num_local=begun.form.num_experts // self.context.world_size,
-        )
+            kernels.send(copiers, begun.tokens, route, window, after_counts=False)
+        kernels.receive(copiers, route, rows, is_first, begun.form.num_experts // self.context.world_size)
 
     @by_one_thread
     def dispatch_again(
@@ -203,7 +194,7 @@ class DirectDispatch:
         tokens = TokensOfRank(*_aligned_tokens(x), topk_idx, topk_weights)
         with self._guard:
             copiers = self.kernels.row_kernels(layout, self.num_sms, form.to_expand)
-            self.kernels.send(copiers, tokens, route, window=0, after_counts=False)
+            self.kernels.send(copiers, tokens, route, 0, after_counts=False)
             begun = StartedDispatch(self, copiers, layout, tokens, route, None, 0, None, form)
             rows = _make_room(begun, handle.num_rows, source_tokens)
             for window in range(0, max(1, handle.most_sent), self.max_tokens):

@@ -7,7 +7,6 @@ import torch.distributed as dist
 
 from moe_runtime.comm.group_members import MAX_SECONDS
 from moe_runtime.context.peers import collective_step
-from moe_runtime.context.threads import is_capturing
 from moe_runtime.deep_ep.arguments import (
     BF16,
     FP32,
@@ -278,7 +277,7 @@ class ElasticBuffer(GroupBuffer):
             MoERuntimeError: a rank that failed or did not come.
         """
         hidden = check_tokens(x, self.device, packed=True)
-        _check_no_grads(x=x, topk_weights=topk_weights)
+        _check_no_grads(x, topk_weights)
         check_integer("num_sms", num_sms, 0, MOST)
         check_integer("num_qps", num_qps, 0, MOST)
         expand, zero_padding = check_bit("do_expand", do_expand), check_bit("do_zero_padding", do_zero_padding)
@@ -293,13 +292,12 @@ class ElasticBuffer(GroupBuffer):
             previous_event, previous_event_before_epilogue, async_with_compute_stream, allocate_on_comm_stream
         )
         if handle is None:
-            ids, form, alignment = self._check_routing(x, topk_idx, topk_weights, statistics, sizes, sync)
+            ids, of_form, alignment = self._check_routing(x, topk_idx, topk_weights, statistics, sizes, sync)
         else:
             self._check_again(x, topk_idx, topk_weights, statistics, sizes, sync, expand, handle)
-            ids, form, alignment = handle.topk_idx, Form(handle.num_experts), handle.expert_alignment
+            ids, of_form, alignment = handle.topk_idx, (handle.num_experts, 0, None), handle.expert_alignment
         # Callers may change the ids that they get.
-        keeps_ids = handle is None and not expand
-        form = Form(*form[:3], to_expand=expand, scales_by_column=by_column, keeps_ids=keeps_ids)
+        form = Form(*of_form, expand, by_column, keeps_ids=handle is None and not expand)
         exchange = self._exchange(hidden, num_sms)
         is_first = handle is None
         with self._comm.running(beside, *waits_for):
@@ -333,8 +331,8 @@ class ElasticBuffer(GroupBuffer):
         statistics: torch.Tensor | None,
         sizes: Sizes,
         sync: bool,
-    ) -> tuple[torch.Tensor, Form, int]:
-        """What a dispatch without a handle is told: ids, sizes, and what the rows of an expert are rounded up to."""
+    ) -> tuple[torch.Tensor, tuple[int, int, int | None], int]:
+        """What a dispatch without a handle is told: ids, the first of `Form`, and the alignment of an expert's rows."""
         ids = check_matrix("topk_idx", topk_idx, self.device, IDS, _tokens_of(x).shape[0])
         check_top_k(ids.shape[1])
         if topk_weights is not None:
@@ -352,10 +350,10 @@ class ElasticBuffer(GroupBuffer):
             raise ValueError(
                 f"num_max_tokens_per_rank: expected at most {room}, for which num_bytes has room, got {max_tokens}"
             )
-        if sync and is_capturing(self.device):
+        if sync and self._comm.stream is not None and torch.cuda.is_current_stream_capturing():
             raise ValueError("do_cpu_sync: expected False in a capture, where the host cannot wait for the counts")
         alignment = 1 if alignment is None else check_integer("expert_alignment", alignment, 1, MOST)
-        return ids, Form(num_experts, 0 if sync else self.num_ranks * max_tokens, max_tokens), alignment
+        return ids, (num_experts, 0 if sync else self.num_ranks * max_tokens, max_tokens), alignment
 
     def _check_again(
         self,
@@ -472,7 +470,7 @@ class ElasticBuffer(GroupBuffer):
         elif topk_weights is not None:
             check_matrix("topk_weights", topk_weights, self.device, FP32, num_rows, handle.topk_idx.shape[1])
         biases = check_bias(bias, self.device, handle._rows.num_tokens, x.shape[1])
-        _check_no_grads(x=x, topk_weights=topk_weights, bias=biases)
+        _check_no_grads(x, topk_weights, biases)
         waits_for, beside = _streams(
             previous_event, previous_event_before_epilogue, async_with_compute_stream, allocate_on_comm_stream
         )
@@ -538,10 +536,10 @@ def _in_form(
     return rows if scales is None else (rows, scales), None, weights
 
 
-def _check_no_grads(**arguments: torch.Tensor | tuple[torch.Tensor, ...] | None) -> None:
-    for name, given in arguments.items():
+def _check_no_grads(x: Tokens, topk_weights: torch.Tensor | None, bias: tuple[torch.Tensor, ...] = ()) -> None:
+    for name, given in (("x", x), ("topk_weights", topk_weights), ("bias", bias)):
         for tensor in given if isinstance(given, tuple) else (given,):
-            if tensor is not None and isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                 check_no_grad(name, tensor)
 
 

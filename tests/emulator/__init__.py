@@ -233,9 +233,12 @@ class _Launch(ctypes.Structure):
 
 def _copied(kernel: BoundKernel) -> tuple[ctypes.Array[ctypes.c_void_p], Any]:
     """The values of a launch that may run when the kernel has those of the next: pointers to them, and what to keep."""
-    values = (ctypes.c_int64 * len(kernel.parameters)).from_buffer_copy(kernel._values)
-    old, new = ctypes.addressof(kernel._values), ctypes.addressof(values)
-    places = [new + at - old if 0 <= at - old < ctypes.sizeof(values) else at for at in kernel._pointers]
+    values = (ctypes.c_int64 * len(kernel.parameters))()
+    places = list[int](kernel._pointers)
+    for number, at in enumerate(places):
+        if number not in kernel._by_value:
+            values[number] = ctypes.c_int64.from_address(at).value
+            places[number] = ctypes.addressof(values) + 8 * number
     return (ctypes.c_void_p * len(places))(*places), (values, kernel, dict(kernel._by_value))
 
 

@@ -82,14 +82,16 @@ def arguments(**changed: Any) -> dict[str, Any]:
     } | changed
 
 
-def bound(names: Mapping[str, Any], **defines: int | str) -> BoundKernel:
-    return BoundKernel("kinds.cu", "every_kind", Defines({**DEFINES, **defines}), block=32, device=CPU, bound=names)
+def bound(names: Mapping[str, Any], follows: BoundKernel | None = None, **defines: int | str) -> BoundKernel:
+    macros = Defines({**DEFINES, **defines})
+    return BoundKernel("kinds.cu", "every_kind", macros, block=32, device=CPU, bound=names, follows=follows)
 
 
 def written(kernel: BoundKernel) -> list[int]:
-    """The first 8 bytes of each argument, as the driver finds them."""
+    """Each argument, as the driver finds it; of one that is passed by value the first 8 bytes."""
     pointers = (ctypes.c_void_p * len(kernel.parameters)).from_address(kernel.address)
-    return [ctypes.c_int64.from_address(at).value for at in pointers if at is not None]
+    kinds = [ctypes.c_int32 if one.num_bytes == 4 else ctypes.c_int64 for one in kernel.parameters]
+    return [kind.from_address(at).value for kind, at in zip(kinds, pointers, strict=True) if at is not None]
 
 
 def expected(given: Mapping[str, Any]) -> list[int]:
@@ -164,6 +166,24 @@ def test_each_launch_writes_what_it_is_given_and_keeps_what_is_bound() -> None:
     assert kernel.grid == (1, 1, 1)
     kernel.fill({name: value for name, value in given.items() if name not in fixed}, (5, 1, 2))
     assert kernel.grid == (5, 1, 2)
+
+
+def test_a_kernel_that_follows_another_has_its_arguments() -> None:
+    """Pointers and integers that the first is given, where both have the same kind."""
+    first = bound({"small": 1})
+    # Here `number` is a pointer.
+    second = bound({"large": 5}, follows=first, u32="u64*")
+    own = {"map": Map((6, 7)), "pair": Map((8, 9)), "small": 3, "number": None, "real": 0.25}
+    assert second._given.keys() == own.keys()
+    given = arguments()
+    for change in ({}, {"scales": None, "real": 2.5, "out": torch.zeros(1)}):
+        now = given | change
+        first.fill({name: value for name, value in now.items() if name != "small"})
+        second.fill(own)
+        assert written(first) == expected(now | {"small": 1})
+        assert written(second) == expected(now | own | {"large": 5})
+    with pytest.raises(ValueError, match=r"^every_kind.out: it comes from every_kind"):
+        second.fill(own | {"out": None})
 
 
 def test_what_is_bound_lives_as_long_as_the_kernel() -> None:
