@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
@@ -211,6 +211,23 @@ class BoundKernel:
         found = f"a tensor of {value.dtype}" if isinstance(value, torch.Tensor) else repr(value)
         expected = f"{parameter.kind.value} for {parameter.type}"
         return ValueError(f"{self.name}.{parameter.name}: expected {expected}, got {found}")
+
+
+class SizedKernel:
+    """A kernel whose blocks follow from one number, such as the tokens of a step.
+
+    Args:
+        kernel: with its arguments.
+        blocks: of a launch, by that number; asked once for each.
+    """
+
+    def __init__(self, kernel: BoundKernel, blocks: Callable[[int], int]) -> None:
+        self.kernel = kernel
+        self._grid = cache(lambda size: (blocks(size), 1, 1))
+
+    def launch(self, arguments: Mapping[str, Argument], size: int) -> None:
+        """As `BoundKernel.launch`."""
+        self.kernel.launch(arguments, self._grid(size))
 
 
 @cache
