@@ -74,7 +74,7 @@ def kept_by_memory(
     return kept
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)
 class RecvBuffers:
     """Uninitialised memory that `dispatch_recv` writes.
 
