@@ -99,12 +99,14 @@ def dispatch_send(
 ) -> None:
     """See `interface.ExchangeBackend`."""
     sender = _senders(context, geometry, topk_idx_TK.dtype == torch.int64, gsf is not None, buffers is not None)
-    own_rows: Mapping[str, Argument] = {}
-    if sender.own_rows is not None:
-        assert buffers is not None
-        own_rows = _place_own_rows(sender.own_rows, geometry, starts, topk_idx_TK, buffers)
     tokens = x_TH, topk_idx_TK, topk_weights_TK, gsf
-    changing = {"starts": starts, "handle_epoch": handle_epoch, "num_parts": num_parts_T, **own_rows}
+    changing: dict[str, Argument] = {"starts": starts, "handle_epoch": handle_epoch, "num_parts": num_parts_T}
+    if sender.own_rows is not None:
+        assert buffers is not None and buffers.scratch is not None
+        scratch, num_tokens = Address(buffers.scratch.data_ptr() + sender.places_at), topk_idx_TK.shape[0]
+        arguments = {"topk_idx": topk_idx_TK, "num_tokens": num_tokens, "starts": starts, "scratch": scratch}
+        sender.own_rows.launch(arguments, num_tokens)
+        changing |= {"scratch": scratch, "rows": buffers.rows, "scales": buffers.scales}
     send_records(sender.dispatch_send, count_tag, tokens, changing, timeout_ns)
 
 
@@ -112,36 +114,20 @@ def _places_own_rows(context: ExchangeMemory, geometry: ExchangeGeometry) -> boo
     return required_plan(geometry).own_rows and context.heap.directly_mapped
 
 
-def _places(geometry: ExchangeGeometry, buffers: RecvBuffers) -> Address:
-    """Where the scratch memory of own_rows.cuh lies."""
-    assert buffers.scratch is not None
-    return Address(buffers.scratch.data_ptr() + 4 * _count_words(geometry))
-
-
-def _placed(geometry: ExchangeGeometry, buffers: RecvBuffers) -> Address:
-    """`OwnPlaces.placed`."""
-    return Address(_places(geometry, buffers) + 4 * geometry.max_tokens * geometry.top_k)
-
-
-def _place_own_rows(
-    kernel: SizedKernel,
-    geometry: ExchangeGeometry,
-    starts: torch.Tensor,
-    topk_idx_TK: torch.Tensor,
-    buffers: RecvBuffers,
-) -> dict[str, Argument]:
-    """Launch `own_rows.cu`. Returns what `dispatch_send` is told besides."""
-    num_tokens = topk_idx_TK.shape[0]
-    scratch = _places(geometry, buffers)
-    kernel.launch({"topk_idx": topk_idx_TK, "num_tokens": num_tokens, "starts": starts, "scratch": scratch}, num_tokens)
-    return {"scratch": scratch, "rows": buffers.rows, "scales": buffers.scales}
+def _places_at(geometry: ExchangeGeometry) -> int:
+    """Bytes from the start of the scratch memory to that of own_rows.cuh."""
+    return 4 * _count_words(geometry)
 
 
 class _Senders(NamedTuple):
-    """What sends; `own_rows` is None where `place_own_rows` is not launched before."""
+    """What sends; `own_rows` is None where `place_own_rows` is not launched before.
+
+    `places_at` are the bytes from the start of the scratch memory to that of own_rows.cuh.
+    """
 
     own_rows: SizedKernel | None
     dispatch_send: SizedKernel
+    places_at: int
 
 
 @kept_by_memory
@@ -196,7 +182,7 @@ def _senders(
         await_ready=context.heap.directly_mapped,
         own_rows=own_rows is not None,
     )
-    return _Senders(own_rows, sender)
+    return _Senders(own_rows, sender, _places_at(geometry))
 
 
 def bind_sender(
@@ -369,8 +355,9 @@ def _receive(
         "scales": scales,
         "row_scale": buffers.row_scale,
     }
-    if kernels.own_rows:
-        arguments["placed"] = _placed(geometry, buffers)
+    if kernels.placed_at is not None:
+        assert buffers.scratch is not None
+        arguments["placed"] = Address(buffers.scratch.data_ptr() + kernels.placed_at)
     if padded is not None:
         arguments |= padded
     kernels.recv_permute.launch(arguments)
@@ -381,12 +368,16 @@ def _receive(
 
 
 class _Receivers(NamedTuple):
-    """The kernels of `dispatch_recv.cu` that are launched, and whether own rows are placed before."""
+    """The kernels of `dispatch_recv.cu` that are launched.
+
+    `placed_at` are the bytes from the start of the scratch memory to `OwnPlaces.placed`, None where own rows are not
+    placed before.
+    """
 
     recv_count: BoundKernel | None
     recv_permute: BoundKernel
     recv_scales: BoundKernel | None
-    own_rows: bool
+    placed_at: int | None
 
 
 @kept_by_memory
@@ -444,7 +435,7 @@ def _receivers(
         made("recv_count", plan.count_blocks() + waits, waiting, early) if plan.num_chunks > 1 else None,
         made("recv_permute", place_blocks, waiting | placing, early, plan.place_shared_bytes),
         made("recv_scales", plan.scales_blocks(sms), experts, True) if plan.tiled_scales and has_scales else None,
-        own_rows,
+        _places_at(geometry) + 4 * geometry.max_tokens * geometry.top_k if own_rows else None,
     )
 
 

@@ -65,7 +65,7 @@ def kept_by_memory(
     """Decorate what binds kernels to a memory, which keeps them: it is called once for equal other arguments."""
 
     def kept(context: ExchangeMemory, geometry: ExchangeGeometry, *kind: *Kind) -> Bound:
-        key = bind, geometry, *kind
+        key = bind, geometry.number, *kind
         bound = context.kernels.get(key)
         if bound is None:
             bound = context.kernels[key] = bind(context, geometry, *kind)
