@@ -416,7 +416,7 @@ def _receivers(
     }
 
     def made(name: str, blocks: int, bound: Mapping[str, Argument], early: bool, shared_bytes: int = 0) -> BoundKernel:
-        # Padded rows have memory for their scales, if any, whose macros are those of scales that are copied.
+        # Scales of padded rows are copied as they are, if they have memory for them.
         macros = recv_macros(geometry, scales=padded or copies_scales, padded=padded, waits=waits, own_rows=own_rows)
         return BoundKernel(
             "dispatch_recv.cu",

@@ -304,7 +304,7 @@ class Intermediate:
             scales = torch.empty(blocks, columns, 32, 4, 4, dtype=fmt.scale_dtype, device=device)
         elif fmt.scale_dtype is not None:
             scales = torch.empty(capacity, self._scale_columns, dtype=fmt.scale_dtype, device=device)
-        return GroupedRows.of(
+        return GroupedRows._of(
             format=fmt,
             rows=torch.empty(stored, self._quant_columns, dtype=fmt.quant_dtype, device=device),
             scales=scales,

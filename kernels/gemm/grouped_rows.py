@@ -63,8 +63,9 @@ class GroupedRows:
     order: LaunchOrder = IN_ORDER
 
     @classmethod
-    def of(cls, **fields: Any) -> Self:
-        """As the class itself, of which it leaves the checks of names out: every step makes two of them."""
+    def _of(cls, **fields: Any) -> Self:
+        """One with these fields, whose names are not checked; others are as by default. Every step makes two of them,
+        and `__init__` of a frozen class takes four times as long."""
         rows = object.__new__(cls)
         vars(rows).update(fields)
         return rows

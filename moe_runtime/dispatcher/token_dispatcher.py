@@ -437,7 +437,7 @@ class TokenDispatcher:
         elif scales is not None and fmt.swizzled:
             assert fmt.scale_dtype is not None
             scales = scales.view(fmt.scale_dtype)
-        return DispatchedTokens.of(
+        return DispatchedTokens._of(
             format=fmt,
             rows=landed_rows if rows is None else rows.view(fmt.quant_dtype),
             scales=scales,

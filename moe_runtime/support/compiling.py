@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
@@ -11,12 +12,9 @@ import torch
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_looks_into_calls = torch._C._dynamo.eval_frame.get_eval_frame_callback
-"""What `torch.compile` has Python call for each frame of this thread; None outside of compiled code."""
-
 
 def not_compiled(method: Callable[P, R]) -> Callable[P, R]:
-    """`torch.compiler.disable(method)`, applied once compiled code calls it.
+    """`torch.compiler.disable(method)`, applied once the process uses `torch.compile`.
 
     Applied at once it would import `torch._dynamo` in every process, which takes as long as importing torch.
     """
@@ -24,7 +22,7 @@ def not_compiled(method: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(method)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if _looks_into_calls() is None:
+        if "torch._dynamo" not in sys.modules:
             return method(*args, **kwargs)
         if not disabled:
             disabled.append(torch.compiler.disable(method))
