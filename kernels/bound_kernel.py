@@ -241,6 +241,23 @@ def _all_of(names: Iterable[str]) -> Callable[[Mapping[str, Any]], tuple[Any, ..
             return itemgetter(*many)
 
 
+class SizedKernel:
+    """A kernel whose blocks follow from one number, such as the tokens of a step.
+
+    Args:
+        kernel: with its arguments.
+        blocks: of a launch, by that number; asked once for each.
+    """
+
+    def __init__(self, kernel: BoundKernel, blocks: Callable[[int], int]) -> None:
+        self.kernel = kernel
+        self._grid = cache(lambda size: (blocks(size), 1, 1))
+
+    def launch(self, arguments: Mapping[str, Argument], size: int) -> None:
+        """As `BoundKernel.launch`."""
+        self.kernel.launch(arguments, self._grid(size))
+
+
 @cache
 def _driver() -> Any:
     """The driver's module, which is not there on a machine without CUDA."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -63,11 +64,16 @@ class LaunchOrder:
     routed_ids: torch.Tensor | None = None
     weights_after_ns: int = 0
 
-    @property
-    def ids_for_kernels(self) -> tuple[torch.Tensor | None, int, int]:
-        """`routed_ids`, how many ids there are, and the bytes of one."""
+    @cached_property
+    def read_early(self) -> dict[str, torch.Tensor | int | None]:
+        """What a GEMM may read before the kernel that makes its rows has ended, and when: arguments of kernels."""
         ids = self.routed_ids
-        return (None, 0, 0) if ids is None else (ids, ids.numel(), ids.element_size())
+        return {
+            "topk_idx": ids,
+            "num_ids": 0 if ids is None else ids.numel(),
+            "id_bytes": 0 if ids is None else ids.element_size(),
+            "loads_after_ns": self.weights_after_ns,
+        }
 
 
 IN_ORDER = LaunchOrder()

@@ -36,13 +36,15 @@ def resolve_engine(engine: str, device: torch.device) -> Engine:
     Raises `ValueError` for an unknown engine, for `"cuda"` where its kernels cannot run, and for `"triton"` on a CPU
     without the interpreter.
     """
-    check_choice("engine", engine, ENGINES)
+    if type(engine) is not str:  # Else it can be looked up, and is refused there.
+        check_choice("engine", engine, ENGINES)
     return _resolved(engine, device)
 
 
 @cache
 def _resolved(engine: str, device: torch.device) -> Engine:
     """Cached, because every operation asks, and asking CUDA takes microseconds."""
+    check_choice("engine", engine, ENGINES)
     if engine == "torch":
         return "torch"
     if engine == "triton":

@@ -254,7 +254,8 @@ class MoELayer(LayerParts):
 
     def _combine_recv(self, step: LayerStep) -> None:
         """Wait for the results of all ranks and sum them: bf16, the shape of `x`."""
-        step.y = step.dispatcher._combine_recv(step.handle, step.shared).view(step.shape)
+        y_TH = step.dispatcher._combine_recv(step.handle, step.shared)
+        step.y = y_TH if len(step.shape) == 2 else y_TH.view(step.shape)
 
     _STAGES = (
         Stage("dispatch_send", _dispatch_send),

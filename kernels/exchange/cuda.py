@@ -25,21 +25,26 @@ What was tried and what it gave, and why sizes are as they are: `kernels/exchang
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
 from typing import NamedTuple
 
 import torch
 
 from moe_runtime.comm.signals import COMBINED, PLACED, PLACING
-from moe_runtime.kernels.bound_kernel import Address, Argument, BoundKernel
+from moe_runtime.kernels.bound_kernel import Address, Argument, BoundKernel, SizedKernel
 from moe_runtime.kernels.exchange import one_rank_cuda
 from moe_runtime.kernels.exchange.geometry import ExchangeGeometry
-from moe_runtime.kernels.exchange.interface import ExchangeMemory, OneRankKernels, RecvBuffers, aligned
+from moe_runtime.kernels.exchange.interface import (
+    ExchangeMemory,
+    OneRankKernels,
+    RecvBuffers,
+    aligned,
+    kept_by_memory,
+)
 from moe_runtime.kernels.exchange.landing import LandedTokens
 from moe_runtime.kernels.exchange.macros import combine_macros, dispatch_macros, own_rows_macros, recv_macros
 from moe_runtime.kernels.exchange.padded import place_padded_rows
 from moe_runtime.kernels.exchange.padded_rows import PaddedRows, PaddedScales
-from moe_runtime.kernels.exchange.plan import WARP, ExchangePlan, required_plan
+from moe_runtime.kernels.exchange.plan import WARP, required_plan
 from moe_runtime.kernels.formats.number_formats import FormatCode
 from moe_runtime.kernels.nvrtc import most_sms
 
@@ -93,152 +98,114 @@ def dispatch_send(
     buffers: RecvBuffers | None = None,
 ) -> None:
     """See `interface.ExchangeBackend`."""
-    own_rows: dict[str, Argument] | None = None
-    if buffers is not None and _places_own_rows(context, geometry):
-        own_rows = _place_own_rows(context, geometry, starts, topk_idx_TK, buffers)
-    send_records(
-        geometry,
-        count_tag,
-        (x_TH, topk_idx_TK, topk_weights_TK, gsf),
-        {
-            "starts": starts,
-            "landing": context.landing_pointers,
-            "token_flags": context.token_flags_pointers,
-            "signals": context.signal_pointers,
-            "epoch_ptr": context.epoch,
-            "handle_epoch": handle_epoch,
-            "num_parts": num_parts_T,
-            "error": context.error,
-            "latch": context.latch,
-            "counter": context.counters,
-        },
-        halves=(geometry.landing_half(context.half_bytes["landing"]), context.half_bytes["token_flags"]),
-        await_ready=context.heap.directly_mapped,
-        timeout_ns=timeout_ns,
-        own_rows=own_rows,
-    )
+    sender = _senders(context, geometry, topk_idx_TK.dtype == torch.int64, gsf is not None, buffers is not None)
+    tokens = x_TH, topk_idx_TK, topk_weights_TK, gsf
+    changing: dict[str, Argument] = {"starts": starts, "handle_epoch": handle_epoch, "num_parts": num_parts_T}
+    if sender.own_rows is not None:
+        assert buffers is not None and buffers.scratch is not None
+        scratch, num_tokens = Address(buffers.scratch.data_ptr() + sender.places_at), topk_idx_TK.shape[0]
+        arguments = {"topk_idx": topk_idx_TK, "num_tokens": num_tokens, "starts": starts, "scratch": scratch}
+        sender.own_rows.launch(arguments, num_tokens)
+        changing |= {"scratch": scratch, "rows": buffers.rows, "scales": buffers.scales}
+    send_records(sender.dispatch_send, count_tag, tokens, changing, timeout_ns)
 
 
 def _places_own_rows(context: ExchangeMemory, geometry: ExchangeGeometry) -> bool:
     return required_plan(geometry).own_rows and context.heap.directly_mapped
 
 
-def _places(geometry: ExchangeGeometry, buffers: RecvBuffers) -> Address:
-    """Where the scratch memory of own_rows.cuh lies."""
-    assert buffers.scratch is not None
-    return Address(buffers.scratch.data_ptr() + 4 * _count_words(geometry))
+def _places_at(geometry: ExchangeGeometry) -> int:
+    """Bytes from the start of the scratch memory to that of own_rows.cuh."""
+    return 4 * _count_words(geometry)
 
 
-def _placed(geometry: ExchangeGeometry, buffers: RecvBuffers) -> Address:
-    """`OwnPlaces.placed`."""
-    return Address(_places(geometry, buffers) + 4 * geometry.max_tokens * geometry.top_k)
+class _Senders(NamedTuple):
+    """What sends; `own_rows` is None where `place_own_rows` is not launched before.
+
+    `places_at` are the bytes from the start of the scratch memory to that of own_rows.cuh.
+    """
+
+    own_rows: SizedKernel | None
+    dispatch_send: SizedKernel
+    places_at: int
 
 
-def _place_own_rows(
-    context: ExchangeMemory,
-    geometry: ExchangeGeometry,
-    starts: torch.Tensor,
-    topk_idx_TK: torch.Tensor,
-    buffers: RecvBuffers,
-) -> dict[str, Argument]:
-    """Launch `own_rows.cu`. Returns what `dispatch_send` is told besides."""
-    num_tokens, device = topk_idx_TK.shape[0], topk_idx_TK.device
-    kernel, plan = _own_rows(geometry, device, topk_idx_TK.dtype == torch.int64)
-    of_both = {"scratch": _places(geometry, buffers), "placing": _counter(context, PLACING)}
-    kernel.launch(
-        {
-            "topk_idx": topk_idx_TK,
-            "num_tokens": num_tokens,
-            "starts": starts,
-            "landing": context.landing_pointers,
-            "signals": context.signal_pointers,
-            "epoch_ptr": context.epoch,
-            "error": context.error,
-            "latch": context.latch,
-            "counter": _counter(context, PLACED),
-            "landing_half": geometry.landing_half(context.half_bytes["landing"]),
-            **of_both,
-        },
-        (plan.own_blocks(num_tokens), 1, 1),
-    )
-    return {**of_both, "rows": buffers.rows, "scales": buffers.scales}
-
-
-@cache
-def _own_rows(geometry: ExchangeGeometry, device: torch.device, ids_64: bool) -> tuple[BoundKernel, ExchangePlan]:
-    plan = required_plan(geometry)
-    kernel = BoundKernel(
-        "own_rows.cu",
-        geometry.kernel_prefix + "place_own_rows",
-        own_rows_macros(geometry, ids_64=ids_64),
-        block=plan.own_tokens,
-        bound={
-            "rank": geometry.rank,
+@kept_by_memory
+def _senders(
+    context: ExchangeMemory, geometry: ExchangeGeometry, ids_64: bool, static_gsf: bool, has_buffers: bool
+) -> _Senders:
+    plan, own_rows = required_plan(geometry), None
+    memory: dict[str, Argument] = {
+        "landing": context.landing_pointers,
+        "signals": context.signal_pointers,
+        "epoch_ptr": context.epoch,
+        "error": context.error,
+        "latch": context.latch,
+        "landing_half": geometry.landing_half(context.half_bytes["landing"]),
+    }
+    if has_buffers and _places_own_rows(context, geometry):
+        kernel = BoundKernel(
+            "own_rows.cu",
+            geometry.kernel_prefix + "place_own_rows",
+            own_rows_macros(geometry, ids_64=ids_64),
+            block=plan.own_tokens,
+            bound={
+                "rank": geometry.rank,
+                "first_expert": geometry.first_expert,
+                "num_local": geometry.num_local_experts,
+                "max_tokens": geometry.max_tokens,
+                "counter": _counter(context, PLACED),
+                "placing": _counter(context, PLACING),
+                **memory,
+            },
+            device=context.device,
+            early=plan.overlaps,
+        )
+        own_rows = SizedKernel(kernel, plan.own_blocks)
+        memory |= {
+            "placing": _counter(context, PLACING),
             "first_expert": geometry.first_expert,
             "num_local": geometry.num_local_experts,
-            "max_tokens": geometry.max_tokens,
-        },
-        device=device,
-        early=plan.overlaps,
+            "capacity": geometry.row_capacity,
+        }
+    memory |= {
+        "token_flags": context.token_flags_pointers,
+        "counter": context.counters,
+        "token_flags_half": context.half_bytes["token_flags"],
+    }
+    sender = bind_sender(
+        geometry,
+        context.device,
+        memory,
+        ids_64=ids_64,
+        static_gsf=static_gsf,
+        await_ready=context.heap.directly_mapped,
+        own_rows=own_rows is not None,
     )
-    return kernel, plan
+    return _Senders(own_rows, sender, _places_at(geometry))
 
 
-def send_records(
+def bind_sender(
     geometry: ExchangeGeometry,
-    count_tag: int,
-    tokens: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None],
+    device: torch.device,
     memory: Mapping[str, Argument],
     *,
-    halves: tuple[int, int],
+    ids_64: bool,
+    static_gsf: bool,
     await_ready: bool,
-    timeout_ns: int,
-    own_rows: Mapping[str, Argument] | None = None,
-) -> None:
-    """Launch `dispatch_send.cu`.
+    own_rows: bool = False,
+) -> SizedKernel:
+    """`dispatch_send.cu` for `send_records`.
 
     Args:
-        tokens: `x_TH`, `topk_idx_TK`, `topk_weights_TK` and `gsf` of `ExchangeBackend.dispatch_send`.
-        memory: by the names of the kernel's parameters: `starts`; where each rank's `landing`, `token_flags` and
-            `signals` lie; `epoch_ptr`, `handle_epoch`, `num_parts`, `error`, `latch` and `counter`.
-        halves: bytes from the first half of landing and of token flags to the second.
+        memory: by the names of the kernel's parameters: where each rank's `landing`, `token_flags` and `signals` lie;
+            `epoch_ptr`, `error`, `latch` and `counter`; bytes from the first half of landing and of token flags to the
+            second, `landing_half` and `token_flags_half`; with OWN_ROWS, arguments of it that stay the same.
         await_ready: whether this kernel stores to its peers itself.
-        timeout_ns: how long to wait for a peer.
-        own_rows: behind `place_own_rows`, the arguments of OWN_ROWS that are not bound.
+        own_rows: whether `place_own_rows` is launched before.
     """
-    x_TH, topk_idx_TK, topk_weights_TK, gsf = tokens
-    x_TH = aligned(x_TH)
-    num_tokens, device = x_TH.shape[0], x_TH.device
-    kind = topk_idx_TK.dtype == torch.int64, gsf is not None, await_ready, own_rows is not None
-    kernel, plan = _dispatch_send(geometry, device, *kind)
-    kernel.launch(
-        {
-            "x_TH": x_TH,
-            "x_stride": x_TH.stride(0),
-            "topk_idx": topk_idx_TK,
-            "topk_weights": topk_weights_TK,
-            "static_gsf": gsf,
-            "num_tokens": num_tokens,
-            "count_tag": count_tag,
-            **memory,
-            **(own_rows or {}),
-            "landing_half": halves[0],
-            "token_flags_half": halves[1],
-            "timeout_ns": timeout_ns,
-        },
-        (plan.send_blocks(num_tokens, most_sms(device)), 1, 1),
-    )
-
-
-@cache
-def _dispatch_send(
-    geometry: ExchangeGeometry, device: torch.device, ids_64: bool, static_gsf: bool, await_ready: bool, own_rows: bool
-) -> tuple[BoundKernel, ExchangePlan]:
-    plan = required_plan(geometry)
-    bound = {"rank": geometry.rank, "num_experts": geometry.num_experts, "max_tokens": geometry.max_tokens}
-    if own_rows:
-        bound |= {"first_expert": geometry.first_expert, "num_local": geometry.num_local_experts}
-        bound |= {"capacity": geometry.row_capacity}
+    plan, sms = required_plan(geometry), most_sms(device)
+    bound = {"rank": geometry.rank, "num_experts": geometry.num_experts, "max_tokens": geometry.max_tokens, **memory}
     kernel = BoundKernel(
         "dispatch_send.cu",
         geometry.kernel_prefix + "dispatch_send",
@@ -249,7 +216,39 @@ def _dispatch_send(
         shared_bytes=plan.send_shared_bytes,
         early=plan.overlaps,
     )
-    return kernel, plan
+    return SizedKernel(kernel, lambda num_tokens: plan.send_blocks(num_tokens, sms))
+
+
+def send_records(
+    kernel: SizedKernel,
+    count_tag: int,
+    tokens: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None],
+    changing: Mapping[str, Argument],
+    timeout_ns: int,
+) -> None:
+    """Launch `dispatch_send.cu`.
+
+    Args:
+        kernel: of `bind_sender`.
+        tokens: `x_TH`, `topk_idx_TK`, `topk_weights_TK` and `gsf` of `ExchangeBackend.dispatch_send`.
+        changing: `starts`, `handle_epoch` and `num_parts`; behind `place_own_rows`, the arguments of OWN_ROWS that are
+            not bound.
+        timeout_ns: how long to wait for a peer.
+    """
+    x_TH, topk_idx_TK, topk_weights_TK, gsf = tokens
+    x_TH, num_tokens = aligned(x_TH), x_TH.shape[0]
+    arguments = {
+        "x_TH": x_TH,
+        "x_stride": x_TH.stride(0),
+        "topk_idx": topk_idx_TK,
+        "topk_weights": topk_weights_TK,
+        "static_gsf": gsf,
+        "num_tokens": num_tokens,
+        "count_tag": count_tag,
+        "timeout_ns": timeout_ns,
+        **changing,
+    }
+    kernel.launch(arguments, num_tokens)
 
 
 def dispatch_recv(
@@ -331,111 +330,112 @@ def _receive(
     rows, scales, positions = buffers.rows, buffers.scales, buffers.positions
     if out is not None:
         rows, scales, positions = out.rows, out.scales, out.positions
-    # Those of padded rows are copied as they are.
-    copies_scales = scales is not None and geometry.token_format.scale_dtype is not None
-    counts, own_rows = waits is not None, _places_own_rows(context, geometry)
-    kernels = _recv(
-        geometry, handle_epoch.device, out is not None or copies_scales, out is not None, early, counts, own_rows
-    )
-    plan, sms = kernels.plan, most_sms(context.device)
-    landing_half = geometry.landing_half(context.half_bytes["landing"])
+    kernels = _receivers(context, geometry, scales is not None, out is not None, early, waits is not None)
     # Of both kernels.
     shared: dict[str, Argument] = {
         "chunk_counts": buffers.scratch,
-        "landing": context.landing_pointers,
-        "token_flags": context.token_flags_pointers,
-        "signals": context.signal_pointers,
-        "epoch_ptr": context.epoch,
         "handle_epoch": handle_epoch,
-        "error": context.error,
-        "latch": context.latch,
         "count_tag": count_tag,
-        "landing_half": landing_half,
-        "token_flags_half": context.half_bytes["token_flags"],
         "timeout_ns": timeout_ns,
     }
     # Where waits are counted, both have one more block, which counts in the first of them and has an SM for it.
-    if plan.num_chunks > 1:
-        kernels.recv_count.launch(shared | ({"waits": waits} if counts else {}), (plan.count_blocks() + counts, 1, 1))
-        waits = None
-    shares, split = plan.place_split(max(1, sms - counts), copies_scales, rows is not None)
-    kernels.recv_permute.launch(
-        {
-            **shared,
-            **({"waits": waits} if counts else {}),
-            "group_offsets": buffers.group_offsets,
-            "group_scale_offsets": buffers.group_scale_offsets,
-            "row_index": buffers.row_index,
-            "positions": positions,
-            "rows": rows,
-            "scales": scales,
-            "row_scale": buffers.row_scale,
-            "split": split,
-            "shares": shares,
-            "first_row": landing_half // geometry.record.record_bytes,
-            **({"placed": _placed(geometry, buffers)} if own_rows else {}),
-            **(padded or {}),
-        },
-        (plan.place_blocks(split, padded=out is not None) + counts, 1, 1),
-    )
-    if plan.tiled_scales and scales is not None:
+    if waits is not None:
+        shared["waits"] = waits
+    if kernels.recv_count is not None:
+        kernels.recv_count.launch(shared)
+        if waits is not None:
+            shared["waits"] = None
+    arguments = {
+        **shared,
+        "group_offsets": buffers.group_offsets,
+        "group_scale_offsets": buffers.group_scale_offsets,
+        "row_index": buffers.row_index,
+        "positions": positions,
+        "rows": rows,
+        "scales": scales,
+        "row_scale": buffers.row_scale,
+    }
+    if kernels.placed_at is not None:
+        assert buffers.scratch is not None
+        arguments["placed"] = Address(buffers.scratch.data_ptr() + kernels.placed_at)
+    if padded is not None:
+        arguments |= padded
+    kernels.recv_permute.launch(arguments)
+    if kernels.recv_scales is not None:
         kernels.recv_scales.launch(
-            {
-                "group_offsets": buffers.group_offsets,
-                "row_index": buffers.row_index,
-                "scales": scales,
-                "landing": context.landing_pointers,
-            },
-            (plan.scales_blocks(sms), 1, 1),
+            {"group_offsets": buffers.group_offsets, "row_index": buffers.row_index, "scales": scales}
         )
 
 
-class _RecvKernels(NamedTuple):
-    """Those of `dispatch_recv.cu`, and their plan."""
+class _Receivers(NamedTuple):
+    """The kernels of `dispatch_recv.cu` that are launched.
 
-    recv_count: BoundKernel
+    `placed_at` are the bytes from the start of the scratch memory to `OwnPlaces.placed`, None where own rows are not
+    placed before.
+    """
+
+    recv_count: BoundKernel | None
     recv_permute: BoundKernel
-    recv_scales: BoundKernel
-    plan: ExchangePlan
+    recv_scales: BoundKernel | None
+    placed_at: int | None
 
 
-@cache
-def _recv(
-    geometry: ExchangeGeometry,
-    device: torch.device,
-    scales: bool,
-    padded: bool,
-    early: bool,
-    waits: bool,
-    own_rows: bool,
-) -> _RecvKernels:
-    """`scales`, `padded`, `waits` and `own_rows` as of `recv_macros`; `early` as of `_receive`."""
-    plan = required_plan(geometry)
-    experts = {"rank": geometry.rank, "num_local": geometry.num_local_experts}
+@kept_by_memory
+def _receivers(
+    context: ExchangeMemory, geometry: ExchangeGeometry, has_scales: bool, padded: bool, early: bool, waits: bool
+) -> _Receivers:
+    """`padded` and `waits` as of `recv_macros`, `early` as of `_receive`; `has_scales` says that there is memory for
+    scales."""
+    plan, sms, own_rows = required_plan(geometry), most_sms(context.device), _places_own_rows(context, geometry)
+    copies_scales = has_scales and geometry.token_format.scale_dtype is not None
+    landing_half = geometry.landing_half(context.half_bytes["landing"])
+    experts: dict[str, Argument] = {
+        "rank": geometry.rank,
+        "num_local": geometry.num_local_experts,
+        "landing": context.landing_pointers,
+    }
     waiting = experts | {
         "max_tokens": geometry.max_tokens,
         "num_slots": geometry.num_slots,
         "first_expert": geometry.first_expert,
+        "token_flags": context.token_flags_pointers,
+        "signals": context.signal_pointers,
+        "epoch_ptr": context.epoch,
+        "error": context.error,
+        "latch": context.latch,
+        "landing_half": landing_half,
+        "token_flags_half": context.half_bytes["token_flags"],
     }
-    placing = waiting | {"chunks": plan.num_chunks, "capacity": geometry.row_capacity}
+    shares, split = plan.place_split(max(1, sms - waits), copies_scales, padded or geometry.contiguous)
+    placing = {
+        "chunks": plan.num_chunks,
+        "capacity": geometry.row_capacity,
+        "split": split,
+        "shares": shares,
+        "first_row": landing_half // geometry.record.record_bytes,
+    }
 
-    def made(name: str, bound: Mapping[str, Argument], early: bool, shared_bytes: int = 0) -> BoundKernel:
+    def made(name: str, blocks: int, bound: Mapping[str, Argument], early: bool, shared_bytes: int = 0) -> BoundKernel:
+        # Scales of padded rows are copied as they are, if they have memory for them.
+        macros = recv_macros(geometry, scales=padded or copies_scales, padded=padded, waits=waits, own_rows=own_rows)
         return BoundKernel(
             "dispatch_recv.cu",
             geometry.kernel_prefix + name,
-            recv_macros(geometry, scales=scales, padded=padded, waits=waits, own_rows=own_rows),
+            macros,
             block=plan.recv_warps * WARP,
+            grid=(blocks, 1, 1),
             bound=bound,
-            device=device,
+            device=context.device,
             shared_bytes=shared_bytes,
             early=early and plan.overlaps,
         )
 
-    return _RecvKernels(
-        made("recv_count", waiting, early),
-        made("recv_permute", placing, early, plan.place_shared_bytes),
-        made("recv_scales", experts, True),
-        plan,
+    place_blocks = plan.place_blocks(split, padded=padded) + waits
+    return _Receivers(
+        made("recv_count", plan.count_blocks() + waits, waiting, early) if plan.num_chunks > 1 else None,
+        made("recv_permute", place_blocks, waiting | placing, early, plan.place_shared_bytes),
+        made("recv_scales", plan.scales_blocks(sms), experts, True) if plan.tiled_scales and has_scales else None,
+        _places_at(geometry) + 4 * geometry.max_tokens * geometry.top_k if own_rows else None,
     )
 
 
@@ -453,60 +453,55 @@ def combine_send(
     """See `interface.ExchangeBackend`."""
     output_RH = aligned(output_RH)
     is_bf16 = output_RH.dtype == torch.bfloat16
-    kernel, plan = _combine_send(geometry, handle_epoch.device, is_bf16, await_ns is not None)
-    arrival: dict[str, Argument] = {}
+    arguments: dict[str, Argument] = {
+        "output": output_RH,
+        "row_bytes": output_RH.stride(0) * output_RH.element_size(),
+        "positions": positions_SK,
+        "starts": starts,
+        "handle_epoch": handle_epoch,
+    }
     if await_ns is not None:
-        arrival = {
-            "token_flags": context.token_flags_pointers,
-            "count_tag": count_tag,
-            "token_flags_half": context.half_bytes["token_flags"],
-            "timeout_ns": await_ns,
-            "received": received,
-        }
-    kernel.launch(
-        {
-            "output": output_RH,
-            "row_bytes": output_RH.stride(0) * output_RH.element_size(),
-            "positions": positions_SK,
-            "starts": starts,
-            "landing": context.landing_pointers,
-            "combine": context.combine_pointers,
-            "signals": context.signal_pointers,
-            "epoch_ptr": context.epoch,
-            "handle_epoch": handle_epoch,
-            "error": context.error,
-            "latch": context.latch,
-            "counter": _counter(context, COMBINED),
-            "landing_half": geometry.landing_half(context.half_bytes["landing"]),
-            "combine_half": context.half_bytes["combine"],
-            **arrival,
-        },
-        (plan.combine_send_blocks(most_sms(context.device)), 1, 1),
-    )
+        arguments |= {"count_tag": count_tag, "timeout_ns": await_ns, "received": received}
+    _combine_sender(context, geometry, is_bf16, await_ns is not None).launch(arguments)
 
 
-@cache
-def _combine_send(
-    geometry: ExchangeGeometry, device: torch.device, output_bf16: bool, await_tokens: bool
-) -> tuple[BoundKernel, ExchangePlan]:
+@kept_by_memory
+def _combine_sender(
+    context: ExchangeMemory, geometry: ExchangeGeometry, output_bf16: bool, await_tokens: bool
+) -> BoundKernel:
     plan = required_plan(geometry)
-    kernel = BoundKernel(
+    bound: dict[str, Argument] = {
+        "rank": geometry.rank,
+        "max_tokens": geometry.max_tokens,
+        "num_slots": geometry.num_slots,
+        "early_parts": plan.num_parts,
+        "part_tokens": plan.part_tokens,
+        "landing": context.landing_pointers,
+        "combine": context.combine_pointers,
+        "signals": context.signal_pointers,
+        "epoch_ptr": context.epoch,
+        "error": context.error,
+        "latch": context.latch,
+        "counter": _counter(context, COMBINED),
+        "landing_half": geometry.landing_half(context.half_bytes["landing"]),
+        "combine_half": context.half_bytes["combine"],
+    }
+    if await_tokens:
+        bound |= {
+            "token_flags": context.token_flags_pointers,
+            "token_flags_half": context.half_bytes["token_flags"],
+        }
+    return BoundKernel(
         "combine.cu",
         geometry.kernel_prefix + "combine_send",
         combine_macros(geometry, output_bf16=output_bf16, has_shared=False, await_tokens=await_tokens),
         block=(plan.output_readers + 2 + await_tokens) * WARP,
-        bound={
-            "rank": geometry.rank,
-            "max_tokens": geometry.max_tokens,
-            "num_slots": geometry.num_slots,
-            "early_parts": plan.num_parts,
-            "part_tokens": plan.part_tokens,
-        },
-        device=device,
+        grid=(plan.combine_send_blocks(most_sms(context.device)), 1, 1),
+        bound=bound,
+        device=context.device,
         shared_bytes=plan.combine_shared_bytes[output_bf16],
         early=plan.overlaps and not (await_tokens and _flags_are_unordered(geometry)),
     )
-    return kernel, plan
 
 
 def combine_recv(
@@ -527,56 +522,50 @@ def combine_recv(
     kernel then waits for all partial results before the first.
     """
     num_tokens, of_some, counts = y_TH.shape[0], combine_pointers is not None, waits is not None
-    early = not of_some and _flags_come_last(context)
-    kernel, plan = _combine_recv(geometry, handle_epoch.device, shared_TH is not None, of_some, early, counts)
-    sms = most_sms(context.device)
     shared_TH = None if shared_TH is None else aligned(shared_TH)
-    kernel.launch(
-        {
-            "y_TH": y_TH,
-            "shared_TH": shared_TH,
-            "shared_stride": shared_TH.stride(0) if shared_TH is not None else 0,
-            "num_parts": num_parts_T,
-            "num_tokens": num_tokens,
-            "combine": combine_pointers if of_some else context.combine_pointers,
-            "signals": context.signal_pointers,
-            "epoch_ptr": context.epoch,
-            "handle_epoch": handle_epoch,
-            "error": context.error,
-            "latch": context.latch,
-            "combine_half": context.half_bytes["combine"],
-            "timeout_ns": timeout_ns,
-            **({"waits": waits} if counts else {}),
-        },
-        # One more block counts waits, and has an SM for it.
-        (plan.combine_recv_blocks(num_tokens, max(1, sms - counts)) + counts, 1, 1),
-    )
+    arguments: dict[str, Argument] = {
+        "y_TH": y_TH,
+        "shared_TH": shared_TH,
+        "shared_stride": 0 if shared_TH is None else shared_TH.stride(0),
+        "num_parts": num_parts_T,
+        "num_tokens": num_tokens,
+        "handle_epoch": handle_epoch,
+        "timeout_ns": timeout_ns,
+    }
+    if of_some:
+        arguments["combine"] = combine_pointers
+    if counts:
+        arguments["waits"] = waits
+    _combine_receiver(context, geometry, shared_TH is not None, of_some, counts).launch(arguments, num_tokens)
 
 
-@cache
-def _combine_recv(
-    geometry: ExchangeGeometry, device: torch.device, has_shared: bool, of_some: bool, early: bool, waits: bool
-) -> tuple[BoundKernel, ExchangePlan]:
+@kept_by_memory
+def _combine_receiver(
+    context: ExchangeMemory, geometry: ExchangeGeometry, has_shared: bool, of_some: bool, waits: bool
+) -> SizedKernel:
     plan = required_plan(geometry)
+    # One more block counts waits, and has an SM for it.
+    sms = max(1, most_sms(context.device) - waits)
+    bound: dict[str, Argument] = {
+        "rank": geometry.rank,
+        "early_parts": 0 if of_some else plan.num_parts,
+        "part_tokens": plan.part_tokens,
+        "signals": context.signal_pointers,
+        "epoch_ptr": context.epoch,
+        "error": context.error,
+        "latch": context.latch,
+        "combine_half": context.half_bytes["combine"],
+    }
+    if not of_some:
+        bound["combine"] = context.combine_pointers
     kernel = BoundKernel(
         "combine.cu",
         geometry.kernel_prefix + "combine_recv",
         combine_macros(geometry, output_bf16=True, has_shared=has_shared, of_some=of_some, waits=waits),
         block=(plan.partial_readers + 1) * WARP,
-        bound={
-            "rank": geometry.rank,
-            "early_parts": 0 if of_some else plan.num_parts,
-            "part_tokens": plan.part_tokens,
-        },
-        device=device,
+        bound=bound,
+        device=context.device,
         shared_bytes=plan.partial_ring(has_shared).shared_bytes,
-        early=early and plan.overlaps,
+        early=not of_some and _flags_come_last(context) and plan.overlaps,
     )
-    return kernel, plan
-
-
-def forget_kernels() -> None:
-    """Kernels are bound once for a geometry: bind them anew, as where constants of plans have changed."""
-    for bound in (_own_rows, _dispatch_send, _recv, _combine_send, _combine_recv):
-        bound.cache_clear()
-    one_rank_cuda.forget_kernels()
+    return SizedKernel(kernel, lambda num_tokens: plan.combine_recv_blocks(num_tokens, sms) + waits)

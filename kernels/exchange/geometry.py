@@ -66,6 +66,11 @@ class ExchangeGeometry:
         return hash((self.rank, self.world_size, self.num_experts, self.max_tokens, self.row_capacity))
 
     @cached_property
+    def number(self) -> int:
+        """The same for all equal geometries of this process: it is found in a table sooner than they are."""
+        return _NUMBERS.setdefault(self, len(_NUMBERS))
+
+    @cached_property
     def starts(self) -> tuple[int, ...]:
         return expert_starts(self.num_experts, self.world_size)
 
@@ -167,6 +172,9 @@ class ExchangeGeometry:
     def landing_half(self, region_half_bytes: int) -> int:
         """Bytes from the first half of the landing region to the second: whole records, not less than the half."""
         return ceil_div(region_half_bytes, self.record.record_bytes) * self.record.record_bytes
+
+
+_NUMBERS: dict[ExchangeGeometry, int] = {}
 
 
 def worst_case_rows(num_experts: int, world_size: int, top_k: int, max_tokens: int) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import torch
 
@@ -118,6 +118,19 @@ class _Pointers:
         }
         self._unread = torch.zeros(2, words, dtype=torch.int32, device=device)
         self.signals = table([self._unread[int(host == own)].data_ptr() for host in hosts])
+        memory_of_sender = {
+            "landing": self.landing,
+            "token_flags": self.token_flags,
+            "signals": self.signals,
+            "epoch_ptr": link.words[EPOCH:],
+            "error": link.words[FOUND:],
+            "latch": link.words[LATCH:],
+            "counter": memory.counters,
+            "landing_half": 0,
+            "token_flags_half": 0,
+        }
+        of_sender = _to_hosts(geometry), device, memory_of_sender
+        self.sender = cache(partial(cuda.bind_sender, *of_sender, await_ready=False))
 
 
 def _pointers(memory: ExchangeMemory, geometry: HostGeometry, link: LinkMemory) -> _Pointers:
@@ -139,26 +152,13 @@ def pack(
 ) -> torch.Tensor | None:
     """See `hierarchical.pack`."""
     table, words = _pointers(memory, geometry, link), link.words
-    cuda.send_records(
-        _to_hosts(geometry),
-        link.count_tag,
-        (x_TH, topk_idx_TK, topk_weights_TK, gsf),
-        {
-            "starts": link.host_starts,
-            "landing": table.landing,
-            "token_flags": table.token_flags,
-            "signals": table.signals,
-            "epoch_ptr": words[EPOCH:],
-            "handle_epoch": words[FOUND + ERROR_WORDS :],
-            "num_parts": num_hosts_T,
-            "error": words[FOUND:],
-            "latch": words[LATCH:],
-            "counter": memory.counters,
-        },
-        halves=(0, 0),
-        await_ready=False,
-        timeout_ns=0,
-    )
+    kernel = table.sender(ids_64=topk_idx_TK.dtype == torch.int64, static_gsf=gsf is not None)
+    changing = {
+        "starts": link.host_starts,
+        "handle_epoch": words[FOUND + ERROR_WORDS :],
+        "num_parts": num_hosts_T,
+    }
+    cuda.send_records(kernel, link.count_tag, (x_TH, topk_idx_TK, topk_weights_TK, gsf), changing, timeout_ns=0)
     slots_HT = counts_H = None
     if geometry.compacts:
         slots_HT, counts_H = compact(geometry, link, words[EPOCH : EPOCH + 1])

@@ -7,8 +7,9 @@ a row.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, TypeVar, TypeVarTuple
 
 import torch
 
@@ -34,6 +35,7 @@ class ExchangeMemory(Protocol):
         error: int32 `[8]` in host-visible memory, the error record of this rank.
         latch: int32 `[2]`: the code of the first error, and whether all peers know of it.
         counters: int32, zero between kernels.
+        kernels: what `kept_by_memory` keeps; empty where any of the above has changed.
     """
 
     rank: int
@@ -50,9 +52,29 @@ class ExchangeMemory(Protocol):
     error: torch.Tensor
     latch: torch.Tensor
     counters: torch.Tensor
+    kernels: dict[tuple[Any, ...], Any]
 
 
-@dataclass(frozen=True)
+Kind = TypeVarTuple("Kind")
+Bound = TypeVar("Bound")
+
+
+def kept_by_memory(
+    bind: Callable[[ExchangeMemory, ExchangeGeometry, *Kind], Bound],
+) -> Callable[[ExchangeMemory, ExchangeGeometry, *Kind], Bound]:
+    """Decorate what binds kernels to a memory, which keeps them: it is called once for equal other arguments."""
+
+    def kept(context: ExchangeMemory, geometry: ExchangeGeometry, *kind: *Kind) -> Bound:
+        key = bind, geometry.number, *kind
+        bound = context.kernels.get(key)
+        if bound is None:
+            bound = context.kernels[key] = bind(context, geometry, *kind)
+        return bound
+
+    return kept
+
+
+@dataclass(eq=False, slots=True)
 class RecvBuffers:
     """Uninitialised memory that `dispatch_recv` writes.
 

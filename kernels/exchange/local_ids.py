@@ -9,7 +9,7 @@ from functools import cache
 
 import torch
 
-from moe_runtime.kernels.bound_kernel import launch
+from moe_runtime.kernels.bound_kernel import BoundKernel, SizedKernel
 from moe_runtime.kernels.formats.number_formats import ceil_div
 from moe_runtime.kernels.nvrtc import Defines
 
@@ -41,23 +41,23 @@ def local_ids(
         kept = kept.masked_fill((topk_idx < -1) | (topk_idx >= num_experts), num_local)
         return kept.masked_fill(topk_weights.isnan(), -1).int()
     local = torch.empty(topk_idx.shape, dtype=torch.int32, device=topk_idx.device)
-    if topk_idx.numel():
-        launch(
-            "local_ids.cu",
-            "local_ids",
-            _macros(topk_idx.dtype == torch.int64),
-            grid=(ceil_div(topk_idx.numel(), THREADS), 1, 1),
-            block=THREADS,
-            arguments={
-                "topk_idx": topk_idx,
-                "topk_weights": topk_weights,
-                "local": local,
-                "num_ids": topk_idx.numel(),
-                "num_experts": num_experts,
-                "first": first,
-                "num_local": num_local,
-            },
-            device=topk_idx.device,
-            early=True,
-        )
+    num_ids = topk_idx.numel()
+    if num_ids:
+        kernel = _kernel(topk_idx.dtype == torch.int64, topk_idx.device, num_experts, first, num_local)
+        arguments = {"topk_idx": topk_idx, "topk_weights": topk_weights, "local": local, "num_ids": num_ids}
+        kernel.launch(arguments, num_ids)
     return local
+
+
+@cache
+def _kernel(ids_64: bool, device: torch.device, num_experts: int, first: int, num_local: int) -> SizedKernel:
+    kernel = BoundKernel(
+        "local_ids.cu",
+        "local_ids",
+        _macros(ids_64),
+        block=THREADS,
+        bound={"num_experts": num_experts, "first": first, "num_local": num_local},
+        device=device,
+        early=True,
+    )
+    return SizedKernel(kernel, lambda num_ids: ceil_div(num_ids, THREADS))

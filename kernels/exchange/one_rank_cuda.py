@@ -5,15 +5,13 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 
-from moe_runtime.kernels.bound_kernel import BoundKernel
+from moe_runtime.kernels.bound_kernel import Argument, BoundKernel, SizedKernel
 from moe_runtime.kernels.exchange.geometry import ExchangeGeometry
-from moe_runtime.kernels.exchange.interface import ExchangeMemory, RecvBuffers, aligned
+from moe_runtime.kernels.exchange.interface import ExchangeMemory, RecvBuffers, aligned, kept_by_memory
 from moe_runtime.kernels.exchange.macros import one_rank_combine_macros, one_rank_dispatch_macros
-from moe_runtime.kernels.exchange.plan import ONE_RANK_SUM_THREADS, ExchangePlan, required_plan
+from moe_runtime.kernels.exchange.plan import ONE_RANK_SUM_THREADS, required_plan
 from moe_runtime.kernels.launch_order import IN_ORDER, LaunchOrder
 from moe_runtime.kernels.nvrtc import most_sms
 
@@ -39,42 +37,27 @@ class _OneRank:
         buffers: RecvBuffers,
     ) -> None:
         """See `interface.OneRankKernels`."""
-        x_TH, num_tokens = aligned(x_TH), x_TH.shape[0]
-        landing_half = geometry.landing_half(context.half_bytes["landing"])
-        copies_scales = buffers.scales is not None and geometry.token_format.scale_dtype is not None
-        ids_64 = topk_idx_TK.dtype == torch.int64
-        kernel, plan = _one_rank_dispatch(geometry, x_TH.device, ids_64, gsf is not None, copies_scales)
-        kernel.launch(
-            {
-                "x_TH": x_TH,
-                "x_stride": x_TH.stride(0),
-                "topk_idx": topk_idx_TK,
-                "topk_weights": topk_weights_TK,
-                "static_gsf": gsf,
-                "num_tokens": num_tokens,
-                "count_tag": count_tag,
-                "group_offsets": buffers.group_offsets,
-                "group_scale_offsets": buffers.group_scale_offsets,
-                "row_index": buffers.row_index,
-                "positions": buffers.positions,
-                "rows": buffers.rows,
-                "scales": buffers.scales,
-                "row_scale": buffers.row_scale,
-                "landing": context.landing_pointers,
-                "token_flags": context.token_flags_pointers,
-                "signals": context.signal_pointers,
-                "epoch_ptr": context.epoch,
-                "handle_epoch": handle_epoch,
-                "num_parts": num_parts_T,
-                "error": context.error,
-                "latch": context.latch,
-                "counter": context.counters,
-                "first_row": landing_half // geometry.record.record_bytes,
-                "landing_half": landing_half,
-                "token_flags_half": context.half_bytes["token_flags"],
-            },
-            (plan.one_rank_dispatch_blocks(num_tokens, most_sms(context.device)), 1, 1),
-        )
+        x_TH, num_tokens, scales = aligned(x_TH), x_TH.shape[0], buffers.scales
+        kernel = _dispatcher(context, geometry, topk_idx_TK.dtype == torch.int64, gsf is not None, scales is not None)
+        arguments = {
+            "x_TH": x_TH,
+            "x_stride": x_TH.stride(0),
+            "topk_idx": topk_idx_TK,
+            "topk_weights": topk_weights_TK,
+            "static_gsf": gsf,
+            "num_tokens": num_tokens,
+            "count_tag": count_tag,
+            "group_offsets": buffers.group_offsets,
+            "group_scale_offsets": buffers.group_scale_offsets,
+            "row_index": buffers.row_index,
+            "positions": buffers.positions,
+            "rows": buffers.rows,
+            "scales": scales,
+            "row_scale": buffers.row_scale,
+            "handle_epoch": handle_epoch,
+            "num_parts": num_parts_T,
+        }
+        kernel.launch(arguments, num_tokens)
 
     def combine(
         self,
@@ -91,70 +74,75 @@ class _OneRank:
         """See `interface.OneRankKernels`."""
         num_tokens, output_RH = y_TH.shape[0], aligned(output_RH)
         shared_TH = None if shared_TH is None else aligned(shared_TH)
-        is_bf16 = output_RH.dtype == torch.bfloat16
-        kernel, plan = _one_rank_combine(geometry, y_TH.device, is_bf16, shared_TH is not None)
-        kernel.launch(
-            {
-                "y_TH": y_TH,
-                "shared_TH": shared_TH,
-                "shared_stride": shared_TH.stride(0) if shared_TH is not None else 0,
-                "output": output_RH,
-                "row_bytes": output_RH.stride(0) * output_RH.element_size(),
-                "positions": positions_SK,
-                "num_tokens": num_tokens,
-                "landing": context.landing_pointers,
-                "signals": context.signal_pointers,
-                "epoch_ptr": context.epoch,
-                "handle_epoch": handle_epoch,
-                "error": context.error,
-                "latch": context.latch,
-                "landing_half": geometry.landing_half(context.half_bytes["landing"]),
-                "settled": int(order.only_rows_pending),
-            },
-            (plan.one_rank_combine_blocks(num_tokens, most_sms(context.device)), 1, 1),
-        )
+        kernel = _combiner(context, geometry, output_RH.dtype == torch.bfloat16, shared_TH is not None)
+        arguments = {
+            "y_TH": y_TH,
+            "shared_TH": shared_TH,
+            "shared_stride": 0 if shared_TH is None else shared_TH.stride(0),
+            "output": output_RH,
+            "row_bytes": output_RH.stride(0) * output_RH.element_size(),
+            "positions": positions_SK,
+            "num_tokens": num_tokens,
+            "handle_epoch": handle_epoch,
+            "settled": int(order.only_rows_pending),
+        }
+        kernel.launch(arguments, num_tokens)
 
 
-@cache
-def _one_rank_dispatch(
-    geometry: ExchangeGeometry, device: torch.device, ids_64: bool, static_gsf: bool, scales: bool
-) -> tuple[BoundKernel, ExchangePlan]:
-    plan = required_plan(geometry)
+def _memory(context: ExchangeMemory, geometry: ExchangeGeometry) -> dict[str, Argument]:
+    """What both kernels are told of their memory."""
+    return {
+        "landing": context.landing_pointers,
+        "signals": context.signal_pointers,
+        "epoch_ptr": context.epoch,
+        "error": context.error,
+        "latch": context.latch,
+        "landing_half": geometry.landing_half(context.half_bytes["landing"]),
+    }
+
+
+@kept_by_memory
+def _dispatcher(
+    context: ExchangeMemory, geometry: ExchangeGeometry, ids_64: bool, static_gsf: bool, has_scales: bool
+) -> SizedKernel:
+    plan, sms, memory = required_plan(geometry), most_sms(context.device), _memory(context, geometry)
+    copies_scales = has_scales and geometry.token_format.scale_dtype is not None
     kernel = BoundKernel(
         "one_rank_dispatch.cu",
         geometry.kernel_prefix + "one_rank_dispatch",
-        one_rank_dispatch_macros(geometry, ids_64=ids_64, static_gsf=static_gsf, scales=scales),
+        one_rank_dispatch_macros(geometry, ids_64=ids_64, static_gsf=static_gsf, scales=copies_scales),
         block=plan.one_rank_threads,
-        bound={"num_slots": geometry.num_slots, "capacity": geometry.row_capacity},
-        device=device,
+        bound={
+            "num_slots": geometry.num_slots,
+            "capacity": geometry.row_capacity,
+            "token_flags": context.token_flags_pointers,
+            "counter": context.counters,
+            "first_row": geometry.landing_half(context.half_bytes["landing"]) // geometry.record.record_bytes,
+            "token_flags_half": context.half_bytes["token_flags"],
+            **memory,
+        },
+        device=context.device,
         shared_bytes=plan.one_rank_shared_bytes,
         early=plan.overlaps,
         all_shared=True,  # as the GEMM that starts beside it, so that they share an SM
     )
-    return kernel, plan
+    return SizedKernel(kernel, lambda num_tokens: plan.one_rank_dispatch_blocks(num_tokens, sms))
 
 
-@cache
-def _one_rank_combine(
-    geometry: ExchangeGeometry, device: torch.device, output_bf16: bool, has_shared: bool
-) -> tuple[BoundKernel, ExchangePlan]:
-    plan = required_plan(geometry)
+@kept_by_memory
+def _combiner(context: ExchangeMemory, geometry: ExchangeGeometry, output_bf16: bool, has_shared: bool) -> SizedKernel:
+    plan, sms = required_plan(geometry), most_sms(context.device)
     kernel = BoundKernel(
         "one_rank_combine.cu",
         geometry.kernel_prefix + "one_rank_combine",
         one_rank_combine_macros(geometry, output_bf16=output_bf16, has_shared=has_shared),
         block=ONE_RANK_SUM_THREADS,
-        device=device,
+        bound=_memory(context, geometry),
+        device=context.device,
         early=plan.overlaps,
         all_shared=True,  # as the GEMM beside which it starts
     )
-    return kernel, plan
-
-
-def forget_kernels() -> None:
-    """As `cuda.forget_kernels`, which calls it."""
-    for bound in (_one_rank_dispatch, _one_rank_combine):
-        bound.cache_clear()
+    return SizedKernel(kernel, lambda num_tokens: plan.one_rank_combine_blocks(num_tokens, sms))
 
 
 ONE_RANK = _OneRank()

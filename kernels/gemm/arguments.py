@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -268,6 +269,14 @@ class Intermediate:
         gsf = encode_scale(fmt, out_gsf, w.device, "out_gsf", clamped=more.get("finished", True))
         return cls(fmt, num_columns, gsf, **more)
 
+    @cached_property
+    def _quant_columns(self) -> int:
+        return self.format.quant_columns(self.num_columns)
+
+    @cached_property
+    def _scale_columns(self) -> int:
+        return self.format.scale_columns(self.num_columns)
+
     def empty(self, a: GroupedRows) -> GroupedRows:
         """Uninitialized rows `[capacity, I]` of the groups of `a`.
 
@@ -291,15 +300,13 @@ class Intermediate:
             else:
                 scale_offsets = dense_128_offsets(a.group_offsets[: a.num_groups + 1])
                 blocks = dense_128_blocks_needed(capacity, a.num_groups)
-            columns = ceil_div(fmt.scale_columns(self.num_columns), 4)
+            columns = ceil_div(self._scale_columns, 4)
             scales = torch.empty(blocks, columns, 32, 4, 4, dtype=fmt.scale_dtype, device=device)
         elif fmt.scale_dtype is not None:
-            columns = fmt.scale_columns(self.num_columns)
-            scales = torch.empty(capacity, columns, dtype=fmt.scale_dtype, device=device)
-        columns = fmt.quant_columns(self.num_columns)
-        return GroupedRows(
+            scales = torch.empty(capacity, self._scale_columns, dtype=fmt.scale_dtype, device=device)
+        return GroupedRows._of(
             format=fmt,
-            rows=torch.empty(stored, columns, dtype=fmt.quant_dtype, device=device),
+            rows=torch.empty(stored, self._quant_columns, dtype=fmt.quant_dtype, device=device),
             scales=scales,
             row_scale=row_scale,
             row_index=None,

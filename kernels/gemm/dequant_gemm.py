@@ -298,7 +298,7 @@ class DequantGemm:
                 "group_scale_offsets": a.group_scale_offsets,
                 "token_scale_ld": scale_stride(a, self._packed_ld),
                 "row_bytes": tokens.stride(0) * tokens.element_size(),
-                **a.read_early,
+                **a.order.read_early,
             }
         else:
             arguments["counters"] = counters

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, Self
 
 import torch
 
@@ -61,6 +62,14 @@ class GroupedRows:
     expected_rows: int | None = None
     order: LaunchOrder = IN_ORDER
 
+    @classmethod
+    def _of(cls, **fields: Any) -> Self:
+        """One with these fields, whose names are not checked; others are as by default. Every step makes two of them,
+        and `__init__` of a frozen class takes four times as long."""
+        rows = object.__new__(cls)
+        vars(rows).update(fields)
+        return rows
+
     @cached_property
     def num_groups(self) -> int:
         return int(self.expert_ids.shape[0])
@@ -80,14 +89,3 @@ class GroupedRows:
     def active_on_device(self) -> torch.Tensor | None:
         """`num_active_experts` if it is a tensor, else None."""
         return self.num_active_experts if isinstance(self.num_active_experts, torch.Tensor) else None
-
-    @property
-    def read_early(self) -> dict[str, torch.Tensor | int | None]:
-        """What a GEMM may read before the kernel that makes the rows has ended, and when: arguments of kernels."""
-        ids, count, id_bytes = self.order.ids_for_kernels
-        return {
-            "topk_idx": ids,
-            "num_ids": count,
-            "id_bytes": id_bytes,
-            "loads_after_ns": self.order.weights_after_ns,
-        }

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any
@@ -203,6 +204,7 @@ class TmaGemm:
             order = w.order
         # The weights are kept: the kernel has only their addresses.
         self._w, self._of_weights = w, (_pointer(w.expert_scales), _pointer(w.bias), scales_per_expert)
+        self._extras = Extras(None, *self._of_weights)
         defines = macros(
             a.format,
             shape,
@@ -237,7 +239,7 @@ class TmaGemm:
             any_map = _weight_map(w, gate_up, HALF if gate_up is None else shape.halves * HALF // 2)
             weights = {"w_map": any_map}
         # Gathered rows are copied one by one.
-        self._box_rows = 1 if gather else shape.box_rows
+        self._map_at = _maps_of_rows(a.rows, a.num_columns, 1 if gather else shape.box_rows)
         formula = activation or SILU
         self._kernel = kernel(
             SOURCE,
@@ -281,17 +283,17 @@ class TmaGemm:
             copied |= {"w_map": self._strips.map(ring), "ring": ring, "ring_counters": counters}
         self._kernel.launch(
             {
-                "a_map": _rows_map(a.rows, a.num_columns, self._box_rows),
+                "a_map": self._map_at(a.rows.data_ptr()),
                 "row_index": a.row_index,
                 "a_scales": a.scales,
-                "extras": Extras(None if a.row_scale is None else a.row_scale.data_ptr(), *self._of_weights),
+                "extras": self._extras if a.row_scale is None else Extras(a.row_scale.data_ptr(), *self._of_weights),
                 "out": out,
                 "out_scales": None if result is None else result.scales,
                 "offsets": a.group_offsets,
                 "expert_ids": a.expert_ids,
                 "num_active": a.active_on_device,
                 "settled": int(a.order.only_rows_pending),
-                **a.read_early,
+                **a.order.read_early,
                 **copied,
             }
         )
@@ -305,16 +307,12 @@ def _pointer(t: torch.Tensor | None) -> int | None:
     return None if t is None else t.data_ptr()
 
 
-def _rows_map(rows: torch.Tensor, k: int, box_rows: int) -> Any:
-    """Map of `[rows, K]`: boxes of 128 bytes of K times `box_rows`; zeros outside."""
-    stride = rows.stride(0) * rows.element_size()
-    return _tensor_map(
-        rows.data_ptr(),
-        rows.element_size(),
-        (k, max(rows.shape[0], 1)),
-        (stride,),
-        (128 // rows.element_size(), box_rows),
-    )
+def _maps_of_rows(rows: torch.Tensor, k: int, box_rows: int) -> Callable[[int], Any]:
+    """By their address, maps of `[rows, K]` like `rows`: boxes of 128 bytes of K times `box_rows`; zeros outside."""
+    size = rows.element_size()
+    dims, strides = (k, max(rows.shape[0], 1)), (rows.stride(0) * size,)
+    box = 128 // size, box_rows
+    return lru_cache(MAPS_KEPT)(lambda address: _tensor_map(address, size, dims, strides, box))
 
 
 def _scales_map(scales: torch.Tensor) -> Any:

@@ -9,7 +9,7 @@ import logging
 import threading
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace, TracebackType
-from typing import NoReturn, cast
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -479,6 +479,7 @@ class ExpertParallelContext(AbortableContext):
         self.signal_pointers, self.token_flags_pointers, self.landing_pointers, self.combine_pointers = (
             self.heap.peer_pointers(region) for region in ("signals", "token_flags", "landing", "combine")
         )
+        self.kernels: dict[tuple[Any, ...], Any] = {}
         self._watch_abort_words()
 
     @torch.inference_mode(False)

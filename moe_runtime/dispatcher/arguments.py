@@ -276,7 +276,7 @@ def flat_tokens(geometry: ExchangeGeometry, device: torch.device, x: torch.Tenso
         raise ValueError(f"x: expected device {device}, got {x.device}")
     if x.ndim < 1 or x.shape[-1] != geometry.hidden:
         raise ValueError(f"x: expected [..., {geometry.hidden}], got shape {list(x.shape)}")
-    return x.reshape(-1, geometry.hidden)
+    return x if x.ndim == 2 else x.reshape(-1, geometry.hidden)
 
 
 def flat_shared(

@@ -434,9 +434,10 @@ class TokenDispatcher:
         landed_rows, landed_scales = self.context.landing_views.get(self.exchange_id) or exchange.landed()
         if handle.scales_in_record:
             scales = landed_scales
-        elif scales is not None and fmt.scale_dtype is not None:
+        elif scales is not None and fmt.swizzled:
+            assert fmt.scale_dtype is not None
             scales = scales.view(fmt.scale_dtype)
-        return DispatchedTokens(
+        return DispatchedTokens._of(
             format=fmt,
             rows=landed_rows if rows is None else rows.view(fmt.quant_dtype),
             scales=scales,

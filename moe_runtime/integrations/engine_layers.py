@@ -396,9 +396,9 @@ class EngineExperts:
         Raises:
             ValueError: a wrong argument, or too many tokens; the peers get `PeerAbortedError`.
         """
-        self._group.warm_up()
-        share, limit = self.share, self.layer.config.max_tokens_per_rank
-        num_tokens = x.shape[0]
+        if self._group.cold:
+            self._group.warm_up()
+        share, parts, num_tokens = self.share, self.share.parts, x.shape[0]
         if _given is not None:
             with abort_peers_on_error(self.layer.context):
                 topk_ids, topk_weights = _given.take(self, topk_ids)
@@ -407,7 +407,7 @@ class EngineExperts:
             with abort_peers_on_error(self.layer.context):
                 for ids, weights in zip(topk_ids.split(most), topk_weights.float().split(most), strict=True):
                     self.routes.add(ids, weights)
-        if share.parts > 1:
+        if parts > 1:
             mine = part_of(num_tokens, share.ranks, share.rank)
             x, topk_ids, topk_weights = x[mine], topk_ids[mine], topk_weights[mine]
         ids, weights = topk_ids.contiguous(), topk_weights.float().contiguous()
@@ -415,9 +415,9 @@ class EngineExperts:
             ids = local_ids(ids, weights, *self._ids)
         steps: tuple[int, int | None] = 1, None
         if most_tokens is not None:
-            steps = steps_for(max(1, ceil_div(most_tokens, share.parts)), limit)
+            steps = steps_for(max(1, ceil_div(most_tokens, parts)), self.layer.config.max_tokens_per_rank)
         y_TH = run_in_steps(self.layer, x, ids, weights, *steps)
-        return y_TH if share.parts == 1 else place_part(y_TH, num_tokens, mine)
+        return y_TH if parts == 1 else place_part(y_TH, num_tokens, mine)
 
 
 def _ends(experts: Sequence[int]) -> str:

@@ -73,21 +73,15 @@ def half_bytes(geometry: ExchangeGeometry) -> dict[str, int]:
 def launches(geometry: ExchangeGeometry, *, mapped: bool = True, shared: bool = False) -> list[Launch]:
     """What a step of full ranks launches on a GPU like an H200; memory is not looked at."""
     none = torch.empty(0)
-    tables = (
-        "landing_pointers",
-        "token_flags_pointers",
-        "signal_pointers",
-        "combine_pointers",
-        "epoch",
-        "error",
-        "latch",
-    )
+    pointers, words = torch.empty(0, dtype=torch.int64), torch.empty(2, dtype=torch.int32)
+    tables = ("landing_pointers", "token_flags_pointers", "signal_pointers", "combine_pointers")
     parts = SimpleNamespace(
         heap=SimpleNamespace(directly_mapped=mapped),
         device=torch.device("cpu"),
         half_bytes=half_bytes(geometry),
-        counters=torch.empty(2),
-        **dict.fromkeys(tables, none),
+        kernels={},
+        **dict.fromkeys(tables, pointers),
+        **dict.fromkeys(("epoch", "error", "latch", "counters"), words),
     )
     context = cast(ExchangeMemory, parts)
     x = torch.empty(geometry.max_tokens, geometry.hidden, dtype=torch.bfloat16, device="meta")

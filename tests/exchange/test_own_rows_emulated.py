@@ -98,15 +98,16 @@ Placed = list[tuple[int, torch.Tensor]]
 def placed(monkeypatch: pytest.MonkeyPatch) -> Placed:
     """A rank, and a view of what its kernel says of its tokens, for each dispatch that has begun."""
     seen: Placed = []
-    place = cuda._place_own_rows
+    send = cuda.dispatch_send
 
-    def spied(context: Any, geometry: Any, starts: Any, topk_idx: torch.Tensor, buffers: RecvBuffers) -> Any:
+    def spied(context: Any, geometry: Any, tag: int, starts: Any, x_TH: torch.Tensor, *step: Any) -> None:
+        buffers: RecvBuffers = step[-1]
         assert buffers.scratch is not None
         start = cuda._count_words(geometry) + geometry.max_tokens * geometry.top_k
-        seen.append((geometry.rank, buffers.scratch[start : start + topk_idx.shape[0]]))
-        return place(context, geometry, starts, topk_idx, buffers)
+        seen.append((geometry.rank, buffers.scratch[start : start + x_TH.shape[0]]))
+        send(context, geometry, tag, starts, x_TH, *step)
 
-    monkeypatch.setattr(cuda, "_place_own_rows", spied)
+    monkeypatch.setattr(cuda, "dispatch_send", spied)
     return seen
 
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from moe_runtime.kernels.exchange import cuda, macros, plan
+from moe_runtime.kernels.exchange import macros, plan
 
 
 def forget_plans() -> None:
@@ -18,7 +18,6 @@ def forget_plans() -> None:
     macros.combine_macros.cache_clear()
     macros.one_rank_dispatch_macros.cache_clear()
     macros.one_rank_combine_macros.cache_clear()
-    cuda.forget_kernels()
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from cuda.bindings import driver
 from moe_runtime.comm.heaps.private_heap import PrivateHeap
 from moe_runtime.config import MoELayerConfig
 from moe_runtime.context.expert_parallel import ExpertParallelContext
+from moe_runtime.integrations.engine_layers import EngineExperts, TokenShare, _Group
 from moe_runtime.kernels import nvrtc
 from moe_runtime.kernels.exchange import cuda
 from moe_runtime.kernels.gemm import dequant_gemm, grouped_gemm, prepacked, tma_gemm
@@ -35,10 +36,12 @@ CPU = torch.device("cpu")
 TOKENS, HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 8, 2048, 128, 128, 8
 FORMATS = ("nvfp4", "fp8_block", "bf16")
 
-BUDGET = {1: 120, 2: 170}
+BUDGET = {1: 92, 2: 102}
 """Most Python calls of a step, by ranks."""
-BUDGET_OF_EXPERTS = 29
+BUDGET_OF_EXPERTS = 24
 """Most of these that both products of the experts may have."""
+PREFILL_TOKENS, BUDGET_OF_ENGINE = 256, 116
+"""Tokens of a step whose dispatch is several launches, and most Python calls of it by an engine's adapter."""
 
 
 @pytest.fixture
@@ -78,13 +81,13 @@ def counted(calls: Counter[str]) -> Iterator[None]:
         sys.setprofile(None)
 
 
-def made_layer(fmt: str, world: int) -> MoELayer:
+def made_layer(fmt: str, world: int, tokens: int = TOKENS) -> MoELayer:
     config = MoELayerConfig(
         hidden_size=HIDDEN,
         intermediate_size=INTERMEDIATE,
         num_experts=EXPERTS,
         top_k=TOP_K,
-        max_tokens_per_rank=TOKENS,
+        max_tokens_per_rank=tokens,
         weight_format=fmt,
         token_format=fmt,
     )
@@ -137,3 +140,18 @@ def test_python_calls_of_a_step(fmt: str, world: int, gpu: None) -> None:
         out = torch.empty(rows.capacity, HIDDEN, dtype=torch.bfloat16)
         assert calls_of(lambda: experts._run(rows, out), f"{fmt}, experts") <= BUDGET_OF_EXPERTS
         assert len(experts._bound) == 1
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_python_calls_of_an_engine(fmt: str, gpu: None) -> None:
+    """The second of two ranks that hold the same tokens, each with experts of its own."""
+    layer = made_layer(fmt, 1, PREFILL_TOKENS)
+    share = TokenShare(2, 1, whole=True)
+    experts = EngineExperts(layer, _Group(layer.context), share, 2 * EXPERTS, first=EXPERTS)
+    experts._ids = (*experts._ids[:3], "cuda")
+    data = rank_input(1, 0, PREFILL_TOKENS, HIDDEN, 2 * EXPERTS, TOP_K, "random")
+
+    def step() -> torch.Tensor:
+        return experts(data.x, data.topk_idx, data.topk_weights, PREFILL_TOKENS)
+
+    assert calls_of(step, f"{fmt}, engine") <= BUDGET_OF_ENGINE
