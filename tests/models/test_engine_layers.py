@@ -627,17 +627,18 @@ def test_plugins_are_entry_points_and_off_until_they_are_asked_for() -> None:
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_the_variable_switches_an_adapter_on(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module = __import__(f"moe_runtime.integrations.{engine}", fromlist=["register"])
+    variable = f"MOE_RUNTIME_{engine.upper()}"
     installed: list[LayerSettings] = []
     monkeypatch.setattr(f"moe_runtime.integrations.{engine}_experts.install", installed.append)
     for value in ("", "0", " "):
-        monkeypatch.setenv(module.VARIABLE, value)
+        monkeypatch.setenv(variable, value)
         module.register()
     assert not installed
-    monkeypatch.setenv(module.VARIABLE, "1")
+    monkeypatch.setenv(variable, "1")
     module.register()
     assert installed == [LayerSettings(fields={})]
-    monkeypatch.setenv(module.VARIABLE, "no_such_file.yaml")
-    with pytest.raises(ValueError, match=f"{module.VARIABLE}: expected 0, 1 or the path of a YAML file: .*no_such"):
+    monkeypatch.setenv(variable, "no_such_file.yaml")
+    with pytest.raises(ValueError, match=f"{variable}: expected 0, 1 or the path of a YAML file: .*no_such"):
         module.register()
 
 

@@ -40,7 +40,7 @@ BUDGET = {1: 92, 2: 102}
 """Most Python calls of a step, by ranks."""
 BUDGET_OF_EXPERTS = 24
 """Most of these that both products of the experts may have."""
-PREFILL_TOKENS, BUDGET_OF_ENGINE = 256, 116
+PREFILL_TOKENS, BUDGET_OF_ENGINE = 256, 117
 """Tokens of a step whose dispatch is several launches, and most Python calls of it by an engine's adapter."""
 
 
