@@ -76,6 +76,11 @@ def ask(llm: Any, prompts: list[list[int]], **sampling: Any) -> tuple[float, Any
     return time.perf_counter() - begun, answers
 
 
+def without_folders(line: str) -> str:
+    """`line` with the names alone of files below `/`, whose folders are of one machine."""
+    return re.sub(r"(?<![\w.:/-])/(?:[^\s/]+/)+", "", line)
+
+
 def covered(spans: list[tuple[float, float]]) -> float:
     """Length of the union of spans, each a begin and an end: a kernel launched by PDL begins while another ends."""
     total, reached = 0.0, float("-inf")
@@ -258,7 +263,7 @@ def start_case(
             process.wait()
     lines = log.read_text(errors="replace").splitlines()
     said = [
-        line
+        without_folders(line)
         for line in lines
         if re.search(r"moe_runtime: \d|[Uu]sing .*(MoE|Moe|attention) |Model loading took|KV cache (size|memory)", line)
     ]

@@ -77,3 +77,9 @@ def test_times_of_a_profile(tmp_path: Path) -> None:
 def test_wrong_options(arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert vllm_speed.main(arguments) == 2
     assert complaint in capsys.readouterr().err
+
+
+def test_what_is_kept_of_a_log_names_no_folder() -> None:
+    line = "Using default MoE config at 9.5 tokens/s. No file /opt/of/one.machine/configs/E=64,N=768.json, see https://a.b/c"
+    kept = line.replace("/opt/of/one.machine/configs/", "")
+    assert vllm_speed.without_folders(line) == kept
