@@ -33,6 +33,8 @@ from tests.support.on_host import COMPILER
 HERE = Path(__file__).parent
 CAN_EMULATE = COMPILER is not None and platform.machine() == "x86_64"
 needs_emulator = pytest.mark.skipif(not CAN_EMULATE, reason="needs a C++ compiler for x86-64")
+MOST_SCHEDULES = 300
+"""In which a planted mistake has to show; most do at once."""
 OPTIONS = ("-std=c++17", "-fPIC", "-shared", "-fno-strict-aliasing", "-ffp-contract=off", "-w")
 OF_KERNELS = "-Og"
 """Compiles in half the time of -O1, and the kernels hardly run longer: most of that is the emulator's."""

@@ -18,7 +18,7 @@ from moe_runtime.comm.errors import RoutingError, StepMismatchError
 from moe_runtime.comm.signals import NUM_COUNTERS
 from moe_runtime.dispatcher.handle import DispatchedTokens
 from moe_runtime.kernels.exchange import geometry, plan, reference
-from tests.emulator import Emulator, needs_emulator
+from tests.emulator import MOST_SCHEDULES, Emulator, needs_emulator
 from tests.exchange.test_cuda_exchange_emulated import (
     Step,
     all_at_once,
@@ -241,7 +241,7 @@ def test_a_failure_found_while_rows_are_counted_leaves_none(draw_sizes: Draw, em
 
 def test_one_that_is_not_looked_for_is_found(draw_sizes: Draw, emulator: Emulator, seed: int) -> None:
     with pytest.raises(AssertionError, match="rows to read"):
-        for turn in range(30):
+        for turn in range(MOST_SCHEDULES):
             failed_while_counting(draw_sizes, emulator, seed + turn, (r"threadIdx\.x == 0 && x\.failed\(\)", "false"))
 
 

@@ -15,7 +15,7 @@ from moe_runtime.comm.errors import MoERuntimeError, PeerTimeoutError, Phase, Ro
 from moe_runtime.dispatcher.handle import DispatchedTokens
 from moe_runtime.kernels.exchange import plan
 from moe_runtime.observation.waits import LATE, SLOW_TO_SEND, LayerWaits, PeerWaits, slowest_rank
-from tests.emulator import Emulator, needs_emulator
+from tests.emulator import MOST_SCHEDULES, Emulator, needs_emulator
 from tests.support.comparison import assert_same_bits
 from tests.support.exchange_data import RankInput, expected_groups, rank_input
 from tests.support.token_parts import forget_plans
@@ -327,9 +327,8 @@ def assert_is_found(
     emulator: Emulator,
     run: Callable[[int], None],
     slowed: Callable[[str], str] = lambda text: text,
-    most: int = 60,
 ) -> None:
-    """Some of `most` runs fails where a regular expression is replaced in translated kernels, `slowed` before."""
+    """Some run fails where a regular expression is replaced in translated kernels, `slowed` before."""
     edited = 0
 
     def edit(text: str) -> str:
@@ -340,7 +339,7 @@ def assert_is_found(
 
     emulator.edit = edit
     with pytest.raises((AssertionError, MoERuntimeError)):
-        for turn in range(most):
+        for turn in range(MOST_SCHEDULES):
             run(turn)
     assert edited > 0
 
@@ -377,7 +376,7 @@ def test_parts_that_are_told_of_too_early_are_found(emulator: Emulator, seed: in
         run_steps(settings, [full_step(seed + turn + 100 * step) for step in range(4)], emulator, seed + turn)
 
     # One in ten runs fails: parts have to be summed before anybody sees to the copies.
-    assert_is_found(BEFORE_IT_HAS_LANDED, emulator, run, most=200)
+    assert_is_found(BEFORE_IT_HAS_LANDED, emulator, run)
 
 
 @pytest.fixture

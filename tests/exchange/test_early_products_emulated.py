@@ -33,7 +33,7 @@ from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
 from moe_runtime.kernels.gemm.weights import GateUpOrder
 from moe_runtime.kernels.launch_order import IN_ORDER, ONLY_ROWS_PENDING, LaunchOrder
 from moe_runtime.layer import MoELayer
-from tests.emulator import Emulator, EmulatorError, needs_emulator
+from tests.emulator import MOST_SCHEDULES, Emulator, EmulatorError, needs_emulator
 from tests.emulator.tensor_maps import encode_tiled
 from tests.support.comparison import assert_same_bits
 from tests.support.exchange_data import RankInput, rank_input
@@ -49,8 +49,6 @@ HIDDEN, INTERMEDIATE, EXPERTS, TOP_K, MOST = 256, 192, 70, 2, 3
 SCHEDULES = 2
 MORE = 70
 """Tokens with more ids than products count."""
-MOST_SCHEDULES = 30
-"""In which a mistake has to show."""
 PAIRS = [
     ("nvfp4", "nvfp4"),
     ("nvfp4", "fp8_block"),

@@ -13,7 +13,7 @@ from moe_runtime.comm.errors import MoERuntimeError
 from moe_runtime.dispatcher.handle import DispatchHandle
 from moe_runtime.kernels.exchange import cuda, plan
 from moe_runtime.kernels.exchange.padded_rows import PaddedRows, PaddedScales
-from tests.emulator import Emulator
+from tests.emulator import MOST_SCHEDULES, Emulator
 from tests.support.comparison import assert_same_bits
 from tests.support.exchange_data import RankInput, expected_combine, expected_groups, rank_input
 from tests.support.token_parts import forget_plans
@@ -142,7 +142,7 @@ def test_combines_that_await_tokens_go_round_their_rings(emulator: Emulator, see
 
 
 def assert_is_found(emulator: Emulator, pattern: str, replacement: str, run: Callable[[int], None]) -> None:  # noqa: F811
-    """Some of 30 runs fails where translated kernels are edited."""
+    """Some run fails where translated kernels are edited."""
     edited = 0
 
     def edit(text: str) -> str:
@@ -153,7 +153,7 @@ def assert_is_found(emulator: Emulator, pattern: str, replacement: str, run: Cal
 
     emulator.edit = edit
     with pytest.raises((AssertionError, MoERuntimeError)):
-        for turn in range(30):
+        for turn in range(MOST_SCHEDULES):
             run(turn)
     assert edited > 0
 

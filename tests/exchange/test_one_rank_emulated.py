@@ -20,7 +20,7 @@ from moe_runtime.kernels.exchange.padded_rows import PaddedRows
 from moe_runtime.kernels.exchange.plan import required_plan
 from moe_runtime.kernels.formats.number_formats import COMBINE_FORMATS, FORMATS
 from moe_runtime.launch.research.aot_exchange import one_rank_geometry
-from tests.emulator import Emulator, needs_emulator
+from tests.emulator import MOST_SCHEDULES, Emulator, needs_emulator
 from tests.support.comparison import assert_same_bits
 from tests.support.exchange_data import RankInput, expected_groups, rank_input
 from tests.support.token_parts import forget_plans
@@ -340,7 +340,7 @@ def test_padded_rows_that_come_too_early_are_found(
     monkeypatch.setattr(cuda, "_flags_are_unordered", lambda geometry: False)
     emulator.edit = slow_records
     with pytest.raises(AssertionError):
-        for turn in range(20):
+        for turn in range(MOST_SCHEDULES):
             run_padded(emulator, seed + turn)
 
 
@@ -393,7 +393,7 @@ def test_kernels_that_are_wrong_are_found(what: str, emulator: Emulator, seed: i
 
     emulator.edit = edit
     with pytest.raises((AssertionError, MoERuntimeError)):
-        for turn in range(20):
+        for turn in range(MOST_SCHEDULES):
             run_together(emulator, seed + turn)
     assert edited > 0
 

@@ -20,7 +20,7 @@ from moe_runtime.deep_ep.normal import NormalExchange
 from moe_runtime.deep_ep.normal_handle import Form, Received, TokenLayout, Tokens
 from moe_runtime.kernels.exchange import row_sums, rows
 from moe_runtime.kernels.exchange.layout import dispatch_layout
-from tests.emulator import Emulator, needs_emulator
+from tests.emulator import MOST_SCHEDULES, Emulator, needs_emulator
 from tests.support.comparison import assert_same_bits
 from tests.support.virtual_exchange import emulator, poisoned_memory
 
@@ -474,6 +474,6 @@ def test_mistakes_are_found(mistake: str, emulator: Emulator, seed: int, monkeyp
 
     emulator.edit = edit
     with pytest.raises((AssertionError, MoERuntimeError)):
-        for turn in range(100):
+        for turn in range(MOST_SCHEDULES):
             run_on(exchanges(3, 128, 8), emulator, seed + turn, in_a_ring=turn % 2 == 1)
     assert edits > 0

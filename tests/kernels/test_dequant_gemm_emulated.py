@@ -27,7 +27,7 @@ from moe_runtime.kernels.gemm.shapes import DEQUANT_FEW_EVEN, DequantShape
 from moe_runtime.kernels.gemm.shapes import DEQUANT_MIDDLE as MIDDLE
 from moe_runtime.kernels.gemm.shapes import DEQUANT_PREFILL as PREFILL
 from moe_runtime.kernels.gemm.weights import SQUARED_RELU, Activation, ExpertWeights, GateUpOrder, SwiGLU
-from tests.emulator import Emulator, needs_emulator, planted
+from tests.emulator import MOST_SCHEDULES, Emulator, needs_emulator, planted
 from tests.kernels import test_dequant_gemm as plain
 from tests.kernels import test_dequant_swiglu as gated
 from tests.kernels import test_op_weights as operations
@@ -171,7 +171,7 @@ def test_a_stage_of_three_units_given_back_too_early_is_found(emulator: Emulator
 
     emulator.edit = planted(end, "", only_in="wgmma")
     with pytest.raises(AssertionError, match=r"changed while their product was under way|outside; at"):
-        for _ in range(20):
+        for _ in range(MOST_SCHEDULES):
             three_units_of_k(rng)
 
 
@@ -288,7 +288,7 @@ def test_a_walk_that_does_not_wait_for_loads_is_found(
 
     emulator.edit = planted(wait, "", only_in="wgmma")
     with pytest.raises(AssertionError, match=r"SMs|outside|arrive|nothing can go on|changed while"):
-        for _ in range(20):
+        for _ in range(MOST_SCHEDULES):
             test_bits_are_the_same_however_tiles_are_cut([40, 0, 129], emulator, rng, monkeypatch)
 
 
@@ -333,7 +333,7 @@ def test_mistakes_are_found(
 ) -> None:
     emulator.edit = planted(right, wrong, only_in="wgmma")  # not in the one that decodes rows
     with pytest.raises(AssertionError, match=found):
-        for _ in range(20):
+        for _ in range(MOST_SCHEDULES):
             plain.test_ragged_groups("nvfp4", "nvfp4", shape, rng, CPU)
 
 
@@ -361,7 +361,7 @@ def test_mistakes_with_a_few_rows_are_found(
 ) -> None:
     emulator.edit = planted(right, wrong, only_in="struct OwnTokens")  # the kernel for a few rows
     with pytest.raises(AssertionError, match=found):
-        for _ in range(10):
+        for _ in range(MOST_SCHEDULES):
             plain.test_few_tokens_are_decoded_by_the_blocks_that_multiply_them(
                 "nvfp4", "nvfp4", 1152, rng, CPU, monkeypatch
             )
@@ -392,6 +392,6 @@ def test_mistakes_of_the_overlap_are_found(
 
     emulator.edit = edit
     with pytest.raises(AssertionError, match=r"are other than|differ|outside"):
-        for _ in range(200):
+        for _ in range(MOST_SCHEDULES):
             plain.test_dequantization_overlaps_with_the_product("nvfp4", "nvfp4", PREFILL, rng, CPU, monkeypatch)
     assert edited > 0

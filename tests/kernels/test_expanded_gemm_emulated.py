@@ -29,7 +29,7 @@ from moe_runtime.kernels.gemm.shapes import (
 from moe_runtime.kernels.gemm.tma_gemm import Strips
 from moe_runtime.kernels.gemm.weights import GPT_OSS, SQUARED_RELU, Activation, GateUpOrder, SwiGLU
 from moe_runtime.kernels.runtime import BLOCK_RESERVED_BYTES, SM_SHARED_BYTES
-from tests.emulator import Emulator, needs_emulator, planted
+from tests.emulator import MOST_SCHEDULES, Emulator, needs_emulator, planted
 from tests.kernels import test_tma_gemm_emulated
 from tests.support.comparison import assert_same_bits
 from tests.support.expanded_cases import (
@@ -51,8 +51,6 @@ pytestmark = [needs_emulator, pytest.mark.cpu_only]
 
 CPU = torch.device("cpu")
 NAMES = ["nvfp4", "mxfp4"]
-MOST_SCHEDULES = 300
-"""In which a mistake has to show; most do at once."""
 
 names = pytest.mark.parametrize("name", NAMES)
 all_shapes = pytest.mark.parametrize("shape", EXPANDING_SHAPES, ids=attrgetter("name"))

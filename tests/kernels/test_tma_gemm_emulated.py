@@ -27,7 +27,7 @@ from moe_runtime.kernels.gemm.weights import (
     GateUpOrder,
     SwiGLU,
 )
-from tests.emulator import Emulator, needs_emulator, planted
+from tests.emulator import MOST_SCHEDULES, Emulator, needs_emulator, planted
 from tests.emulator.tensor_maps import encode_tiled
 from tests.kernels import test_tma_gemm as on_gpu
 from tests.kernels.test_activations import check_limit_on_function, check_special_values
@@ -41,9 +41,6 @@ pytestmark = [needs_emulator, pytest.mark.cpu_only]
 CPU = torch.device("cpu")
 SCHEDULES = 2
 """Of a case that is run more than once, all different."""
-
-MOST_SCHEDULES = 300
-"""In which a mistake has to show; most do at once."""
 
 MORE_TILES = 520
 """Columns of several tiles for every SM."""
