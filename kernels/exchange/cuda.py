@@ -39,6 +39,7 @@ from moe_runtime.kernels.exchange.interface import (
     RecvBuffers,
     aligned,
     kept_by_memory,
+    memory_arguments,
 )
 from moe_runtime.kernels.exchange.landing import LandedTokens
 from moe_runtime.kernels.exchange.macros import combine_macros, dispatch_macros, own_rows_macros, recv_macros
@@ -135,14 +136,7 @@ def _senders(
     context: ExchangeMemory, geometry: ExchangeGeometry, ids_64: bool, static_gsf: bool, has_buffers: bool
 ) -> _Senders:
     plan, own_rows = required_plan(geometry), None
-    memory: dict[str, Argument] = {
-        "landing": context.landing_pointers,
-        "signals": context.signal_pointers,
-        "epoch_ptr": context.epoch,
-        "error": context.error,
-        "latch": context.latch,
-        "landing_half": geometry.landing_half(context.half_bytes["landing"]),
-    }
+    memory = memory_arguments(context, geometry)
     if has_buffers and _places_own_rows(context, geometry):
         kernel = BoundKernel(
             "own_rows.cu",
@@ -388,22 +382,15 @@ def _receivers(
     scales."""
     plan, sms, own_rows = required_plan(geometry), most_sms(context.device), _places_own_rows(context, geometry)
     copies_scales = has_scales and geometry.token_format.scale_dtype is not None
-    landing_half = geometry.landing_half(context.half_bytes["landing"])
-    experts: dict[str, Argument] = {
-        "rank": geometry.rank,
-        "num_local": geometry.num_local_experts,
-        "landing": context.landing_pointers,
-    }
-    waiting = experts | {
+    memory = memory_arguments(context, geometry)
+    experts = {"rank": geometry.rank, "num_local": geometry.num_local_experts, "landing": memory["landing"]}
+    waiting = {
+        **experts,
+        **memory,
         "max_tokens": geometry.max_tokens,
         "num_slots": geometry.num_slots,
         "first_expert": geometry.first_expert,
         "token_flags": context.token_flags_pointers,
-        "signals": context.signal_pointers,
-        "epoch_ptr": context.epoch,
-        "error": context.error,
-        "latch": context.latch,
-        "landing_half": landing_half,
         "token_flags_half": context.half_bytes["token_flags"],
     }
     shares, split = plan.place_split(max(1, sms - waits), copies_scales, padded or geometry.contiguous)
@@ -412,7 +399,7 @@ def _receivers(
         "capacity": geometry.row_capacity,
         "split": split,
         "shares": shares,
-        "first_row": landing_half // geometry.record.record_bytes,
+        "first_row": memory["landing_half"] // geometry.record.record_bytes,
     }
 
     def made(name: str, blocks: int, bound: Mapping[str, Argument], early: bool, shared_bytes: int = 0) -> BoundKernel:
@@ -476,15 +463,10 @@ def _combine_sender(
         "num_slots": geometry.num_slots,
         "early_parts": plan.num_parts,
         "part_tokens": plan.part_tokens,
-        "landing": context.landing_pointers,
         "combine": context.combine_pointers,
-        "signals": context.signal_pointers,
-        "epoch_ptr": context.epoch,
-        "error": context.error,
-        "latch": context.latch,
-        "counter": _counter(context, COMBINED),
-        "landing_half": geometry.landing_half(context.half_bytes["landing"]),
         "combine_half": context.half_bytes["combine"],
+        "counter": _counter(context, COMBINED),
+        **memory_arguments(context, geometry),
     }
     if await_tokens:
         bound |= {

@@ -55,6 +55,18 @@ class ExchangeMemory(Protocol):
     kernels: dict[tuple[Any, ...], Any]
 
 
+def memory_arguments(context: ExchangeMemory, geometry: ExchangeGeometry) -> dict[str, Any]:
+    """What kernels that store records, or read them, are told of their memory, by the names of their parameters."""
+    return {
+        "landing": context.landing_pointers,
+        "signals": context.signal_pointers,
+        "epoch_ptr": context.epoch,
+        "error": context.error,
+        "latch": context.latch,
+        "landing_half": geometry.landing_half(context.half_bytes["landing"]),
+    }
+
+
 Kind = TypeVarTuple("Kind")
 Bound = TypeVar("Bound")
 

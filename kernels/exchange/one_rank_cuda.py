@@ -7,9 +7,15 @@ from __future__ import annotations
 
 import torch
 
-from moe_runtime.kernels.bound_kernel import Argument, BoundKernel, SizedKernel
+from moe_runtime.kernels.bound_kernel import BoundKernel, SizedKernel
 from moe_runtime.kernels.exchange.geometry import ExchangeGeometry
-from moe_runtime.kernels.exchange.interface import ExchangeMemory, RecvBuffers, aligned, kept_by_memory
+from moe_runtime.kernels.exchange.interface import (
+    ExchangeMemory,
+    RecvBuffers,
+    aligned,
+    kept_by_memory,
+    memory_arguments,
+)
 from moe_runtime.kernels.exchange.macros import one_rank_combine_macros, one_rank_dispatch_macros
 from moe_runtime.kernels.exchange.plan import ONE_RANK_SUM_THREADS, required_plan
 from moe_runtime.kernels.launch_order import IN_ORDER, LaunchOrder
@@ -89,23 +95,11 @@ class _OneRank:
         kernel.launch(arguments, num_tokens)
 
 
-def _memory(context: ExchangeMemory, geometry: ExchangeGeometry) -> dict[str, Argument]:
-    """What both kernels are told of their memory."""
-    return {
-        "landing": context.landing_pointers,
-        "signals": context.signal_pointers,
-        "epoch_ptr": context.epoch,
-        "error": context.error,
-        "latch": context.latch,
-        "landing_half": geometry.landing_half(context.half_bytes["landing"]),
-    }
-
-
 @kept_by_memory
 def _dispatcher(
     context: ExchangeMemory, geometry: ExchangeGeometry, ids_64: bool, static_gsf: bool, has_scales: bool
 ) -> SizedKernel:
-    plan, sms, memory = required_plan(geometry), most_sms(context.device), _memory(context, geometry)
+    plan, sms, memory = required_plan(geometry), most_sms(context.device), memory_arguments(context, geometry)
     copies_scales = has_scales and geometry.token_format.scale_dtype is not None
     kernel = BoundKernel(
         "one_rank_dispatch.cu",
@@ -117,7 +111,7 @@ def _dispatcher(
             "capacity": geometry.row_capacity,
             "token_flags": context.token_flags_pointers,
             "counter": context.counters,
-            "first_row": geometry.landing_half(context.half_bytes["landing"]) // geometry.record.record_bytes,
+            "first_row": memory["landing_half"] // geometry.record.record_bytes,
             "token_flags_half": context.half_bytes["token_flags"],
             **memory,
         },
@@ -137,7 +131,7 @@ def _combiner(context: ExchangeMemory, geometry: ExchangeGeometry, output_bf16: 
         geometry.kernel_prefix + "one_rank_combine",
         one_rank_combine_macros(geometry, output_bf16=output_bf16, has_shared=has_shared),
         block=ONE_RANK_SUM_THREADS,
-        bound=_memory(context, geometry),
+        bound=memory_arguments(context, geometry),
         device=context.device,
         early=plan.overlaps,
         all_shared=True,  # as the GEMM beside which it starts

@@ -83,10 +83,10 @@ def check_vector(
     return tensor
 
 
-def check_tokens(x: Tokens, device: torch.device, *, packed: bool = False) -> int:
-    """`x` is what normal mode takes: bf16, or e4m3 and fp32 scales. Returns `H`.
+def check_tokens(x: Tokens, device: torch.device) -> int:
+    """`x` is what normal mode takes: bf16, or e4m3 and scales. Returns `H`.
 
-    `packed` scales may also be int32 words of any meaning, and fewer than one for each 128 elements.
+    Scales are fp32 or int32 words of any meaning, at most one for each 128 elements.
     """
     if isinstance(x, tuple):
         if len(x) != 2:
@@ -96,7 +96,7 @@ def check_tokens(x: Tokens, device: torch.device, *, packed: bool = False) -> in
         most, left = divmod(hidden, FP8_BLOCK_SIZE)
         if left:
             raise ValueError(f"x[0]: expected a multiple of {FP8_BLOCK_SIZE} columns, got {hidden}")
-        check_matrix("x[1]", scales, device, WORDS if packed else FP32, num_tokens, None if packed else most)
+        check_matrix("x[1]", scales, device, WORDS, num_tokens)
         if not 0 < (columns := scales.shape[1]) <= most:
             raise ValueError(f"x[1]: expected 1 to {most} columns, got {columns}")
     else:

@@ -205,7 +205,7 @@ class Buffer(GroupBuffer):
             ValueError: an argument of wrong shape, dtype or value.
             MoERuntimeError: a rank that failed or did not come.
         """
-        hidden = check_tokens(x, self.device, packed=True)
+        hidden = check_tokens(x, self.device)
         check_integer("expert_alignment", expert_alignment)
         check_integer("num_worst_tokens", num_worst_tokens, 0)
         beside = runs_beside(previous_event, async_finish, allocate_on_comm_stream)

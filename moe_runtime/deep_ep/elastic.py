@@ -276,7 +276,7 @@ class ElasticBuffer(GroupBuffer):
                 many tokens.
             MoERuntimeError: a rank that failed or did not come.
         """
-        hidden = check_tokens(x, self.device, packed=True)
+        hidden = check_tokens(x, self.device)
         _check_no_grads(x, topk_weights)
         check_integer("num_sms", num_sms, 0, MOST)
         check_integer("num_qps", num_qps, 0, MOST)
