@@ -22,6 +22,9 @@ ENVIRONMENT = {
     "NVSHMEM_REMOTE_TRANSPORT": "none",
     # Only plain loads and stores are used: no multicast, which is also slow to set up.
     "NVSHMEM_DISABLE_NVLS": "1",
+    # Its proxy thread spins on a core of its own. It serves networks, and exits and timeouts of NVSHMEM's own device
+    # functions, which no kernel here calls.
+    "NVSHMEM_DISABLE_LOCAL_ONLY_PROXY": "1",
 }
 """Environment variables set before NVSHMEM starts, unless the user has set them."""
 

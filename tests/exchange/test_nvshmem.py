@@ -126,6 +126,17 @@ def test_a_slow_rank_is_named(cause: str, most: int, ranks: Any, seed: int) -> N
 
 
 @gpu
+@several
+def test_a_rank_with_fewer_sms_is_named(ranks: Any, seed: int) -> None:
+    for slow in range(WORLD):
+        counts = ranks.run(cases.have_fewer_sms, slow, 2, seed)[0]
+        found = slowest_rank(counts)
+        assert found is not None and (found.rank, found.cause) == (slow, SLOW_TO_RETURN), str(found)
+        longest = [sum(of_peer.total_ns for of_peer in of_rank.peers) for of_rank in counts]
+        print(f"{found}; each rank waited {longest} ns")
+
+
+@gpu
 def test_ranks_equal_virtual_ranks_bit_for_bit(ranks: Any, device: torch.device, seed: int) -> None:
     results = ranks.run(cases.run_layers, cases.LAYERS, seed, timeout=170)
     for number, c in enumerate(cases.LAYERS):

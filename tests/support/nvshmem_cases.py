@@ -287,6 +287,35 @@ def be_waited_for(rank: int, world: int, most: int, slow: int, cause: str, seed:
         return waits.gather()
 
 
+def have_fewer_sms(rank: int, world: int, slow: int, num_sms: int, seed: int) -> list[WaitCounts]:
+    """Replays of a graph in which the GEMMs of `slow` have `num_sms` SMs; waits of each rank.
+
+    They take some 200 GFLOP a step: a GPU that other tests share is a hundred times as fast as a few of its SMs, too.
+    """
+    hidden, top_k, tokens = 4096, 8, 2048
+    made = Experts.__post_init__
+
+    def limited(experts: Experts) -> None:
+        object.__setattr__(experts, "num_sms", num_sms)
+        made(experts)
+
+    mine = rank_input(seed, rank, tokens, hidden, EXPERTS, top_k).to(gpu_of(rank))
+    sizes = {"hidden_size": hidden, "intermediate_size": 2048, "top_k": top_k, "max_tokens_per_rank": tokens}
+    with open_context() as context, pytest.MonkeyPatch.context() as patch:
+        layer = MoELayer(config("fp8_block", **sizes), context)
+        if rank == slow:
+            patch.setattr(Experts, "__post_init__", limited)
+        layer.load_random(seed)
+        assert layer.experts is not None and layer.experts.num_sms == (num_sms if rank == slow else None)
+        waits = layer.count_waits()
+        layer.warm_up()
+        graph, _ = captured(lambda: layer(mine.x, topk_idx=mine.topk_idx, topk_weights=mine.topk_weights))
+        for _ in range(WAITED_STEPS):
+            graph.replay()
+        context.check_peers()
+        return waits.gather()
+
+
 def replace_between_replays(rank: int, world: int, seed: int) -> list[str]:
     """Every layer under three placements in turn, eagerly and from one graph of the first; what is wrong."""
     wrong = []
