@@ -2,10 +2,9 @@
 
 Each case is an engine in processes of its own: `alone1` and `adapter1` on one GPU, `alone2` and `adapter2` on two, with
 tensor and expert parallelism. Weights are random, lengths fixed. `decode` is the time of a step, from the difference of
-two generations; `whole` is the longer of them, with its prefill; `prefill` is that of prompts with one token each. The
-fastest of the repeats counts.
-Log-probabilities of prompts are compared with those of the first case. A profile gives the time of each kernel in a
-step, and that of the experts. What vLLM says of its memory is in the log of a case.
+two generations; `whole` is the longer of them, with its prefill; `prefill` is one step with all tokens of its prompts.
+The fastest of the repeats counts. Log-probabilities of prompts are compared with those of the first case. A profile
+gives the time of each kernel in a step, and that of the experts. What vLLM says of its memory is in the log of a case.
 """
 
 from __future__ import annotations
@@ -53,7 +52,11 @@ QUIET = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    # Prompts wait for each other before the first step. Else it begins with those that are there, and a prefill takes
+    # two or three steps, as it happens.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }
+"""Environment of a case, unless the user has set it."""
 
 
 def own_kernels() -> re.Pattern[str]:
