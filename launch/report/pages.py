@@ -31,9 +31,6 @@ EXPANDED = ", expanded"
 """At the end of the cases of `kernel_bench gemm` whose FP4 weights are multiplied in FP8."""
 LEFT_OUT = {32, 1024}
 """Numbers of tokens that README.md does not show."""
-SHOWN_MODELS = ("gpt-oss-120b", "Qwen3-235B-A22B", "DeepSeek-V3")
-SHOWN_PAIRS = ("fp8_block x fp8_block", "nvfp4 x nvfp4", "mxfp4 x bf16")
-"""Of the run with all models and pairs of formats, whose file has the others."""
 KIND_OF_HUMMING = "mxfp4_peer"
 """Of a program of commit 3cf2bce, which `research.peers` has replaced."""
 MOST_FLOORS = 1.5
@@ -204,8 +201,8 @@ ELASTIC = "ElasticBuffer"
 
 
 def normal_table(found: Found) -> str:
-    """A line per call of normal mode and number of tokens, a column per buffer and limit of SMs."""
-    reports = [run for run in found.get(runs.NORMAL, []) if ranks_of(run[1]) == RANKS]
+    """Of the newest run: a line per call of normal mode and number of tokens, a column per buffer and limit of SMs."""
+    reports = sorted((run for run in found.get(runs.NORMAL, []) if ranks_of(run[1]) == RANKS), key=_time_of)[-1:]
     rows: dict[tuple[str, int], dict[str, str]] = {}
     for _, report in reports:
         for result in report["results"]:
@@ -313,27 +310,24 @@ def operation_table(found: Found, folder: str = "") -> str:
 
 
 def models_table(found: Found) -> str:
-    """Of the run of `kernel_bench models` that has most rows: a line per model and pair of formats, a column per number
-    of tokens, in it the time and what it is of torch's.
-
-    Models and pairs that are not shown count, and have no lines.
+    """Of the newest runs of `kernel_bench models`, all of one commit and card: a line per model and pair of formats, a
+    column per number of tokens, in it the time and what it is of torch's.
     """
-    reports = found.get(runs.MODELS)
+    reports = sorted(found.get(runs.MODELS, []), key=_time_of, reverse=True)
     if not reports:
         raise ValueError(f"results: expected a run of kind {runs.MODELS}")
-    run = max(reports, key=lambda run: len(run[1]["results"]))
+    newest = [run for run in reports if _is_like(run[1], reports[0][1])]
     rows: dict[tuple[str, str], dict[int, str]] = {}
     refused: list[str] = []
     above = Counter[str]()
-    for result in run[1]["results"]:
+    for result in (result for _, report in newest for result in report["results"]):
         pair = f"{result['weight_format']} x {result['token_format']}"
         if "refused" in result:
             refused.append(f"{result['model']} in {pair}: {result['refused']}.")
             continue
         ratio, floors = result["ratio_to_torch"], result["times_floor"]
         cell = "check failed" if ratio is None else f"{shown_us(result['median_us'])} ({ratio:.2f}, {floors:.1f})"
-        if result["model"] in SHOWN_MODELS and pair in SHOWN_PAIRS:
-            rows.setdefault((result["model"], pair), {})[result["tokens"]] = cell
+        rows.setdefault((result["model"], pair), {})[result["tokens"]] = cell
         above["rows"] += 1
         above["torch"] += ratio is None or ratio > 1
         above["floor"] += floors is None or floors > MOST_FLOORS
@@ -344,7 +338,13 @@ def models_table(found: Found) -> str:
         "times their floor."
     )
     table = markdown_table(["model", "weights x tokens", *(f"{count}" for count in counts)], lines)
-    return "\n\n".join([_source(*run), table, " ".join([said, *refused])])
+    sources = " ".join(_source(*run) for run in newest)
+    return "\n\n".join([sources, table, " ".join([said, *refused])])
+
+
+def _is_like(report: Report, other: Report) -> bool:
+    """Whether both are of one commit and card."""
+    return (commit_of(report), gpu_of(report)) == (commit_of(other), gpu_of(other))
 
 
 def humming_table(found: Found, folder: str = "") -> str:

@@ -414,15 +414,18 @@ def test_table_of_fp4_weights_multiplied_in_fp8() -> None:
         pages.expanded_table({runs.GEMM: [("a.json", plain)]}, "")
 
 
-def test_the_table_of_models_is_of_the_run_with_most_rows() -> None:
-    names = ("models_few_tokens_h200.json", "models_h100.json", "models_gpt_oss_h200.json")
+def test_the_table_of_models_is_of_the_newest_commit() -> None:
+    names = ("models_deepseek_v3_h200.json", "models_few_tokens_h200.json", "models_h100.json", "models_h200.json")
     reports = [(name, load(name)) for name in names]
     for _, one in reports:
         model = one["results"][0]["model"]
         one["results"].append({"model": model, "weight_format": "a", "token_format": "b", "refused": "no"})
     text = pages.models_table({runs.MODELS: reports})
-    assert text.startswith("[models_h100]") and text.endswith(" in a x b: no.")
-    assert "490 rows: " in text and text.count("\n| ") == 1 + len(pages.SHOWN_MODELS) * len(pages.SHOWN_PAIRS)
+    assert text.startswith("[models_deepseek_v3_h200](") and "[models_h200](" in text and "H100" not in text
+    assert "105 rows: " in text and text.count(" in a x b: no.") == 2 and text.count("\n| ") == 1 + 3 * 5
+    other_card = dict(reports[0][1]["environment"], gpus=[{"name": "another"}])
+    reports[0][1]["environment"] = other_card
+    assert "35 rows: " in pages.models_table({runs.MODELS: reports})
     with pytest.raises(ValueError, match=rf"^results: expected a run of kind {runs.MODELS}"):
         pages.models_table({})
 
