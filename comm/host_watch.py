@@ -98,17 +98,16 @@ class HostWatch:
         self._done.set()
 
     def _watch(self) -> None:
-        """Beat and look. If the store goes, nothing can be known any more: its host is a rank too, and is missed."""
+        """Beat and look. A store that is gone or silent tells nothing any more: then all others are missed."""
         seen: dict[int, tuple[bytes, float]] = {}
+        found: dict[int, bytes] = {}
         count = 0
         while not self._ended.wait(BEAT_S if count else 0.0):
             count += 1
             now = time.monotonic()
-            try:
+            with contextlib.suppress(RuntimeError):
                 self._beats.put(str(count).encode())
                 found = self._beats.read()
-            except RuntimeError:
-                found = {}
             for host in range(self._hosts.num_hosts):
                 beat = found.get(host, b"")
                 if host not in seen or seen[host][0] != beat:

@@ -353,15 +353,17 @@ class NumberBoard:
 
     def __init__(self, store: Any, keys: list[str], rank: int) -> None:
         self._store, self._keys, self._rank = store, keys, rank
+        self._calls = calls_of(store)
 
     def put(self, word: bytes) -> None:
-        """Write this rank's word. Raises `RuntimeError` where the store is gone."""
-        self._store.set(self._keys[self._rank], word)
+        """Write this rank's word. Raises `RuntimeError` where the store is gone or does not answer."""
+        store, key = self._store, self._keys[self._rank]
+        self._calls.run(lambda: store.set(key, word))
 
     def read(self) -> dict[int, bytes]:
         """The words of the ranks that have written one. Raises as `put`."""
-        store = self._store
-        return {r: store.get(key) for r, key in enumerate(self._keys) if store.check([key])}
+        store, keys = self._store, self._keys
+        return self._calls.run(lambda: {r: store.get(key) for r, key in enumerate(keys) if store.check([key])})
 
 
 class _LookOut:

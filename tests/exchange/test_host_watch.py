@@ -10,7 +10,7 @@ import time
 import pytest
 import torch.distributed as dist
 
-from moe_runtime.comm import host_watch
+from moe_runtime.comm import host_watch, store_calls
 from moe_runtime.comm.errors import MoERuntimeError
 from moe_runtime.comm.host_watch import EXIT_CODE, HostWatch
 from moe_runtime.comm.hosts import Hosts
@@ -21,6 +21,13 @@ from tests.support.pool import PATIENCE_S, Outcome, run_once
 pytestmark = pytest.mark.cpu_only
 
 LIMIT_S = 1.5
+
+
+class SilentStore:
+    """Answers nothing."""
+
+    def set(self, key: str, word: bytes) -> None:
+        threading.Event().wait()
 
 
 def watch_others(rank: int, world: int, how: str) -> tuple[str, float, bool]:
@@ -45,6 +52,12 @@ def watch_others(rank: int, world: int, how: str) -> tuple[str, float, bool]:
     dist.barrier()
     time.sleep(0.5)
     start = time.monotonic()
+    if how == "cannot be asked about":
+        # As where the host of the store has lost its power: calls have no answer and no error.
+        store_calls.ANSWER_S = 0.5
+        if rank == 0:
+            watch._beats._store = SilentStore()
+        how = "ends"
     if rank == 1:
         if how == "parts":
             watch.stop(in_order=True)
@@ -85,6 +98,14 @@ def test_a_rank_that_is_gone_is_named(how: str) -> None:
     text, spent, freed = outcome.result
     assert text == f"rank 0: rank 1 (host 1) has given no sign of life for {LIMIT_S:g} s"
     assert LIMIT_S - 0.5 < spent < LIMIT_S + 5 and freed == (how == "killed")
+
+
+def test_a_rank_is_named_where_the_store_is_silent() -> None:
+    outcome = outcome_of("cannot be asked about")
+    assert outcome.error is None, outcome.trace
+    text, spent, _ = outcome.result
+    assert text == f"rank 0: rank 1 (host 1) has given no sign of life for {LIMIT_S:g} s"
+    assert LIMIT_S - 0.5 < spent < LIMIT_S + 5
 
 
 def test_a_rank_that_gives_up_is_named_with_its_reason() -> None:
