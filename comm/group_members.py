@@ -169,11 +169,14 @@ class GroupMembers:
         try:
             return calls_of(self._store).run(work, limit_s)
         except RuntimeError as error:
-            trouble = f"cannot reach the group's store, {self._host.name} is gone: {error}"
-            if isinstance(error, StoreSilentError):
-                trouble = f"gets no answer from the group's store, {self._host.name} may be stopped"
-            message = f"{what}: rank {self._names[self.rank]} {trouble}"
-            raise StoreLostError(message, self._whole._host.rank, Phase.START_UP) from error
+            raise self._store_lost(what, error) from error
+
+    def _store_lost(self, what: str, error: RuntimeError) -> StoreLostError:
+        trouble = f"cannot reach the group's store, {self._host.name} is gone: {error}"
+        if isinstance(error, StoreSilentError):
+            trouble = f"gets no answer from the group's store, {self._host.name} may be stopped"
+        message = f"{what}: rank {self._names[self.rank]} {trouble}"
+        return StoreLostError(message, self._whole._host.rank, Phase.START_UP)
 
     def leave(self, reason: str, error: BaseException | None = None) -> None:
         """Make the peers' next `gather`, or the one they wait in, raise `PeerAbortedError` with `reason`.

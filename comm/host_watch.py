@@ -1,8 +1,9 @@
 """Who watches whether other hosts live, where a wait for them has no limit of its own.
 
 Each rank counts up a number in the group's store every second, and looks at the numbers of its rail. One that stands
-still, or a rank that has left with an error, is a failure of this rank. NCCL is then aborted, so that what waits for
-that host ends. Where that does not help, as in a graph, the process ends rather than hang.
+still, a rank that has left with an error, or a store that is gone or silent, is a failure of this rank. NCCL is then
+aborted, so that what waits for that host ends. Where that does not help, as in a graph, the process ends rather than
+hang.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from moe_runtime.comm.errors import MoERuntimeError, PeerTimeoutError, Phase
+from moe_runtime.comm.errors import MoERuntimeError, PeerTimeoutError, Phase, StoreLostError
 from moe_runtime.comm.hosts import Hosts
 from moe_runtime.comm.rank_group import RankGroup
 from moe_runtime.comm.suspects import Suspects
@@ -39,7 +40,8 @@ class HostWatch:
         rail: of this rail.
         suspects: is told of ranks that give no sign of life.
         limit_s: seconds without a sign of life after which a rank counts as dead.
-        start_s: seconds after which a rank counts as dead that has given none yet.
+        start_s: seconds after which a rank counts as dead that has given none yet, and after which, or `limit_s` if
+            that is more, the store counts as lost.
         on_failure: called once with what is known, on the thread of the watch.
         free: ends what waits for other hosts; returns when that is done.
 
@@ -60,7 +62,7 @@ class HostWatch:
     ) -> None:
         self._hosts, self._group, self._limit_s, self._start_s = hosts, group, limit_s, start_s
         self._on_failure, self._free, self._suspects = on_failure, free, suspects
-        self._beats = rail.number_board("beat")
+        self._beats = rail.number_board("watch of hosts")
         self._ended, self._found_it, self._done = threading.Event(), threading.Event(), threading.Event()
         self._free_at_end = False
         self.found: MoERuntimeError | None = None
@@ -92,29 +94,40 @@ class HostWatch:
             _end_process("what waits for other hosts does not end")
 
     def _run(self) -> None:
-        self._watch()
-        if self._free_at_end:
-            self._free()
-        self._done.set()
+        try:
+            self._watch()
+            if self._free_at_end:
+                self._free()
+        finally:
+            self._done.set()
 
     def _watch(self) -> None:
-        """Beat and look. A store that is gone or silent tells nothing any more: then all others are missed."""
-        seen: dict[int, tuple[bytes, float]] = {}
-        found: dict[int, bytes] = {}
-        count = 0
+        """Beat and look, until a failure or the end."""
+        seen: dict[int, tuple[bytes, float]] = {}  # of the other hosts
+        count, answered = 0, time.monotonic()
         while not self._ended.wait(BEAT_S if count else 0.0):
             count += 1
-            now = time.monotonic()
-            with contextlib.suppress(RuntimeError):
+            try:
                 self._beats.put(str(count).encode())
                 found = self._beats.read()
+            except StoreLostError as error:
+                # While nobody can say that it lives, nobody is missed.
+                now = time.monotonic()
+                seen = {host: (beat, now) for host, (beat, _) in seen.items()}
+                parted = seen and all(beat == PARTED for beat, _ in seen.values())
+                if not parted and now - answered > max(self._limit_s, self._start_s) and not self._ended.is_set():
+                    self._fail(error)
+                    return
+                continue
+            if self._ended.is_set():
+                return
+            now = answered = time.monotonic()
             for host in range(self._hosts.num_hosts):
                 beat = found.get(host, b"")
-                if host not in seen or seen[host][0] != beat:
+                if host != self._hosts.host and (host not in seen or seen[host][0] != beat):
                     seen[host] = beat, now
             left = self._group.who_left("watch of hosts")
             silent_s = {host: now - since for host, (beat, since) in seen.items() if beat != PARTED}
-            del silent_s[self._hosts.host]
             still = [h for h, spent in silent_s.items() if spent > (self._limit_s if seen[h][0] else self._start_s)]
             if left is not None or still:
                 self._fail(left if left is not None else self._silent(still[0]))
@@ -135,7 +148,10 @@ class HostWatch:
         if self._ended.wait(self._limit_s):
             return
         freeing = threading.Thread(target=self._free, name="moe_runtime host watch: free", daemon=True)
-        freeing.start()
+        try:
+            freeing.start()
+        except RuntimeError:  # of a process that exits, which frees it at the end
+            return
         freeing.join(FREE_S)
         if freeing.is_alive() and not self._ended.is_set():
             _end_process(f"{error}; what waits for it does not end (a graph over NCCL)")

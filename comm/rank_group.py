@@ -10,7 +10,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, Self, TypeVar
 
@@ -47,6 +47,9 @@ NO_WATCHDOG = {
 Where the watchdog finds an error, it sleeps for a minute, and the default group ends the process minutes later. It does
 not get the work of a group whose waits block.
 """
+
+WORD_S = 3.0
+"""How long a `NumberBoard` waits for the store. What it wrote may be there later; what it reads can be read again."""
 
 T = TypeVar("T")
 
@@ -289,7 +292,7 @@ class RankGroup(GroupMembers):
         """A word of each rank in the store, which needs no call of the others."""
         store = self._own_connection(name)
         store.set_timeout(timedelta(seconds=self.timeout_s))
-        return NumberBoard(store, self._keys(name), self.rank)
+        return NumberBoard(store, self._keys(name), self.rank, lambda error: self._store_lost(name, error))
 
     def connect_nccl(self, what: str, key: str) -> Any:
         """An NCCL group over the same ranks for the caller alone. It connects at its first use, `connecting`.
@@ -351,19 +354,29 @@ class RankGroup(GroupMembers):
 class NumberBoard:
     """A word of each rank in the group's store, over a connection of its own."""
 
-    def __init__(self, store: Any, keys: list[str], rank: int) -> None:
-        self._store, self._keys, self._rank = store, keys, rank
+    def __init__(self, store: Any, keys: list[str], rank: int, lost: Callable[[RuntimeError], StoreLostError]) -> None:
+        self._store, self._keys, self._rank, self._lost = store, keys, rank, lost
         self._calls = calls_of(store)
 
     def put(self, word: bytes) -> None:
-        """Write this rank's word. Raises `RuntimeError` where the store is gone or does not answer."""
+        """Write this rank's word.
+
+        Raises `StoreLostError` where the store is gone, or has not answered within `WORD_S`: then it may get the word
+        later.
+        """
         store, key = self._store, self._keys[self._rank]
-        self._calls.run(lambda: store.set(key, word))
+        self._ask(lambda: store.set(key, word))
 
     def read(self) -> dict[int, bytes]:
         """The words of the ranks that have written one. Raises as `put`."""
         store, keys = self._store, self._keys
-        return self._calls.run(lambda: {r: store.get(key) for r, key in enumerate(keys) if store.check([key])})
+        return self._ask(lambda: {r: store.get(key) for r, key in enumerate(keys) if store.check([key])})
+
+    def _ask(self, work: Callable[[], T]) -> T:
+        try:
+            return self._calls.run(work, answer_s=WORD_S)
+        except RuntimeError as error:
+            raise self._lost(error) from error
 
 
 class _LookOut:
