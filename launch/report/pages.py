@@ -317,11 +317,16 @@ def models_table(found: Found) -> str:
     if not reports:
         raise ValueError(f"results: expected a run of kind {runs.MODELS}")
     newest = [run for run in reports if _is_like(run[1], reports[0][1])]
+    # A row that was measured again is the newest one.
+    results = {
+        (result["model"], f"{result['weight_format']} x {result['token_format']}", result.get("tokens")): result
+        for _, report in reversed(newest)
+        for result in report["results"]
+    }
     rows: dict[tuple[str, str], dict[int, str]] = {}
     refused: list[str] = []
     above = Counter[str]()
-    for result in (result for _, report in newest for result in report["results"]):
-        pair = f"{result['weight_format']} x {result['token_format']}"
+    for (_, pair, _), result in results.items():
         if "refused" in result:
             refused.append(f"{result['model']} in {pair}: {result['refused']}.")
             continue

@@ -357,6 +357,7 @@ def run(options: argparse.Namespace) -> int:
                 first, compared = result, probabilities
     if options.json is not None:
         described = {"model": options.model, "format": options.format, "mode": options.mode, "sizes": asdict(sizes)}
+        described["multiprocessing"] = (QUIET | dict(os.environ))["VLLM_ENABLE_V1_MULTIPROCESSING"]
         machine = environment.machine_record()
         data = {"kind": KIND, "environment": machine, "config": described, "results": results}
         environment.write_json(options.json, data)

@@ -39,10 +39,10 @@ def check_experts(num_experts: int | None, num_ranks: int) -> int:
     return found
 
 
-def check_top_k(top_k: int) -> int:
-    """`top_k`, the columns of `topk_idx`, if normal mode takes as many."""
+def check_top_k(top_k: int, name: str = "topk_idx") -> int:
+    """`top_k`, the columns of `topk_idx` or `topk_weights`, if normal mode takes as many."""
     if not 0 < top_k <= MOST_TOP_K:
-        raise ValueError(f"topk_idx: expected 1 to {MOST_TOP_K} experts of a token, got {top_k}")
+        raise ValueError(f"{name}: expected 1 to {MOST_TOP_K} experts of a token, got {top_k}")
     return top_k
 
 

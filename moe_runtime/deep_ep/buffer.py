@@ -22,6 +22,7 @@ from moe_runtime.deep_ep.arguments import (
     check_routing,
     check_statistics,
     check_tokens,
+    check_top_k,
     payload_of,
 )
 from moe_runtime.deep_ep.events import EventHandle, EventOverlap
@@ -211,7 +212,7 @@ class Buffer(GroupBuffer):
         beside = runs_beside(previous_event, async_finish, allocate_on_comm_stream)
         quants, scales = x if isinstance(x, tuple) else (x, None)
         if handle is not None:
-            check_kind("handle", handle, NormalHandle)
+            self._check_handle(handle)
             if topk_idx is not None or topk_weights is not None:
                 raise ValueError("handle: expected None beside topk_idx and topk_weights")
             if quants.shape[0] != handle.num_tokens:
@@ -263,10 +264,11 @@ class Buffer(GroupBuffer):
 
         Raises: as `dispatch`.
         """
-        check_kind("handle", handle, NormalHandle)
+        self._check_handle(handle)
         check_matrix("x", x, self.device, BF16, handle.num_rows)
         if topk_weights is not None:
             check_matrix("topk_weights", topk_weights, self.device, FP32, handle.num_rows)
+            check_top_k(topk_weights.shape[1], "topk_weights")
         biases = check_bias(bias, self.device, handle.num_tokens, x.shape[1])
         beside = runs_beside(previous_event, async_finish, allocate_on_comm_stream)
         with self._comm.running(beside, previous_event):
@@ -277,6 +279,13 @@ class Buffer(GroupBuffer):
 
     internode_dispatch = absent("internode_dispatch", "the ranks are on one host; call dispatch")
     internode_combine = absent("internode_combine", "the ranks are on one host; call combine")
+
+    def _check_handle(self, handle: NormalHandle) -> None:
+        """`handle` may be of another buffer with the same ranks."""
+        if not isinstance(handle, NormalHandle):
+            check_kind("handle", handle, NormalHandle)
+        if handle.num_ranks != self.group_size:
+            raise ValueError(f"handle: expected one of {self.group_size} ranks, got one of {handle.num_ranks}")
 
     def _exchange(self, hidden: int) -> NormalExchange:
         return self._exchange_of(hidden, "num_nvl_bytes", self.num_nvl_bytes, Buffer._most_sms)
@@ -414,13 +423,18 @@ class Buffer(GroupBuffer):
             renewed = exchange.combine_send(rows.contiguous(), topk_idx, topk_weights, handle, out)
             if not return_recv_hook:
                 exchange.combine_recv(renewed)
+        if zero_copy and async_finish:
+            exchange.leave_scratch()
         read = handle.positions, handle.native.epoch
         event = self._comm.finish(async_finish, async_finish, (x, topk_idx, topk_weights, *read, out))
         receive = functools.partial(exchange.combine_recv, renewed)
         return out, event, self._comm.on_this_stream(receive) if return_recv_hook else None
 
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> torch.Tensor:
-        """bf16 `[E_local, W * max, H]` for rows that `low_latency_combine` takes with `zero_copy`."""
+        """bf16 `[E_local, W * max, H]` for rows that the next `low_latency_combine` takes with `zero_copy`.
+
+        It is another one after such a combine with `async_finish`, which may read the rows later.
+        """
         check_kind("handle", handle, LowLatencyHandle)
         return handle.exchange.scratch()
 

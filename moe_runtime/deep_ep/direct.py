@@ -84,7 +84,7 @@ class DirectExchange:
         self._counts: CountKernel | None = None
         self._rows: dict[tuple[int, int, int, int | None, bool], RowKernels] = {}
         self._sums: dict[tuple[int, int, int | None], SumKernels] = {}
-        self._timeout_ns = context.startup_timeout_ns  # of kernels, which the first step compiles
+        self._cold: set[object] = set()  # kernels that the next step compiles
         widest = PayloadLayout(WORD * hidden, 0, MOST_TOP_K)
         sums = SumGeometry(**self._ranks, hidden=hidden, top_k=MOST_TOP_K)
         self._fits = sums.fits and RowGeometry(**self._ranks, max_tokens=max_tokens, layout=widest).fits
@@ -93,6 +93,7 @@ class DirectExchange:
         """Point at the memory of the context, which has been allocated."""
         with torch.inference_mode(False):
             self._counts = CountKernel(self.context, self.context.heap.peer_pointers("staging"), self._host)
+            self._cold.add(self._counts)
             # Of the last step, written by what sends and read by what receives: steps follow each other.
             self._epoch = torch.zeros(1, dtype=torch.int32, device=self.context.device)
 
@@ -117,6 +118,7 @@ class DirectExchange:
             if not geometry.fits:
                 raise ValueError(f"x: expected fewer columns, got tokens of {layout.token_bytes} bytes")
             found = self._rows[key] = RowKernels(self.context, geometry, self._count_tag, self._epoch)
+            self._cold.add(found)
         return found
 
     def count(
@@ -145,7 +147,8 @@ class DirectExchange:
             ticket = self._ticket = self._ticket % (2**31 - 1) + 1
         world = context.world_size
         route = Route.allocate(routing.shape[0], world, num_experts // world, context.device, with_entries)
-        self._counts.launch(routing, per_expert, route, num_worst_tokens, ticket, self._timeout_ns)
+        timeout_ns = context.startup_timeout_ns if self._counts in self._cold else context.timeout_ns
+        self._counts.launch(routing, per_expert, route, num_worst_tokens, ticket, timeout_ns)
         return route
 
     def has_counts(self) -> bool:
@@ -186,13 +189,16 @@ class DirectExchange:
 
     def send(self, kernels: RowKernels, tokens: TokensOfRank, route: Route, window: int, after_counts: bool) -> None:
         """Send a step of tokens; `after_counts` right after `count`."""
-        self.context.dispatches += 1
-        kernels.send(tokens, route, window, after_counts, self._timeout_ns)
+        context = self.context
+        context.dispatches += 1
+        timeout_ns = context.startup_timeout_ns if kernels in self._cold else context.timeout_ns
+        kernels.send(tokens, route, window, after_counts, timeout_ns)
 
     def receive(self, kernels: RowKernels, route: Route, to_come: RowsToCome, is_first: bool, num_local: int) -> None:
         """Make rows of the tokens of the step that was sent last; arguments are as of `RowKernels.receive`."""
         kernels.receive(route, to_come, is_first, num_local)
-        self._timeout_ns = self.context.timeout_ns
+        if self._cold:
+            self._cold -= {self._counts, kernels}
 
     def combine(
         self,
@@ -224,6 +230,7 @@ class DirectExchange:
         if kernels is None:
             geometry = SumGeometry(**self._ranks, hidden=self.hidden, top_k=top_k, biases=len(biases), num_sms=num_sms)
             kernels = self._sums[key] = SumKernels(context, geometry, self._count_tag, self._epoch)
+            self._cold.add(kernels)
         y = torch.empty(num_tokens, self.hidden, dtype=torch.bfloat16, device=context.device)
         summed = None
         if top_k:
@@ -235,9 +242,10 @@ class DirectExchange:
                 there = slice(first, min(start + self.max_tokens, num_tokens))
                 of_step = y[there], None if summed is None else summed[there], tuple(bias[there] for bias in biases)
             context.dispatches += 1
-            kernels.send(rows_of_rank, route, source_tokens, start, self.max_tokens, self._timeout_ns)
+            timeout_ns = context.startup_timeout_ns if kernels in self._cold else context.timeout_ns
+            kernels.send(rows_of_rank, route, source_tokens, start, self.max_tokens, timeout_ns)
             kernels.receive(route, *of_step, first)
-            self._timeout_ns = context.timeout_ns
+            self._cold.discard(kernels)
         return y, summed
 
     def records(self, geometry: RowGeometry) -> torch.Tensor:

@@ -96,6 +96,7 @@ class EPHandle:
     @cached_property
     def num_unaligned_recv_tokens_per_expert(self) -> torch.Tensor:
         """int32 `[E_local]`: rows of each local expert."""
+        self._await_dispatch()
         if self._rows.route is not None:
             return self._rows.route.experts
         return count_entries(self._ids, self.num_experts // self._rows.num_ranks)

@@ -100,7 +100,8 @@ class LowLatencyExchange:
         self._combiner = RoutingDispatcher(context, **self._sizes)
         context.allocate()
         self._no_weights = torch.zeros(max_tokens, top_k, dtype=torch.float32, device=context.device)
-        self._scratch: torch.Tensor | None = None
+        self._scratch: list[torch.Tensor] = []
+        self._scratch_at = 0
 
     @property
     def num_slots(self) -> int:
@@ -157,11 +158,15 @@ class LowLatencyExchange:
         return self._combiner.combine_recv(renewed)
 
     def scratch(self) -> torch.Tensor:
-        """bf16 `[E_local, W * max, H]`, made at the first call: where callers put rows for `zero_copy`."""
-        if self._scratch is None:
+        """bf16 `[E_local, W * max, H]`, made when it is first asked for: where callers put rows for `zero_copy`."""
+        if len(self._scratch) == self._scratch_at:
             shape = (self.num_local_experts, self.num_slots, self.hidden)
-            self._scratch = torch.empty(shape, dtype=torch.bfloat16, device=self.context.device)
-        return self._scratch
+            self._scratch.append(torch.empty(shape, dtype=torch.bfloat16, device=self.context.device))
+        return self._scratch[self._scratch_at]
+
+    def leave_scratch(self) -> None:
+        """Take the other of two from now on, as DeepEP does: a combine may still read this one."""
+        self._scratch_at = 1 - self._scratch_at
 
 
 class _Dispatch:

@@ -225,6 +225,7 @@ class NormalExchange:
         if handle.route is not None and self._direct is not None:
             self._direct.num_sms = self.num_sms
             return self._direct.dispatch_again(x, handle, topk_idx, topk_weights, form)
+        self._check_room(handle)
         layout = payload_layout(self.hidden, x, topk_idx)
         packed = self._packed(layout, x, topk_idx, topk_weights)
         out = UnpackedRows.allocate(
@@ -243,6 +244,11 @@ class NormalExchange:
                 place[new[came].to(torch.int64)] = old[came].to(torch.int64)
             landed = self._unpack(layout, arrived, out, place, form.num_experts)
         return Received.of(layout, out, handle, landed)
+
+    def _check_room(self, handle: NormalHandle) -> None:
+        """Raise `ValueError` for a handle of an exchange whose steps have room for more tokens."""
+        if handle.room > self.max_tokens:
+            raise ValueError(f"handle: expected steps of {self.max_tokens} tokens at most, got {handle.room}")
 
     def _entries(self, is_token_in_rank: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Each rank is one expert of the exchange: `Step.entries` and `Step.weights` of all tokens."""
@@ -416,6 +422,7 @@ class NormalExchange:
         if handle.route is not None and self._direct is not None:
             self._direct.num_sms = self.num_sms
             return self._direct.combine(x, handle, biases, topk_weights, ids)
+        self._check_room(handle)
         y = self.combine_steps(x, handle.steps, biases)
         if topk_weights is not None and ids is not None:
             topk_weights = torch.where(ids >= 0, topk_weights, 0.0)

@@ -423,6 +423,12 @@ def test_the_table_of_models_is_of_the_newest_commit() -> None:
     text = pages.models_table({runs.MODELS: reports})
     assert text.startswith("[models_deepseek_v3_h200](") and "[models_h200](" in text and "H100" not in text
     assert "105 rows: " in text and text.count(" in a x b: no.") == 2 and text.count("\n| ") == 1 + 3 * 5
+    again = load("models_h200.json")
+    again["environment"]["time_utc"] = "2099"
+    again["results"] = again["results"][:1]
+    again["results"][0]["median_us"] = 1.0
+    text = pages.models_table({runs.MODELS: [*reports, ("again.json", again)]})
+    assert "105 rows: " in text and " | 1.0 (" in text
     other_card = dict(reports[0][1]["environment"], gpus=[{"name": "another"}])
     reports[0][1]["environment"] = other_card
     assert "35 rows: " in pages.models_table({runs.MODELS: reports})

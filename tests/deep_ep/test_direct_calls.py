@@ -9,8 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from moe_runtime.deep_ep import direct, direct_dispatch, normal
+from moe_runtime.deep_ep import ElasticBuffer, direct, direct_dispatch, normal
 from moe_runtime.kernels.exchange import row_sums, rows
 from tests.deep_ep.test_elastic import CASES, every_call
 from tests.deep_ep.test_normal import dispatch_and_combine, other_numbers_of_rows, worst_case
@@ -64,6 +66,33 @@ def counted_rows(rank: int, world: int, seed: int) -> None:
         patch.setattr(direct.DirectExchange, "has_counts", lambda exchange: False)
         other_numbers_of_rows(rank, world, seed)
     assert True in served and False in served
+
+
+def limits(rank: int, world: int, found: list[float]) -> None:
+    """How long the kernels of calls in a row wait for peers, in seconds: dispatch and combine, each twice."""
+    with pytest.MonkeyPatch.context() as patch:
+        for kernels in (rows.RowKernels, row_sums.SumKernels):
+
+            def send(self: Any, *arguments: Any, really: Any = kernels.send) -> None:
+                found.append(arguments[-1] / 1e9)
+                really(self, *arguments)
+
+            patch.setattr(kernels, "send", send)
+        group = dist.group.WORLD
+        elastic = ElasticBuffer(
+            group, num_max_tokens_per_rank=8, hidden=256, num_gpu_timeout_secs=2, explicitly_destroy=True
+        )
+        x, idx = torch.randn(5, 256).bfloat16(), torch.arange(5)[:, None] % 4
+        for _ in range(2):
+            got, _, _, handle, _ = elastic.dispatch(x, idx, num_experts=4)
+            elastic.combine(got, handle)
+        elastic.destroy()
+    assert found == [120.0, 120.0, 2.0, 2.0]
+
+
+def test_the_first_call_of_each_kind_may_compile(get_pool: Any, seed: int) -> None:
+    """A combine that comes first waits as long for its peers as a dispatch that does."""
+    get_pool(1).run(emulated, seed, limits, ([],))
 
 
 @pytest.mark.parametrize("fmt", ["bf16", "fp8", "packed"])

@@ -208,3 +208,30 @@ def interpreted(rank: int, world: int, counts: list[int], hidden: int, seed: int
 @pytest.mark.parametrize("repeats", [False, True])
 def test_interpreted_kernels_place_the_same_rows(world: int, repeats: bool, get_pool: Any, seed: int) -> None:
     get_pool(world).run(interpreted, [3, 1], 512, seed, repeats)
+
+
+def combine_twice(rank: int, world: int) -> None:
+    """A combine that may read its rows later leaves them alone: the next rows lie elsewhere. Others take one place."""
+    hidden = 128
+    num_bytes = Buffer.get_low_latency_rdma_size_hint(MOST, hidden, world, EXPERTS)
+    buffer = Buffer(dist.group.WORLD, 0, num_bytes, low_latency_mode=True, explicitly_destroy=True)
+    torch.manual_seed(rank)
+    x, ids, weights = torch.randn(MOST, hidden).bfloat16(), torch.arange(MOST)[:, None], torch.ones(MOST, 1)
+    places = []
+    for async_finish in (True, True, False, False):
+        got, _, handle, _, _ = buffer.low_latency_dispatch(x, ids, MOST, EXPERTS, use_fp8=False)
+        assert isinstance(got, torch.Tensor)
+        rows = buffer.get_next_low_latency_combine_buffer(handle)
+        assert rows.data_ptr() == buffer.get_next_low_latency_combine_buffer(handle).data_ptr()
+        rows.copy_(got)
+        places.append(rows.data_ptr())
+        y = buffer.low_latency_combine(got, ids, weights, handle, zero_copy=True, async_finish=async_finish)[0]
+        assert torch.equal(y, x)
+    first, second, third, fourth = places
+    assert first != second and third == first and fourth == third
+    buffer.destroy()
+
+
+@pytest.mark.cpu_only
+def test_rows_of_a_combine_that_goes_on_are_left_alone(get_pool: Any) -> None:
+    get_pool(2).run(combine_twice)

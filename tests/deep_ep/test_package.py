@@ -181,6 +181,42 @@ def refuse(rank: int, world: int) -> None:
             call()
 
 
+def take_handles_of_others(rank: int, world: int) -> None:
+    """Handles of another number of ranks, or with more room, and too many weights: refused, and nothing is lost."""
+    groups = [dist.new_group([each]) for each in range(world)]
+    torch.manual_seed(rank)
+    x, ids = torch.randn(5, 64).bfloat16(), torch.rand(5, 2 * world).argsort(dim=1)[:, :1]
+
+    def dispatch(buffer: Buffer, times: int = 1) -> Any:
+        many, few = x.repeat(times, 1), ids.repeat(times, 1)
+        per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(few, 2 * world)
+        return buffer.dispatch(many, None, per_rank, None, in_rank, per_expert)
+
+    alone = Buffer(groups[rank], sizes.normal_bytes(64, 1, 8), explicitly_destroy=True)
+    roomy = Buffer(dist.group.WORLD, sizes.normal_bytes(64, world, 256), explicitly_destroy=True)
+    buffer = Buffer(dist.group.WORLD, sizes.normal_bytes(64, world, 8), explicitly_destroy=True)
+    rows, _, _, _, own, _ = dispatch(buffer)
+    of_one, more = dispatch(alone), dispatch(roomy, 20)
+    with pytest.raises(ValueError, match=f"^handle: expected one of {world} ranks, got one of 1"):
+        buffer.combine(of_one[0], of_one[4])
+    with pytest.raises(ValueError, match=f"^handle: expected one of {world} ranks, got one of 1"):
+        buffer.dispatch(x, of_one[4])
+    with pytest.raises(ValueError, match=r"^handle: expected steps of 8 tokens at most, got 128"):
+        buffer.combine(more[0], more[4])
+    with pytest.raises(ValueError, match=r"^handle: expected steps of 8 tokens at most, got 128"):
+        buffer.dispatch(x.repeat(20, 1), more[4])
+    with pytest.raises(ValueError, match=r"^topk_weights: expected 1 to 32"):
+        buffer.combine(rows, own, torch.zeros(len(rows), 33))
+    assert torch.equal(buffer.combine(rows, own)[0], x)
+    for each in (alone, roomy, buffer):
+        each.destroy()
+
+
+@pytest.mark.cpu_only
+def test_handles_that_do_not_fit_are_refused(get_pool: Any) -> None:
+    get_pool(2).run(take_handles_of_others)
+
+
 @pytest.mark.cpu_only
 @pytest.mark.parametrize("world", [1, 2])
 def test_what_is_wrong_or_absent_is_named(world: int, get_pool: Any) -> None:

@@ -94,6 +94,7 @@ class Point(EventHandle):
 
 
 FIELDS = (
+    "num_unaligned_recv_tokens_per_expert",
     "psum_num_recv_tokens_per_scaleup_rank",
     "psum_num_recv_tokens_per_expert",
     "recv_src_metadata",
