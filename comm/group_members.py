@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from moe_runtime.comm import messages
 from moe_runtime.comm.errors import MoERuntimeError, PeerAbortedError, PeerTimeoutError, Phase, StoreLostError
 from moe_runtime.comm.messages import integer, row, text
-from moe_runtime.comm.store_calls import StoreSilentError, calls_of
+from moe_runtime.comm.store_calls import StoreCalls, StoreSilentError, calls_of
 from moe_runtime.support.arguments import check_seconds
 
 MAX_SECONDS = 1e9
@@ -161,22 +161,28 @@ class GroupMembers:
         """
         return self._ask(what, lambda: work(self._store, self._prefix))
 
-    def _ask(self, what: str, work: Callable[[], T], limit_s: float = 0.0) -> T:
+    def _ask(
+        self,
+        what: str,
+        work: Callable[[], T],
+        limit_s: float = 0.0,
+        *,
+        by: StoreCalls | None = None,
+        answer_s: float | None = None,
+    ) -> T:
         """Return `work()`, which calls the store and waits there for at most `limit_s`.
 
-        Errors of the store become a `StoreLostError` that says whether it is gone or does not answer.
+        `by` makes the calls of another connection; `answer_s` is of `StoreCalls.run`. Errors of the store become a
+        `StoreLostError` that says whether it is gone or does not answer.
         """
         try:
-            return calls_of(self._store).run(work, limit_s)
+            return (calls_of(self._store) if by is None else by).run(work, limit_s, answer_s=answer_s)
         except RuntimeError as error:
-            raise self._store_lost(what, error) from error
-
-    def _store_lost(self, what: str, error: RuntimeError) -> StoreLostError:
-        trouble = f"cannot reach the group's store, {self._host.name} is gone: {error}"
-        if isinstance(error, StoreSilentError):
-            trouble = f"gets no answer from the group's store, {self._host.name} may be stopped"
-        message = f"{what}: rank {self._names[self.rank]} {trouble}"
-        return StoreLostError(message, self._whole._host.rank, Phase.START_UP)
+            trouble = f"cannot reach the group's store, {self._host.name} is gone: {error}"
+            if isinstance(error, StoreSilentError):
+                trouble = f"gets no answer from the group's store, {self._host.name} may be stopped"
+            message = f"{what}: rank {self._names[self.rank]} {trouble}"
+            raise StoreLostError(message, self._whole._host.rank, Phase.START_UP) from error
 
     def leave(self, reason: str, error: BaseException | None = None) -> None:
         """Make the peers' next `gather`, or the one they wait in, raise `PeerAbortedError` with `reason`.

@@ -292,7 +292,10 @@ class RankGroup(GroupMembers):
         """A word of each rank in the store, which needs no call of the others."""
         store = self._own_connection(name)
         store.set_timeout(timedelta(seconds=self.timeout_s))
-        return NumberBoard(store, self._keys(name), self.rank, lambda error: self._store_lost(name, error))
+        calls = calls_of(store)
+        return NumberBoard(
+            store, self._keys(name), self.rank, lambda work: self._ask(name, work, by=calls, answer_s=WORD_S)
+        )
 
     def connect_nccl(self, what: str, key: str) -> Any:
         """An NCCL group over the same ranks for the caller alone. It connects at its first use, `connecting`.
@@ -352,11 +355,10 @@ class RankGroup(GroupMembers):
 
 
 class NumberBoard:
-    """A word of each rank in the group's store, over a connection of its own."""
+    """A word of each rank in the group's store, over a connection of its own, whose calls `ask` makes."""
 
-    def __init__(self, store: Any, keys: list[str], rank: int, lost: Callable[[RuntimeError], StoreLostError]) -> None:
-        self._store, self._keys, self._rank, self._lost = store, keys, rank, lost
-        self._calls = calls_of(store)
+    def __init__(self, store: Any, keys: list[str], rank: int, ask: Callable[[Callable[[], Any]], Any]) -> None:
+        self._store, self._keys, self._rank, self._ask = store, keys, rank, ask
 
     def put(self, word: bytes) -> None:
         """Write this rank's word.
@@ -370,13 +372,10 @@ class NumberBoard:
     def read(self) -> dict[int, bytes]:
         """The words of the ranks that have written one. Raises as `put`."""
         store, keys = self._store, self._keys
-        return self._ask(lambda: {r: store.get(key) for r, key in enumerate(keys) if store.check([key])})
-
-    def _ask(self, work: Callable[[], T]) -> T:
-        try:
-            return self._calls.run(work, answer_s=WORD_S)
-        except RuntimeError as error:
-            raise self._lost(error) from error
+        words: dict[int, bytes] = self._ask(
+            lambda: {r: store.get(key) for r, key in enumerate(keys) if store.check([key])}
+        )
+        return words
 
 
 class _LookOut:

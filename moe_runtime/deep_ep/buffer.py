@@ -282,8 +282,7 @@ class Buffer(GroupBuffer):
 
     def _check_handle(self, handle: NormalHandle) -> None:
         """`handle` may be of another buffer with the same ranks."""
-        if not isinstance(handle, NormalHandle):
-            check_kind("handle", handle, NormalHandle)
+        check_kind("handle", handle, NormalHandle)
         if handle.num_ranks != self.group_size:
             raise ValueError(f"handle: expected one of {self.group_size} ranks, got one of {handle.num_ranks}")
 

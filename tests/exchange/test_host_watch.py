@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -187,16 +188,23 @@ def test_a_process_that_exits_frees_what_waits() -> None:
 def test_a_board_gives_up_on_a_store_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     never = threading.Event()
     monkeypatch.setattr(rank_group, "WORD_S", 0.2)
-    lost = StoreLostError("the store is silent", 0, Phase.START_UP)
 
     class Store:
+        def clone(self) -> Store:
+            return self
+
+        def set_timeout(self, limit: timedelta) -> None:
+            """Calls of this store know no limit."""
+
         def set(self, key: str, word: bytes) -> None:
             never.wait()
 
-    board = rank_group.NumberBoard(Store(), ["a", "b"], 0, lambda error: lost)
+    group = RankGroup(alone=True)
+    group._store = Store()
+    board = group.number_board("words")
     start = time.monotonic()
     for ask in (lambda: board.put(b"1"), board.read):
-        with pytest.raises(StoreLostError, match=r"^the store is silent"):
+        with pytest.raises(StoreLostError, match=r"^words: rank 0 gets no answer from the group's store"):
             ask()
     assert time.monotonic() - start < 2.0
     never.set()
