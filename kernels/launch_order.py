@@ -27,8 +27,9 @@ class LaunchOrder:
     In a step of a rank alone, dispatch (D), gate/up (G), down (W) and combine (C) follow one another:
 
     - D is one kernel and keeps rule 2. When G begins, the router has ended: `routed_ids` are there, and nobody writes
-      them before W has ended. G counts its groups by them and loads weights while D quantizes. It awaits D for rows,
-      and lets W begin after that. Without `routed_ids` G awaits D before it reads anything of the step.
+      them before W has ended, and so with `route_weights`. G counts its groups by them and loads weights while D
+      quantizes. It awaits D for rows, and lets W begin after that. Without `routed_ids` G awaits D before it reads
+      anything of the step.
     - When W begins, D has ended, by rule 2 for G: offsets, ids and indices of the groups are there, which W reads
       before G has ended. G stores only the rows: `only_rows_pending`.
     - C begins no earlier than W, when D has ended: epoch, positions and weights are there, which C reads before W has
@@ -55,13 +56,19 @@ class LaunchOrder:
         only_rows_pending: whether the kernel before stores nothing that this one reads but rows, and all else has been
             stored by kernels that have ended when this one begins. False where that is not known.
         routed_ids: int32 or int64 `[T, K]`, contiguous: ids of which the groups of rows are made, group `g` of the rows
-            of id `g`, stored by kernels that have ended when this one begins. None where there are no such ids.
+            of id `first_id + g`, stored by kernels that have ended when this one begins. None where there are no such
+            ids.
+        route_weights: fp32 `[T, K]`, contiguous, stored no later than the ids, where an id whose weight is NaN counts
+            as none; None where all ids count.
+        first_id: id of the first group.
         weights_after_ns: how long to wait with the first loads of weights, unless the kernel before ends sooner:
             earlier ones would delay those of that kernel. It concerns the time alone.
     """
 
     only_rows_pending: bool = False
     routed_ids: torch.Tensor | None = None
+    route_weights: torch.Tensor | None = None
+    first_id: int = 0
     weights_after_ns: int = 0
 
     @cached_property
@@ -70,8 +77,10 @@ class LaunchOrder:
         ids = self.routed_ids
         return {
             "topk_idx": ids,
+            "route_weights": self.route_weights,
             "num_ids": 0 if ids is None else ids.numel(),
             "id_bytes": 0 if ids is None else ids.element_size(),
+            "first_id": self.first_id,
             "loads_after_ns": self.weights_after_ns,
         }
 

@@ -230,9 +230,13 @@ class MoELayer(LayerParts):
 
     def _dispatch_recv(self, step: LayerStep) -> None:
         """Wait for the tokens of all ranks and group them by expert."""
-        order, ids = IN_ORDER, step.slots
+        order, ids, weights = IN_ORDER, step.slots, step.topk_weights
         if step.handle._received_in is not None and ids.numel() <= MAX_ROUTED_IDS and ids.is_contiguous():
-            order = LaunchOrder(routed_ids=ids)
+            router = step.dispatcher.geometry.router_ids
+            if router is None:
+                order = LaunchOrder(routed_ids=ids)
+            elif weights.is_contiguous():
+                order = LaunchOrder(routed_ids=ids, route_weights=weights, first_id=router.first)
         step.received = step.dispatcher._dispatch_recv(step.handle, order)
 
     def _run_experts(self, step: LayerStep) -> None:

@@ -21,6 +21,7 @@ from moe_runtime.context.memory import staging_bytes
 from moe_runtime.context.peers import abort_peers_on_error
 from moe_runtime.dispatcher.token_dispatcher import TokenDispatcher
 from moe_runtime.experts import Experts
+from moe_runtime.kernels.exchange.geometry import RouterIds
 from moe_runtime.kernels.formats.scale_blocks import expert_starts
 from moe_runtime.observation.observed_layer import ObservedLayer
 from moe_runtime.placement.physical_experts import SlotTable
@@ -82,6 +83,13 @@ class LayerParts(ObservedLayer):
             self.post_expert_norm = PostExpertNorm(config.hidden_size, config.post_expert_norm, device)
         self._loader = ExpertLoader(config, self.context, self.post_expert_norm)
         self._members = LayerMembers(self.context, self.layer_id, config.num_experts, placement)
+
+    def _take_ids_of(self, router: RouterIds) -> bool:
+        """Take the ids of `router` as `topk_idx` from the next step on. Returns False where its kernels do not."""
+        takes = self.placement is None and all(d._exchange.takes_router_ids for d in self.dispatchers.values())
+        for dispatcher in self.dispatchers.values() if takes else ():
+            dispatcher._take_ids_of(router)
+        return takes
 
     @classmethod
     def from_yaml(cls, path: str | Path, *, context: ExpertParallelContext | None = None) -> Self:

@@ -25,7 +25,7 @@ class LayerStep:
         dispatcher: for the size of the step.
         shape: of the layer's input `x`.
         tokens: bf16 `[T, H]`.
-        topk_idx: `[T, K]`, ids of the experts.
+        topk_idx: `[T, K]`, ids of the experts, those of the dispatcher's `router_ids` if it has them.
         slots: `[T, K]`, what holds those experts: `topk_idx` itself without a placement.
         topk_weights: fp32 `[T, K]`.
         shared: bf16 `[T, H]`, the output of a shared expert, or None.

@@ -38,6 +38,7 @@ from moe_runtime.kernels.exchange.interface import (
     OneRankKernels,
     RecvBuffers,
     aligned,
+    id_arguments,
     kept_by_memory,
     memory_arguments,
 )
@@ -199,13 +200,13 @@ def bind_sender(
         own_rows: whether `place_own_rows` is launched before.
     """
     plan, sms = required_plan(geometry), most_sms(device)
-    bound = {"rank": geometry.rank, "num_experts": geometry.num_experts, "max_tokens": geometry.max_tokens, **memory}
+    sizes = {"rank": geometry.rank, "num_experts": geometry.num_experts, "max_tokens": geometry.max_tokens}
     kernel = BoundKernel(
         "dispatch_send.cu",
         geometry.kernel_prefix + "dispatch_send",
         dispatch_macros(geometry, ids_64=ids_64, static_gsf=static_gsf, await_ready=await_ready, own_rows=own_rows),
         block=plan.team_threads * plan.teams,
-        bound=bound,
+        bound={**sizes, **id_arguments(geometry), **memory},
         device=device,
         shared_bytes=plan.send_shared_bytes,
         early=plan.overlaps,

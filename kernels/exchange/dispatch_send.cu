@@ -14,12 +14,14 @@
 // before this kernel and beside it, has found in time where their rows go, the rows are stored at once, and the slot
 // gets what follows the scales alone.
 //
-// Macros: those of signalling.cuh, FMT (FormatCode), HIDDEN, K, IDS (type of the expert ids), TEAM (threads), TEAMS (of
-// a block), STATIC_GSF, AWAIT_READY (this kernel writes to its peers itself), PER_TOKEN_FLAGS, REPEATS (a token may
-// name an expert several times, and any negative id is none), OWN_ROWS and, with it, QUANT_BYTES, SCALE_COLUMNS and
-// those of own_rows.cuh, COUNT_BITS, TURN_BIT, RECORD_BYTES and the *_AT of RecordLayout, words of SignalLayout,
-// ROUTING (ErrorCode), DISPATCH_SEND (Phase).
+// Macros: those of signalling.cuh, FMT (FormatCode), HIDDEN, K, IDS (type of the expert ids), ROUTER_IDS (they are
+// those of a router, to be numbered by `own_expert`), TEAM (threads), TEAMS (of a block), STATIC_GSF, AWAIT_READY (this
+// kernel writes to its peers itself), PER_TOKEN_FLAGS, REPEATS (a token may name an expert several times, and any
+// negative id is none), OWN_ROWS and, with it, QUANT_BYTES, SCALE_COLUMNS and those of own_rows.cuh, COUNT_BITS,
+// TURN_BIT, RECORD_BYTES and the *_AT of RecordLayout, words of SignalLayout, ROUTING (ErrorCode), DISPATCH_SEND
+// (Phase).
 
+#include "own_expert.cuh"
 #include "signalling.cuh"
 #include "token_units.cuh"
 #if OWN_ROWS
@@ -33,6 +35,7 @@ constexpr int MAX_THREADS = 896;             // of an SM in several blocks: few 
 
 static_assert(K >= 1 && K <= 32, "K: a lane of a warp has an entry of a token's routing");
 static_assert(HIDDEN % unit_numbers(FMT) == 0, "HIDDEN: a thread quantizes whole units");
+static_assert(!ROUTER_IDS || WORLD == 1, "ROUTER_IDS: for a rank without peers");
 static_assert(TEAM % 32 == 0 && TEAM * TEAMS <= 1024, "TEAM: whole warps, and a block has at most 1024 threads");
 static_assert(TEAMS >= 1 && TEAMS <= 15, "TEAMS: each has one of 15 named barriers");
 static_assert(IDS_AT % 16 == 0 && WEIGHTS_AT % 16 == 0,
@@ -123,8 +126,8 @@ extern "C" __global__ void __launch_bounds__(TEAM* TEAMS, MAX_THREADS / (TEAM * 
     dispatch_send(const u16* x_TH, long long x_stride, const IDS* topk_idx, const float* topk_weights,
                   const float* static_gsf, int num_tokens, int count_tag, const int* starts, const u64* landing,
                   const u64* token_flags, const u64* signals, int* epoch_ptr, int* handle_epoch, int* num_parts,
-                  int* error, int* latch, int* counter, int rank, int num_experts, int max_tokens,
-                  long long landing_half, long long token_flags_half, long long timeout_ns
+                  int* error, int* latch, int* counter, int rank, int num_experts, int max_tokens, int first_id,
+                  int router_experts, long long landing_half, long long token_flags_half, long long timeout_ns
 #if OWN_ROWS
                   ,
                   int* scratch, int* placing, u8* rows, float* scales, int first_expert, int num_local, int capacity
@@ -211,7 +214,8 @@ extern "C" __global__ void __launch_bounds__(TEAM* TEAMS, MAX_THREADS / (TEAM * 
     int expert = -1;
     [[maybe_unused]] int position = -1;  // of the row of each lane's entry, where OWN_ROWS are stored at once
     if (warp == 0) {
-      const Entry entry(topk_idx, topk_weights, token);
+      Entry entry(topk_idx, topk_weights, token);
+      if (ROUTER_IDS) entry.id = own_expert(entry.id, entry.weight, first_id, num_experts, router_experts);
       targets = route(x, entry, end_of_lane, num_experts, token, epoch, expert);
       if (lane == 0) num_parts[token] = __popc(targets);
       lost |= failed_or_ready(targets, token == first_token);

@@ -23,6 +23,22 @@ OWN_ROWS_EXPERTS = 1024
 
 
 @dataclass(frozen=True)
+class RouterIds:
+    """The ids of a router that chooses among more experts than an exchange has.
+
+    Expert `e` of the exchange has the id `first + e`. Another expert's id is unrouted, as -1 is, and so is a route
+    whose weight is NaN. An id that no expert of the router has is wrong.
+
+    Attributes:
+        first: id of the first expert of the exchange.
+        num_experts: of the router.
+    """
+
+    first: int
+    num_experts: int
+
+
+@dataclass(frozen=True)
 class ExchangeGeometry:
     """What dispatch and combine of one layer look like on rank `rank` of `world_size`.
 
@@ -39,6 +55,8 @@ class ExchangeGeometry:
         accepts_repeats: whether a token may name an expert several times, for a row each, and negative ids are none,
             not only -1. An expert has at most `num_slots` rows.
         own_rows: whether this rank's own tokens may be stored to their rows as they are sent.
+        router_ids: of whom the ids of tokens are, for a rank without peers; None where they are those of the exchange,
+            and a weight may be NaN.
         sm_shared_bytes: shared memory of an SM of this rank's GPU. Ranks may differ in it: it changes no bits and no
             protocol, only how many rows and tokens a block has in shared memory.
 
@@ -59,6 +77,7 @@ class ExchangeGeometry:
     kernel_prefix: str = ""
     accepts_repeats: bool = False
     own_rows: bool = False
+    router_ids: RouterIds | None = None
     sm_shared_bytes: int = SM_SHARED_BYTES
 
     def __hash__(self) -> int:

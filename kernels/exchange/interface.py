@@ -67,6 +67,12 @@ def memory_arguments(context: ExchangeMemory, geometry: ExchangeGeometry) -> dic
     }
 
 
+def id_arguments(geometry: ExchangeGeometry) -> dict[str, int]:
+    """What kernels that read the ids of tokens are told of them, by the names of their parameters."""
+    ids = geometry.router_ids
+    return {"first_id": 0 if ids is None else ids.first, "router_experts": 0 if ids is None else ids.num_experts}
+
+
 Kind = TypeVarTuple("Kind")
 Bound = TypeVar("Bound")
 
@@ -207,7 +213,8 @@ class ExchangeBackend(Protocol):
             starts: int32 `[W + 1]`, first expert id of each rank.
             x_TH: bf16 `[T, H]`, last dimension contiguous.
             topk_idx_TK: int32 or int64 `[T, K]`, contiguous; -1 is unrouted. An id out of range or repeated within a
-                token counts as unrouted and is recorded as `RoutingError`; see `ExchangeGeometry.accepts_repeats`.
+                token counts as unrouted and is recorded as `RoutingError`; see `ExchangeGeometry.accepts_repeats` and
+                `router_ids` there.
             topk_weights_TK: fp32 `[T, K]`, contiguous.
             gsf: fp32 `[1]` static NVFP4 encode scale, or None for one per token.
             handle_epoch: int32 `[1]`, receives the epoch of this dispatch.

@@ -1,5 +1,6 @@
 """A router's ids in the numbering of one rank's experts, host side of `local_ids.cu`; the reference is in torch.
 
+For exchanges that take no other ids (`dispatcher.exchange.Exchange.takes_router_ids`), and for those who count steps.
 Reads 8 or 12 and writes 4 bytes for each id: a launch and little else.
 """
 

@@ -13,6 +13,7 @@ from moe_runtime.kernels.exchange.interface import (
     ExchangeMemory,
     RecvBuffers,
     aligned,
+    id_arguments,
     kept_by_memory,
     memory_arguments,
 )
@@ -113,6 +114,7 @@ def _dispatcher(
             "counter": context.counters,
             "first_row": memory["landing_half"] // geometry.record.record_bytes,
             "token_flags_half": context.half_bytes["token_flags"],
+            **id_arguments(geometry),
             **memory,
         },
         device=context.device,

@@ -6,11 +6,13 @@
 // for, quants, block scales and row scales at the rows of its experts. Flags and counts are stored for kernels that
 // look at them later; nothing is ordered by them, so such kernels must not begin before this one has ended.
 //
-// Macros: those of signalling.cuh with WORLD 1, FMT (FormatCode), HIDDEN, K, IDS (type of the expert ids), EXPERTS,
-// MOST (tokens, a multiple of 32), THREADS, STATIC_GSF, CONTIGUOUS (quants are copied), QUANT_BYTES, SCALE_COLUMNS (0
-// where scales stay in the records), COUNT_BITS, TURN_BIT, RECORD_BYTES and the *_AT of RecordLayout, words of
-// SignalLayout, ROUTING and CAPACITY (ErrorCode), DISPATCH_SEND and DISPATCH_RECV (Phase).
+// Macros: those of signalling.cuh with WORLD 1, FMT (FormatCode), HIDDEN, K, IDS (type of the expert ids), ROUTER_IDS
+// (they are those of a router, to be numbered by `own_expert`), EXPERTS, MOST (tokens, a multiple of 32), THREADS,
+// STATIC_GSF, CONTIGUOUS (quants are copied), QUANT_BYTES, SCALE_COLUMNS (0 where scales stay in the records),
+// COUNT_BITS, TURN_BIT, RECORD_BYTES and the *_AT of RecordLayout, words of SignalLayout, ROUTING and CAPACITY
+// (ErrorCode), DISPATCH_SEND and DISPATCH_RECV (Phase).
 
+#include "own_expert.cuh"
 #include "signalling.cuh"
 #include "token_units.cuh"
 
@@ -29,12 +31,23 @@ constexpr int WORDS = MOST / 32, WARPS = THREADS / 32;
 constexpr int ENTRIES = (MOST * K + THREADS - 1) / THREADS;  // of a thread
 constexpr int SCALE_WORDS = FMT == FP8_BLOCK ? SCALE_COLUMNS : (SCALE_COLUMNS + 3) / 4;
 
+// The ids of experts here, from those that the kernel is given.
+struct Numbering {
+  int first_id, router_experts;
+
+  __device__ __forceinline__ long long operator()(long long id, float weight) const {
+    return ROUTER_IDS ? own_expert(id, weight, first_id, EXPERTS, router_experts) : id;
+  }
+};
+
 // Records the first id that is out of range or repeated in its token. For one thread.
-__device__ __noinline__ void record_bad_id(const Exchange x, const IDS* topk_idx, int num_tokens, int epoch) {
+__device__ __noinline__ void record_bad_id(const Exchange x, const IDS* topk_idx, const float* topk_weights,
+                                           const Numbering number, int num_tokens, int epoch) {
+  const auto id_of = [&](int entry) { return number(topk_idx[entry], topk_weights[entry]); };
   for (int entry = 0; entry < num_tokens * K; ++entry) {
-    const long long id = topk_idx[entry];
+    const long long id = id_of(entry);
     bool bad = id < -1 || id >= EXPERTS;
-    for (int before = entry / K * K; before < entry; ++before) bad |= id >= 0 && topk_idx[before] == id;
+    for (int before = entry / K * K; before < entry; ++before) bad |= id >= 0 && id_of(before) == id;
     if (!bad) continue;
     record_failure(x, ROUTING, x.rank, DISPATCH_SEND, epoch, static_cast<int>(id), entry / K);
     return;
@@ -47,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                       int* group_scale_offsets, int* row_index, int* positions, u8* rows, u8* scales, float* row_scale,
                       const u64* landing, const u64* token_flags, const u64* signals, int* epoch_ptr, int* handle_epoch,
                       int* num_parts, int* error, int* latch, int* counter, int num_slots, int capacity, int first_row,
-                      long long landing_half, long long token_flags_half) {
+                      int first_id, int router_experts, long long landing_half, long long token_flags_half) {
   extern __shared__ __align__(128) u8 shared[];
   u8* const record = shared;                                        // [RECORD_BYTES]
   u32* const bits = reinterpret_cast<u32*>(shared + RECORD_BYTES);  // [EXPERTS][WORDS], tokens that go to an expert
@@ -56,6 +69,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   __shared__ int seen[2];  // the last epoch, and whether this rank has failed
   const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
   const Exchange x{signals, error, latch, 0, 0};
+  const Numbering number{first_id, router_experts};
   // Tables that never change are read while the kernel before still runs.
   int* const own = x.words(0);
   const u64 landed = landing[0], flags = token_flags[0];
@@ -67,10 +81,12 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   // All loads of this thread are in flight before the first is awaited.
   if (threadIdx.x == 0) seen[0] = load_relaxed(epoch_ptr), seen[1] = load_relaxed(latch);
   long long ids[ENTRIES];
+  float weights[ENTRIES];
 #pragma unroll
   for (int i = 0; i < ENTRIES; ++i) {
     const int entry = i * THREADS + threadIdx.x;
     ids[i] = entry < num_tokens * K ? topk_idx[entry] : -1;
+    weights[i] = ROUTER_IDS && entry < num_tokens * K ? topk_weights[entry] : 0.0f;
   }
   TokenUnits<FMT, HIDDEN, THREADS> units;
   long long id_of_lane = -1;
@@ -88,11 +104,12 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
   for (int i = 0; i < ENTRIES; ++i) {
     const int token = (i * THREADS + threadIdx.x) / K;
-    const bool in_range = ids[i] >= 0 && ids[i] < EXPERTS;
-    bad |= !in_range && ids[i] != -1;
+    const long long id = number(ids[i], weights[i]);
+    const bool in_range = id >= 0 && id < EXPERTS;
+    bad |= !in_range && id != -1;
     if (in_range) {
       const u32 bit = 1u << token % 32;
-      bad |= (atomicOr(&bits[static_cast<int>(ids[i]) * WORDS + token / 32], bit) & bit) != 0;
+      bad |= (atomicOr(&bits[static_cast<int>(id) * WORDS + token / 32], bit) & bit) != 0;
     }
   }
   bad = __syncthreads_or(bad) != 0;
@@ -130,7 +147,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   }
   const int num_rows = total & 0xFFFF;
   if (blockIdx.x == 0 && threadIdx.x == 0) {
-    if (bad) record_bad_id(x, topk_idx, num_tokens, epoch);
+    if (bad) record_bad_id(x, topk_idx, topk_weights, number, num_tokens, epoch);
     else if (good && num_rows > capacity) record_failure(x, CAPACITY, 0, DISPATCH_RECV, epoch, num_rows, capacity);
   }
   good = good && num_rows <= capacity;
@@ -164,10 +181,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
     __syncthreads();  // the record of the token before has been copied
     if (warp == 0) {
-      const bool in_range = id_of_lane >= 0 && id_of_lane < EXPERTS;
+      const long long id = number(id_of_lane, weight_of_lane);
+      const bool in_range = id >= 0 && id < EXPERTS;
       const bool routed = __any_sync(ALL, in_range);
       if (lane < K) {
-        reinterpret_cast<u16*>(record + IDS_AT)[lane] = in_range ? static_cast<u16>(id_of_lane) : NONE;
+        reinterpret_cast<u16*>(record + IDS_AT)[lane] = in_range ? static_cast<u16>(id) : NONE;
         reinterpret_cast<float*>(record + WEIGHTS_AT)[lane] = weight_of_lane;
       }
       if (lane == 0) {

@@ -113,7 +113,7 @@ def _check_operands(a: GroupedRows, w: StoredWeights) -> None:
         raise ValueError(f"a.num_active_experts: expected an int or an int32 tensor, got {describe(active)}")
     check_flag("a.order.only_rows_pending", a.order.only_rows_pending)
     if a.order.routed_ids is not None:
-        _check_ids(a, a.order.routed_ids)
+        _check_ids(a, a.order.routed_ids, a.order.route_weights)
     if a.dequantized is not None:
         _check_dequantized(a, a.dequantized)
         return
@@ -148,12 +148,17 @@ def _check_place(a: GroupedRows, name: str, tensor: torch.Tensor) -> None:
         raise ValueError(f"a.{name}: expected a contiguous tensor on {a.rows.device}, got {found}")
 
 
-def _check_ids(a: GroupedRows, ids: torch.Tensor) -> None:
+def _check_ids(a: GroupedRows, ids: torch.Tensor, weights: torch.Tensor | None) -> None:
     if ids.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"a.order.routed_ids: expected int32 or int64, got {ids.dtype}")
     if ids.numel() > MAX_ROUTED_IDS:
         raise ValueError(f"a.order.routed_ids: expected at most {MAX_ROUTED_IDS} ids, got {ids.numel()}")
     _check_place(a, "order.routed_ids", ids)
+    if weights is not None:
+        if weights.dtype != torch.float32 or weights.shape != ids.shape:
+            found = f"{weights.dtype} {list(weights.shape)}"
+            raise ValueError(f"a.order.route_weights: expected torch.float32 {list(ids.shape)}, got {found}")
+        _check_place(a, "order.route_weights", weights)
 
 
 def _check_dequantized(a: GroupedRows, dequantized: torch.Tensor) -> None:

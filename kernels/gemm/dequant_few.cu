@@ -292,7 +292,8 @@ extern "C" __global__ void __launch_bounds__(TEAMS*(CONSUMERS + 32), BLOCKS_PER_
                 int num_groups, int num_experts, int capacity, int columns, int units, int unit_rows, int token_blocks,
                 long long out_stride, int scales_per_expert, int gate_up_order, const u8* special_values,
                 const u8* token_scales, const int* row_index, const int* group_scale_offsets, int token_scale_ld,
-                long long row_bytes, const void* topk_idx, int num_ids, int id_bytes, int loads_after_ns) {
+                long long row_bytes, const void* topk_idx, const float* route_weights, int num_ids, int id_bytes,
+                int first_id, int loads_after_ns) {
   extern __shared__ __align__(128) u8 memory[];
   __shared__ __align__(8) u64 barriers[TEAMS][2 * STAGES + TILES_AHEAD + 1];
   __shared__ __align__(16) float turned[TEAMS][ACTIVATED ? TILE_TOKENS : 1][TURNED_COLUMNS];
@@ -319,7 +320,7 @@ extern "C" __global__ void __launch_bounds__(TEAMS*(CONSUMERS + 32), BLOCKS_PER_
   __syncthreads();
   // What the groups are is known when the kernel that dispatches the tokens has ended: the one before this, or one
   // before that, which had ended when the one before this let this one start. Their ids were known before it began.
-  const RoutedIds ids = {topk_idx, num_ids, id_bytes};
+  const RoutedIds ids = {topk_idx, route_weights, num_ids, id_bytes, first_id};
   if (!CHAINED && !(ids.given() && !consumes)) await_kernels_before();
 
   if (!consumes) {

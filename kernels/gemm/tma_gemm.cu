@@ -56,7 +56,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
              const float* w_scales, Extras extras, u8* out, long long out_stride, float* out_scales, const int* offsets,
              const int* expert_ids, const int* num_active, int num_groups, int num_experts, int capacity, int columns,
              int k_blocks, int band_width, int settled, float alpha, float gate_limit, float up_limit, float up_offset,
-             const void* topk_idx, int num_ids, int id_bytes, int loads_after_ns) {
+             const void* topk_idx, const float* route_weights, int num_ids, int id_bytes, int first_id,
+             int loads_after_ns) {
   const Block block(num_groups);
   const int tiles_n = ceil_div(columns, ITEM_COLUMNS);
   if (threadIdx.x == 32) block.init_barriers();
@@ -75,7 +76,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   // the table of groups, which then can be read, and the weights of the first tile loaded, before it ends. So they can
   // if there are `ids`, which nobody has written since before it began. Weights are loaded `loads_after_ns` later,
   // unless the one before has ended by then: earlier loads would delay those of that one.
-  const RoutedIds ids = {FEW ? topk_idx : nullptr, num_ids, id_bytes};
+  const RoutedIds ids = {FEW ? topk_idx : nullptr, route_weights, num_ids, id_bytes, first_id};
   if (!FEW || !(settled || ids.given())) wait_for_rows();
   // The next kernel is the GEMM that reads these results, or, behind that, the one that combines the rows. That
   // GEMM takes for granted that the groups are known, and so does that combine of the routing of its tokens. The memory

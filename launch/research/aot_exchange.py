@@ -12,7 +12,7 @@ import torch
 from moe_runtime.comm.hosts import Hosts
 from moe_runtime.kernels import clock, recorded_routes
 from moe_runtime.kernels.exchange import hierarchical_cuda, layout, local_ids, padded, payload, row_sums, rows
-from moe_runtime.kernels.exchange.geometry import ExchangeGeometry, worst_case_rows
+from moe_runtime.kernels.exchange.geometry import ExchangeGeometry, RouterIds, worst_case_rows
 from moe_runtime.kernels.exchange.hierarchical import HostGeometry
 from moe_runtime.kernels.exchange.macros import (
     combine_macros,
@@ -69,13 +69,14 @@ def one_rank_geometry(
     combine_format: str = "bf16",
     max_tokens: int = 32,
     contiguous: bool = False,
+    router_ids: RouterIds | None = None,
     sm_shared_bytes: int = SM_SHARED_BYTES,
 ) -> ExchangeGeometry:
     """A rank alone in a layer of Qwen3-30B-A3B's size: what kernels of one rank are compiled ahead of time for."""
     record = RecordLayout(FORMATS[token_format], 2048, 8)
     rows = worst_case_rows(128, 1, 8, max_tokens)
     sizes = 0, 1, record, FORMATS[combine_format], 128, max_tokens, contiguous, rows
-    return ExchangeGeometry(*sizes, sm_shared_bytes=sm_shared_bytes)
+    return ExchangeGeometry(*sizes, router_ids=router_ids, sm_shared_bytes=sm_shared_bytes)
 
 
 @dataclass(frozen=True)
@@ -134,13 +135,17 @@ class _Cases:
         return self.case("combine", kernel, combine_macros(geometry, **how), shared_bytes, instruction=instruction)
 
     def one_rank(self) -> Iterator[CudaCase]:
-        """Rows gathered or copied, scales copied or left in the records; both kinds of outputs, a shared expert or
-        none."""
+        """Rows gathered or copied, scales copied or left in the records; ids of a router with more experts, few and
+        many; both kinds of outputs, a shared expert or none."""
         fmt = FORMATS[self.fmt]
         ways = [(False, False)] if fmt.swizzled else []  # contiguous rows, copied scales
         for contiguous, scales in (*ways, (False, True), (True, True)):
             geometry = one_rank_geometry(self.fmt, contiguous=contiguous, **self.sm)
             yield self._one_rank_dispatch(geometry, ids_64=True, static_gsf=False, scales=scales)
+        router = RouterIds(128, 256)
+        geometry = one_rank_geometry(self.fmt, router_ids=router, **self.sm)
+        yield self._one_rank_dispatch(geometry, ids_64=False, static_gsf=False, scales=True)
+        yield self.send(one_rank_geometry(self.fmt, router_ids=router, max_tokens=4096, **self.sm))
         if fmt.has_row_scale:
             geometry = one_rank_geometry(self.fmt, **self.sm)
             yield self._one_rank_dispatch(geometry, ids_64=False, static_gsf=True, scales=True)

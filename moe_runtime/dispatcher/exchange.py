@@ -46,6 +46,8 @@ class Exchange(ABC):
 
     counts_waits = False
     """Whether `waits` may be set."""
+    takes_router_ids = False
+    """Whether geometries may have `router_ids`."""
 
     def __init__(
         self,
@@ -54,6 +56,7 @@ class Exchange(ABC):
         exchange_id: int,
         backend: ExchangeBackend,
     ) -> None:
+        assert geometry.router_ids is None or self.takes_router_ids
         self.waits: torch.Tensor | None = None
         self.context, self.geometry, self.backend = context, geometry, backend
         self.memory: ExchangeMemory = context
@@ -246,6 +249,7 @@ class OneRankExchange(LocalExchange):
     """
 
     counts_waits = False
+    takes_router_ids = True
 
     def __init__(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from moe_runtime.dispatcher.handle import (
     DispatchedTokens,
     DispatchHandle,
 )
+from moe_runtime.kernels.exchange.geometry import RouterIds
 from moe_runtime.kernels.exchange.interface import ExchangeBackend
 from moe_runtime.kernels.exchange.padded_rows import PaddedRows
 from moe_runtime.kernels.formats.number_formats import MAX_ENCODE_SCALE, TokenFormat
@@ -596,6 +598,11 @@ class TokenDispatcher:
     def _use(self, backend: ExchangeBackend) -> None:
         """Take the kernels of `backend` from the next step on, in place of those that were chosen."""
         self._exchange = choose_exchange(self.context, self.geometry, self.exchange_id, self._host_capacity, backend)
+
+    def _take_ids_of(self, router: RouterIds) -> None:
+        """Take the ids of `router` from the next step on; of an exchange that `takes_router_ids`."""
+        self.geometry = replace(self.geometry, router_ids=router)
+        self._use(self._exchange.backend)
 
     def _of_another_generation(self) -> ValueError:
         return ValueError(

@@ -22,6 +22,7 @@ from moe_runtime.integrations.engine_weights import EngineWeights
 from moe_runtime.integrations.layer_settings import LayerSettings, context_of, layer_config
 from moe_runtime.integrations.replayed_routes import checked_ids, checked_weights
 from moe_runtime.integrations.shared_tokens import part_of, place_part, run_in_steps, steps_for
+from moe_runtime.kernels.exchange.geometry import RouterIds
 from moe_runtime.kernels.exchange.local_ids import local_ids
 from moe_runtime.kernels.exchange.plan import exchange_engine
 from moe_runtime.kernels.formats.number_formats import FORMATS, WEIGHT_FORMATS, TokenFormat, ceil_div, token_formats_for
@@ -346,7 +347,8 @@ class EngineExperts:
         group: it and its kin.
         share: which tokens this rank brings to it.
         num_experts: of the engine's layer.
-        first: the engine's id of the first expert of `layer`.
+        first: the engine's id of the first expert of `layer`, which takes the engine's ids from then on, if its kernels
+            can.
         routes: where the routes of each call are recorded; None for nowhere.
         name: of the layer, for messages.
 
@@ -370,6 +372,7 @@ class EngineExperts:
         self.routes = routes
         self.name = name
         self._group = group
+        self._takes_ids = layer._take_ids_of(RouterIds(first, num_experts))
         self._ids = num_experts, first, layer.config.num_experts, layer.context.engine
 
     @property
@@ -411,7 +414,8 @@ class EngineExperts:
             mine = part_of(num_tokens, share.ranks, share.rank)
             x, topk_ids, topk_weights = x[mine], topk_ids[mine], topk_weights[mine]
         ids, weights = topk_ids.contiguous(), topk_weights.float().contiguous()
-        if ids.shape == weights.shape and not ids.is_floating_point():  # Else the layer complains.
+        # The layer complains of other shapes and dtypes.
+        if not self._takes_ids and ids.shape == weights.shape and not ids.is_floating_point():
             ids = local_ids(ids, weights, *self._ids)
         steps: tuple[int, int | None] = 1, None
         if most_tokens is not None:

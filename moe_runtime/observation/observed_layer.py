@@ -11,6 +11,7 @@ from torch import nn
 from moe_runtime.config import MoELayerConfig
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.dispatcher.token_dispatcher import TokenDispatcher
+from moe_runtime.kernels.exchange.local_ids import local_ids
 from moe_runtime.kernels.exchange.plan import exchange_engine
 from moe_runtime.observation.counters import LayerCounters
 from moe_runtime.observation.phases import PhaseTimes
@@ -96,12 +97,18 @@ class ObservedLayer(nn.Module):
 
     def _observe(self, step: LayerStep) -> None:
         """Count the step and record its routes, if that was asked for: now, while results travel."""
+        if self.counters is None and self.routes is None:
+            return
+        ids, slots, router = step.topk_idx, step.slots, step.dispatcher.geometry.router_ids
+        if router is not None:
+            sizes = router.num_experts, router.first, self.config.num_experts
+            ids = slots = local_ids(ids.contiguous(), step.topk_weights.contiguous(), *sizes, self.context.engine)
         if self.counters is not None:
-            self.counters.add(step.topk_idx, step.slots, step.handle.num_parts, step.received.group_offsets)
+            self.counters.add(ids, slots, step.handle.num_parts, step.received.group_offsets)
         if self.routes is not None:
-            # Ids were there before the dispatch. Kernels of combine let the next one begin after their wait, and the
-            # one that counts, when it has ended.
-            self.routes.add(step.topk_idx, step.topk_weights, settled=True)
+            # Ids were there before the dispatch, unless they were numbered right now. Kernels of combine let the next
+            # one begin after their wait, and the one that counts, when it has ended.
+            self.routes.add(ids, step.topk_weights, settled=router is None)
 
     @contextmanager
     def _unobserved(self) -> Iterator[None]:

@@ -17,8 +17,11 @@ from moe_runtime.config import MoELayerConfig
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.dispatcher.handle import CombineSink
 from moe_runtime.experts import Experts
+from moe_runtime.integrations.engine_layers import EngineExperts, TokenShare, _Group
 from moe_runtime.kernels import nvrtc
 from moe_runtime.kernels.exchange import cuda
+from moe_runtime.kernels.exchange.geometry import RouterIds
+from moe_runtime.kernels.exchange.local_ids import local_ids
 from moe_runtime.kernels.formats.number_formats import (
     format_named,
     intermediate_format_for,
@@ -96,21 +99,37 @@ def experts_of(weights: str, tokens: str, rng: torch.Generator) -> Experts:
 
 
 def run(
-    experts: Experts, tokens: str, steps: Sequence[RankInput], early: bool, emulator: Emulator, most: int = MOST
+    experts: Experts,
+    tokens: str,
+    steps: Sequence[RankInput],
+    early: bool,
+    emulator: Emulator,
+    most: int = MOST,
+    router: RouterIds | None = None,
 ) -> list[torch.Tensor]:
-    """The layer's results; with `early` all kernels begin as early as they ask for, and products count few ids."""
+    """The layer's results; with `early` all kernels begin as early as they ask for, and products count few ids.
+
+    If ids are those of a `router`, they are numbered before where nothing is early.
+    """
     sizes = {"hidden_size": HIDDEN, "num_experts": EXPERTS, "top_k": TOP_K, "max_tokens_per_rank": most}
     ranks = Ranks(1, CPU, HOPPER, **sizes, token_format=tokens, combine_format="bf16", mode="gathered")
-    own = ranks.dispatchers[0]
+    own, first = ranks.dispatchers[0], 0 if router is None else router.first
+    if router is not None and early:
+        own._take_ids_of(router)
 
     def step(data: RankInput) -> torch.Tensor:
+        if router is not None and not early:
+            ids = local_ids(data.topk_idx, data.topk_weights, router.num_experts, first, EXPERTS, "torch")
+            data = replace(data, topk_idx=ids)
         keep = own.can_keep_scales_in_record and isinstance(experts.gate_up, PrepackedWeights)
         rows = own.dispatch(data.x, data.topk_idx, data.topk_weights, scales_in_record=keep)
         assert rows.handle._received_in is not None
         sink = CombineSink(rows.handle)
         sink.order = ONLY_ROWS_PENDING if early else IN_ORDER
         counts = early and data.topk_idx.numel() <= MAX_ROUTED_IDS
-        given = replace(rows, order=LaunchOrder(routed_ids=data.topk_idx)) if counts else rows
+        weights = None if router is None else data.topk_weights
+        order = LaunchOrder(routed_ids=data.topk_idx, route_weights=weights, first_id=first)
+        given = replace(rows, order=order) if counts else rows
         if early:
             experts._run(given, sink.rows)
         else:
@@ -151,6 +170,22 @@ def check(weights: str, tokens: str, ids: torch.dtype, seed: int, emulator: Emul
 @pytest.mark.parametrize(("weights", "tokens"), PAIRS)
 def test_the_bits_of_products_that_wait(weights: str, tokens: str, ids: torch.dtype, gpu: Emulator, seed: int) -> None:
     check(weights, tokens, ids, seed, gpu, SCHEDULES)
+
+
+@pytest.mark.parametrize("ids", [torch.int32, torch.int64], ids=["int32", "int64"])
+@pytest.mark.parametrize("fmt", ["nvfp4", "fp8_block"])
+def test_groups_by_the_ids_of_a_router(fmt: str, ids: torch.dtype, gpu: Emulator, seed: int) -> None:
+    experts, steps = experts_of(fmt, fmt, torch.Generator().manual_seed(seed)), inputs(seed, ids)
+    router = RouterIds(EXPERTS // 2, 2 * EXPERTS)
+    for data in steps:
+        data.topk_idx[data.topk_idx >= 0] += router.first // 2
+        data.topk_weights[-1, 0] = torch.nan
+    wanted = run(experts, fmt, steps, False, gpu, router=router)
+    assert any(bool(y.any()) for y in wanted)
+    for _ in range(SCHEDULES):
+        found = run(experts, fmt, steps, True, gpu, router=router)
+        for number, (y, expected) in enumerate(zip(found, wanted, strict=True)):
+            assert_same_bits(y, expected, f"step {number}")
 
 
 @pytest.mark.parametrize(("weights", "tokens"), PAIRS)
@@ -204,6 +239,52 @@ def test_which_steps_of_a_layer_do_so(gpu: Emulator, seed: int, monkeypatch: pyt
         assert given[3:] == [False] * 4
     for y, expected in zip(found, [*wanted, wanted[0]], strict=True):
         assert_same_bits(y, expected, "y")
+
+
+@pytest.mark.parametrize("ids", [torch.int32, torch.int64], ids=["int32", "int64"])
+def test_a_layer_takes_the_ids_of_an_engine(ids: torch.dtype, gpu: Emulator, seed: int) -> None:
+    """The second of three ranks: what its layer makes, counts and records of ids that are numbered before."""
+    most = MAX_ROUTED_IDS // TOP_K
+    config = MoELayerConfig(
+        hidden_size=HIDDEN,
+        intermediate_size=INTERMEDIATE,
+        num_experts=EXPERTS,
+        top_k=TOP_K,
+        max_tokens_per_rank=most + 1,
+        weight_format="bf16",
+        token_format="bf16",
+    )
+    steps = [
+        rank_input(seed + i, 0, count, HIDDEN, 3 * EXPERTS, TOP_K, "random")
+        for i, count in enumerate((most, most + 1, 3))
+    ]
+    for data in steps:
+        # Of this rank but for one.
+        data.topk_idx[:2] = torch.tensor([[-1, EXPERTS + 3], [EXPERTS, EXPERTS + 5]])
+        data.topk_weights[1, 1] = torch.nan
+    found = []
+    for takes_ids in (False, True):
+        with ExpertParallelContext(engine="auto", heap=PrivateHeap.group(1, CPU)[0]) as context:
+            layer = MoELayer(config, context, router=False)
+            layer.load_random(seed)
+            if takes_ids:
+                for dispatcher in layer.dispatchers.values():
+                    dispatcher._use(cuda)
+            experts = EngineExperts(layer, _Group(context), TokenShare(3, 1, whole=True), 3 * EXPERTS, first=EXPERTS)
+            for dispatcher in layer.dispatchers.values():
+                dispatcher._use(cuda)
+            assert experts._takes_ids == takes_ids
+            counters = layer.count_steps()
+            routes = layer.record_routes(torch.zeros(len(steps), most + 1, TOP_K, dtype=torch.int32))
+            ys = [experts(data.x, data.topk_idx.to(ids), data.topk_weights) for data in steps]
+            context.check()
+            found.append((ys, counters.read(), [step.topk_idx for step in routes.read()]))
+    for y, expected in zip(found[1][0], found[0][0], strict=True):
+        assert expected.any() and not expected.isnan().any()
+        assert_same_bits(y, expected, "y")
+    assert found[1][1] == found[0][1] and found[1][1].rows > 0
+    for recorded, expected in zip(found[1][2], found[0][2], strict=True):
+        assert torch.equal(recorded, expected)
 
 
 WRONG = {

@@ -8,6 +8,8 @@ import torch
 from moe_runtime.comm.errors import RoutingError
 from moe_runtime.config import MoELayerConfig, SharedExpertConfig
 from moe_runtime.context.expert_parallel import ExpertParallelContext
+from moe_runtime.dispatcher.exchange import OneRankExchange
+from moe_runtime.integrations.engine_layers import EngineExperts, TokenShare, _Group
 from moe_runtime.kernels.exchange import cuda
 from moe_runtime.kernels.exchange.plan import ONE_RANK_TOKENS
 from moe_runtime.kernels.formats.number_formats import COMBINE_FORMATS
@@ -94,6 +96,35 @@ def test_a_bad_id_in_a_replay_is_recorded_and_gives_nan(device: torch.device, se
     assert bool(y.isnan().all()) and bool((positions == -1).all())
     with pytest.raises(RoutingError, match=f"expert id {SIZES['num_experts']} of token 5"):
         ranks.contexts[0].check()
+
+
+@pytest.mark.parametrize("ids", [torch.int32, torch.int64], ids=["int32", "int64"])
+def test_ids_of_an_engine(ids: torch.dtype, device: torch.device, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second of two ranks that hold the same tokens: the bits of ids that a launch before has numbered."""
+    config = MoELayerConfig(
+        hidden_size=1024,
+        intermediate_size=512,
+        num_experts=32,
+        top_k=4,
+        max_tokens_per_rank=ONE_RANK_TOKENS + 40,
+        token_format="nvfp4",
+    )
+    counts = (1, 0, 16, 17, ONE_RANK_TOKENS, ONE_RANK_TOKENS + 1, ONE_RANK_TOKENS + 40)
+    steps = [rank_input(seed + i, 0, count, 1024, 64, 4, "random").to(device) for i, count in enumerate(counts)]
+    for data in steps:
+        data.topk_weights[::3, 1] = torch.nan
+    found = []
+    for takes_ids in (True, False):
+        with monkeypatch.context() as patch, ExpertParallelContext(device=device, transport="private") as context:
+            patch.setattr(OneRankExchange, "takes_router_ids", takes_ids)
+            layer = MoELayer(config, context, router=False)
+            layer.load_random(7)
+            experts = EngineExperts(layer, _Group(context), TokenShare(2, 1, whole=True), 64, first=32)
+            assert experts._takes_ids == takes_ids
+            found.append([experts(data.x, data.topk_idx.to(ids), data.topk_weights) for data in steps])
+            context.check()
+    for y, expected in zip(*found, strict=True):
+        assert_same_bits(y, expected)
 
 
 @pytest.mark.parametrize("shared", [False, True])

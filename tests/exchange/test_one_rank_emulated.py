@@ -15,7 +15,9 @@ from moe_runtime.comm.errors import CapacityError, MoERuntimeError, RoutingError
 from moe_runtime.comm.signals import WITHOUT_SIGN
 from moe_runtime.dispatcher.handle import DispatchedTokens
 from moe_runtime.kernels.exchange import cuda, one_rank_cuda, plan
+from moe_runtime.kernels.exchange.geometry import RouterIds
 from moe_runtime.kernels.exchange.landing import landing_records
+from moe_runtime.kernels.exchange.local_ids import local_ids
 from moe_runtime.kernels.exchange.padded_rows import PaddedRows
 from moe_runtime.kernels.exchange.plan import required_plan
 from moe_runtime.kernels.formats.number_formats import COMBINE_FORMATS, FORMATS
@@ -61,19 +63,31 @@ def lower_bound(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class Both:
-    """The same layer twice, on a rank alone: with kernels that wait, and with those of one rank."""
+    """The same layer twice, on a rank alone: with kernels that wait, and with those of one rank.
 
-    def __init__(self, emulator: Emulator, **settings: Any) -> None:
-        self.emulator = emulator
+    If ids are those of a `router`, the kernels that wait get them from `local_ids`.
+    """
+
+    def __init__(self, emulator: Emulator, router: RouterIds | None = None, **settings: Any) -> None:
+        self.emulator, self.router = emulator, router
         with waiting_kernels():
             self.waiting = Ranks(1, CPU, HOPPER, **{**SETTINGS, **settings})
         self.alone = Ranks(1, CPU, HOPPER, **{**SETTINGS, **settings})
+        if router is not None:
+            self.alone.dispatchers[0]._take_ids_of(router)
+
+    def numbered(self, data: RankInput) -> torch.Tensor:
+        """The ids that the kernels that wait get."""
+        if self.router is None:
+            return data.topk_idx
+        own = self.waiting.dispatchers[0].geometry.num_experts
+        sizes = self.router.num_experts, self.router.first, own
+        return local_ids(data.topk_idx, data.topk_weights, *sizes, "cuda")
 
     def dispatch(self, data: RankInput) -> tuple[DispatchedTokens, DispatchedTokens]:
-        tokens = data.x, data.topk_idx, data.topk_weights
-        wanted = self.waiting.dispatchers[0].dispatch(*tokens)
+        wanted = self.waiting.dispatchers[0].dispatch(data.x, self.numbered(data), data.topk_weights)
         self.emulator.launched.clear()
-        return wanted, self.alone.dispatchers[0].dispatch(*tokens)
+        return wanted, self.alone.dispatchers[0].dispatch(data.x, data.topk_idx, data.topk_weights)
 
     def combine(
         self, arrived: tuple[DispatchedTokens, DispatchedTokens], output: torch.Tensor, shared: torch.Tensor | None
@@ -85,11 +99,11 @@ class Both:
     def fail(self, data: RankInput, error: type[MoERuntimeError]) -> str:
         """A step that is refused alike, with nothing to read and NaN for each token; returns what is said."""
         said, left = [], []
-        for ranks in (self.waiting, self.alone):
+        for ranks, ids in ((self.waiting, self.numbered(data)), (self.alone, data.topk_idx)):
             own, context = ranks.dispatchers[0], ranks.contexts[0]
             # Both halves are called before the first has run, as on a GPU.
             with self.emulator.together():
-                handle = own.dispatch_send(data.x, data.topk_idx, data.topk_weights)
+                handle = own.dispatch_send(data.x, ids, data.topk_weights)
                 buffers = handle._buffers
                 own.dispatch_recv(handle)
             with pytest.raises(error) as caught:
@@ -248,6 +262,66 @@ def test_bad_ids_are_told_as_by_the_kernels_that_wait(what: str, emulator: Emula
     data = tokens(seed + 1, 5)
     BAD_IDS[what](data.topk_idx)
     both.fail(data, RoutingError)
+
+
+ROUTERS = [RouterIds(0, 10), RouterIds(0, 30), RouterIds(7, 30), RouterIds(20, 30)]
+IDS = {"int32": torch.int32, "int64": torch.int64}
+
+
+def routed(seed: int, count: int, router: RouterIds, ids: torch.dtype, routing: str = "random") -> RankInput:
+    """Tokens with ids of a router, some of them -1 or with a weight that is NaN."""
+    data = tokens(seed, count, routing, num_experts=router.num_experts)
+    generator = torch.Generator().manual_seed(seed)
+    data.topk_idx[torch.rand(data.topk_idx.shape, generator=generator) < 0.1] = -1
+    data.topk_weights[torch.rand(data.topk_idx.shape, generator=generator) < 0.2] = torch.nan
+    return RankInput(data.x, data.topk_idx.to(ids), data.topk_weights)
+
+
+@pytest.mark.parametrize("settings", [{}, {"token_format": "fp8_block", "mode": "contiguous"}], ids=["nvfp4", "fp8"])
+@pytest.mark.parametrize("ids", IDS)
+@pytest.mark.parametrize("router", ROUTERS, ids=str)
+def test_ids_of_a_router(router: RouterIds, ids: str, settings: Any, emulator: Emulator, seed: int) -> None:
+    """Few tokens and many: what comes of ids that a launch of its own has numbered."""
+    both = Both(emulator, router, **settings)
+    for step, (count, routing) in enumerate(
+        [(1, "random"), (33, "random"), (0, "random"), (MOST, "random"), (5, "none"), (MOST + 6, "random")]
+    ):
+        both.step(routed(seed + step, count, router, IDS[ids], routing), seed, shared=step % 2 == 1)
+        dispatch = {"one_rank_dispatch"} if count <= MOST else {"dispatch_send", "recv_permute"}
+        assert {name for _, name in emulator.launched} == {*dispatch, "one_rank_combine"}
+    both.alone.contexts[0].check_peers()
+
+
+WRONG_IDS = {
+    "above": [29, 30, 28],
+    "below": [3, -2, 9],
+    "far": [3, 2**40 + 11, 2],
+    "repeated here": [11, 29, 11],
+}
+
+
+@pytest.mark.parametrize("count", [5, MOST + 6])
+@pytest.mark.parametrize("ids", IDS)
+@pytest.mark.parametrize("what", WRONG_IDS)
+def test_wrong_ids_of_a_router(what: str, ids: str, count: int, emulator: Emulator, seed: int) -> None:
+    both = Both(emulator, RouterIds(7, 30))
+    data = routed(seed, count, RouterIds(7, 30), IDS[ids])
+    # An id counts for nothing where the weight is NaN, and those of other ranks may repeat.
+    data.topk_idx[:2] = torch.tensor([[30, -5, 2**31 - 1], [29, 29, 2]])
+    data.topk_weights[:2] = torch.tensor([[torch.nan] * 3, [1.0, 2.0, 3.0]])
+    both.step(data, seed)
+    data.topk_idx[3] = torch.tensor(WRONG_IDS[what]).clamp(max=torch.iinfo(IDS[ids]).max)
+    data.topk_weights[3] = torch.tensor([0.5, 0.25, 0.125])
+    assert f"expert id {4 if 'repeated' in what else 10} of token 3 of" in both.fail(data, RoutingError)
+
+
+def test_weights_that_are_nan_without_a_router(emulator: Emulator, seed: int) -> None:
+    """They are weights, of routes as others."""
+    both, data = Both(emulator), tokens(seed, 9)
+    data.topk_weights[::2] = torch.nan
+    both.step(data, seed)
+    arrived = both.alone.dispatchers[0].dispatch(data.x, data.topk_idx, data.topk_weights)
+    assert int(arrived.group_offsets[-1]) == int((data.topk_idx >= 0).sum())
 
 
 def test_the_first_of_several_tokens_with_bad_ids_is_named(emulator: Emulator, seed: int) -> None:

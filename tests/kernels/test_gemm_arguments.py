@@ -18,6 +18,8 @@ from moe_runtime.kernels.launch_order import LaunchOrder
 from tests.support.comparison import assert_same_bits
 from tests.support.gemm_cases import make_rows, random_weights
 
+IDS = torch.zeros(2, 2, dtype=torch.int32)
+
 
 @pytest.mark.parametrize(
     ("name", "change"),
@@ -50,6 +52,9 @@ from tests.support.gemm_cases import make_rows, random_weights
         ("a.order.routed_ids", {"order": LaunchOrder(routed_ids=torch.zeros(2, 2))}),
         ("a.order.routed_ids", {"order": LaunchOrder(routed_ids=torch.zeros(65, 1, dtype=torch.int32))}),
         ("a.order.routed_ids", {"order": LaunchOrder(routed_ids=torch.zeros(2, 4, dtype=torch.int64)[:, :2])}),
+        ("a.order.route_weights", {"order": LaunchOrder(routed_ids=IDS, route_weights=torch.zeros(2, 3))}),
+        ("a.order.route_weights", {"order": LaunchOrder(routed_ids=IDS, route_weights=torch.zeros(2, 2).double())}),
+        ("a.order.route_weights", {"order": LaunchOrder(routed_ids=IDS, route_weights=torch.zeros(2, 2).T)}),
         ("a.order", {"order": "no"}),
         ("a.order.only_rows_pending", {"order": LaunchOrder("no")}),
         ("a.dequantized", {"dequantized": Path("rows")}),
