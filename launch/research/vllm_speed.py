@@ -3,6 +3,8 @@
 Each case is an engine in processes of its own: `alone1` and `adapter1` on one GPU, `alone2` and `adapter2` on two, with
 tensor and expert parallelism. Weights are random, lengths fixed. `decode` is the time of a step, from the difference of
 two generations; `whole` is the longer of them, with its prefill; `prefill` is one step with all tokens of its prompts.
+The scheduler is paused until all prompts of a call have reached it. Else vLLM, whose engine core is a process of its own,
+begins a step with those that have come by then, and a prefill takes two or three steps, as it happens.
 The fastest of the repeats counts. Log-probabilities of prompts are compared with those of the first case. A profile
 gives the time of each kernel in a step, and that of the experts. What vLLM says of its memory is in the log of a case.
 """
@@ -52,9 +54,6 @@ QUIET = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-    # Prompts wait for each other before the first step. Else it begins with those that are there, and a prefill takes
-    # two or three steps, as it happens.
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }
 """Environment of a case, unless the user has set it."""
 
@@ -72,10 +71,13 @@ def own_kernels() -> re.Pattern[str]:
 
 
 def ask(llm: Any, prompts: list[list[int]], **sampling: Any) -> tuple[float, Any]:
-    """Seconds, and what `llm` answers."""
+    """Seconds from the first step on, and what `llm` answers."""
     parameters = import_module("vllm").SamplingParams(temperature=0.0, ignore_eos=True, detokenize=False, **sampling)
+    llm.sleep(level=0, mode="keep")
+    llm.enqueue([{"prompt_token_ids": ids} for ids in prompts], parameters, use_tqdm=False)
     begun = time.perf_counter()
-    answers = llm.generate([{"prompt_token_ids": ids} for ids in prompts], parameters, use_tqdm=False)
+    llm.wake_up(["scheduling"])
+    answers = llm.wait_for_completion(use_tqdm=False)
     return time.perf_counter() - begun, answers
 
 
@@ -357,7 +359,7 @@ def run(options: argparse.Namespace) -> int:
                 first, compared = result, probabilities
     if options.json is not None:
         described = {"model": options.model, "format": options.format, "mode": options.mode, "sizes": asdict(sizes)}
-        described["multiprocessing"] = (QUIET | dict(os.environ))["VLLM_ENABLE_V1_MULTIPROCESSING"]
+        described["multiprocessing"] = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
         machine = environment.machine_record()
         data = {"kind": KIND, "environment": machine, "config": described, "results": results}
         environment.write_json(options.json, data)

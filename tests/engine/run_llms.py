@@ -45,7 +45,8 @@ def scaled(factor: float) -> Iterator[None]:
 
 def run(model: str, arguments: dict[str, Any]) -> list[float]:
     import torch
-    from vllm import LLM, SamplingParams
+    from moe_runtime.launch.research.vllm_speed import ask
+    from vllm import LLM
 
     usual: dict[str, Any] = {
         "dtype": "bfloat16",
@@ -60,8 +61,7 @@ def run(model: str, arguments: dict[str, Any]) -> list[float]:
     if torch.cuda.is_available():
         usual["gpu_memory_utilization"] = GPU_MEMORY_UTILIZATION
     llm: Any = LLM(model=model, **usual | arguments)
-    asked = SamplingParams(temperature=0.0, max_tokens=4, prompt_logprobs=1, ignore_eos=True, detokenize=False)
-    answers = llm.generate([{"prompt_token_ids": ids} for ids in prompts()], asked, use_tqdm=False)
+    _, answers = ask(llm, prompts(), max_tokens=4, prompt_logprobs=1)
     found = [
         step[token].logprob
         for answer in answers
