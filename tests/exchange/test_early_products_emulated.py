@@ -274,6 +274,9 @@ def test_a_layer_takes_the_ids_of_an_engine(ids: torch.dtype, gpu: Emulator, see
             for dispatcher in layer.dispatchers.values():
                 dispatcher._use(cuda)
             assert experts._takes_ids == takes_ids
+            for geometry in (dispatcher.geometry for dispatcher in layer.dispatchers.values()):
+                # The plans of the products are for this rank's share of the routes, if it is known.
+                assert geometry.expected_rows == round(geometry.num_slots * TOP_K / (3 if takes_ids else 1))
             counters = layer.count_steps()
             routes = layer.record_routes(torch.zeros(len(steps), most + 1, TOP_K, dtype=torch.int32))
             ys = [experts(data.x, data.topk_idx.to(ids), data.topk_weights) for data in steps]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from moe_runtime.dispatcher.handle import DispatchedTokens
 from moe_runtime.kernels.exchange import cuda, plan
+from moe_runtime.kernels.exchange.geometry import RouterIds
 from moe_runtime.kernels.formats.number_formats import FORMATS, MAX_ENCODE_SCALE, QuantizedRows
 from moe_runtime.kernels.formats.reference_quantize import dequantize_rows, quantize_rows
 from moe_runtime.launch.benchmarks.checks import ungrouped
@@ -289,6 +290,16 @@ def test_rows_that_are_expected_are_those_of_experts_chosen_alike(device: torch.
         assert found.likely_rows == found.expected_rows
         assert replace(found, expected_rows=None).likely_rows == found.capacity
         assert replace(own.geometry, row_capacity=7).expected_rows == 7
+
+
+def test_rows_that_are_expected_of_a_router_with_more_experts(device: torch.device, seed: int) -> None:
+    """One of eight ranks that hold the same tokens, with 16 of 128 experts: an eighth of the routes are here."""
+    sizes = {"hidden_size": 64, "num_experts": 16, "top_k": 8, "max_tokens_per_rank": 2000}
+    own = Ranks(1, device, "torch", token_format="bf16", **sizes).dispatchers[0].geometry
+    ids = torch.rand(2000, 128, generator=torch.Generator().manual_seed(seed)).argsort(1)[:, :8]
+    expected = replace(own, router_ids=RouterIds(32, 128)).expected_rows
+    assert expected == 2000 < own.expected_rows == 16000
+    assert abs(int(((ids >= 32) & (ids < 48)).sum()) - expected) <= 0.1 * expected
 
 
 def test_scales_cannot_be_left_by_other_engines(device: torch.device, seed: int) -> None:
