@@ -58,8 +58,8 @@ class LaunchOrder:
         routed_ids: int32 or int64 `[T, K]`, contiguous: ids of which the groups of rows are made, group `g` of the rows
             of id `first_id + g`, stored by kernels that have ended when this one begins. None where there are no such
             ids.
-        route_weights: fp32 `[T, K]`, contiguous, stored no later than the ids, where an id whose weight is NaN counts
-            as none; None where all ids count.
+        route_weights: fp32 `[T, K]`, contiguous, stored as the ids are, where an id whose weight is NaN counts as none;
+            None where all ids count.
         first_id: id of the first group.
         weights_after_ns: how long to wait with the first loads of weights, unless the kernel before ends sooner:
             earlier ones would delay those of that kernel. It concerns the time alone.

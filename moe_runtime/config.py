@@ -394,17 +394,21 @@ class MoELayerConfig(_Model):
         weights = weight_format_named(self.multiplied_format)
         return intermediate_format_for(format_named(self.token_format), weights).name
 
-    def mode_on(self, world_size: int, max_tokens: int | None = None) -> ResolvedMode:
+    def mode_on(self, world_size: int, max_tokens: int | None = None, chosen_from: int | None = None) -> ResolvedMode:
         """How rows lie after dispatch on so many ranks, by `resolve_mode`: of steps of up to `max_tokens`, or None, of
         the largest.
 
-        Raises `ValueError` for a `world_size` that is no positive integer below 2^31, and `max_tokens` that is not at
-        most `max_tokens_per_rank`.
+        Tokens choose among the experts of `chosen_from`, or None, of the layer alone.
+
+        Raises `ValueError` for a `world_size` that is no positive integer below 2^31, `max_tokens` that is not at most
+        `max_tokens_per_rank`, and `chosen_from` that is less than `num_experts`.
         """
         check_integer("world_size", world_size, high=_MOST)
         tokens = self.max_tokens_per_rank if max_tokens is None else max_tokens
         check_integer("max_tokens", tokens, high=self.max_tokens_per_rank)
-        rows = rows_per_expert(world_size, tokens, self.top_k, self.num_experts)
+        choice = self.num_experts if chosen_from is None else chosen_from
+        check_integer("chosen_from", choice, self.num_experts)
+        rows = rows_per_expert(world_size, tokens, self.top_k, choice)
         expanded = self.multiplied_format != self.weight_format
         return resolve_mode("auto", tokens, self.token_format, rows, self.multiplied_format, expanded=expanded)
 

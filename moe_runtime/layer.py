@@ -16,6 +16,7 @@ from moe_runtime.context.peers import abort_peers, abort_peers_on_error, collect
 from moe_runtime.context.threads import by_one_thread, is_capturing
 from moe_runtime.dispatcher.arguments import check_shared, flat_shared, flat_tokens
 from moe_runtime.dispatcher.token_dispatcher import TokenDispatcher
+from moe_runtime.kernels.exchange.geometry import RouterIds
 from moe_runtime.kernels.gemm.grouped_rows import MAX_ROUTED_IDS
 from moe_runtime.kernels.launch_order import IN_ORDER, ONLY_ROWS_PENDING, LaunchOrder
 from moe_runtime.layer_parts import LayerParts
@@ -57,6 +58,9 @@ class MoELayer(LayerParts):
             (one rank where torch.distributed is not initialised; torchrun's ranks call `init_from_env` before).
         placement: which rank holds which experts, equal on all ranks; None is contiguous ids, each expert once.
         router: False for a layer whose callers always pass `topk_idx` and `topk_weights`: it keeps no router weights.
+        router_ids: of a router that has chosen among more experts, elsewhere, where `topk_idx` has its ids: each of
+            several ranks that hold the same tokens then computes the part of its own experts alone. Routes to other
+            experts, and those whose weight is NaN, count as none. None where ids are those of the layer's experts.
 
     Attributes:
         placement: the present one; None as above.
@@ -82,8 +86,9 @@ class MoELayer(LayerParts):
         *,
         placement: Placement | None = None,
         router: bool = True,
+        router_ids: RouterIds | None = None,
     ) -> None:
-        super().__init__(config, context, placement=placement, router=router)
+        super().__init__(config, context, placement=placement, router=router, router_ids=router_ids)
         absent = set() if self.context.hosts is not None else {"dispatch_forward", "combine_forward"}
         if self.shared_expert is None:
             absent.add("shared_expert")
@@ -109,7 +114,8 @@ class MoELayer(LayerParts):
         Args:
             x: bf16 `[..., H]`, at most `max_tokens_per_rank` tokens, 0 included.
             topk_idx, topk_weights: int32 or int64, and fp32, `[T, K]`: a router's answer for the flattened tokens
-                (both or neither; without them the layer's own router is asked). -1 is unrouted.
+                (both or neither; without them the layer's own router is asked). -1 is unrouted. Ids are those of the
+                layer's experts, or as `router_ids` says.
             shared: bf16 `[..., H]`, output of a shared expert, added first; only where the layer has no shared expert
                 of its own.
             max_tokens: most tokens that any rank brings to this step; equal on all ranks. The step takes the smallest
@@ -207,6 +213,8 @@ class MoELayer(LayerParts):
             if self._members.lost is not None:
                 topk_idx, topk_weights = self._members.without_lost(self._members.lost, topk_idx, topk_weights)
             slots = topk_idx if self.slots is None else self.slots(topk_idx, tokens_TH)
+            if self.router_ids is not None and dispatcher.geometry.router_ids is None:
+                slots = self._numbered(topk_idx, topk_weights)
         return LayerStep(dispatcher, x.shape, tokens_TH, topk_idx, slots, topk_weights, shared_TH)
 
     def _dispatch_send(self, step: LayerStep) -> None:
@@ -394,9 +402,9 @@ class MoELayer(LayerParts):
         self.context._old_graphs.keep(self.dispatchers, self.slots)
         now = self._members.follow(members, before, Holding(self.placement, self.slots, self.experts))
         self.placement, self.slots, self.experts = now.placement, now.slots, now.experts
-        old, num_slots = self.dispatchers, None if self.placement is None else self.placement.num_slots
+        old = self.dispatchers
         with torch.inference_mode(False):
-            self.dispatchers = TokenDispatcher.of_all_sizes(self.context, self.config, num_slots=num_slots)
+            self.dispatchers = self._made_dispatchers()
         for size, dispatcher in self.dispatchers.items():
             dispatcher._took_steps_as(old[size])
         self.dispatcher = self.dispatchers[self.config.max_tokens_per_rank]

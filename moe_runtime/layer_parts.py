@@ -43,6 +43,7 @@ class LayerParts(ObservedLayer):
         *,
         placement: Placement | None = None,
         router: bool = True,
+        router_ids: RouterIds | None = None,
     ) -> None:
         super().__init__()
         if not isinstance(config, MoELayerConfig):
@@ -58,6 +59,9 @@ class LayerParts(ObservedLayer):
         device = self.context.device
         self.layer_id = self.context.next_layer_id()
         self.placement = placement
+        self.router_ids = router_ids
+        if router_ids is not None:
+            self._check_router_ids(router_ids, router)
         self.slots: SlotTable | None = None
         agree: dict[str, object] = {**config.flat()}
         if placement is not None:
@@ -70,8 +74,7 @@ class LayerParts(ObservedLayer):
         if router:
             sizes = (config.hidden_size, config.num_experts, config.top_k)
             self.router = Router(*sizes, config.router, device, engine=self.context.engine)
-        num_slots = None if placement is None else placement.num_slots
-        self.dispatchers = TokenDispatcher.of_all_sizes(self.context, config, num_slots=num_slots)
+        self.dispatchers = self._made_dispatchers()
         self.context.register(agree=agree, about=f"layer {self.layer_id}")
         self.dispatcher = self.dispatchers[config.max_tokens_per_rank]
         self.experts: Experts | None = None
@@ -84,12 +87,30 @@ class LayerParts(ObservedLayer):
         self._loader = ExpertLoader(config, self.context, self.post_expert_norm)
         self._members = LayerMembers(self.context, self.layer_id, config.num_experts, placement)
 
-    def _take_ids_of(self, router: RouterIds) -> bool:
-        """Take the ids of `router` as `topk_idx` from the next step on. Returns False where its kernels do not."""
-        takes = self.placement is None and all(d._exchange.takes_router_ids for d in self.dispatchers.values())
-        for dispatcher in self.dispatchers.values() if takes else ():
-            dispatcher._take_ids_of(router)
-        return takes
+    def _check_router_ids(self, ids: RouterIds, router: bool) -> None:
+        check_kind("router_ids", ids, RouterIds)
+        check_integer("router_ids.first", ids.first, 0)
+        check_integer("router_ids.num_experts", ids.num_experts)
+        own = self.config.num_experts
+        if router:
+            raise ValueError("router_ids: expected None, or router=False: the ids are those of a router elsewhere")
+        if self.placement is not None:
+            raise ValueError("router_ids: expected None with a placement")
+        if ids.first + own > ids.num_experts:
+            raise ValueError(
+                f"router_ids: expected ids of the {own} experts of config among those of the router, got "
+                f"{ids.first} .. {ids.first + own - 1} of {ids.num_experts}"
+            )
+        if self.context.world_size > 1 and ids.num_experts > own:
+            raise ValueError(
+                f"router_ids.num_experts: expected {own}, the experts of all {self.context.world_size} ranks, got "
+                f"{ids.num_experts}"
+            )
+
+    def _made_dispatchers(self) -> dict[int, TokenDispatcher]:
+        """Those of all token buckets, for the present placement."""
+        num_slots = None if self.placement is None else self.placement.num_slots
+        return TokenDispatcher.of_all_sizes(self.context, self.config, num_slots=num_slots, router_ids=self.router_ids)
 
     @classmethod
     def from_yaml(cls, path: str | Path, *, context: ExpertParallelContext | None = None) -> Self:

@@ -25,8 +25,9 @@ class LayerStep:
         dispatcher: for the size of the step.
         shape: of the layer's input `x`.
         tokens: bf16 `[T, H]`.
-        topk_idx: `[T, K]`, ids of the experts, those of the dispatcher's `router_ids` if it has them.
-        slots: `[T, K]`, what holds those experts: `topk_idx` itself without a placement.
+        topk_idx: `[T, K]`, ids of the experts, as the layer is given them.
+        slots: `[T, K]`, what the dispatcher takes: what holds those experts, `topk_idx` itself without a placement.
+            Where the layer has `router_ids`, and its dispatcher has not, the numbers of its own experts.
         topk_weights: fp32 `[T, K]`.
         shared: bf16 `[T, H]`, the output of a shared expert, or None.
         handle: of the dispatch, once the tokens are sent.

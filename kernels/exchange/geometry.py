@@ -149,7 +149,8 @@ class ExchangeGeometry:
 
     @cached_property
     def expected_rows(self) -> int:
-        """(token, expert) rows that arrive here if all ranks dispatch `max_tokens` and all experts are chosen alike."""
+        """(token, expert) rows that arrive here if all ranks dispatch `max_tokens`, and choose all experts alike, those
+        of `router_ids` too."""
         chosen = self.num_experts if self.router_ids is None else self.router_ids.num_experts
         share = self.num_local_experts / chosen
         return min(round(self.num_slots * self.top_k * share), self.row_capacity)

@@ -70,8 +70,9 @@ def _check_kinds(a: GroupedRows) -> None:
         if (tensor := getattr(a, name)) is not None:
             check_is_tensor(f"a.{name}", tensor)
     check_kind("a.order", a.order, LaunchOrder)
-    if a.order.routed_ids is not None:
-        check_is_tensor("a.order.routed_ids", a.order.routed_ids)
+    for name in ("routed_ids", "route_weights"):
+        if (tensor := getattr(a.order, name)) is not None:
+            check_is_tensor(f"a.order.{name}", tensor)
 
 
 def _check_operands(a: GroupedRows, w: StoredWeights) -> None:
@@ -113,7 +114,10 @@ def _check_operands(a: GroupedRows, w: StoredWeights) -> None:
         raise ValueError(f"a.num_active_experts: expected an int or an int32 tensor, got {describe(active)}")
     check_flag("a.order.only_rows_pending", a.order.only_rows_pending)
     if a.order.routed_ids is not None:
+        check_integer("a.order.first_id", a.order.first_id, 0)
         _check_ids(a, a.order.routed_ids, a.order.route_weights)
+    elif a.order.route_weights is not None:
+        raise ValueError("a.order.route_weights: expected None without routed_ids, got a tensor")
     if a.dequantized is not None:
         _check_dequantized(a, a.dequantized)
         return

@@ -3,10 +3,11 @@
 Each case is an engine in processes of its own: `alone1` and `adapter1` on one GPU, `alone2` and `adapter2` on two, with
 tensor and expert parallelism. Weights are random, lengths fixed. `decode` is the time of a step, from the difference of
 two generations; `whole` is the longer of them, with its prefill; `prefill` is one step with all tokens of its prompts.
-The scheduler is paused until all prompts of a call have reached it. Else vLLM, whose engine core is a process of its own,
-begins a step with those that have come by then, and a prefill takes two or three steps, as it happens.
 The fastest of the repeats counts. Log-probabilities of prompts are compared with those of the first case. A profile
 gives the time of each kernel in a step, and that of the experts. What vLLM says of its memory is in the log of a case.
+
+The scheduler is paused until all prompts of a call have reached it. Else vLLM, whose engine core is a process of its
+own, begins a step with those that have come by then, and a prefill takes two or three steps, as it happens.
 """
 
 from __future__ import annotations

@@ -180,17 +180,20 @@ class TokenDispatcher:
         num_slots: int | None = None,
         mode: ModeName = "auto",
         agreed: bool = False,
+        router_ids: RouterIds | None = None,
     ) -> TokenDispatcher:
         """The exchange of the layer that `config` describes, for steps of `max_tokens` if given.
 
-        With a placement there are `num_slots` instead of its experts.
+        With a placement there are `num_slots` instead of its experts. Tokens have the ids that `router_ids` says where
+        `geometry.router_ids` is set then: where the kernels take them.
         """
         check_kind("context", context, ExpertParallelContext)
         check_kind("config", config, MoELayerConfig)
         if max_tokens is not None:
             check_integer("max_tokens", max_tokens, high=config.max_tokens_per_rank)
         _check_slots(num_slots)
-        return cls(
+        chosen = None if router_ids is None else router_ids.num_experts
+        dispatcher = cls(
             context,
             hidden_size=config.hidden_size,
             num_experts=config.num_experts if num_slots is None else num_slots,
@@ -198,12 +201,15 @@ class TokenDispatcher:
             max_tokens_per_rank=config.max_tokens_per_rank if max_tokens is None else max_tokens,
             token_format=config.token_format,
             combine_format=config.combine_format,
-            mode=config.mode_on(context.world_size, max_tokens) if mode == "auto" else mode,
+            mode=config.mode_on(context.world_size, max_tokens, chosen) if mode == "auto" else mode,
             expert_row_capacity=config.expert_row_capacity,
             host_capacity=config.host_capacity,
             num_sms=config.num_sms,
             agreed=agreed,
         )
+        if router_ids is not None:
+            dispatcher._take_ids_of(router_ids)
+        return dispatcher
 
     @classmethod
     def of_all_sizes(
@@ -213,17 +219,19 @@ class TokenDispatcher:
         *,
         num_slots: int | None = None,
         mode: ModeName = "auto",
+        router_ids: RouterIds | None = None,
     ) -> dict[int, TokenDispatcher]:
         """The exchanges of the layer that `config` describes, for each of its `all_token_buckets`, ascending.
 
         A step may take any that is large enough for its tokens, and all ranks must take the same. The layer compares
-        `config` and `num_slots` between ranks.
+        `config` and `num_slots` between ranks. `router_ids` as in `from_config`.
         """
         check_kind("config", config, MoELayerConfig)
         _check_slots(num_slots)
         # The largest first: memory that suffices for it suffices for all.
+        same: Any = {"num_slots": num_slots, "mode": mode, "agreed": True, "router_ids": router_ids}
         of_size = {
-            size: cls.from_config(context, config, max_tokens=size, num_slots=num_slots, mode=mode, agreed=True)
+            size: cls.from_config(context, config, max_tokens=size, **same)
             for size in reversed(config.all_token_buckets)
         }
         return dict(sorted(of_size.items()))
@@ -600,9 +608,10 @@ class TokenDispatcher:
         self._exchange = choose_exchange(self.context, self.geometry, self.exchange_id, self._host_capacity, backend)
 
     def _take_ids_of(self, router: RouterIds) -> None:
-        """Take the ids of `router` from the next step on; of an exchange that `takes_router_ids`."""
-        self.geometry = replace(self.geometry, router_ids=router)
-        self._use(self._exchange.backend)
+        """Take the ids of `router` from the next step on, if the kernels do: `geometry.router_ids` tells."""
+        if self._exchange.takes_router_ids and self._routing_only is None and not self.geometry.accepts_repeats:
+            self.geometry = replace(self.geometry, router_ids=router)
+            self._use(self._exchange.backend)
 
     def _of_another_generation(self) -> ValueError:
         return ValueError(

@@ -23,7 +23,6 @@ from moe_runtime.integrations.layer_settings import LayerSettings, context_of, l
 from moe_runtime.integrations.replayed_routes import checked_ids, checked_weights
 from moe_runtime.integrations.shared_tokens import part_of, place_part, run_in_steps, steps_for
 from moe_runtime.kernels.exchange.geometry import RouterIds
-from moe_runtime.kernels.exchange.local_ids import local_ids
 from moe_runtime.kernels.exchange.plan import exchange_engine
 from moe_runtime.kernels.formats.number_formats import FORMATS, WEIGHT_FORMATS, TokenFormat, ceil_div, token_formats_for
 from moe_runtime.layer import MoELayer
@@ -246,7 +245,8 @@ class EngineLayers:
         if ours is None:
             self._groups[key] = ours = _Group(context_of(self.settings.parallel, group, weights.device))
         with abort_peers_on_error(ours.context):
-            layer = MoELayer(self._config(stated, num_experts, weights, share), ours.context, router=False)
+            config, ids = self._config(stated, num_experts, weights, share), RouterIds(first, stated.num_experts)
+            layer = MoELayer(config, ours.context, router=False, router_ids=ids)
             expected = [first + expert for expert in layer.local_experts]
             if expected != list(stated.local_experts):
                 raise ValueError(
@@ -257,7 +257,7 @@ class EngineLayers:
             weights.release()
         ours.cold.append(layer)
         ring = self._ring(stated, ours.context)
-        experts = EngineExperts(layer, ours, share, stated.num_experts, first, ring, stated.name)
+        experts = EngineExperts(layer, ours, share, ring, stated.name)
         _BUILT[stated.name] = experts
         return experts
 
@@ -343,17 +343,15 @@ class EngineExperts:
     """Computes the routed experts of one layer in place of the engine's kernels.
 
     Args:
-        layer: the layer.
+        layer: the layer, with the ids of the engine's router (`router_ids`).
         group: it and its kin.
         share: which tokens this rank brings to it.
-        num_experts: of the engine's layer.
-        first: the engine's id of the first expert of `layer`, which takes the engine's ids from then on, if its kernels
-            can.
         routes: where the routes of each call are recorded; None for nowhere.
         name: of the layer, for messages.
 
     Attributes:
-        layer, share, num_experts, routes, name: as above.
+        layer, share, routes, name: as above.
+        num_experts: of the engine's layer.
     """
 
     def __init__(
@@ -361,19 +359,16 @@ class EngineExperts:
         layer: MoELayer,
         group: _Group,
         share: TokenShare,
-        num_experts: int,
-        first: int = 0,
         routes: RecordedRoutes | None = None,
         name: str = "",
     ) -> None:
         self.layer = layer
         self.share = share
-        self.num_experts = num_experts
+        assert layer.router_ids is not None
+        self.num_experts = layer.router_ids.num_experts
         self.routes = routes
         self.name = name
         self._group = group
-        self._takes_ids = layer._take_ids_of(RouterIds(first, num_experts))
-        self._ids = num_experts, first, layer.config.num_experts, layer.context.engine
 
     @property
     def is_partial(self) -> bool:
@@ -414,9 +409,6 @@ class EngineExperts:
             mine = part_of(num_tokens, share.ranks, share.rank)
             x, topk_ids, topk_weights = x[mine], topk_ids[mine], topk_weights[mine]
         ids, weights = topk_ids.contiguous(), topk_weights.float().contiguous()
-        # The layer complains of other shapes and dtypes.
-        if not self._takes_ids and ids.shape == weights.shape and not ids.is_floating_point():
-            ids = local_ids(ids, weights, *self._ids)
         steps: tuple[int, int | None] = 1, None
         if most_tokens is not None:
             steps = steps_for(max(1, ceil_div(most_tokens, parts)), self.layer.config.max_tokens_per_rank)

@@ -11,6 +11,7 @@ from torch import nn
 from moe_runtime.config import MoELayerConfig
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.dispatcher.token_dispatcher import TokenDispatcher
+from moe_runtime.kernels.exchange.geometry import RouterIds
 from moe_runtime.kernels.exchange.local_ids import local_ids
 from moe_runtime.kernels.exchange.plan import exchange_engine
 from moe_runtime.observation.counters import LayerCounters
@@ -31,6 +32,7 @@ class ObservedLayer(nn.Module):
     context: ExpertParallelContext
     dispatchers: dict[int, TokenDispatcher]
     dispatcher: TokenDispatcher
+    router_ids: RouterIds | None
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,8 +72,8 @@ class ObservedLayer(nn.Module):
         `routes` too.
 
         A step that was captured in a graph before is replayed unrecorded. Ids are those of experts, whatever the
-        placement. Warm-up steps are not recorded, and a step that is run again after the death of a rank is recorded
-        once.
+        placement, as `forward` takes them. Warm-up steps are not recorded, and a step that is run again after the death
+        of a rank is recorded once.
 
         Args:
             ids: int16 or int32 `[S, M, K]` on the device of the layer, contiguous, for `S` steps of up to
@@ -89,7 +91,7 @@ class ObservedLayer(nn.Module):
             weights,
             max_tokens=config.max_tokens_per_rank,
             top_k=config.top_k,
-            num_experts=config.num_experts,
+            num_experts=config.num_experts if self.router_ids is None else self.router_ids.num_experts,
             device=context.device,
             engine=engine,
         )
@@ -99,16 +101,25 @@ class ObservedLayer(nn.Module):
         """Count the step and record its routes, if that was asked for: now, while results travel."""
         if self.counters is None and self.routes is None:
             return
-        ids, slots, router = step.topk_idx, step.slots, step.dispatcher.geometry.router_ids
-        if router is not None:
-            sizes = router.num_experts, router.first, self.config.num_experts
-            ids = slots = local_ids(ids.contiguous(), step.topk_weights.contiguous(), *sizes, self.context.engine)
         if self.counters is not None:
+            ids, slots = step.topk_idx, step.slots
+            if self.router_ids is not None:
+                ids = slots = self._numbered(ids, step.topk_weights) if slots is ids else slots
             self.counters.add(ids, slots, step.handle.num_parts, step.received.group_offsets)
         if self.routes is not None:
-            # Ids were there before the dispatch, unless they were numbered right now. Kernels of combine let the next
-            # one begin after their wait, and the one that counts, when it has ended.
-            self.routes.add(ids, step.topk_weights, settled=router is None)
+            # Ids were there before the dispatch. Kernels of combine let the next one begin after their wait, and the
+            # one that counts, when it has ended.
+            self.routes.add(step.topk_idx, step.topk_weights, settled=True)
+
+    def _numbered(self, topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
+        """Ids of `router_ids` as numbers of the layer's experts; as they are where the dispatcher will refuse them."""
+        assert self.router_ids is not None
+        shape, dtype, device = topk_idx.shape, topk_idx.dtype, self.context.device
+        fits = topk_weights.shape == shape and (topk_weights.dtype, topk_weights.device) == (torch.float32, device)
+        if not fits or dtype not in (torch.int32, torch.int64) or topk_idx.device != device:
+            return topk_idx
+        sizes = self.router_ids.num_experts, self.router_ids.first, self.config.num_experts
+        return local_ids(topk_idx.contiguous(), topk_weights.contiguous(), *sizes, self.context.engine)
 
     @contextmanager
     def _unobserved(self) -> Iterator[None]:

@@ -45,8 +45,9 @@ def scaled(factor: float) -> Iterator[None]:
 
 def run(model: str, arguments: dict[str, Any]) -> list[float]:
     import torch
-    from moe_runtime.launch.research.vllm_speed import ask
     from vllm import LLM
+
+    from moe_runtime.launch.research.vllm_speed import ask
 
     usual: dict[str, Any] = {
         "dtype": "bfloat16",

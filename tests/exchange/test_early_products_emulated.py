@@ -243,7 +243,7 @@ def test_which_steps_of_a_layer_do_so(gpu: Emulator, seed: int, monkeypatch: pyt
 
 @pytest.mark.parametrize("ids", [torch.int32, torch.int64], ids=["int32", "int64"])
 def test_a_layer_takes_the_ids_of_an_engine(ids: torch.dtype, gpu: Emulator, seed: int) -> None:
-    """The second of three ranks: what its layer makes, counts and records of ids that are numbered before."""
+    """The second of three ranks: what its layer makes and counts of ids that are numbered before, and replays."""
     most = MAX_ROUTED_IDS // TOP_K
     config = MoELayerConfig(
         hidden_size=HIDDEN,
@@ -265,29 +265,31 @@ def test_a_layer_takes_the_ids_of_an_engine(ids: torch.dtype, gpu: Emulator, see
     found = []
     for takes_ids in (False, True):
         with ExpertParallelContext(engine="auto", heap=PrivateHeap.group(1, CPU)[0]) as context:
-            layer = MoELayer(config, context, router=False)
+            router = RouterIds(EXPERTS, 3 * EXPERTS)
+            layer = MoELayer(config, context, router=False, router_ids=router)
             layer.load_random(seed)
-            if takes_ids:
-                for dispatcher in layer.dispatchers.values():
-                    dispatcher._use(cuda)
-            experts = EngineExperts(layer, _Group(context), TokenShare(3, 1, whole=True), 3 * EXPERTS, first=EXPERTS)
             for dispatcher in layer.dispatchers.values():
                 dispatcher._use(cuda)
-            assert experts._takes_ids == takes_ids
-            for geometry in (dispatcher.geometry for dispatcher in layer.dispatchers.values()):
-                # The plans of the products are for this rank's share of the routes, if it is known.
-                assert geometry.expected_rows == round(geometry.num_slots * TOP_K / (3 if takes_ids else 1))
+                if takes_ids:
+                    dispatcher._take_ids_of(router)
+                    # The plans of the products are for this rank's share of the routes.
+                    assert dispatcher.geometry.expected_rows == round(dispatcher.geometry.num_slots * TOP_K / 3)
+                assert (dispatcher.geometry.router_ids == router) == takes_ids
+            experts = EngineExperts(layer, _Group(context), TokenShare(3, 1, whole=True))
             counters = layer.count_steps()
             routes = layer.record_routes(torch.zeros(len(steps), most + 1, TOP_K, dtype=torch.int32))
             ys = [experts(data.x, data.topk_idx.to(ids), data.topk_weights) for data in steps]
             context.check()
-            found.append((ys, counters.read(), [step.topk_idx for step in routes.read()]))
+            counts, recorded = counters.read(), routes.read()
+            for data, step, y in zip(steps, recorded, ys, strict=True):
+                assert torch.equal(step.topk_idx, data.topk_idx.int())
+                weights = data.topk_weights  # The ring has ids alone.
+                assert_same_bits(layer(data.x, topk_idx=step.topk_idx, topk_weights=weights), y, "replayed")
+            found.append((ys, counts))
     for y, expected in zip(found[1][0], found[0][0], strict=True):
         assert expected.any() and not expected.isnan().any()
         assert_same_bits(y, expected, "y")
     assert found[1][1] == found[0][1] and found[1][1].rows > 0
-    for recorded, expected in zip(found[1][2], found[0][2], strict=True):
-        assert torch.equal(recorded, expected)
 
 
 WRONG = {

@@ -11,6 +11,7 @@ from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.dispatcher.exchange import OneRankExchange
 from moe_runtime.integrations.engine_layers import EngineExperts, TokenShare, _Group
 from moe_runtime.kernels.exchange import cuda
+from moe_runtime.kernels.exchange.geometry import RouterIds
 from moe_runtime.kernels.exchange.plan import ONE_RANK_TOKENS
 from moe_runtime.kernels.formats.number_formats import COMBINE_FORMATS
 from moe_runtime.layer import MoELayer
@@ -117,10 +118,10 @@ def test_ids_of_an_engine(ids: torch.dtype, device: torch.device, seed: int, mon
     for takes_ids in (True, False):
         with monkeypatch.context() as patch, ExpertParallelContext(device=device, transport="private") as context:
             patch.setattr(OneRankExchange, "takes_router_ids", takes_ids)
-            layer = MoELayer(config, context, router=False)
+            layer = MoELayer(config, context, router=False, router_ids=RouterIds(32, 64))
             layer.load_random(7)
-            experts = EngineExperts(layer, _Group(context), TokenShare(2, 1, whole=True), 64, first=32)
-            assert experts._takes_ids == takes_ids
+            experts = EngineExperts(layer, _Group(context), TokenShare(2, 1, whole=True))
+            assert (layer.dispatcher.geometry.router_ids is not None) == takes_ids
             found.append([experts(data.x, data.topk_idx.to(ids), data.topk_weights) for data in steps])
             context.check()
     for y, expected in zip(*found, strict=True):

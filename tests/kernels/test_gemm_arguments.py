@@ -52,6 +52,10 @@ IDS = torch.zeros(2, 2, dtype=torch.int32)
         ("a.order.routed_ids", {"order": LaunchOrder(routed_ids=torch.zeros(2, 2))}),
         ("a.order.routed_ids", {"order": LaunchOrder(routed_ids=torch.zeros(65, 1, dtype=torch.int32))}),
         ("a.order.routed_ids", {"order": LaunchOrder(routed_ids=torch.zeros(2, 4, dtype=torch.int64)[:, :2])}),
+        ("a.order.first_id", {"order": LaunchOrder(routed_ids=IDS, first_id="x")}),  # type: ignore[arg-type]
+        ("a.order.first_id", {"order": LaunchOrder(routed_ids=IDS, first_id=-1)}),
+        ("a.order.route_weights", {"order": LaunchOrder(route_weights=torch.zeros(2, 2))}),
+        ("a.order.route_weights", {"order": LaunchOrder(routed_ids=IDS, route_weights=[1.0])}),  # type: ignore[arg-type]
         ("a.order.route_weights", {"order": LaunchOrder(routed_ids=IDS, route_weights=torch.zeros(2, 3))}),
         ("a.order.route_weights", {"order": LaunchOrder(routed_ids=IDS, route_weights=torch.zeros(2, 2).double())}),
         ("a.order.route_weights", {"order": LaunchOrder(routed_ids=IDS, route_weights=torch.zeros(2, 2).T)}),

@@ -23,6 +23,7 @@ from moe_runtime.checkpoints.loading import ExpertTensors
 from moe_runtime.config import ModeName, MoELayerConfig, load_config
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.integrations.expert_modules import describe_experts
+from moe_runtime.kernels.exchange.geometry import RouterIds
 from moe_runtime.kernels.formats.number_formats import FORMATS
 from moe_runtime.kernels.formats.quantize import dequantize_rows, quantize_rows
 from moe_runtime.kernels.formats.scale_blocks import expert_starts
@@ -30,8 +31,9 @@ from moe_runtime.kernels.gemm.weights import ExpertWeights, GateUpOrder, SwiGLU
 from moe_runtime.launch.common.qwen3_checkpoint import write_qwen3_moe_checkpoint
 from moe_runtime.layer import MoELayer
 from moe_runtime.observation.phases import PhaseTimes
+from moe_runtime.placement.placement import Placement
 from moe_runtime.reference import error_bound, moe_reference, relative_error
-from moe_runtime.virtual import VirtualRanks
+from moe_runtime.virtual import VirtualRanks, virtual_contexts
 from tests.support.comparison import assert_same_bits
 from tests.support.exchange_data import set_mode
 from tests.support.waiting import synchronize
@@ -593,6 +595,64 @@ def test_wrong_use_is_named(device: torch.device, rng: torch.Generator) -> None:
         with pytest.raises(ValueError, match="routing: expected one for each of 2 ranks, got 1"):
             ranks([x] * 2, [routed])
         assert len(ranks([x] * 2)) == 2
+
+
+@pytest.mark.parametrize("ids", [torch.int32, torch.int64], ids=["int32", "int64"])
+def test_a_layer_takes_the_ids_of_a_router_with_more_experts(
+    ids: torch.dtype, device: torch.device, rng: torch.Generator
+) -> None:
+    """Three parts of a layer, each with all of its tokens: the bits of the whole where other experts are left out."""
+    whole = MoELayer(MoELayerConfig(**SETTINGS | {"num_experts": 24}), ExpertParallelContext(device=device))
+    whole.load_random(0)
+    x = tokens(rng, 30).to(device)
+    topk_idx = torch.rand(30, 24, generator=rng).argsort(1)[:, : whole.config.top_k].to(device, ids)
+    topk_weights = torch.rand(topk_idx.shape, generator=rng).to(device)
+    topk_idx[3], topk_weights[4, 1] = -1, torch.nan
+    for first in (0, 8, 16):
+        context = ExpertParallelContext(device=device)
+        config = MoELayerConfig(**SETTINGS | {"num_experts": 8})
+        layer = MoELayer(config, context, router=False, router_ids=RouterIds(first, 24))
+        layer.load_experts(random_expert(whole.config, 0, first + expert, device) for expert in range(8))
+        counters, shape = layer.count_steps(), (2, config.max_tokens_per_rank, config.top_k)
+        routes = layer.record_routes(torch.empty(shape, dtype=torch.int16, device=device))
+        y = layer(x, topk_idx=topk_idx, topk_weights=topk_weights)
+        here = (topk_idx >= first) & (topk_idx < first + 8) & ~topk_weights.isnan()
+        kept = torch.where(here, topk_idx, -1)
+        assert_same_bits(y, whole(x, topk_idx=kept, topk_weights=topk_weights.nan_to_num(0.0)))
+        (step,) = routes.read()
+        assert torch.equal(step.topk_idx, topk_idx.int()) and counters.read().rows == int(here.sum()) > 0
+        assert_same_bits(layer(x, topk_idx=step.topk_idx, topk_weights=topk_weights), y)
+        with pytest.raises(ValueError, match="topk_idx: expected"):
+            layer(x, topk_idx=topk_idx.short(), topk_weights=topk_weights)
+        with pytest.raises(ValueError, match="topk_weights: expected"):
+            layer(x, topk_idx=topk_idx, topk_weights=topk_weights.double())
+        with pytest.raises(ValueError, match="topk_weights: expected"):
+            layer(x, topk_idx=topk_idx, topk_weights=topk_weights[:, :1])
+
+
+@pytest.mark.parametrize(
+    ("router_ids", "given", "complaint"),
+    [
+        ((0, 8), {}, "router_ids: expected a RouterIds, got tuple"),
+        (RouterIds(0, 8), {"router": True}, "router_ids: expected None, or router=False"),
+        (RouterIds(0, 8), {"placement": Placement.contiguous(8, 1)}, "router_ids: expected None with a placement"),
+        (RouterIds(-1, 8), {}, r"router_ids\.first: expected"),
+        (RouterIds(0, 8.0), {}, r"router_ids\.num_experts: expected"),  # type: ignore[arg-type]
+        (RouterIds(1, 8), {}, r"router_ids: expected ids of the 8 experts .*, got 1 \.\. 8 of 8"),
+    ],
+)
+def test_wrong_ids_of_a_router_are_named(
+    router_ids: Any, given: dict[str, Any], complaint: str, device: torch.device
+) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        config = MoELayerConfig(**SETTINGS)
+        MoELayer(config, ExpertParallelContext(device=device), **{"router": False} | given, router_ids=router_ids)
+
+
+def test_ranks_with_peers_have_all_experts_of_a_router() -> None:
+    config = MoELayerConfig(**SETTINGS)
+    with pytest.raises(ValueError, match=r"router_ids\.num_experts: expected 8, the experts of all 2 ranks, got 16"):
+        MoELayer(config, virtual_contexts(2)[0], router=False, router_ids=RouterIds(0, 16))
 
 
 @pytest.mark.parametrize("number", ["0", 0.0, True, None])

@@ -26,6 +26,7 @@ from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.integrations.engine_layers import EngineExperts, TokenShare, _Group
 from moe_runtime.kernels import nvrtc
 from moe_runtime.kernels.exchange import cuda
+from moe_runtime.kernels.exchange.geometry import RouterIds
 from moe_runtime.kernels.gemm import dequant_gemm, grouped_gemm, prepacked, tma_gemm
 from moe_runtime.layer import MoELayer
 from tests.support.exchange_data import rank_input
@@ -81,7 +82,7 @@ def counted(calls: Counter[str]) -> Iterator[None]:
         sys.setprofile(None)
 
 
-def made_layer(fmt: str, world: int, tokens: int = TOKENS) -> MoELayer:
+def made_layer(fmt: str, world: int, tokens: int = TOKENS, router_ids: RouterIds | None = None) -> MoELayer:
     config = MoELayerConfig(
         hidden_size=HIDDEN,
         intermediate_size=INTERMEDIATE,
@@ -92,10 +93,12 @@ def made_layer(fmt: str, world: int, tokens: int = TOKENS) -> MoELayer:
         token_format=fmt,
     )
     context = ExpertParallelContext(engine="auto", heap=PrivateHeap.group(world, CPU)[0])
-    layer = MoELayer(config, context)
+    layer = MoELayer(config, context, router=router_ids is None, router_ids=router_ids)
     layer.load_random(1)
     for dispatcher in layer.dispatchers.values():
         dispatcher._use(cuda)
+        if router_ids is not None:
+            dispatcher._take_ids_of(router_ids)
     return layer
 
 
@@ -146,9 +149,8 @@ def test_python_calls_of_a_step(fmt: str, world: int, gpu: None) -> None:
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_python_calls_of_an_engine(fmt: str, tokens: int, gpu: None) -> None:
     """The second of two ranks that hold the same tokens, each with experts of its own."""
-    layer = made_layer(fmt, 1, tokens)
-    share = TokenShare(2, 1, whole=True)
-    experts = EngineExperts(layer, _Group(layer.context), share, 2 * EXPERTS, first=EXPERTS)
+    layer = made_layer(fmt, 1, tokens, router_ids=RouterIds(EXPERTS, 2 * EXPERTS))
+    experts = EngineExperts(layer, _Group(layer.context), TokenShare(2, 1, whole=True))
     data = rank_input(1, 0, tokens, HIDDEN, 2 * EXPERTS, TOP_K, "random")
 
     def step() -> torch.Tensor:
