@@ -325,11 +325,12 @@ def replace_members(method: Any, replacements: type, layers: EngineLayers) -> No
     """Make `method`, an engine's object of any class, answer with the members of `replacements` in place of its own.
 
     It gets a subclass of its class with these members: mixed in as a base, `replacements` would change the layout of
-    its objects, which Python refuses. `moe_runtime_layers` is `layers`, and `moe_runtime_experts` None.
+    its objects, which Python refuses. The subclass has the name of its class, since loaders of weights compare names.
+    `moe_runtime_layers` is `layers`, and `moe_runtime_experts` None.
     """
     kind = type(method)
     members = {name: value for name, value in vars(replacements).items() if not name.startswith("__")}
-    method.__class__ = type(f"MoERuntime{kind.__name__}", (kind,), members)
+    method.__class__ = type(kind.__name__, (kind,), {"__qualname__": kind.__qualname__, **members})
     method.moe_runtime_layers = layers
     method.moe_runtime_experts = None
 
@@ -352,6 +353,8 @@ class EngineExperts:
     Attributes:
         layer, share, routes, name: as above.
         num_experts: of the engine's layer.
+        zeros_are_none: whether a route whose weight is 0 counts as none. Engines give routes to experts that compute
+            nothing, as LongCat-Flash has them, the id of a real expert and this weight.
     """
 
     def __init__(
@@ -368,6 +371,7 @@ class EngineExperts:
         self.num_experts = layer.router_ids.num_experts
         self.routes = routes
         self.name = name
+        self.zeros_are_none = False
         self._group = group
 
     @property
@@ -408,6 +412,8 @@ class EngineExperts:
         if parts > 1:
             mine = part_of(num_tokens, share.ranks, share.rank)
             x, topk_ids, topk_weights = x[mine], topk_ids[mine], topk_weights[mine]
+        if self.zeros_are_none:
+            topk_weights = topk_weights.masked_fill(topk_weights == 0, torch.nan)
         ids, weights = topk_ids.contiguous(), topk_weights.float().contiguous()
         steps: tuple[int, int | None] = 1, None
         if most_tokens is not None:

@@ -34,6 +34,7 @@ SCALES = ("weight_scale_inv", "weight_scale")
 BIASES = ("bias", "weight_bias")
 SECOND_LEVEL = (("weight_scale_2", False), ("weight_global_scale", True))
 """Names of the second-level scales of NVFP4, and whether weights are divided by them."""
+ZERO_POINTS = ("weight_zero_point", "zero_point", "qzeros")
 _BYTES = (torch.uint8, torch.int8)
 _UE8M0 = (torch.uint8, torch.float8_e8m0fnu)
 
@@ -189,6 +190,12 @@ def read_weights(
             f"{name}: expected weights in bf16, FP8 (scales of 128x128 blocks or of each projection), MXFP8, NVFP4 or "
             f"MXFP4, as they are loaded, got {got}"
         )
+    for part in PARTS:
+        second = () if fmt is NVFP4 else _SECOND_NAMES
+        for unread in _present(layer, part, (*second, *ZERO_POINTS)):
+            raise ValueError(f"{name}: {unread}: expected none with {fmt.name} weights")
+    if _present(layer, "w2", BIASES) and not _present(layer, "w13", BIASES):
+        raise ValueError(f"{name}: w13_bias: expected one as w2 has, got none")
     order = GateUpOrder(activation.order)
     return EngineWeights(layer, name, hidden_size, intermediate_size, order, fmt)
 

@@ -37,6 +37,7 @@ MAX_TOKENS = 8192
 RUNNERS = ("triton", "marlin", "deep_gemm")
 """Values of `--moe-runner-backend` with which SGLang loads weights in the layout and sizes of the checkpoint."""
 
+NO_UPDATES = "expected no update of weights, the experts run in moe_runtime"
 _LOG = logging.getLogger(__name__)
 
 
@@ -53,6 +54,7 @@ def install(settings: LayerSettings) -> None:
 
     def after(_: Any, runner: Any) -> None:
         experts = import_module("sglang.srt.layers.moe.fused_moe_triton.layer").FusedMoE
+        mark_zero_experts(runner.model)
         report(runner.model, experts, "SGLang", _LOG)
 
     hooks.HookRegistry.register(HOOKED, around, hooks.HookType.AROUND)
@@ -69,7 +71,19 @@ def take_over(layers: EngineLayers, moe_runner_config: Any, quant_method: Any) -
     config = moe_runner_config
     check(config.layer, config)
     replace_members(quant_method, RunsExperts, layers)
+    # SGLang looks for it before it writes weights of a running model, and answers with it.
+    config.layer._derived_weight_cache_error = f"{name_of(config.layer)}: {NO_UPDATES}"
     return _passing_dispatcher()
+
+
+def mark_zero_experts(model: Any) -> None:
+    """Tell the layers of blocks with experts that compute nothing, to whose routes SGLang gives the weight 0."""
+    for block in model.modules():
+        if getattr(block, "zero_expert_type", None) is not None:
+            for layer in block.modules():
+                experts = getattr(getattr(layer, "quant_method", None), "moe_runtime_experts", None)
+                if isinstance(experts, EngineExperts):
+                    experts.zeros_are_none = True
 
 
 def _passing_dispatcher() -> Any:
@@ -100,7 +114,7 @@ class RunsExperts:
 
     def restore_weights_before_loading(self, layer: Any) -> None:
         """Refuse to load other weights: those of `layer` are in another layout now."""
-        raise ValueError(f"{name_of(layer)}: expected no update of weights, the experts run in moe_runtime")
+        raise ValueError(f"{name_of(layer)}: {NO_UPDATES}")
 
     def apply(self, layer: Any, dispatch_output: Any) -> Any:
         """A `StandardCombineInput` of bf16 `[T, H]`: the weighted sum over each token's experts, scaled as SGLang's."""
@@ -138,6 +152,8 @@ def check(layer: Any, config: Any) -> None:
         "--dwdp-size: expected 1": parallel.dwdp_size > 1,
         "--enable-eplb: expected no moves of experts": execution.moe.enable_eplb,
         "--enable-two-batch-overlap: expected one batch at a time": execution.overlap.enable_two_batch_overlap,
+        "--enable-paged-experts: expected experts that stay on the GPU": execution.moe.enable_paged_experts,
+        "--kt-weight-path: expected experts that stay on the GPU": execution.moe.kt_weight_path is not None,
         "--enable-lora: expected a model without": context.get_lora().enable_lora,
         "--disable-shared-experts-fusion: expected it": layer.num_fused_shared_experts > 0,
         "apply_router_weight_on_input: expected a model without": config.apply_router_weight_on_input,

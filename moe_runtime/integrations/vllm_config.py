@@ -69,6 +69,12 @@ def refusals(config: Any) -> Iterator[str]:
         yield f"--dtype: expected bfloat16, got {str(config.model_config.dtype).removeprefix('torch.')}"
 
 
+def has_zero_experts(config: Any) -> bool:
+    """Whether the model of vLLM's `VllmConfig` has experts that compute nothing, beside others."""
+    model = getattr(config, "model_config", None)
+    return getattr(getattr(model, "hf_text_config", None), "zero_expert_type", None) is not None
+
+
 def check_config(config: Any) -> bool:
     """Whether the model has experts. Raises `ValueError` naming each of the `refusals` of one that has."""
     if config.model_config is None or not config.model_config.is_moe:

@@ -12,6 +12,8 @@ CPUs it is, and finds the operation `moe_runtime::vllm_experts` here.
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Sequence
 from importlib import import_module
 from types import SimpleNamespace
@@ -35,6 +37,9 @@ ROUTED_EXPERTS = {
 }
 """Classes that are replaced, and their modules. vLLM looks a replacement up by the name of the class itself."""
 
+RELOAD, BEGIN_RELOAD = "vllm.model_executor.model_loader.reload", "initialize_layerwise_reload"
+"""Where vLLM begins to load weights into a model again."""
+
 ONLINE = "OnlineMoEMethodBase"
 """The base of vLLM's methods that quantize weights as they are loaded."""
 
@@ -49,6 +54,7 @@ def install(settings: LayerSettings) -> None:
     layers = EngineLayers(settings)
     vllm_config.install(settings)
     report_models()
+    refuse_reloads()
     for name, module in ROUTED_EXPERTS.items():
         original = getattr(import_module(module), name)
         original.register_oot(_taking_over(original, layers), name=name)
@@ -68,6 +74,42 @@ def report_models() -> None:
 
     loader = import_module("vllm.model_executor.model_loader.base_loader").BaseModelLoader
     vllm_config.replace_method(loader, "load_model", reported)
+
+
+def refuse_reloads() -> None:
+    """Have vLLM refuse in this process to load weights again, before it has changed any, where graphs may be captured.
+
+    It begins by `initialize_layerwise_reload`, which its modules import by name. Where vLLM has no such function,
+    layers refuse by themselves, when their turn comes.
+    """
+    try:
+        package = import_module(RELOAD)
+    except ImportError:
+        return
+    if (begin := getattr(package, BEGIN_RELOAD, None)) is None or hasattr(begin, "moe_runtime_original"):
+        return
+
+    @functools.wraps(begin)
+    def checked(model: Any, *given: Any, **named: Any) -> Any:
+        for layer in model.modules():
+            method = getattr(layer, "quant_method", None)
+            if isinstance(getattr(method, "moe_runtime_layers", None), EngineLayers):
+                check_reload(layer, method)
+        return begin(model, *given, **named)
+
+    checked.moe_runtime_original = begin  # type: ignore[attr-defined]
+    for name, module in list(sys.modules.items()):
+        if name.startswith(f"{package.__name__.partition('.')[0]}.") and vars(module).get(BEGIN_RELOAD) is begin:
+            setattr(module, BEGIN_RELOAD, checked)
+
+
+def check_reload(layer: Any, method: Any) -> None:
+    """Raise `ValueError` for a layer with experts of which graphs may be captured; `method` is its `RunsExperts`."""
+    if method.moe_runtime_experts is not None and method.moe_runtime_capture_sizes:
+        raise ValueError(
+            f"{layer.layer_name}: reload_weights: expected none, since CUDA graphs would go on with the experts "
+            "before; start vLLM with --enforce-eager, or anew"
+        )
 
 
 def _taking_over(original: Any, layers: EngineLayers) -> Any:
@@ -95,6 +137,7 @@ def taken_over(method: Any, layers: EngineLayers, config: Any = None) -> Any:
     if config is not None:
         method.moe_runtime_engine = config.instance_id
         method.moe_runtime_capture_sizes = vllm_config.captured_sizes(config)
+        method.moe_runtime_zeros_are_none = vllm_config.has_zero_experts(config)
     # An attribute of some methods, a class attribute of others: weights in the layout of a kernel of vLLM are refused.
     method.supports_pre_processed_weights = False
     return method
@@ -121,6 +164,7 @@ class RunsExperts:
     moe_runtime_experts: EngineExperts | None
     moe_runtime_engine: str = ""
     moe_runtime_capture_sizes: Sequence[int] = ()
+    moe_runtime_zeros_are_none: bool = False
 
     supports_eplb = False
     """vLLM refuses to balance experts of methods that say so."""
@@ -147,13 +191,10 @@ class RunsExperts:
 
         Raises `ValueError` where vLLM loads weights again and may have captured graphs, which would keep the old ones.
         """
-        if self.moe_runtime_experts is not None and self.moe_runtime_capture_sizes:
-            raise ValueError(
-                f"{layer.layer_name}: reload_weights: expected none, since CUDA graphs would go on with the experts "
-                "before; start vLLM with --enforce-eager, or anew"
-            )
+        check_reload(layer, self)
         engine, sizes = self.moe_runtime_engine, self.moe_runtime_capture_sizes
         self.moe_runtime_experts = build(self.moe_runtime_layers, layer, self.moe, engine, sizes)
+        self.moe_runtime_experts.zeros_are_none = self.moe_runtime_zeros_are_none
         # A model that sums results itself asks vLLM to leave them as they are.
         partial = self.moe_runtime_experts.is_partial
         self.moe_kernel = _Kernel(reduced=not (partial or self.moe.skip_final_all_reduce))

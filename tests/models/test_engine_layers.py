@@ -356,6 +356,12 @@ def test_weights_in_other_forms_are_refused() -> None:
             with pytest.raises(ValueError, match=r"model\.layers\.0\.mlp\.experts: expected "):
                 method.process_weights_after_loading(vllm_layer(parameters))
 
+    quantized = make_experts("fp8_block", 0).of(slice(None))
+    for name in ("w13_weight_scale_2", "w2_weight_zero_point", "w2_bias"):
+        method = vllm_experts.taken_over(VllmMethod(vllm_config()), layers_of())
+        with vllm_modules(), pytest.raises(ValueError, match=rf"\.experts: {name.replace('w2_b', 'w13_b')}: expected"):
+            method.process_weights_after_loading(vllm_layer(quantized | {name: torch.zeros(1)}))
+
     class OnlineMoEMethodBase(VllmMethod):
         pass
 
@@ -375,6 +381,9 @@ def test_install_replaces_classes_of_vllm(seed: int) -> None:
         layer = vllm_layer(data.of(slice(None)))
         vllm.make(layer, vllm_config())
         assert isinstance(layer, vllm.RoutedExperts) and type(layer).__name__ == "MoERuntimeRoutedExperts"
+        # vLLM's loaders compare names.
+        kind = type(layer.quant_method)
+        assert kind is not VllmMethod and (kind.__name__, kind.__qualname__) == ("VllmMethod", "VllmMethod")
         layer.quant_method.process_weights_after_loading(layer.to(DEVICE))
         x, ids, weights = (tensor.to(DEVICE) for tensor in tokens)
         check(layer.quant_method.apply(layer, x, weights, ids, None, None), plain_moe(data, *tokens))
@@ -509,7 +518,26 @@ def test_sglang(form: str, bias: Any, order: str, changes: Any, factor: float, a
         found = run_sglang(dispatcher, method, layer, (x, ids, weights))
         with pytest.raises(ValueError, match="expected no update of weights"):
             method.restore_weights_before_loading(layer)
+        # SGLang asks for it before it changes anything, and answers with it.
+        assert "expected no update of weights" in layer._derived_weight_cache_error  # type: ignore[operator]
     check(found, plain_moe(data, x, ids, weights * factor, activation), default_tokens(form))
+
+
+def test_routes_of_sglang_to_experts_that_compute_nothing(seed: int) -> None:
+    """They have the id 0 and the weight 0, in blocks that say that they have such experts."""
+    data, (x, ids, weights) = make_experts("bf16", seed), draw_tokens(seed, 9)
+    ids[:5, 0], ids[:3, 1] = 0, 0
+    weights[:5, 0], weights[:3, 1] = 0.0, 0.0
+    layer = sglang_layer(data.of(slice(None)))
+    block = torch.nn.Module()
+    block.experts, block.zero_expert_type = layer, "identity"  # type: ignore[assignment]
+    with sglang_modules():
+        dispatcher, method = taken_over_sglang(layers_of(), layer)
+        layer.quant_method = method
+        load(method, layer.to(DEVICE))
+        sglang_experts.mark_zero_experts(torch.nn.ModuleList([block]))
+        found = run_sglang(dispatcher, method, layer, (x, ids, weights))
+    check(found, plain_moe(data, x, ids, weights), "bf16")
 
 
 def sglang_of_rank(rank: int, world: int, backend: str, seed: int) -> Any:
@@ -552,6 +580,8 @@ def test_sglang_on_two_ranks(backend: str, get_pool: Any, seed: int) -> None:
         ({}, {"settings": {"enable_eplb": True}}, "--enable-eplb"),
         ({}, {"settings": {"enable_two_batch_overlap": True}}, "--enable-two-batch-overlap"),
         ({}, {"settings": {"enable_lora": True}}, "--enable-lora"),
+        ({}, {"settings": {"enable_paged_experts": True}}, "--enable-paged-experts"),
+        ({}, {"settings": {"kt_weight_path": "/experts"}}, "--kt-weight-path"),
         ({"num_fused_shared_experts": 1}, {}, "--disable-shared-experts-fusion"),
         ({"apply_router_weight_on_input": True}, {}, "apply_router_weight_on_input"),
         ({"no_combine": True}, {}, "no_combine"),

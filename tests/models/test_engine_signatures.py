@@ -157,6 +157,8 @@ def engine_of_vllm(sources: Sources) -> None:
     )
     assert "vllm_config.compute_hash()" in sources.text("vllm.compilation.backends")
     assert "no_compile_layers" in sources.members("vllm.forward_context", "ForwardContext")
+    assert vllm_experts.BEGIN_RELOAD in sources.exported(vllm_experts.RELOAD)
+    assert "config.zero_expert_type" in sources.text("vllm.model_executor.models.longcat_flash")
     registered = ast.unparse(sources.find(f"{FUSED}.runner.moe_runner", "register_layer_for_moe_forward_op"))
     assert "static_forward_context[prefix] = layer" in registered
     assert "routed_experts" in sources.members(f"{FUSED}.runner.moe_runner", "MoERunner")
@@ -231,7 +233,11 @@ def step_of_sglang(sources: Sources) -> None:
         assert name in sources.text(context), name
     fields = f"{SRT}.arg_groups.fields"
     assert "enable_eplb" in sources.members(f"{fields}.exec_", "ExecMoe")
+    assert {"enable_paged_experts", "kt_weight_path"} <= sources.members(f"{fields}.exec_", "ExecMoe")
     assert "enable_two_batch_overlap" in sources.members(f"{fields}.exec_", "ExecOverlap")
+    updates = f"{SRT}.model_executor.model_runner_components.weight_updater"
+    assert 'getattr(module, "_derived_weight_cache_error", None)' in sources.text(updates)
+    assert "self.zero_expert_type" in sources.text(f"{SRT}.models.longcat_flash")
     assert "enable_lora" in sources.members(f"{fields}.lora", "Lora")
     users = {
         "model_executor.model_runner": "get_exec().moe.enable_eplb",

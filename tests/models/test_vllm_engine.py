@@ -8,7 +8,7 @@ import logging
 import os
 import re
 import weakref
-from importlib import metadata
+from importlib import import_module, metadata
 from types import SimpleNamespace
 from typing import Any
 
@@ -208,6 +208,44 @@ def test_weights_are_loaded_again_without_graphs_alone(seed: int) -> None:
             vllm.load(model)
             y = layer.quant_method.apply(layer, x, weights, ids)
         assert close(y, plain_moe(make_experts("bf16", seed + 1), x, ids, weights))
+
+
+@pytest.mark.parametrize("module", ["", ".inplace"])
+def test_a_reload_that_is_refused_has_changed_nothing(module: str, seed: int) -> None:
+    """vLLM empties all modules as it begins. Whoever imported the function by name finds the one that refuses."""
+    for sizes in ((), (1, 2)):
+        vllm = Vllm()
+        vllm.config = vllm.VllmConfig(capture_sizes=sizes)
+        with vllm():
+            for _ in range(2):
+                vllm_experts.install(LayerSettings(LIMITS, {}))
+            begin = getattr(import_module(f"{vllm_experts.RELOAD}{module}"), vllm_experts.BEGIN_RELOAD)
+            model = make_model(vllm, [seed, seed + 1])
+            begin(model)
+            assert vllm.begun == [model]
+            vllm.load(model)
+            if not sizes:
+                begin(model)
+                assert vllm.begun == [model, model]
+                continue
+            with pytest.raises(ValueError, match=r"layers.0.mlp.experts: reload_weights: expected none"):
+                begin(model)
+            assert vllm.begun == [model]
+
+
+def test_routes_to_experts_that_compute_nothing(seed: int) -> None:
+    """vLLM gives them the id 0 and the weight 0, also several times in a token, and beside expert 0 itself."""
+    x, ids, weights = draw_tokens(seed, 9)
+    ids[:5, 0], ids[:3, 1] = 0, 0
+    weights[:5, 0], weights[:3, 1] = 0.0, 0.0
+    vllm = Vllm()
+    vllm.config = vllm.VllmConfig(zero_expert_type="identity")
+    with vllm(), torch.inference_mode():
+        vllm_experts.install(LayerSettings(LIMITS, {}))
+        (runner,) = vllm.load(make_model(vllm, [seed]))  # type: ignore[misc]
+        layer = runner.routed_experts
+        y = layer.quant_method.apply(layer, x, weights, ids)
+    assert close(y, plain_moe(make_experts("bf16", seed), x, ids, weights))
 
 
 def test_workers_of_ray_get_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:

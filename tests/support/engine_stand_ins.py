@@ -396,11 +396,12 @@ def sglang_modules(
     **more: dict[str, Any],
 ) -> Any:
     """`modules` of SGLang: its settings, its group, and the tokens of the attention groups in a step."""
-    switches = dict.fromkeys(("enable_eplb", "enable_two_batch_overlap", "enable_lora"), False)
+    of_moe: dict[str, Any] = {"enable_eplb": False, "enable_paged_experts": False, "kt_weight_path": None}
+    switches = of_moe | dict.fromkeys(("enable_two_batch_overlap", "enable_lora"), False)
     sizes = dict.fromkeys(("moe_dp_size", "dwdp_size", "attn_tp_size"), 1)
     settings = {**switches, **sizes, **(settings or {})}
     execution = SimpleNamespace(
-        moe=SimpleNamespace(enable_eplb=settings["enable_eplb"]),
+        moe=SimpleNamespace(**{name: settings[name] for name in of_moe}),
         overlap=SimpleNamespace(enable_two_batch_overlap=settings["enable_two_batch_overlap"]),
     )
     parallel = SimpleNamespace(

@@ -35,7 +35,9 @@ class VllmConfig:
         parallel |= {key: changes.pop(key) for key in list(changes) if key in parallel}
         self.instance_id = engine
         self.parallel_config = SimpleNamespace(**parallel)
-        self.model_config = SimpleNamespace(is_moe=moe, dtype=changes.pop("dtype", torch.bfloat16))
+        text = SimpleNamespace(**{name: changes.pop(name) for name in list(changes) if name == "zero_expert_type"})
+        dtype = changes.pop("dtype", torch.bfloat16)
+        self.model_config = SimpleNamespace(is_moe=moe, dtype=dtype, hf_text_config=text)
         self.compilation_config = SimpleNamespace(cudagraph_capture_sizes=capture_sizes)
         offload = {name: changes.pop(name, 0) for name in ("cpu_offload_gb", "offload_group_size")}
         self.offload_config = SimpleNamespace(
@@ -60,7 +62,7 @@ class MoERunner(nn.Module):
 
 
 class Vllm:
-    """A vLLM into which the adapter can be installed, with one `config` and `runners` by name.
+    """A vLLM into which the adapter can be installed, with one `config`, `runners` by name, and `begun` reloads.
 
     Its classes are new for each, since the adapter replaces members of them. `modules` has them by dotted name.
     """
@@ -95,6 +97,11 @@ class Vllm:
             def create_engine_config(self, usage_context: Any = None, headless: bool = False) -> Any:
                 return config_kind(**self.options)
 
+        self.begun: list[nn.Module] = []
+
+        def initialize_layerwise_reload(model: nn.Module) -> None:
+            self.begun.append(model)
+
         self.RoutedExperts, self.BaseModelLoader = RoutedExperts, BaseModelLoader
         self.EngineArgs, self.VllmConfig = EngineArgs, config_kind
         self.modules: dict[str, dict[str, Any]] = {
@@ -102,6 +109,8 @@ class Vllm:
             "vllm.config": {"VllmConfig": config_kind, "get_current_vllm_config": lambda: self.config},
             "vllm.engine.arg_utils": {"EngineArgs": EngineArgs},
             "vllm.model_executor.model_loader.base_loader": {"BaseModelLoader": BaseModelLoader},
+            vllm_experts.RELOAD: {vllm_experts.BEGIN_RELOAD: initialize_layerwise_reload},
+            f"{vllm_experts.RELOAD}.inplace": {vllm_experts.BEGIN_RELOAD: initialize_layerwise_reload},
             "vllm.distributed": {},
             "vllm.forward_context": {
                 "get_forward_context": lambda: SimpleNamespace(no_compile_layers=self.runners, dp_metadata=None)
