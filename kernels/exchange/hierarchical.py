@@ -38,7 +38,7 @@ from moe_runtime.kernels.exchange.geometry import ExchangeGeometry
 from moe_runtime.kernels.exchange.interface import ExchangeMemory
 from moe_runtime.kernels.exchange.record import NO_EXPERT
 from moe_runtime.kernels.formats.number_formats import BF16, QuantizedRows, align
-from moe_runtime.kernels.formats.reference_quantize import dequantize_rows, f32_to_bf16_bits, quantize_rows
+from moe_runtime.kernels.formats.reference_quantize import copy_as, dequantize_rows, f32_to_bf16_bits, quantize_rows
 
 HEADER_BYTES = 4 * ERROR_WORDS
 """A header is the error record of its rank, with the ranks that `Hosts.recorded` names, and the token count last."""
@@ -409,7 +409,7 @@ def _forward_chunk(
     places = tokens + host * geometry.slots
 
     def put(offset: int, values: torch.Tensor) -> None:
-        data = values.contiguous().view(torch.uint8)
+        data = copy_as(values, torch.uint8)
         records[:, offset : offset + data.shape[1]] = data
 
     field = records[:, record.ids_offset : record.ids_offset + 2 * record.top_k].contiguous()

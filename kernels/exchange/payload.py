@@ -19,6 +19,7 @@ import triton.language as tl
 from moe_runtime.kernels.exchange.landing import LandedRows, LandedTokens
 from moe_runtime.kernels.exchange.row_kernels import padded
 from moe_runtime.kernels.formats.number_formats import align
+from moe_runtime.kernels.formats.reference_quantize import copy_as
 
 WORD = 2
 """Bytes of a bf16 element, by which payload is counted."""
@@ -164,14 +165,11 @@ def pack_tokens(
         return tokens.view(torch.bfloat16)
     packed = torch.empty(num_tokens, layout.words, dtype=torch.bfloat16, device=tokens.device)
     if engine == "torch":
-        parts = [tokens.view(torch.bfloat16)]
-        if scales is not None:
-            # A single column or row counts as contiguous whatever its strides are.
-            parts.append(scales.clone(memory_format=torch.contiguous_format).view(torch.bfloat16))
-        if ids is not None and weights is not None:
-            parts += [ids.to(torch.int32).contiguous().view(torch.bfloat16), weights.contiguous().view(torch.bfloat16)]
+        parts = [tokens, scales]
+        if ids is not None:
+            parts += [ids.to(torch.int32), weights]
         at = 0
-        for part in parts:
+        for part in (copy_as(part, torch.bfloat16) for part in parts if part is not None):
             packed[:, at : at + part.shape[1]] = part
             at += part.shape[1]
         packed[:, at:] = 0

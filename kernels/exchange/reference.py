@@ -20,7 +20,7 @@ from moe_runtime.kernels.exchange.padded import place_reference
 from moe_runtime.kernels.exchange.padded_rows import PaddedRows
 from moe_runtime.kernels.exchange.waits import Watch, count_combine_waits, count_dispatch_waits
 from moe_runtime.kernels.formats.number_formats import BF16, FormatCode, QuantizedRows, TokenFormat
-from moe_runtime.kernels.formats.reference_quantize import dequantize_rows, f32_to_bf16_bits, quantize_rows
+from moe_runtime.kernels.formats.reference_quantize import copy_as, dequantize_rows, f32_to_bf16_bits, quantize_rows
 
 SPINS_BEFORE_SLEEP = 200
 SLEEPS_S = 2e-4, 2e-3
@@ -172,7 +172,7 @@ def build_records(
     out = torch.zeros(num_tokens, record.record_bytes, dtype=torch.uint8, device=ids_TK.device)
 
     def put(offset: int, values: torch.Tensor) -> None:
-        data = values.contiguous().view(torch.uint8).reshape(num_tokens, -1)
+        data = copy_as(values, torch.uint8).reshape(num_tokens, -1)
         out[:, offset : offset + data.shape[1]] = data
 
     if num_tokens:

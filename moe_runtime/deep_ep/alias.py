@@ -8,7 +8,9 @@ from pathlib import Path
 
 NAME = "deep_ep"
 OURS = "moe_runtime.deep_ep"
-MODULES = ("", ".utils", ".utils.envs", ".utils.event", ".utils.math", ".utils.testing")
+MODULES = ("", ".buffer", ".utils", ".utils.envs", ".utils.event", ".utils.math", ".utils.testing")
+OTHER_NAMES = {".buffers": "", ".buffers.legacy": ".buffer", ".buffers.elastic": ".elastic"}
+"""Modules of DeepEP, by what is here in their place."""
 
 PACKAGE = '''"""DeepEP's name for moe_runtime.deep_ep."""
 
@@ -31,8 +33,8 @@ def install_alias(checkout: str | Path | None = None) -> None:
     loaded = sys.modules.get(NAME)
     if loaded is not None and loaded is not ours and getattr(loaded, "__doc__", None) != PACKAGE.split('"""')[1]:
         raise ValueError(f"install_alias: expected to come before any import of {NAME}, got {loaded}")
-    for module in MODULES:
-        sys.modules[NAME + module] = importlib.import_module(OURS + module)
+    for module, here in (dict(zip(MODULES, MODULES, strict=True)) | OTHER_NAMES).items():
+        sys.modules[NAME + module] = importlib.import_module(OURS + here)
     if checkout is not None:
         sys.modules[NAME + ".utils"].__path__.append(str(Path(checkout).resolve() / NAME / "utils"))
 

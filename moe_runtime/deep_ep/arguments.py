@@ -19,7 +19,7 @@ _Tensor, _STRIDED = torch.Tensor, torch.strided  # which take longer to find in 
 
 Bit = bool | int
 """True or False, or, as DeepEP's tests pass them, 1 or 0."""
-Bias = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
+Bias = torch.Tensor | tuple[torch.Tensor | None, torch.Tensor | None] | None
 
 
 def check_bit(name: str, value: object) -> bool:
@@ -151,10 +151,11 @@ def check_statistics(statistics: torch.Tensor | None, num_local_experts: int, de
 
 
 def check_bias(bias: Bias, device: torch.device, rows: int, columns: int) -> tuple[torch.Tensor, ...]:
-    """The tensors of `bias`, two at most."""
-    biases = bias if isinstance(bias, tuple) else () if bias is None else (bias,)
-    if len(biases) > 2:
-        raise ValueError(f"bias: expected at most two tensors, got {len(biases)}")
+    """The tensors of `bias`, two at most; None among them stands for none."""
+    given = bias if isinstance(bias, tuple) else (bias,)
+    biases = tuple(one for one in given if one is not None)
+    if len(given) > 2:
+        raise ValueError(f"bias: expected at most two tensors, got {len(given)}")
     for one in biases:
         check_matrix("bias", one, device, BF16, rows, columns)
     return biases

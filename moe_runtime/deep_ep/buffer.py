@@ -15,6 +15,7 @@ from moe_runtime.deep_ep.arguments import (
     IDS,
     Bias,
     check_bias,
+    check_bit,
     check_experts,
     check_hidden,
     check_layout,
@@ -87,7 +88,7 @@ class Buffer(GroupBuffer):
             not_there("allow_nvlink_for_low_latency_mode", "ranks exchange tokens over NVLink alone")
         check_integer("num_nvl_bytes", num_nvl_bytes, 0)
         check_integer("num_rdma_bytes", num_rdma_bytes, 0)
-        super().__init__(group, explicitly_destroy)
+        super().__init__(group, check_bit("explicitly_destroy", explicitly_destroy))
         self.rank, self.group_size = self.group.rank(), self.group.size()
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode, self.enable_shrink = low_latency_mode, enable_shrink
@@ -359,7 +360,7 @@ class Buffer(GroupBuffer):
         check_statistics(statistics, exchange.num_local_experts, self.device)
         payload, gsf = payload_of(use_fp8, round_scale, use_ue8m0, use_nvfp4, x_global_scale, use_mxfp8, self.device)
         with self._comm.running(async_finish, None):
-            step = exchange.dispatch_send(x, topk_idx, payload, gsf)
+            step = exchange.dispatch_send(x.detach() if x.requires_grad else x, topk_idx, payload, gsf)
             if not return_recv_hook:
                 step.finish(statistics)
         rows, tokens = step.rows, step.tokens
@@ -418,6 +419,8 @@ class Buffer(GroupBuffer):
             raise ValueError(f"x: expected bf16 {list(shape)}, got {rows.dtype} {list(rows.shape)}")
         if out is None:
             out = torch.empty(handle.num_tokens, exchange.hidden, dtype=torch.bfloat16, device=self.device)
+        if rows.requires_grad or topk_weights.requires_grad:
+            rows, topk_weights = rows.detach(), topk_weights.detach()
         with self._comm.running(async_finish, None):
             renewed = exchange.combine_send(rows.contiguous(), topk_idx, topk_weights, handle, out)
             if not return_recv_hook:

@@ -54,6 +54,17 @@ from moe_runtime.kernels.formats.reference_quantize import bf16_parts
 WITHOUT_IDS = Form(num_experts=0)
 
 
+def _check_room_of(count: torch.Tensor, room: int) -> None:
+    """End in an error where `count` rows come, a number on the device, and there is room for fewer.
+
+    On a GPU the host does not wait for it: an assertion of the device fails.
+    """
+    if count.device.type != "cpu":
+        torch._assert_async((count <= room).squeeze())
+    elif int(count) > room:
+        raise ValueError(f"num_worst_tokens: expected at least {int(count)}, the rows that come, got {room}")
+
+
 class NormalExchange:
     """Dispatch and combine of normal mode for tokens of `hidden` elements. All calls are collective.
 
@@ -199,7 +210,7 @@ class NormalExchange:
         step, arrived = first
         if most <= step.room:
             if table is None:
-                torch._assert_async((arrived.group_offsets[1] <= out.source_tokens.shape[0]).squeeze())
+                _check_room_of(arrived.group_offsets[1], out.source_tokens.shape[0])
             steps, landed = [step], self._unpack(layout, arrived, out, None, num_experts)
         else:
             assert table is not None
@@ -423,6 +434,9 @@ class NormalExchange:
             self._direct.num_sms = self.num_sms
             return self._direct.combine(x, handle, biases, topk_weights, ids)
         self._check_room(handle)
+        # As a kernel would, which knows no gradients.
+        x, biases = x.detach(), tuple(bias.detach() for bias in biases)
+        topk_weights = None if topk_weights is None else topk_weights.detach()
         y = self.combine_steps(x, handle.steps, biases)
         if topk_weights is not None and ids is not None:
             topk_weights = torch.where(ids >= 0, topk_weights, 0.0)

@@ -32,6 +32,15 @@ def strided(given: Routing) -> Routing:
     return topk_idx, weights
 
 
+def of_one_column(given: Routing) -> Routing:
+    """The same values with strides that torch takes for contiguous, and no view of another dtype has."""
+    topk_idx, weights = (
+        torch.empty_strided(part.shape, (1, len(part)), dtype=part.dtype).copy_(part) for part in given
+    )
+    assert topk_idx.is_contiguous() and topk_idx.stride() == (1, len(topk_idx))
+    return topk_idx, weights
+
+
 NAN, INF = math.nan, math.inf
 CASES: dict[str, Callable[[int], Routing]] = {
     "twice": lambda rank: routing([[2, 2, 5], [5, 2, 5]], [[0.5, 0.25, 1.0], [1.0, 2.0, -3.0]]),
@@ -50,6 +59,10 @@ CASES: dict[str, Callable[[int], Routing]] = {
     "weights of Inf": lambda rank: routing([[1, 4], [4, 4]], [[INF, 1.0], [INF, -INF]]),
     "any weight without an expert": lambda rank: routing([[1, -1], [-1, -3]], [[1.0, NAN], [NAN, INF]]),
     "any strides": lambda rank: strided(routing([[1, 2, 2], [3, -1, 7]])),
+    "any strides of one choice": lambda rank: of_one_column(routing([[1], [3], [-1]])),
+    "any strides of no tokens on one rank": lambda rank: of_one_column(
+        routing([[1], [6]]) if rank else (no_ids(1), no_weights(1))
+    ),
 }
 
 

@@ -34,6 +34,11 @@ def test_a_package_deep_ep_is_written_only_where_asked_for(tmp_path: Path, capsy
         "import deep_ep, moe_runtime.deep_ep as ours\n"
         "from deep_ep import Buffer, Config, ElasticBuffer, EPHandle, EventOverlap, topk_idx_t\n"
         "from deep_ep.utils import EventHandle\n"
+        "from deep_ep.buffer import Buffer as first\n"
+        "from deep_ep.buffers.legacy import Buffer as second\n"
+        "from deep_ep.buffers.elastic import ElasticBuffer as third\n"
+        "import deep_ep.buffers.elastic\n"
+        "assert first is second is Buffer and third is ElasticBuffer\n"
         "from deep_ep.utils.envs import init_dist\n"
         "from deep_ep.utils.math import calc_diff\n"
         "from deep_ep.utils.testing import bench\n"
@@ -221,6 +226,53 @@ def test_handles_that_do_not_fit_are_refused(get_pool: Any) -> None:
 @pytest.mark.parametrize("world", [1, 2])
 def test_what_is_wrong_or_absent_is_named(world: int, get_pool: Any) -> None:
     get_pool(world).run(refuse)
+
+
+def take_gradients(rank: int, world: int) -> None:
+    """Tensors of a training step give what detached ones give, and no graph; a bias may be left out of two."""
+    experts, ways = 2 * world, {"num_max_dispatch_tokens_per_rank": 4, "num_experts": 2 * world}
+    least = Buffer.get_low_latency_rdma_size_hint(4, 128, world, experts)
+    buffer = Buffer(
+        dist.group.WORLD, sizes.normal_bytes(128, world, 8), least, low_latency_mode=True, explicitly_destroy=1
+    )  # type: ignore[arg-type]
+    x, bias = torch.randn(3, 128).bfloat16(), torch.randn(3, 128).bfloat16()
+    ids, weights = torch.tensor([[0], [experts - 1], [1]]), torch.rand(3, 1)
+    per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(ids, experts)
+    names = {"num_tokens_per_rank": per_rank, "num_tokens_per_expert": per_expert, "is_token_in_rank": in_rank}
+    found = []
+    for learns in (False, True):
+        x, bias, weights = (part.detach().requires_grad_(learns) for part in (x, bias, weights))
+        rows, _, row_weights, _, handle, _ = buffer.dispatch(x, **names, topk_idx=ids, topk_weights=weights)
+        rows, row_weights = (part.detach().requires_grad_(learns) for part in (rows, row_weights))
+        y, y_weights, _ = buffer.combine(rows, handle, row_weights, bias=(bias, None))
+        both, _, _ = buffer.combine(rows, handle, bias=(bias, bias))
+        (tokens, _, low, _, _) = buffer.low_latency_dispatch(x, ids, **ways, use_fp8=False)  # type: ignore[arg-type]
+        mine, _, _ = buffer.low_latency_combine(tokens.detach().requires_grad_(learns), ids, weights, low)
+        found.append((rows, y, y_weights, both, mine))
+    for before, after in zip(*found, strict=True):
+        assert torch.equal(before, after)
+    assert not any(part.requires_grad for part in found[1][1:])
+    buffer.destroy()
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("world", [1, 2])
+def test_tensors_that_require_gradients_are_taken_as_they_are(world: int, get_pool: Any) -> None:
+    get_pool(world).run(take_gradients)
+
+
+def too_few(rank: int, world: int) -> None:
+    buffer = Buffer(dist.group.WORLD, sizes.normal_bytes(128, world, 4))
+    x, ids = torch.zeros(3, 128, dtype=torch.bfloat16), torch.zeros(3, 1, dtype=torch.int64)
+    per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(ids, world)
+    names = {"num_tokens_per_rank": per_rank, "num_tokens_per_expert": per_expert, "is_token_in_rank": in_rank}
+    with pytest.raises(ValueError, match=r"^num_worst_tokens: expected at least 3, the rows that come, got 2"):
+        buffer.dispatch(x, **names, topk_idx=ids, topk_weights=torch.zeros(3, 1), num_worst_tokens=2)
+
+
+@pytest.mark.cpu_only
+def test_room_for_too_few_rows_is_named_on_cpus(get_pool: Any) -> None:
+    get_pool(1).run(too_few)
 
 
 def too_many(rank: int, world: int) -> str:
