@@ -186,8 +186,9 @@ class ConfigKeys:
 
     def flag(self, *names: str, default: bool) -> bool:
         key, value = self._value(names, default)
-        if type(value) is not bool:
-            self.refuse(key, "true or false", value)
+        # Null is no flag: it is true for no model, unless one says so.
+        if type(value) is not bool or (value and self.config.get(key, True) is None):
+            self.refuse(key, "true or false", self.config.get(key, value))
         return value
 
     def fixed_flag(self, *names: str, value: bool) -> bool:

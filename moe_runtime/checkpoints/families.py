@@ -181,6 +181,8 @@ def _router(keys: ConfigKeys) -> RouterConfig:
     num_groups = keys.positive(*table.NUM_GROUPS_KEYS, default=1)
     top_groups = keys.positive(*table.TOP_GROUPS_KEYS, default=1)
     method = keys.raw("topk_method")
+    if keys.raw("use_grouped_topk") is False and num_groups != 1:
+        keys.refuse("use_grouped_topk", f"true with {num_groups} groups of experts")
     if kind != "sigmoid":
         if num_groups != 1 and method != "greedy":
             keys.refuse(keys.first(table.NUM_GROUPS_KEYS) or "n_group", f"1 with a {kind} router that is not greedy")

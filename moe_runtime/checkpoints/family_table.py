@@ -97,9 +97,9 @@ MTP_KEYS = ("num_nextn_predict_layers", "num_mtp_layers")
 LAYER_KEYS = ("moe_layer_freq", "mlp_only_layers", "decoder_sparse_step", "mlp_layer_types", "layers_block_type")
 """Other keys of which layers have experts, beside `hybrid_override_pattern`."""
 ACTIVATION_KEYS = ("hidden_act", "hidden_activation")
-LIMIT_KEYS = ("expert_swiglu_limit_list", "swiglu_limits")
+LIMIT_KEYS = ("expert_swiglu_limit_list",)
 """Keys of the clamp of the experts of each layer: 0 or null is none. It bounds `silu(gate)` and, both ways, `up`."""
-SHARED_LIMIT_KEYS = ("share_expert_swiglu_limit_list", "swiglu_limits_shared")
+SHARED_LIMIT_KEYS = ("share_expert_swiglu_limit_list",)
 """The same of the shared experts."""
 TEXT_KEYS = ("text_config", "llm_config", "language_config", "thinker_config")
 """Keys of the config of the language model within that of a model with several parts."""

@@ -208,6 +208,18 @@ class TensorFiles:
             return name in self._shard_of
         return name in self._opened(SINGLE_FILE, name).entries
 
+    def unlisted(self, first: str) -> list[str]:
+        """Tensors whose names begin with `first` that lie beside others of these, and that the index leaves out.
+
+        Programs that read whole files find them. Files that are not here are not looked into.
+        """
+        if self._shard_of is None:
+            return []
+        shards = {self.shard_of(name) for name in self._shard_of if name.startswith(first)}
+        shards = {shard for shard in shards if (self.folder / shard).is_file()}
+        entries = (name for shard in sorted(shards) for name in self._opened(shard, f"the names in {shard}").entries)
+        return [name for name in entries if name.startswith(first) and name not in self._shard_of]
+
     def shard_of(self, name: str) -> str:
         """Name of the file that holds a tensor. Raises `ValueError` if the index does not have it."""
         if self._shard_of is None:

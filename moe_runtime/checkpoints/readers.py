@@ -158,7 +158,8 @@ class ExpertReader:
         return fmt is self.layout.format and self.files.entry(first).dtype == "BF16"
 
     def check_names(self) -> None:
-        """Raise `ValueError` naming the first tensor of the block that does not belong to an expert.
+        """Raise `ValueError` naming the first tensor of the block that does not belong to an expert, or that the index
+        leaves out.
 
         Biases that the model does not have may be there. Their values are looked at where an expert is read.
         """
@@ -171,6 +172,10 @@ class ExpertReader:
                     f"{self.files.index}: tensor {name} is not expected: {self.num_experts} experts in layout "
                     f"{self.layout.name}"
                 )
+        for name in self.files.unlisted(f"{self.names.block}."):
+            raise ValueError(
+                f"{self.files.index}: weight_map: tensor {name} is missing, and is in a file beside others"
+            )
 
     def smallest_input_gsf(self) -> float | None:
         """The smallest stored encode scale for the inputs of all down projections; None if none is stored.

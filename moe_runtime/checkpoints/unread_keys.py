@@ -22,8 +22,10 @@ _BOUND = re.compile(r"limit|clamp|clip|cap(?!acity)|bound|max|min")
 _FACTOR = re.compile(r"alpha|scal|factor|multiplier")
 """Keys whose value is a factor: a 1 does not act."""
 
-_SYMMETRIC = re.compile(r"(?<!a)sym(?!b)")
-"""Keys that are true unless something is out of the ordinary: a false acts."""
+_TRUE = re.compile(r"(?<!a)sym(?!b)|norm.*(topk|top_k|prob|weight|rout|gat|expert)|use_grouped_topk")
+"""Keys that are true unless something is out of the ordinary, of symmetry and of the router's sum: a false acts."""
+_OFFSET = re.compile(r"offset|beta|shift")
+"""Keys whose value is added: a 1 acts."""
 
 log = logging.getLogger(__name__)
 
@@ -48,12 +50,14 @@ class KnownKeys:
 
 
 def acts(key: str, value: object) -> bool:
-    """Whether a value of a key can change anything: not null, 0, empty, a factor of 1, or false, unless of symmetry.
+    """Whether a value of a key can change anything: not null, 0, empty, a factor of 1, or false, unless true is usual.
 
     >>> acts("router_scale", 1.0), acts("swiglu_limit", 1.0), acts("swiglu_limits", [0.0, 0.0]), acts("use_bias", True)
     (False, True, False, True)
-    >>> acts("use_bias", False), acts("symmetric", False)
-    (False, True)
+    >>> acts("use_bias", False), acts("symmetric", False), acts("normalize_expert_weights", False)
+    (False, True, True)
+    >>> acts("swiglu_beta", 1.0)
+    True
     """
     if isinstance(value, Mapping):
         return any(acts(name, item) for name, item in value.items())
@@ -62,9 +66,9 @@ def acts(key: str, value: object) -> bool:
     if value is None or value == "":
         return False
     if value is False:
-        return _SYMMETRIC.search(key.lower()) is not None
+        return _TRUE.search(key.lower()) is not None
     if isinstance(value, int | float) and value is not True:
-        bound = _BOUND.search(key.lower()) is not None
+        bound = _BOUND.search(key.lower()) is not None or _OFFSET.search(key.lower()) is not None
         one = value == 1 and not bound and (isinstance(value, float) or _FACTOR.search(key.lower()) is not None)
         return value != 0 and not one
     return True
@@ -138,8 +142,11 @@ def _unread(given: Mapping[str, Any], known: KnownKeys, at: str, inside: bool) -
         if not inside and known.defaults is not None and key in known.defaults and known.defaults[key] == value:
             continue
         looks = inside or known.looks.search(key.lower()) is not None
-        if isinstance(value, Mapping):
+        items = list(value) if isinstance(value, list | tuple) else [value]
+        objects = {i: item for i, item in enumerate(items) if isinstance(item, Mapping)}
+        for i, item in objects.items():
             # What was read of the object around it says nothing of the keys in this one.
-            yield from _unread(value, replace(known, used=(), defaults=None), f"{at}{key}.", looks)
-        elif looks:
+            place = f"{at}{key}." if item is value else f"{at}{key}.{i}."
+            yield from _unread(item, replace(known, used=(), defaults=None), place, looks)
+        if looks and len(objects) < len(items):
             yield f"{at}{key}", value

@@ -189,6 +189,31 @@ def test_a_key_that_may_change_values_is_read_or_refused(key: str) -> None:
     assert checked > 40
 
 
+@pytest.mark.parametrize(
+    ("kind", "more", "complaint"),
+    [
+        # transformers refuses it, and code before took it for false.
+        ("qwen3_moe", {"norm_topk_prob": None}, "norm_topk_prob: expected true or false, got None"),
+        ("qwen3_moe", {"normalize_expert_weights": False}, "normalize_expert_weights: "),
+        ("qwen3_moe", {"norm_after_topk": False}, "norm_after_topk: "),
+        ("qwen3_moe", {"swiglu_up_offset": 1.0}, "swiglu_up_offset: "),
+        ("qwen3_moe", {"layer_configs": [{"size": 1}, {"hidden_act": "gelu"}]}, r"layer_configs\.1\.hidden_act: "),
+        # vLLM clamps before the activation, and the shared expert, too.
+        ("exaone_moe", {"swiglu_limits": [7.0]}, "swiglu_limits: "),
+        ("kimi_linear", {"num_expert_group": 8, "topk_group": 4, "use_grouped_topk": False}, "use_grouped_topk: "),
+    ],
+)
+def test_keys_that_act_by_an_unusual_value_are_refused(kind: str, more: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ValueError, match=f"^file: {complaint}"):
+        read(default_configs()[kind] | more)
+
+
+def test_grouped_choices_may_say_that_they_are() -> None:
+    config = default_configs()["kimi_linear"]
+    for groups in ({}, {"num_expert_group": 8, "topk_group": 4}):
+        assert read(config | groups | {"use_grouped_topk": True}) == read(config | groups)
+
+
 @pytest.mark.parametrize("value", [None, False, 0, 0.0, 1.0, "", [], {}, [0.0, None], {"a": None}])
 def test_values_that_cannot_act_are_no_alarm(value: Any) -> None:
     config = default_configs()["qwen3_moe"]

@@ -179,6 +179,24 @@ def test_biases_of_experts_that_are_not_read_need_not_be_there(tmp_path: Path, s
             list(checkpoint.experts(0, range(3)))
 
 
+@pytest.mark.parametrize("more", ["experts.1.up_proj.bias", "experts.1.up_proj.weight_zero_point"])
+def test_tensors_that_the_index_leaves_out_are_found(more: str, tmp_path: Path, seed: int) -> None:
+    """transformers reads whole files, and so finds them."""
+    write_qwen3_moe_checkpoint(tmp_path, CONFIG, seed=seed)
+    tensors = load_all(tmp_path)
+    (tmp_path / SINGLE_FILE).unlink()
+    save_file(
+        tensors | {f"{BLOCK}.{more}": torch.ones(128), "elsewhere.bias": torch.ones(1)}, tmp_path / "1.safetensors"
+    )
+    shards = dict.fromkeys(tensors, "1.safetensors")
+    (tmp_path / INDEX_FILE).write_text(f'{{"weight_map": {shards}}}'.replace("'", '"'))
+    with Checkpoint(tmp_path) as checkpoint, pytest.raises(ValueError, match=rf"tensor {BLOCK}\.{more} is missing"):
+        list(checkpoint.experts(0, range(3)))
+    save_file(tensors | {"elsewhere.bias": torch.ones(1)}, tmp_path / "1.safetensors")
+    with Checkpoint(tmp_path) as checkpoint:
+        assert len(list(checkpoint.experts(0, range(3)))) == 3
+
+
 @pytest.mark.parametrize("layout", ["gptq", "plain, fused"])
 def test_biases_of_zeros_are_converted_with_the_rest(layout: str, folder: Path) -> None:
     WRITERS[layout](folder)
