@@ -70,6 +70,7 @@ def take_over(layers: EngineLayers, moe_runner_config: Any, quant_method: Any) -
     """
     config = moe_runner_config
     check(config.layer, config)
+    activation_of(config, name_of(config.layer), False)  # Before any weight is loaded.
     replace_members(quant_method, RunsExperts, layers)
     # SGLang looks for it before it writes weights of a running model, and answers with it.
     config.layer._derived_weight_cache_error = f"{name_of(config.layer)}: {NO_UPDATES}"

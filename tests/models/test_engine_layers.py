@@ -588,6 +588,7 @@ def test_sglang_on_two_ranks(backend: str, get_pool: Any, seed: int) -> None:
         ({"reduce_results": True}, {"backend": "flashinfer"}, "reduce_results"),
         ({"params_dtype": torch.float16}, {}, "--dtype"),
         ({"top_k": None}, {}, "top_k"),
+        ({"activation": "gelu"}, {}, "activation: expected gated silu"),
     ],
 )
 def test_what_sglang_must_not_ask(changes: Any, settings: Any, complaint: str) -> None:
