@@ -14,7 +14,7 @@ from moe_runtime.config import MoELayerConfig
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.context.peers import abort_peers, abort_peers_on_error, collective_step
 from moe_runtime.context.threads import by_one_thread, is_capturing
-from moe_runtime.dispatcher.arguments import check_shared, flat_shared, flat_tokens
+from moe_runtime.dispatcher.arguments import check_shared, check_tokens, flat_shared, flat_tokens
 from moe_runtime.dispatcher.token_dispatcher import TokenDispatcher
 from moe_runtime.kernels.exchange.geometry import RouterIds
 from moe_runtime.kernels.gemm.grouped_rows import MAX_ROUTED_IDS
@@ -211,6 +211,7 @@ class MoELayer(LayerParts):
                     topk_idx, topk_weights = self.router(tokens_TH)
             dispatcher = self._dispatcher_for(tokens_TH.shape[0], max_tokens)
             if self._members.lost is not None:
+                check_tokens(dispatcher.geometry, device, tokens_TH, topk_idx, topk_weights)
                 topk_idx, topk_weights = self._members.without_lost(self._members.lost, topk_idx, topk_weights)
             slots = topk_idx if self.slots is None else self.slots(topk_idx, tokens_TH)
             if self.router_ids is not None and dispatcher.geometry.router_ids is None:

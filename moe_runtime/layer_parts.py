@@ -18,7 +18,7 @@ from moe_runtime.checkpoints.loading import FRESH, ExpertTensors, QuantBuffers, 
 from moe_runtime.config import MoELayerConfig, RunConfig, load_config
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.context.memory import staging_bytes
-from moe_runtime.context.peers import abort_peers_on_error
+from moe_runtime.context.peers import abort_peers, abort_peers_on_error
 from moe_runtime.dispatcher.token_dispatcher import TokenDispatcher
 from moe_runtime.experts import Experts
 from moe_runtime.kernels.exchange.geometry import RouterIds
@@ -56,7 +56,17 @@ class LayerParts(ObservedLayer):
         self.config = config
         self.context = context if context is not None else ExpertParallelContext()
         self._owns_context = context is None
-        device = self.context.device
+        try:
+            self._make(placement, router, router_ids)
+        except BaseException as error:
+            if self._owns_context:
+                abort_peers(self.context, error)
+                self.context.close()
+            raise
+
+    def _make(self, placement: Placement | None, router: bool, router_ids: RouterIds | None) -> None:
+        """All parts but the experts, for `config` and `context`."""
+        config, device = self.config, self.context.device
         self.layer_id = self.context.next_layer_id()
         self.placement = placement
         self.router_ids = router_ids

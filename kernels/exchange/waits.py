@@ -66,7 +66,7 @@ def count_dispatch_waits(words: torch.Tensor, watch: Watch, rank: int, epoch: in
     words[BEGAN + (epoch & 1)] = watch.began
     rows = words[HEAD:].view(-1, FIELDS)
     _count(rows[:, DISPATCH_NS : DISPATCH_WAITS + 1], watch.waited(rank))
-    rows[:, LATE_NS] += torch.tensor(watch.late(rank))
+    rows[:, LATE_NS] += torch.tensor(watch.late(rank), device=words.device)
 
 
 def count_combine_waits(words: torch.Tensor, watch: Watch, rank: int, epoch: int) -> None:
@@ -77,7 +77,7 @@ def count_combine_waits(words: torch.Tensor, watch: Watch, rank: int, epoch: int
 
 
 def _count(sum_max_waits: torch.Tensor, waited: list[int]) -> None:
-    added = torch.tensor(waited)
+    added = torch.tensor(waited, device=sum_max_waits.device)
     sum_max_waits[:, 0] += added
     sum_max_waits[:, 1] = torch.maximum(sum_max_waits[:, 1], added)
     sum_max_waits[:, 2] += added > 0

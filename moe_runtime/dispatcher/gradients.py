@@ -117,7 +117,8 @@ class DispatchedRows:
         assert self._handle is not None
         positions, top_k = self._handle.positions, self._topk_idx.shape[1]
         entry_of = self._by_row(torch.arange(top_k, device=values.device).expand_as(positions), values.numel())
-        columns = torch.zeros(values.numel(), self._entries.geometry.output_hidden, device=values.device)
+        shape = values.numel(), self._entries.geometry.output_hidden
+        columns = torch.zeros(shape, dtype=torch.float32, device=values.device)
         for third, part in enumerate(bf16_parts(values)):
             columns.scatter_(1, (entry_of + third * top_k)[:, None], part[:, None])
         handle = self._entries.send_routing(self._topk_idx, self._ones, positions, values.numel())

@@ -76,7 +76,14 @@ def _named(layers: object) -> dict[str, MoELayer]:
 
 def _rank(context: ExpertParallelContext) -> int:
     """The number that this rank had at the start."""
-    return context.members[context.rank]
+    # The present number of a rank that was released says nothing any more.
+    return context.members[context.rank] if context.recovery is None else context.recovery.membership.rank
+
+
+def _members(layer: MoELayer) -> tuple[int, ...]:
+    """The ranks whose waits are counted."""
+    assert layer.waits is not None
+    return layer.waits.members
 
 
 def _labels(labels: Mapping[str, object]) -> str:
@@ -155,7 +162,7 @@ def _of_waits(layers: Mapping[str, MoELayer], labels: Mapping[str, Labels]) -> I
         ({**labels[name], "bucket": bucket, "peer": peer}, waits)
         for name, found in counts.items()
         for bucket, one in found.items()
-        for peer, waits in zip(layers[name].context.members, one.peers, strict=True)
+        for peer, waits in zip(_members(layers[name]), one.peers, strict=True)
         if peer != labels[name]["rank"]
     ]
 

@@ -112,6 +112,7 @@ class LayerWaits:
 
     Attributes:
         words: int64 on the device: those of `kernels.exchange.waits` for each bucket in turn.
+        members: the ranks that are waited for, by their numbers at the start.
 
     Raises `ValueError` where ranks do not wait for each other by flags.
     """
@@ -127,6 +128,7 @@ class LayerWaits:
         if not alone and not all(exchange.counts_waits for exchange in exchanges):
             expected = "ranks of one host that map each other's memory, to count waits by peer"
             raise ValueError(f"transport: expected {expected}, got {context.transport}")
+        self.members = context.members
         self._buckets, self._size = tuple(dispatchers), HEAD + context.world_size * FIELDS
         self._polled = PolledWords(len(exchanges) * self._size, context.device)
         self.words = self._polled.words
@@ -263,7 +265,7 @@ class WaitLog:
         since = now - self._before if polled is self._counted else now
         slow = _slowest({peer: [since] for peer in range(len(since.peers))})
         if slow is not None:
-            slow = replace(slow, rank=waits._context.members[slow.rank])
+            slow = replace(slow, rank=waits.members[slow.rank])
         _LOG.info("waits in %d steps: %s", since.steps, "none" if slow is None else f"most of them {slow}")
         self._next_s, self._before = time.monotonic() + self._seconds, now
         self._counted, self._wanted = polled, None

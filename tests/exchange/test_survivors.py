@@ -325,6 +325,8 @@ def leave_and_come_back(rank: int, world: int, placed: bool) -> tuple[Part, str]
 
     context = ExpertParallelContext(transport="shared", on_failure="continue", **limits)
     layer = made(context)
+    layer.count_steps()
+    layer.count_waits()
     steps(context, layer)
     for wrong in ([], [world], [0, 1, 2], [True]):
         with pytest.raises(ValueError, match="ranks: expected"):
@@ -336,6 +338,10 @@ def leave_and_come_back(rank: int, world: int, placed: bool) -> tuple[Part, str]
     if rank == 1:
         with pytest.raises(RankRemovedError, match="rank 1 is out, as was asked for"):
             context.release([1])
+        # It keeps its name in metrics, and those of the ranks that it has waited for.
+        text = metrics_text([layer])
+        assert set(re.findall(r'[{,]rank="(\d)"', text)) == {"1"}
+        assert set(re.findall(r'wait\w+\{.*,peer="(\d)"', text)) == {"0", "2"}
         context.close()
         store = dist.distributed_c10d._get_default_store()
         with pytest.raises(ValueError, match="rank: expected an integer"):

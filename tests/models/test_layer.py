@@ -20,6 +20,7 @@ from moe_runtime.checkpoints.checkpoint import Checkpoint
 from moe_runtime.checkpoints.conversion import convert_checkpoint
 from moe_runtime.checkpoints.families import layer_config
 from moe_runtime.checkpoints.loading import ExpertTensors
+from moe_runtime.comm.errors import PeerAbortedError
 from moe_runtime.config import ModeName, MoELayerConfig, load_config
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.integrations.expert_modules import describe_experts
@@ -595,6 +596,44 @@ def test_wrong_use_is_named(device: torch.device, rng: torch.Generator) -> None:
         with pytest.raises(ValueError, match="routing: expected one for each of 2 ranks, got 1"):
             ranks([x] * 2, [routed])
         assert len(ranks([x] * 2)) == 2
+
+
+def test_routes_are_checked_before_those_of_lost_experts_are_dropped(device: torch.device) -> None:
+    layer = make_layer(device)
+
+    class Lost:
+        def ended(self) -> bool:
+            return False
+
+        def without(self, *_: torch.Tensor) -> None:
+            raise AssertionError("routes were not checked")
+
+    layer._members.lost = Lost()  # type: ignore[assignment]
+    x, ids = (
+        torch.zeros(4, 256, dtype=torch.bfloat16, device=device),
+        torch.zeros(4, 3, dtype=torch.int32, device=device),
+    )
+    for idx, weights, name in ((ids, ids[:, :1].float(), "topk_weights"), (ids.short(), ids.float(), "topk_idx")):
+        with pytest.raises(ValueError, match=f"^{name}: expected"):
+            layer(x, topk_idx=idx, topk_weights=weights)
+
+
+def make_with_other_placements(rank: int, world: int) -> str:
+    """Both ranks have the default context; one gives a placement of other ranks."""
+    try:
+        with MoELayer(MoELayerConfig(**SETTINGS), placement=Placement.contiguous(8, world if rank else 1)) as layer:
+            layer.load_random(0)
+            layer(torch.zeros(1, 256, dtype=torch.bfloat16))
+    except (ValueError, PeerAbortedError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.cpu_only
+def test_peers_learn_of_a_layer_that_could_not_be_made(get_pool: Any) -> None:
+    own, peer = get_pool(2).run(make_with_other_placements)
+    assert own.startswith("ValueError: placement: expected 8 experts on 2 rank")
+    assert peer.startswith("PeerAbortedError") and "rank 0 gave up: placement: expected" in peer
 
 
 @pytest.mark.parametrize("ids", [torch.int32, torch.int64], ids=["int32", "int64"])

@@ -13,12 +13,14 @@ import torch
 from moe_runtime.checkpoints.calibration import calibrate
 from moe_runtime.config import MoELayerConfig
 from moe_runtime.context.expert_parallel import ExpertParallelContext
+from moe_runtime.dispatcher.gradients import DifferentiableDispatcher
 from moe_runtime.kernels.formats.number_formats import FORMATS, WEIGHT_FORMATS
 from moe_runtime.kernels.gemm.weights import ExpertWeights
 from moe_runtime.launch.common.qwen3_checkpoint import write_qwen3_moe_checkpoint
 from moe_runtime.layer import MoELayer
 from moe_runtime.ops import inputs
 from moe_runtime.placement.placement import Placement
+from moe_runtime.virtual import VirtualRanks
 from tests.support.comparison import assert_same_bits
 
 SETTINGS: dict[str, Any] = {
@@ -79,6 +81,33 @@ def test_the_default_dtype_changes_no_bit(device: torch.device, tmp_path: Path) 
             found = all_bits(device, tmp_path)
         for name, bits in found.items():
             assert_same_bits(bits, expected[name], f"{name}, {dtype} by default")
+
+
+def test_the_default_dtype_changes_no_gradient(device: torch.device) -> None:
+    sizes = {"hidden_size": 64, "num_experts": 4, "top_k": 2, "max_tokens_per_rank": 8}
+    g = torch.Generator().manual_seed(0)
+    x, weights = torch.randn(5, 64, generator=g).bfloat16().to(device), torch.rand(5, 2, generator=g).to(device)
+    idx = torch.rand(5, 4, generator=g).argsort(1)[:, :2].to(device)
+    found = []
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        with default_dtype(dtype), ExpertParallelContext(device=device, timeout_s=10) as context:
+            dispatcher = DifferentiableDispatcher(context, **sizes)
+            given = x.clone().requires_grad_(), weights.clone().requires_grad_()
+            arrived = dispatcher.dispatch(given[0], idx)
+            y = dispatcher.combine(2 * arrived.rows, arrived, given[1])
+            found.append(torch.autograd.grad((y.float() ** 2).sum(), given))
+    for gradients in found[1:]:
+        for gradient, expected in zip(gradients, found[0], strict=True):
+            assert_same_bits(gradient, expected)
+
+
+@pytest.mark.cpu_only
+def test_the_default_device_takes_no_waits(device: torch.device) -> None:
+    config = MoELayerConfig(**{**SETTINGS, "shared_expert": None})
+    with torch.device("meta"), VirtualRanks(config, 2, lambda one: one.load_random(0), device=device) as ranks:
+        waits = [layer.count_waits() for layer in ranks.layers]
+        ranks([some_tokens(device)] * 2)
+        assert all(one.read()[16].steps == 1 for one in waits)
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "bf16"])
