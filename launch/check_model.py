@@ -353,6 +353,13 @@ def work(options: argparse.Namespace) -> int:
     """Load, check and report; 1 if a check failed."""
     environment.check_at_least(1, new=options.new, check_tokens=options.check_tokens)
     environment.check_at_least(0, layer=options.layer, seed=options.seed)
+    if options.seed >= 2**63:
+        raise ValueError(f"--seed: expected less than 2^63, got {options.seed}")
+    for name in ("new", "tokens") if options.layer is not None else ():
+        if getattr(options, name) is not None:
+            raise ValueError(f"--{name}: expected none with --layer, which generates nothing")
+    options.new = 16 if options.new is None else options.new
+    options.tokens = [3, 14, 15] if options.tokens is None else options.tokens
     environment.check_folder("--json", options.json)
     parallel = ParallelConfig(transport=options.transport, engine=options.engine, startup_timeout_s=LOADING_S)
     device = init_from_env(timeout_s=parallel.startup_timeout_s)
@@ -376,8 +383,8 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m moe_runtime.launch.check_model", description="Load, check and time a whole checkpoint."
     )
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="of a checkpoint, as Hugging Face lays it out")
-    parser.add_argument("--tokens", type=token_ids, default=[3, 14, 15], metavar="IDS", help="prompt (3,14,15)")
-    parser.add_argument("--new", type=int, default=16, metavar="N", help="most tokens to generate (default: 16)")
+    parser.add_argument("--tokens", type=token_ids, metavar="IDS", help="prompt (default: 3,14,15)")
+    parser.add_argument("--new", type=int, metavar="N", help="most tokens to generate (default: 16)")
     parser.add_argument("--check-tokens", type=int, default=64, metavar="N", help="tokens of a check (default: 64)")
     parser.add_argument("--layer", type=int, metavar="N", help="load and check this decoder layer alone")
     for name, kind in zip(FORMATS, (FormatName, WeightFormatName, CombineFormatName), strict=True):

@@ -155,8 +155,9 @@ def apply_expert_parallel(
     model.requires_grad_(False)
     if hasattr(model, "generate"):
         model.generate = owner._inside_join(model.generate)
-    if hasattr(model, "save_pretrained"):
-        model.save_pretrained = cast(Any, _refuse_to_save)
+    for part in model.modules():
+        if hasattr(part, "save_pretrained"):
+            part.save_pretrained = cast(Any, _refuse_to_save)
     return owner
 
 
@@ -401,20 +402,20 @@ class ExpertParallel:
 
     def _idle(self) -> None:
         """Take part in the calls of the other ranks until all are done."""
-        device, config = self.context.device, self.layers[0].config
-        top_k = config.top_k
-        none = torch.empty(0, config.hidden_size, dtype=torch.bfloat16, device=device)
-        idx = torch.empty(0, top_k, dtype=torch.int32, device=device)
-        weights = torch.empty(0, top_k, dtype=torch.float32, device=device)
+        device, nothing = self.context.device, list[dict[str, Any]]()
+        for config in (layer.config for layer in self.layers):
+            x = torch.empty(0, config.hidden_size, dtype=torch.bfloat16, device=device)
+            idx = torch.empty(0, config.top_k, dtype=torch.int32, device=device)
+            nothing.append({"x": x, "topk_idx": idx, "topk_weights": idx.float()})
         # A ring for this rank's own steps would soon hold nothing else.
         with ExitStack() as unrecorded:
             for layer in self.layers:
                 unrecorded.enter_context(layer._unrecorded())
             while (most_tokens := self._agree(DONE)) != DONE:
                 chunks, most = self._steps(most_tokens)
-                for layer in self.layers:
+                for layer, given in zip(self.layers, nothing, strict=True):
                     for _ in range(chunks):
-                        layer(none, topk_idx=idx, topk_weights=weights, max_tokens=most)
+                        layer(**given, max_tokens=most)
 
 
 class ParallelExperts(nn.Module):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -38,6 +38,9 @@ class _NoExperts(nn.Module):
         self.config = getattr(described.module, "config", None)
         for name in WEIGHTS:
             setattr(self, name, torch.empty(0))
+
+    def forward(self, *_: Any, **__: Any) -> NoReturn:
+        raise ValueError("model: its experts were left out; apply_expert_parallel(model, experts=...) loads them")
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary, finalize
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.weak import WeakIdRef
 
 from moe_runtime.checkpoints.loading import FRESH, QuantBuffer, QuantBuffers
 from moe_runtime.config import Auto, CombineFormatName, FormatName, MoELayerConfig, ParallelConfig, WeightFormatName
@@ -65,7 +66,7 @@ def experts_settings(
     """Inside, experts that transformers runs by the name `moe_runtime` get layers with these settings.
 
     They count for a module that is called for the first time inside, or, for expert parallelism, for a model that is
-    loaded inside; equal on all ranks. Outside of it the defaults count.
+    loaded inside; equal on all ranks. Outside of it the defaults count. They are those of the process, in all threads.
 
     Args:
         max_tokens_per_rank: most tokens of a rank in one step. A call with more is split where every rank has the same
@@ -233,7 +234,8 @@ def _weights_of(module: Any) -> tuple[object, ...]:
     for weight in (*weights, getattr(getattr(module, "post_expert_norm", None), "weight", None)):
         if weight is not None:
             version = 0 if weight.is_inference() else weight._version
-            found += [weight.data_ptr(), version, weight.dtype, weight.device]
+            # By identity, too: memory of a parameter that is gone may be that of another.
+            found += [WeakIdRef(weight), weight.data_ptr(), version, weight.dtype, weight.device]
     return tuple(found)
 
 

@@ -184,6 +184,9 @@ def test_the_sizes_are_those_of_packaged_configs() -> None:
     [
         (("--tokens", "3,96"), "--tokens: expected ids below 96, got 96"),
         (("--new", "0"), "--new: expected at least 1, got 0"),
+        (("--seed", str(2**63)), "--seed: expected less than 2^63"),
+        (("--layer", "0", "--new", "3"), "--new: expected none with --layer"),
+        (("--layer", "0", "--tokens", "3"), "--tokens: expected none with --layer"),
         (("--check-tokens", "0"), "--check-tokens: expected at least 1, got 0"),
         (("--layer", "3"), "asked for layer 3"),
         (("--token-format", "nvfp4", "--weight-format", "mxfp8"), "expected nvfp4, got mxfp8 with nvfp4 tokens"),

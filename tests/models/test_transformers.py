@@ -32,6 +32,8 @@ from tests.support.pool import run_once
 
 pytest.importorskip("transformers")
 
+import transformers
+
 from tests.support import parallel_models, tiny_models
 from tests.support.parallel_models import generate
 
@@ -522,6 +524,27 @@ def test_ranks_join_again_with_other_numbers_of_calls(get_pool: Any, tmp_path: P
             assert_same_bits(logits, alone)
 
 
+def idles_with_other_choices(rank: int, world: int) -> Any:
+    """Layers whose tokens have one expert and two, on ranks of which one calls the model more often."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 96, "num_experts": 4, "moe_topk": [1, 2]}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "eod_token_id": 3}
+    config = transformers.HunYuanMoEV1Config(**sizes, **heads, **ids)
+    model, prompt = transformers.HunYuanMoEV1ForCausalLM(config).bfloat16().eval(), torch.tensor([[4, 5, 6 + rank]])
+    with torch.no_grad(), apply_expert_parallel(model, max_tokens_per_rank=8) as parallel:
+        assert [layer.config.top_k for layer in parallel.layers] == [1, 2]
+        alone = model(prompt).logits
+        with parallel.join():
+            return [model(prompt).logits for _ in range(1 + rank)], alone
+
+
+def test_a_rank_that_is_done_takes_part_in_layers_of_other_choices(get_pool: Any) -> None:
+    for found, alone in get_pool(2).run(idles_with_other_choices):
+        for logits in found:
+            assert_same_bits(logits, alone)
+
+
 def wrong_on_rank(rank: int, world: int, path: Path) -> Any:
     model = parallel_models.load(path, torch.float32 if rank == 1 else torch.bfloat16)
     started = time.monotonic()
@@ -611,6 +634,8 @@ def test_a_model_without_its_experts_is_not_saved(tmp_path: Path) -> None:
     with apply_expert_parallel(model, max_tokens_per_rank=8):
         with pytest.raises(ValueError, match="save_pretrained: the experts of this model are spread over ranks; save"):
             model.save_pretrained(tmp_path / "saved")
+        with pytest.raises(ValueError, match="save_pretrained: the experts of this model are spread over ranks; save"):
+            model.model.save_pretrained(tmp_path / "saved")
     assert not (tmp_path / "saved").exists()
 
 

@@ -210,6 +210,25 @@ def test_quantized_copies_follow_changes_of_the_weights() -> None:
         assert_same_bits(model(ids).logits, changed)
 
 
+def test_a_parameter_in_the_memory_of_another_is_another() -> None:
+    """An allocator gives memory that was freed again, and a new parameter begins at version 0."""
+    model, ids = model_of("gpt_oss"), torch.tensor([[4, 5, 6]])
+    with torch.no_grad():
+        first = model(ids).logits
+        for block in tiny_models.moe_blocks(model):
+            old = block.experts.gate_up_proj
+            old.data.mul_(2.0)
+            block.experts.gate_up_proj = new = torch.nn.Parameter(torch.empty(0, dtype=old.dtype))
+            new.data = old.data
+            for _ in range(old._version - new._version):
+                torch.autograd.graph.increment_version(new)
+            assert (new.data_ptr(), new._version) == (old.data_ptr(), old._version)
+        changed = model(ids).logits
+        assert not torch.equal(changed, first)
+        close_experts(model)
+        assert_same_bits(model(ids).logits, changed)
+
+
 def test_what_was_made_for_a_model_goes_with_it() -> None:
     gc.collect()
     built, shared = len(_BUILT), len(_SHARED)
