@@ -152,12 +152,13 @@ def check_statistics(statistics: torch.Tensor | None, num_local_experts: int, de
 
 def check_bias(bias: Bias, device: torch.device, rows: int, columns: int) -> tuple[torch.Tensor, ...]:
     """The tensors of `bias`, two at most; None among them stands for none."""
-    given = bias if isinstance(bias, tuple) else (bias,)
-    biases = tuple(one for one in given if one is not None)
+    given, biases = bias if isinstance(bias, tuple) else (bias,), tuple[torch.Tensor, ...]()
     if len(given) > 2:
         raise ValueError(f"bias: expected at most two tensors, got {len(given)}")
-    for one in biases:
-        check_matrix("bias", one, device, BF16, rows, columns)
+    for one in given:
+        if one is not None:
+            check_matrix("bias", one, device, BF16, rows, columns)
+            biases += (one,)
     return biases
 
 

@@ -216,10 +216,10 @@ def test_a_line_is_of_counts_that_were_copied_when_it_was_due(
             )
             assert [record.message for record in caplog.records] == lines
         # Rank 1 dies and comes back between two lines, as `recovery` tells the layer.
+        monkeypatch.setattr(type(context), "members", (0, 5, 7))
         waits._begin(layer.dispatchers)
         waits._begin(layer.dispatchers)
         waits._polled._copied = copies  # type: ignore[assignment]
-        monkeypatch.setattr(type(context), "members", (0, 5, 7))
         step(3, 1)
         now = 300.0
         log.tick()
