@@ -19,6 +19,7 @@ from moe_runtime.config import MoELayerConfig, RunConfig, load_config
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.context.memory import staging_bytes
 from moe_runtime.context.peers import abort_peers, abort_peers_on_error
+from moe_runtime.dispatcher.arguments import check_router_ids
 from moe_runtime.dispatcher.token_dispatcher import TokenDispatcher
 from moe_runtime.experts import Experts
 from moe_runtime.kernels.exchange.geometry import RouterIds
@@ -98,24 +99,11 @@ class LayerParts(ObservedLayer):
         self._members = LayerMembers(self.context, self.layer_id, config.num_experts, placement)
 
     def _check_router_ids(self, ids: RouterIds, router: bool) -> None:
-        check_kind("router_ids", ids, RouterIds)
-        check_integer("router_ids.first", ids.first, 0)
-        check_integer("router_ids.num_experts", ids.num_experts)
-        own = self.config.num_experts
+        check_router_ids(ids, self.config.num_experts, self.context.world_size)
         if router:
             raise ValueError("router_ids: expected None, or router=False: the ids are those of a router elsewhere")
         if self.placement is not None:
             raise ValueError("router_ids: expected None with a placement")
-        if ids.first + own > ids.num_experts:
-            raise ValueError(
-                f"router_ids: expected ids of the {own} experts of config among those of the router, got "
-                f"{ids.first} .. {ids.first + own - 1} of {ids.num_experts}"
-            )
-        if self.context.world_size > 1 and ids.num_experts > own:
-            raise ValueError(
-                f"router_ids.num_experts: expected {own}, the experts of all {self.context.world_size} ranks, got "
-                f"{ids.num_experts}"
-            )
 
     def _made_dispatchers(self) -> dict[int, TokenDispatcher]:
         """Those of all token buckets, for the present placement."""

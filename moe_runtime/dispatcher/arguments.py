@@ -10,7 +10,7 @@ import torch
 from moe_runtime.comm.signals import COUNT_BITS
 from moe_runtime.config import MAX_EXPERTS, ModeName, resolve_mode, rows_per_expert
 from moe_runtime.context.expert_parallel import ExpertParallelContext
-from moe_runtime.kernels.exchange.geometry import ExchangeGeometry, worst_case_rows
+from moe_runtime.kernels.exchange.geometry import ExchangeGeometry, RouterIds, worst_case_rows
 from moe_runtime.kernels.exchange.padded_rows import PaddedRows, PaddedScales
 from moe_runtime.kernels.exchange.plan import sm_shared_bytes
 from moe_runtime.kernels.exchange.record import RecordLayout
@@ -26,6 +26,26 @@ from moe_runtime.support.arguments import (
 )
 
 BF16 = (torch.bfloat16,)
+
+
+def check_router_ids(ids: object, num_experts: int, world_size: int) -> None:
+    """Raise `ValueError` unless `ids` are those of a router that has the `num_experts` of a layer among its own.
+
+    Ranks with peers have them all.
+    """
+    check_kind("router_ids", ids, RouterIds)
+    assert isinstance(ids, RouterIds)
+    first = check_integer("router_ids.first", ids.first, 0)
+    most = check_integer("router_ids.num_experts", ids.num_experts, high=2**31 - 1)
+    if first + num_experts > most:
+        raise ValueError(
+            f"router_ids: expected ids of the {num_experts} experts of config among those of the router, got "
+            f"{first} .. {first + num_experts - 1} of {most}"
+        )
+    if world_size > 1 and most > num_experts:
+        raise ValueError(
+            f"router_ids.num_experts: expected {num_experts}, the experts of all {world_size} ranks, got {most}"
+        )
 
 
 def exchange_geometry(

@@ -16,6 +16,7 @@ from moe_runtime.dispatcher.arguments import (
     check_gsf,
     check_out,
     check_padded,
+    check_router_ids,
     check_shared,
     check_tokens,
     exchange_geometry,
@@ -192,7 +193,12 @@ class TokenDispatcher:
         if max_tokens is not None:
             check_integer("max_tokens", max_tokens, high=config.max_tokens_per_rank)
         _check_slots(num_slots)
-        chosen = None if router_ids is None else router_ids.num_experts
+        chosen = None
+        if router_ids is not None:
+            check_router_ids(router_ids, config.num_experts, context.world_size)
+            if num_slots is not None:
+                raise ValueError("router_ids: expected None with num_slots")
+            chosen = router_ids.num_experts
         dispatcher = cls(
             context,
             hidden_size=config.hidden_size,
