@@ -210,11 +210,14 @@ class MoELayer(LayerParts):
                 with phase("route", self.times):
                     topk_idx, topk_weights = self.router(tokens_TH)
             dispatcher = self._dispatcher_for(tokens_TH.shape[0], max_tokens)
-            if self._members.lost is not None:
+            numbers = self.router_ids is not None and dispatcher.geometry.router_ids is None
+            if numbers or self._members.lost is not None:
+                # Others are checked where they are sent.
                 check_tokens(dispatcher.geometry, device, tokens_TH, topk_idx, topk_weights)
+            if self._members.lost is not None:
                 topk_idx, topk_weights = self._members.without_lost(self._members.lost, topk_idx, topk_weights)
             slots = topk_idx if self.slots is None else self.slots(topk_idx, tokens_TH)
-            if self.router_ids is not None and dispatcher.geometry.router_ids is None:
+            if numbers:
                 slots = self._numbered(topk_idx, topk_weights)
         return LayerStep(dispatcher, x.shape, tokens_TH, topk_idx, slots, topk_weights, shared_TH)
 

@@ -19,7 +19,6 @@ from moe_runtime.config import MoELayerConfig, RunConfig, load_config
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.context.memory import staging_bytes
 from moe_runtime.context.peers import abort_peers, abort_peers_on_error
-from moe_runtime.dispatcher.arguments import check_router_ids
 from moe_runtime.dispatcher.token_dispatcher import TokenDispatcher
 from moe_runtime.experts import Experts
 from moe_runtime.kernels.exchange.geometry import RouterIds
@@ -71,8 +70,10 @@ class LayerParts(ObservedLayer):
         self.layer_id = self.context.next_layer_id()
         self.placement = placement
         self.router_ids = router_ids
-        if router_ids is not None:
-            self._check_router_ids(router_ids, router)
+        if router_ids is not None and router:
+            raise ValueError("router_ids: expected None, or router=False: the ids are those of a router elsewhere")
+        if router_ids is not None and placement is not None:
+            raise ValueError("router_ids: expected None with a placement")
         self.slots: SlotTable | None = None
         agree: dict[str, object] = {**config.flat()}
         if placement is not None:
@@ -97,13 +98,6 @@ class LayerParts(ObservedLayer):
             self.post_expert_norm = PostExpertNorm(config.hidden_size, config.post_expert_norm, device)
         self._loader = ExpertLoader(config, self.context, self.post_expert_norm)
         self._members = LayerMembers(self.context, self.layer_id, config.num_experts, placement)
-
-    def _check_router_ids(self, ids: RouterIds, router: bool) -> None:
-        check_router_ids(ids, self.config.num_experts, self.context.world_size)
-        if router:
-            raise ValueError("router_ids: expected None, or router=False: the ids are those of a router elsewhere")
-        if self.placement is not None:
-            raise ValueError("router_ids: expected None with a placement")
 
     def _made_dispatchers(self) -> dict[int, TokenDispatcher]:
         """Those of all token buckets, for the present placement."""

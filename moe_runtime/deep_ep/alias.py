@@ -33,8 +33,8 @@ def install_alias(checkout: str | Path | None = None) -> None:
     loaded = sys.modules.get(NAME)
     if loaded is not None and loaded is not ours and getattr(loaded, "__doc__", None) != PACKAGE.split('"""')[1]:
         raise ValueError(f"install_alias: expected to come before any import of {NAME}, got {loaded}")
-    for module, here in (dict(zip(MODULES, MODULES, strict=True)) | OTHER_NAMES).items():
-        sys.modules[NAME + module] = importlib.import_module(OURS + here)
+    for module in (*MODULES, *OTHER_NAMES):
+        sys.modules[NAME + module] = importlib.import_module(OURS + OTHER_NAMES.get(module, module))
     if checkout is not None:
         sys.modules[NAME + ".utils"].__path__.append(str(Path(checkout).resolve() / NAME / "utils"))
 

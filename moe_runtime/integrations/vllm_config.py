@@ -147,7 +147,7 @@ def install(settings: LayerSettings) -> None:
 
 
 def replace_method(owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
-    """Replace the method `name` of a class of vLLM by what `wrap` makes of it, not of an earlier replacement."""
+    """Replace `name` of a class or module of vLLM by what `wrap` makes of it, not of an earlier replacement."""
     method = getattr(owner, name)
     original = getattr(method, "moe_runtime_original", method)
     ours: Any = functools.wraps(original)(wrap(original))

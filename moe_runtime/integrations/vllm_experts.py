@@ -12,7 +12,6 @@ CPUs it is, and finds the operation `moe_runtime::vllm_experts` here.
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -86,21 +85,21 @@ def refuse_reloads() -> None:
         package = import_module(RELOAD)
     except ImportError:
         return
-    if (begin := getattr(package, BEGIN_RELOAD, None)) is None or hasattr(begin, "moe_runtime_original"):
-        return
 
-    @functools.wraps(begin)
-    def checked(model: Any, *given: Any, **named: Any) -> Any:
-        for layer in model.modules():
-            method = getattr(layer, "quant_method", None)
-            if isinstance(getattr(method, "moe_runtime_layers", None), EngineLayers):
-                check_reload(layer, method)
-        return begin(model, *given, **named)
+    def refusing(begin: Any) -> Any:
+        def checked(model: Any, *given: Any, **named: Any) -> Any:
+            for layer in model.modules():
+                method = getattr(layer, "quant_method", None)
+                if isinstance(getattr(method, "moe_runtime_layers", None), EngineLayers):
+                    check_reload(layer, method)
+            return begin(model, *given, **named)
 
-    checked.moe_runtime_original = begin  # type: ignore[attr-defined]
+        return checked
+
+    begin = getattr(package, BEGIN_RELOAD, None)
     for name, module in list(sys.modules.items()):
-        if name.startswith(f"{package.__name__.partition('.')[0]}.") and vars(module).get(BEGIN_RELOAD) is begin:
-            setattr(module, BEGIN_RELOAD, checked)
+        if begin is not None and name.startswith("vllm.") and vars(module).get(BEGIN_RELOAD) is begin:
+            vllm_config.replace_method(module, BEGIN_RELOAD, refusing)
 
 
 def check_reload(layer: Any, method: Any) -> None:

@@ -80,12 +80,6 @@ def _rank(context: ExpertParallelContext) -> int:
     return context.members[context.rank] if context.recovery is None else context.recovery.membership.rank
 
 
-def _members(layer: MoELayer) -> tuple[int, ...]:
-    """The ranks whose waits are counted."""
-    assert layer.waits is not None
-    return layer.waits.members
-
-
 def _labels(labels: Mapping[str, object]) -> str:
     return ",".join(f'{key}="{str(value).translate(_ESCAPED)}"' for key, value in labels.items())
 
@@ -152,17 +146,17 @@ def _of_steps(layers: Mapping[str, MoELayer], labels: Mapping[str, Labels]) -> I
 
 
 def _of_waits(layers: Mapping[str, MoELayer], labels: Mapping[str, Labels]) -> Iterator[Metric]:
+    counted = {name: layer.waits for name, layer in layers.items() if layer.waits is not None}
     counts = {
-        name: {bucket: of_bucket for bucket, of_bucket in layer.waits.poll().items() if of_bucket.steps}
-        for name, layer in layers.items()
-        if layer.waits is not None
+        name: {bucket: of_bucket for bucket, of_bucket in waits.poll().items() if of_bucket.steps}
+        for name, waits in counted.items()
     }
     buckets = [({**labels[name], "bucket": b}, one) for name, found in counts.items() for b, one in found.items()]
     peers = [
         ({**labels[name], "bucket": bucket, "peer": peer}, waits)
         for name, found in counts.items()
         for bucket, one in found.items()
-        for peer, waits in zip(_members(layers[name]), one.peers, strict=True)
+        for peer, waits in zip(counted[name].members, one.peers, strict=True)
         if peer != labels[name]["rank"]
     ]
 

@@ -99,8 +99,6 @@ class ObservedLayer(nn.Module):
 
     def _observe(self, step: LayerStep) -> None:
         """Count the step and record its routes, if that was asked for: now, while results travel."""
-        if self.counters is None and self.routes is None:
-            return
         if self.counters is not None:
             ids, slots = step.topk_idx, step.slots
             if self.router_ids is not None:
@@ -112,12 +110,8 @@ class ObservedLayer(nn.Module):
             self.routes.add(step.topk_idx, step.topk_weights, settled=True)
 
     def _numbered(self, topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
-        """Ids of `router_ids` as numbers of the layer's experts; as they are where the dispatcher will refuse them."""
+        """Ids of `router_ids`, which have been checked, as numbers of the layer's experts."""
         assert self.router_ids is not None
-        shape, dtype, device = topk_idx.shape, topk_idx.dtype, self.context.device
-        fits = topk_weights.shape == shape and (topk_weights.dtype, topk_weights.device) == (torch.float32, device)
-        if not fits or dtype not in (torch.int32, torch.int64) or topk_idx.device != device:
-            return topk_idx
         sizes = self.router_ids.num_experts, self.router_ids.first, self.config.num_experts
         return local_ids(topk_idx.contiguous(), topk_weights.contiguous(), *sizes, self.context.engine)
 

@@ -201,18 +201,22 @@ def test_the_bits_of_combines_that_wait(weights: str, tokens: str, gpu: Emulator
     assert products == ({"dequant_tokens", "dequant_gemm"} if weights in DEQUANTIZED else {"tma_gemm"})
 
 
-def test_which_steps_of_a_layer_do_so(gpu: Emulator, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of few tokens, where one launch dispatches them; with the bits of those that wait."""
-    most = MAX_ROUTED_IDS // TOP_K
-    config = MoELayerConfig(
+def layer_config() -> MoELayerConfig:
+    """Of steps with as many ids as products count, and a token more."""
+    return MoELayerConfig(
         hidden_size=HIDDEN,
         intermediate_size=INTERMEDIATE,
         num_experts=EXPERTS,
         top_k=TOP_K,
-        max_tokens_per_rank=most + 1,
+        max_tokens_per_rank=MAX_ROUTED_IDS // TOP_K + 1,
         weight_format="bf16",
         token_format="bf16",
     )
+
+
+def test_which_steps_of_a_layer_do_so(gpu: Emulator, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of few tokens, where one launch dispatches them; with the bits of those that wait."""
+    most, config = MAX_ROUTED_IDS // TOP_K, layer_config()
     given: list[bool] = []
     run = Experts._run
 
@@ -244,16 +248,7 @@ def test_which_steps_of_a_layer_do_so(gpu: Emulator, seed: int, monkeypatch: pyt
 @pytest.mark.parametrize("ids", [torch.int32, torch.int64], ids=["int32", "int64"])
 def test_a_layer_takes_the_ids_of_an_engine(ids: torch.dtype, gpu: Emulator, seed: int) -> None:
     """The second of three ranks: what its layer makes and counts of ids that are numbered before, and replays."""
-    most = MAX_ROUTED_IDS // TOP_K
-    config = MoELayerConfig(
-        hidden_size=HIDDEN,
-        intermediate_size=INTERMEDIATE,
-        num_experts=EXPERTS,
-        top_k=TOP_K,
-        max_tokens_per_rank=most + 1,
-        weight_format="bf16",
-        token_format="bf16",
-    )
+    most, config = MAX_ROUTED_IDS // TOP_K, layer_config()
     steps = [
         rank_input(seed + i, 0, count, HIDDEN, 3 * EXPERTS, TOP_K, "random")
         for i, count in enumerate((most, most + 1, 3))

@@ -99,17 +99,22 @@ def test_a_bad_id_in_a_replay_is_recorded_and_gives_nan(device: torch.device, se
         ranks.contexts[0].check()
 
 
-@pytest.mark.parametrize("ids", [torch.int32, torch.int64], ids=["int32", "int64"])
-def test_ids_of_an_engine(ids: torch.dtype, device: torch.device, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second of two ranks that hold the same tokens: the bits of ids that a launch before has numbered."""
-    config = MoELayerConfig(
+def layer_config(shared_expert: SharedExpertConfig | None = None) -> MoELayerConfig:
+    return MoELayerConfig(
         hidden_size=1024,
         intermediate_size=512,
         num_experts=32,
         top_k=4,
         max_tokens_per_rank=ONE_RANK_TOKENS + 40,
         token_format="nvfp4",
+        shared_expert=shared_expert,
     )
+
+
+@pytest.mark.parametrize("ids", [torch.int32, torch.int64], ids=["int32", "int64"])
+def test_ids_of_an_engine(ids: torch.dtype, device: torch.device, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second of two ranks that hold the same tokens: the bits of ids that a launch before has numbered."""
+    config = layer_config()
     counts = (1, 0, 16, 17, ONE_RANK_TOKENS, ONE_RANK_TOKENS + 1, ONE_RANK_TOKENS + 40)
     steps = [rank_input(seed + i, 0, count, 1024, 64, 4, "random").to(device) for i, count in enumerate(counts)]
     for data in steps:
@@ -131,15 +136,7 @@ def test_ids_of_an_engine(ids: torch.dtype, device: torch.device, seed: int, mon
 @pytest.mark.parametrize("shared", [False, True])
 def test_bits_of_a_layer(shared: bool, device: torch.device, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With counters, a shared expert, and steps of all sizes around the bound."""
-    config = MoELayerConfig(
-        hidden_size=1024,
-        intermediate_size=512,
-        num_experts=32,
-        top_k=4,
-        max_tokens_per_rank=ONE_RANK_TOKENS + 40,
-        token_format="nvfp4",
-        shared_expert=SharedExpertConfig(intermediate_size=256) if shared else None,
-    )
+    config = layer_config(shared_expert=SharedExpertConfig(intermediate_size=256) if shared else None)
     found = []
     generator = torch.Generator().manual_seed(seed)
     tokens = [torch.randn(count, 1024, generator=generator).bfloat16().to(device) for count in (1, 0, 128, 129, 3, 160)]
