@@ -86,7 +86,8 @@ def draw_sizes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Draw]:
 
 def ranks_of(settings: Settings, engine: str) -> Ranks:
     settings = dict(settings)
-    ranks = Ranks(settings.pop("world"), CPU, engine, **settings)
+    # A GPU that holds one block at a time may be patient once for each block of a launch.
+    ranks = Ranks(settings.pop("world"), CPU, engine, timeout_s=1000, **settings)
     assert plan.required_plan(ranks.dispatchers[0].geometry).own_rows
     return ranks
 

@@ -86,11 +86,13 @@ class Ranks:
         other_tokens: int | None = None,
         sms_of_ranks: Sequence[int | None] = (),
         fresh: bool = False,
+        timeout_s: float = 5,
         **settings: object,
     ) -> None:
         heaps = PrivateHeap.group(world, device)
         named = "auto" if engine == HOPPER else engine
-        self.contexts = [ExpertParallelContext(heap=h, engine=named, timeout_s=5, startup_timeout_s=6) for h in heaps]
+        limits = {"timeout_s": timeout_s, "startup_timeout_s": timeout_s + 1}
+        self.contexts = [ExpertParallelContext(heap=heap, engine=named, **limits) for heap in heaps]
         self.dispatchers = [
             TokenDispatcher(context, **(settings | {"num_sms": sms}))  # type: ignore[arg-type]
             for context, sms in zip(self.contexts, sms_of_ranks or [settings.get("num_sms")] * world, strict=True)
