@@ -236,7 +236,7 @@ def _(x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, layer
 
 
 def check_layer(layer: Any, moe: Any) -> None:
-    """Raise `ValueError` naming vLLM's `RoutedExperts` `layer` for a setting that the adapter has no way to run.
+    """Raise `ValueError` naming vLLM's `RoutedExperts` `layer` for what the adapter has no way to run.
 
     `moe` is its `FusedMoEConfig`. Whole engines are refused before (`vllm_config.refusals`), where they are made from
     options.
@@ -253,6 +253,7 @@ def check_layer(layer: Any, moe: Any) -> None:
     for refusal, applies in refusals.items():
         if applies:
             raise ValueError(f"{name}: {refusal}")
+    activation_of(layer, name)
 
 
 def build(

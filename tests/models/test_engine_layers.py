@@ -347,6 +347,14 @@ def test_what_vllm_must_not_ask(changes: Any, config: Any, complaint: str) -> No
         method.process_weights_after_loading(layer)
 
 
+def test_an_activation_is_refused_before_weights_are_loaded() -> None:
+    vllm = Vllm()
+    with vllm():
+        vllm_experts.install(LayerSettings(LIMITS, {}))
+        with pytest.raises(ValueError, match=r"experts: activation: expected silu, .*, got gelu"):
+            vllm.make(vllm_layer({}, activation=SimpleNamespace(value="gelu")), vllm_config())
+
+
 def test_weights_in_other_forms_are_refused() -> None:
     experts = make_experts("bf16", 0).of(slice(None))
     halves = {name: value.half() for name, value in experts.items()}

@@ -87,7 +87,10 @@ def hooks_of_vllm(sources: Sources) -> None:
         own = {each.name for each in sources.find(module, name).body if hasattr(each, "name")}
         assert name == "RoutedExperts" or not own & {"_get_quant_method", "forward_modular", "__new__"}, name
     assert sources.parameters(base, "RoutedExperts._get_quant_method") == ["prefix", "quant_config", "moe_config"]
-    assert "self._get_quant_method" in ast.unparse(sources.find(base, "RoutedExperts.__init__"))
+    made = ast.unparse(sources.find(base, "RoutedExperts.__init__"))
+    chosen = made.find("self._get_quant_method")
+    for checked in ("activation", "swiglu_limit", "swiglu_alpha", "swiglu_beta", "apply_router_weight_on_input"):
+        assert 0 <= made.find(f"self.{checked} = ") < chosen, checked
     assert "vllm.general_plugins" in sources.text("vllm.plugins")
 
 
