@@ -12,7 +12,7 @@ import torch
 class LaunchOrder:
     """What is there when a kernel begins that programmatic dependent launch (PDL) lets begin early.
 
-    A kernel launched with `early` (`nvrtc.launch`) begins once each block of the kernel before it has called
+    An `early` kernel (`bound_kernel.BoundKernel`) begins once each block of the kernel before it has called
     `griddepcontrol.launch_dependents` or has ended. Its own `griddepcontrol.wait` returns when the kernel before it has
     ended and all that was stored is visible. So it may read, ahead of that `wait`, only what kernels stored that have
     ended by then. Three rules of our kernels say which those are:

@@ -249,10 +249,6 @@ def _early() -> Any:
 
 
 @cache
-def _sms(device: torch.device) -> int:
+def most_sms(device: torch.device) -> int:
+    """The SMs of `device`."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-def most_sms(device: torch.device, limit: int | None = None) -> int:
-    """Most SMs that a kernel may use: those of `device`, at most `limit`."""
-    return _sms(device) if limit is None else min(_sms(device), limit)

@@ -35,7 +35,6 @@ from moe_runtime.kernels.exchange import one_rank_cuda
 from moe_runtime.kernels.exchange.geometry import ExchangeGeometry
 from moe_runtime.kernels.exchange.interface import (
     ExchangeMemory,
-    OneRankKernels,
     RecvBuffers,
     aligned,
     id_arguments,
@@ -44,6 +43,7 @@ from moe_runtime.kernels.exchange.interface import (
 )
 from moe_runtime.kernels.exchange.landing import LandedTokens
 from moe_runtime.kernels.exchange.macros import combine_macros, dispatch_macros, own_rows_macros, recv_macros
+from moe_runtime.kernels.exchange.one_rank_cuda import OneRankKernels
 from moe_runtime.kernels.exchange.padded import place_padded_rows
 from moe_runtime.kernels.exchange.padded_rows import PaddedRows, PaddedScales
 from moe_runtime.kernels.exchange.plan import WARP, required_plan

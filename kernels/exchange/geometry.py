@@ -81,7 +81,7 @@ class ExchangeGeometry:
     sm_shared_bytes: int = SM_SHARED_BYTES
 
     def __hash__(self) -> int:
-        """Hash some of the fields, for speed: every launch looks up plans and macros by a geometry."""
+        """Hash some of the fields, for speed: plans and macros are looked up by a geometry."""
         return hash((self.rank, self.world_size, self.num_experts, self.max_tokens, self.row_capacity))
 
     @cached_property

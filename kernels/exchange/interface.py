@@ -17,7 +17,6 @@ from moe_runtime.comm.heaps.heap import SymmetricHeap
 from moe_runtime.comm.signals import SignalLayout
 from moe_runtime.kernels.exchange.geometry import ExchangeGeometry
 from moe_runtime.kernels.exchange.padded_rows import PaddedRows
-from moe_runtime.kernels.launch_order import IN_ORDER, LaunchOrder
 
 
 class ExchangeMemory(Protocol):
@@ -127,50 +126,6 @@ def aligned(rows: torch.Tensor) -> torch.Tensor:
     return rows if fits_already else rows.clone(memory_format=torch.contiguous_format)
 
 
-class OneRankKernels(Protocol):
-    """What a rank alone does in fewer launches: nothing travels, so nothing is awaited.
-
-    It writes what `ExchangeBackend` would, also in the memory of the exchange. But nothing orders the flags: kernels
-    that look at them must not begin before `dispatch` has ended. Partial results stay in registers.
-    """
-
-    def dispatches(self, geometry: ExchangeGeometry, num_tokens: int) -> bool:
-        """Whether `dispatch` takes `num_tokens` tokens; `combine` takes any."""
-
-    def dispatch(
-        self,
-        context: ExchangeMemory,
-        geometry: ExchangeGeometry,
-        count_tag: int,
-        x_TH: torch.Tensor,
-        topk_idx_TK: torch.Tensor,
-        topk_weights_TK: torch.Tensor,
-        gsf: torch.Tensor | None,
-        handle_epoch: torch.Tensor,
-        num_parts_T: torch.Tensor,
-        buffers: RecvBuffers,
-    ) -> None:
-        """`ExchangeBackend.dispatch_send` and `dispatch_recv`, with their arguments."""
-
-    def combine(
-        self,
-        context: ExchangeMemory,
-        geometry: ExchangeGeometry,
-        output_RH: torch.Tensor,
-        positions_SK: torch.Tensor,
-        handle_epoch: torch.Tensor,
-        shared_TH: torch.Tensor | None,
-        y_TH: torch.Tensor,
-        *,
-        order: LaunchOrder = IN_ORDER,
-    ) -> None:
-        """`ExchangeBackend.combine_send` and `combine_recv`, with their arguments.
-
-        `order`: what this kernel may read before the one that wrote `output_RH` has ended: what `dispatch` wrote, if
-        only rows are pending.
-        """
-
-
 class ExchangeBackend(Protocol):
     """Dispatch and combine of one engine. All engines write the same bits, so ranks may differ in their engine.
 
@@ -189,8 +144,8 @@ class ExchangeBackend(Protocol):
     def scratch_words(self, geometry: ExchangeGeometry) -> int:
         """Of the uninitialised int32 scratch memory of a dispatch."""
 
-    def of_one_rank(self, geometry: ExchangeGeometry) -> OneRankKernels | None:
-        """What a rank alone takes instead; None for ranks with peers, and where there is no such thing."""
+    def of_one_rank(self, geometry: ExchangeGeometry) -> Any:
+        """`one_rank_cuda.OneRankKernels` for a rank without peers; None for others and where there are none."""
 
     def dispatch_send(
         self,

@@ -23,11 +23,15 @@ from moe_runtime.kernels.launch_order import IN_ORDER, LaunchOrder
 from moe_runtime.kernels.nvrtc import most_sms
 
 
-class _OneRank:
-    """The kernels of a rank alone: an `interface.OneRankKernels`."""
+class OneRankKernels:
+    """What a rank alone does in fewer launches: nothing travels, so nothing is awaited.
+
+    It writes what `ExchangeBackend` would, also in the memory of the exchange. But nothing orders the flags: kernels
+    that look at them must not begin before `dispatch` has ended. Partial results stay in registers.
+    """
 
     def dispatches(self, geometry: ExchangeGeometry, num_tokens: int) -> bool:
-        """See `interface.OneRankKernels`."""
+        """Whether `dispatch` takes `num_tokens` tokens; `combine` takes any."""
         return required_plan(geometry).dispatches_at_once(num_tokens)
 
     def dispatch(
@@ -43,7 +47,7 @@ class _OneRank:
         num_parts_T: torch.Tensor,
         buffers: RecvBuffers,
     ) -> None:
-        """See `interface.OneRankKernels`."""
+        """`ExchangeBackend.dispatch_send` and `dispatch_recv`, with their arguments."""
         x_TH, num_tokens, scales = aligned(x_TH), x_TH.shape[0], buffers.scales
         kernel = _dispatcher(context, geometry, topk_idx_TK.dtype == torch.int64, gsf is not None, scales is not None)
         arguments = {
@@ -78,7 +82,11 @@ class _OneRank:
         *,
         order: LaunchOrder = IN_ORDER,
     ) -> None:
-        """See `interface.OneRankKernels`."""
+        """`ExchangeBackend.combine_send` and `combine_recv`, with their arguments.
+
+        `order`: what this kernel may read before the one that wrote `output_RH` has ended: what `dispatch` wrote, if
+        only rows are pending.
+        """
         num_tokens, output_RH = y_TH.shape[0], aligned(output_RH)
         shared_TH = None if shared_TH is None else aligned(shared_TH)
         kernel = _combiner(context, geometry, output_RH.dtype == torch.bfloat16, shared_TH is not None)
@@ -141,4 +149,4 @@ def _combiner(context: ExchangeMemory, geometry: ExchangeGeometry, output_bf16: 
     return SizedKernel(kernel, lambda num_tokens: plan.one_rank_combine_blocks(num_tokens, sms))
 
 
-ONE_RANK = _OneRank()
+ONE_RANK = OneRankKernels()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
@@ -48,7 +47,6 @@ class PrepackedWeights(TensorsByExpert):
         gate_up: the original order of gate and up, for `grouped_gemm_swiglu` only; None for plain weights.
         has_special_values: uint8 `[E, units of N]` of `mxfp8` and `mxfp4`: 1 where rows hold a NaN or a scale above
             `2^7` (`mxfp4`: `2^1`), whose dequantization needs more steps. None for `nvfp4`.
-        arch: 90, Hopper.
     """
 
     format: TokenFormat
@@ -59,7 +57,6 @@ class PrepackedWeights(TensorsByExpert):
     bias: torch.Tensor | None = None
     gate_up: GateUpOrder | None = None
     has_special_values: torch.Tensor | None = None
-    arch: ClassVar[int] = 90
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "format", weight_format_named(self.format))

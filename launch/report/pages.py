@@ -414,12 +414,6 @@ def _short(name: str) -> str:
     return name.removesuffix(".json")
 
 
-def _formats(result: Result) -> str:
-    """The token format, and the combine format where it is not bf16."""
-    wire = result["combine_format"]
-    return str(result["token_format"]) + ("" if wire == "bf16" else f" > {wire}")
-
-
 def _cell(result: Result, suffix: str | None = None) -> str:
     """The time of a result, which has none if it failed its check; with a suffix instead of the sustained time."""
     if result["median_us"] is None:

@@ -89,13 +89,6 @@ PUBLISHED = (
     Published("pplx-garden, CX7", PPLX, 4096, {2: "2735 + 1062", 4: "4012 + 7527", 8: "4665 + 8771"}),
     Published("pplx-garden, EFA", PPLX, 4096, {2: "3197 + 5379", 4: "4619 + 8272", 8: "5334 + 9779"}),
     Published("UCCL-EP, H200, EFA", "ep/README.md of uccl", 4096, {2: "1196 + 6379", 4: "2022 + 4899"}),
-    Published("NIXL-EP", "noted earlier, page not read again", 4096, {2: "800 + 1828"}),
-    Published(
-        "NCCL EP, BF16",
-        "arXiv 2603.13606, noted earlier, not read again",
-        4096,
-        {2: "77 + 73 GB/s", 4: "54 + 50 GB/s"},
-    ),
 )
 
 

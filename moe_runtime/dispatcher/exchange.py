@@ -16,8 +16,9 @@ from moe_runtime.comm.signals import count_tag_of
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.dispatcher.handle import DispatchHandle
 from moe_runtime.kernels.exchange.geometry import ExchangeGeometry
-from moe_runtime.kernels.exchange.interface import ExchangeBackend, ExchangeMemory, OneRankKernels, RecvBuffers
+from moe_runtime.kernels.exchange.interface import ExchangeBackend, ExchangeMemory, RecvBuffers
 from moe_runtime.kernels.exchange.landing import landing_rows, landing_scales
+from moe_runtime.kernels.exchange.one_rank_cuda import OneRankKernels
 from moe_runtime.kernels.exchange.padded_rows import PaddedRows
 from moe_runtime.kernels.exchange.reference import part_index
 from moe_runtime.kernels.formats.number_formats import ceil_div

@@ -92,7 +92,7 @@ class HierarchicalExchange(LocalExchange):
 
     def dispatch_send(self, handle: DispatchHandle, tokens: SentTokens) -> None:
         """Build records, start to send them, and send this rank's own tokens to the ranks of this host."""
-        self._take("dispatch", "dispatch_forward or dispatch_recv")
+        self._take("dispatch", "dispatch_recv")
         self.memory = self.context.memory
         slots = self._parts.pack(self.memory, self.host_geometry, self._link_memory, *tokens, handle.num_parts)
         num_parts = torch.empty(self.geometry.max_tokens, dtype=torch.int32, device=self.context.device)

@@ -418,16 +418,6 @@ class TokenDispatcher:
         return handle
 
     @by_one_thread
-    def dispatch_forward(self, handle: DispatchHandle) -> None:
-        """Between the halves of `dispatch`: send tokens of other hosts on to the ranks of this one.
-
-        `dispatch_recv` calls it where nobody has. On one host it does nothing.
-        """
-        with self._guard:
-            self._check_handle(handle)
-            self._exchange.dispatch_forward(handle)
-
-    @by_one_thread
     def dispatch_recv(self, handle: DispatchHandle) -> DispatchedTokens:
         """Second half of `dispatch`: wait for the peers' tokens and group them."""
         with self._guard:
@@ -561,16 +551,6 @@ class TokenDispatcher:
         self._enter_combine(handle)
         self._exchange.combine_at_once(handle, rows, shared, order)
         handle._buffers = None
-
-    @by_one_thread
-    def combine_forward(self, handle: DispatchHandle) -> None:
-        """Between the halves of `combine`: sum the partial results of this host, and send the sums to other hosts.
-
-        `combine_recv` calls it where nobody has. On one host it does nothing.
-        """
-        with self._guard:
-            self._check_handle(handle)
-            self._exchange.combine_forward(handle)
 
     @by_one_thread
     def combine_recv(self, handle: DispatchHandle, *, shared: torch.Tensor | None = None) -> torch.Tensor:

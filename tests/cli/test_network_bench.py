@@ -103,7 +103,7 @@ def test_checks_know_the_order_of_rows_on_several_hosts(fmt: str, num_hosts: int
         dispatchers = [one.dispatcher for one in ranks.layers]
         handles = [d.dispatch_send(*part) for d, part in zip(dispatchers, parts, strict=True)]
         for d, handle in zip(dispatchers, handles, strict=True):
-            d.dispatch_forward(handle)
+            d._exchange.dispatch_forward(handle)
         arrived = [d.dispatch_recv(handle) for d, handle in zip(dispatchers, handles, strict=True)]
         hosts = [context.hosts for context in ranks.contexts]
         ours = [checks.check_dispatch(rows, inputs, h).passed for rows, h in zip(arrived, hosts, strict=True)]
@@ -114,7 +114,7 @@ def test_checks_know_the_order_of_rows_on_several_hosts(fmt: str, num_hosts: int
         for d, one, handle in zip(dispatchers, rows, handles, strict=True):
             d.combine_send(one, handle)
         for d, handle in zip(dispatchers, handles, strict=True):
-            d.combine_forward(handle)
+            d._exchange.combine_forward(handle)
         for rank, (d, handle) in enumerate(zip(dispatchers, handles, strict=True)):
             y_TH = d.combine_recv(handle)
             assert checks.check_combine(y_TH, inputs, d.geometry, hosts[rank]).passed

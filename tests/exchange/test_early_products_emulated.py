@@ -79,7 +79,7 @@ def slow_dispatch(text: str) -> str:
 def gpu(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulator]:
     """A Hopper GPU: one SM for products, so that all their blocks begin at once."""
     emulator.stand_in(monkeypatch)
-    monkeypatch.setattr(nvrtc, "most_sms", lambda device, limit=None: 1)
+    monkeypatch.setattr(nvrtc, "most_sms", lambda device: 1)
     monkeypatch.setattr(driver, "cuTensorMapEncodeTiled", encode_tiled)
     monkeypatch.setattr(dequant_gemm, "is_hopper", lambda device: True)
     monkeypatch.setattr(gemm, "resolve_engine", lambda engine, device: "cuda")

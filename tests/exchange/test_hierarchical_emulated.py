@@ -53,7 +53,7 @@ class VirtualHosts:
         chosen = [self.layers[0 if layers is None else layers[rank]][rank] for rank in range(len(inputs))]
         handles = [d.dispatch_send(i.x, i.topk_idx, i.topk_weights) for d, i in zip(chosen, inputs, strict=True)]
         for d, handle in zip(chosen, handles, strict=True):
-            d.dispatch_forward(handle)
+            d._exchange.dispatch_forward(handle)
         return [d.dispatch_recv(handle) for d, handle in zip(chosen, handles, strict=True)]
 
     def combine(
@@ -67,7 +67,7 @@ class VirtualHosts:
         for d, a, output in zip(dispatchers, arrived, outputs, strict=True):
             d.combine_send(output, a.handle)
         for d, a in zip(dispatchers, arrived, strict=True):
-            d.combine_forward(a.handle)
+            d._exchange.combine_forward(a.handle)
         return [
             d.combine_recv(a.handle, shared=None if shared is None else shared[rank])
             for rank, (d, a) in enumerate(zip(dispatchers, arrived, strict=True))
@@ -142,8 +142,10 @@ def told_to(ranks: VirtualHosts, inputs: list[RankInput]) -> list[MoERuntimeErro
             try:
                 if stage == "dispatch_send":
                     handles[rank] = dispatcher.dispatch_send(mine.x, mine.topk_idx, mine.topk_weights)
+                elif rank not in raised and stage == "dispatch_forward":
+                    dispatcher._exchange.dispatch_forward(handles[rank])
                 elif rank not in raised:
-                    getattr(dispatcher, stage)(handles[rank])
+                    dispatcher.dispatch_recv(handles[rank])
             except MoERuntimeError as error:
                 raised[rank] = error
     assert sorted(raised) == list(range(len(inputs)))
@@ -195,5 +197,5 @@ def test_a_second_dispatch_must_wait_for_the_first(seed: int) -> None:
     mine = inputs_of(seed, 0, 2)[0]
     dispatcher = ranks.layers[0][0]
     dispatcher.dispatch_send(mine.x, mine.topk_idx, mine.topk_weights)
-    with pytest.raises(ValueError, match="over several hosts dispatch_forward or dispatch_recv of the step before"):
+    with pytest.raises(ValueError, match="over several hosts dispatch_recv of the step before"):
         dispatcher.dispatch_send(mine.x, mine.topk_idx, mine.topk_weights)

@@ -35,7 +35,7 @@ def emulator(monkeypatch: pytest.MonkeyPatch, seed: int) -> Iterator[Emulator]:
     """A Hopper GPU of two SMs."""
     emulator = Emulator(seed)
     emulator.stand_in(monkeypatch)
-    monkeypatch.setattr(nvrtc, "most_sms", lambda device, limit=None: limit or 2)
+    monkeypatch.setattr(nvrtc, "most_sms", lambda device: 2)
     monkeypatch.setattr(driver, "cuTensorMapEncodeTiled", encode_tiled)
     monkeypatch.setattr(dequant_gemm, "is_hopper", lambda device: True)
     monkeypatch.setattr(grouped_gemm, "resolve_engine", lambda engine, device: "cuda")

@@ -148,7 +148,7 @@ def emulator(monkeypatch: pytest.MonkeyPatch, seed: int) -> Emulator:
     monkeypatch.setattr(gated, "IS_HOPPER", True)
     monkeypatch.setattr(dequant_gemm, "multiply", multiply)
     emulator.stand_in(monkeypatch)
-    monkeypatch.setattr(nvrtc, "most_sms", lambda device, limit=None: 1 + seed % 5)
+    monkeypatch.setattr(nvrtc, "most_sms", lambda device: 1 + seed % 5)
     return emulator
 
 
@@ -265,7 +265,7 @@ def test_bits_are_the_same_however_tiles_are_cut(
     a, prepacked = make_rows("nvfp4", rows, 128, rng, CPU, num_experts=3), PrepackedWeights.prepack(w)
     results = []
     for sms in (1, 2, 3, 4, 5, 7, 14):
-        monkeypatch.setattr(nvrtc, "most_sms", lambda device, limit=None, sms=sms: sms)
+        monkeypatch.setattr(nvrtc, "most_sms", lambda device, sms=sms: sms)
         results.append(poisoned(a.capacity, n, torch.bfloat16, CPU))
         gemm.grouped_gemm(a, prepacked, out=results[-1])
         assert_same_bits(results[0], results[-1], f"{sms} SMs")

@@ -67,7 +67,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Variant]:
         found.append((renamed.get(kernel.name, kernel.name), tuple(p.name for p in kernel.parameters)))
 
     monkeypatch.setattr(BoundKernel, "launch", launch)
-    monkeypatch.setattr(nvrtc, "most_sms", lambda device, limit=None: min(132, limit or 132))
+    monkeypatch.setattr(nvrtc, "most_sms", lambda device: 132)
     pretend_sms(monkeypatch, 132)
     for module in (rows, row_sums):
         monkeypatch.setattr(module, "most_sms", lambda device: 132)

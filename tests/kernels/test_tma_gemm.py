@@ -163,7 +163,7 @@ def test_a_launch_takes_the_shape_of_the_rows_that_are_expected(
     a = replace(make_rows("bf16", [100, 101, 0], 128, rng, cpu, num_experts=1), expected_rows=expected)
     w = random_weights("bf16", 1, 128, 128, rng, cpu)
     monkeypatch.setattr(tma, "_tensor_map", lambda *sizes: None)
-    monkeypatch.setattr(tma.nvrtc, "most_sms", lambda *limits: 8)
+    monkeypatch.setattr(tma.nvrtc, "most_sms", lambda device: 8)
     monkeypatch.setattr(BoundKernel, "launch", lambda kernel, *_: launched.append(kernel.defines))
     tma_grouped_gemm(a, w)
     assert [(defines["ROWS"], defines["CLUSTER"]) for defines in launched] == [(rows, cluster)]
@@ -363,7 +363,7 @@ def test_blocks_that_tiles_do_not_fit_are_left_to_another_kernel(
     rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cpu = torch.device("cpu")
-    monkeypatch.setattr(tma.nvrtc, "most_sms", lambda *limits: 8)
+    monkeypatch.setattr(tma.nvrtc, "most_sms", lambda device: 8)
 
     def kernel(order: GateUpOrder | None, gated: GateUpOrder | None, inner: int, name: str = "fp8_block") -> GemmKernel:
         w = random_weights(name, 1, 2 * inner, 320, rng, cpu, gate_up=order or False)

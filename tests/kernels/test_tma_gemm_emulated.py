@@ -59,7 +59,7 @@ def emulate(monkeypatch: pytest.MonkeyPatch, seed: int) -> Iterator[Callable[...
         emulator.stand_in(monkeypatch)
         return emulator
 
-    monkeypatch.setattr(nvrtc, "most_sms", lambda device, limit=None: limit or 2)
+    monkeypatch.setattr(nvrtc, "most_sms", lambda device: 2)
     monkeypatch.setattr(driver, "cuTensorMapEncodeTiled", encode_tiled)
     tma._tensor_map.cache_clear()
     yield emulate

@@ -49,7 +49,7 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def pretend_sms(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     """Launches of the exchange are for a GPU with so many SMs."""
     for module in (cuda, one_rank_cuda):
-        monkeypatch.setattr(module, "most_sms", lambda device, limit=None: min(most, limit or most))
+        monkeypatch.setattr(module, "most_sms", lambda device: most)
 
 
 @pytest.fixture(autouse=True)
