@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from moe_runtime.checkpoints.files import INDEX_FILE
 from moe_runtime.checkpoints.layouts import FLOAT_DTYPES
 from moe_runtime.checkpoints.loading import FRESH, ExpertTensors, QuantBuffer, QuantBuffers, check_buffers
 from moe_runtime.checkpoints.quantization import CONFIG_FILE, MODELOPT_FILE
@@ -178,19 +177,11 @@ class Checkpoint(StoredLayers):
     def stamps(self, layer: int) -> dict[str, list[int]]:
         """Size in bytes and time of change in ns of each file that the experts of a layer depend on, by name.
 
-        Raises `ValueError` also for a file that is missing.
+        They are of the files that this checkpoint reads, also where others have taken their names. Raises `ValueError`
+        also for a file that is missing.
         """
         self.check_layer(layer)
-        shards = {self.files.shard_of(name) for name in self._expert_tensors(layer)}
-        described = (CONFIG_FILE, MODELOPT_FILE, INDEX_FILE)
-        found = {}
-        for name in (*(name for name in described if (self.folder / name).is_file()), *sorted(shards)):
-            try:
-                status = (self.folder / name).stat()
-            except OSError as error:
-                raise ValueError(f"{self.folder / name}: cannot be read: {error.strerror}") from error
-            found[name] = [status.st_size, status.st_mtime_ns]
-        return found
+        return self._described | self.files.stamps(self._expert_tensors(layer))
 
     def reader(self, layer: int) -> ExpertReader:
         """A reader of the experts of a layer."""

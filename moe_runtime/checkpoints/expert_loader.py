@@ -75,10 +75,17 @@ class ExpertLoader:
         return load_kept(checkpoint, layer, self._config, ids, self.none(len(ids)), read)
 
     def reader(self, checkpoint: Checkpoint, layer: int) -> Callable[[Sequence[int]], Experts]:
-        """What reads experts of the same files once more, when `checkpoint` is closed."""
+        """What reads experts of the same files once more, when `checkpoint` is closed.
+
+        Raises `ValueError` where files have changed since: experts of two models in one layer would go unseen.
+        """
+        stamps = checkpoint.stamps(layer)
 
         def read(ids: Sequence[int]) -> Experts:
             with checkpoint.reopened() as files:
+                if (now := files.stamps(layer)) != stamps:
+                    changed = sorted(name for name in {*now, *stamps} if now.get(name) != stamps.get(name))
+                    raise ValueError(f"{checkpoint.folder}: {', '.join(changed)} changed since the layer was loaded")
                 return self.read(files, layer, ids)
 
         return read

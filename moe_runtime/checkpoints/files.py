@@ -120,6 +120,10 @@ class SafetensorsFile:
     def close(self) -> None:
         self._close()
 
+    def stamp(self) -> list[int]:
+        """As `stamp_of`, of what is open. By now another file may have its name."""
+        return _stamp(os.fstat(self._file))
+
     def tensor(self, name: str) -> torch.Tensor:
         """A whole tensor, on the CPU."""
         entry = self.entries[name]
@@ -294,6 +298,11 @@ class TensorFiles:
         }
         return digests if self._shard_of is not None else digests | self._digest_of(SINGLE_FILE)
 
+    def stamps(self, names: Iterable[str]) -> dict[str, list[int]]:
+        """`SafetensorsFile.stamp` of each file that holds one of the tensors `names`, by file name."""
+        shards = sorted({self.shard_of(name) for name in names})
+        return {shard: self._opened(shard, "the time of its change").stamp() for shard in shards}
+
     def header_digests(self, names: Iterable[str]) -> dict[str, str]:
         """Digest of the header of each file that holds one of the tensors `names`.
 
@@ -317,6 +326,18 @@ class TensorFiles:
         if shard not in self._open:
             self._open[shard] = SafetensorsFile(self.folder / shard, wanted_for, drop=self._drop)
         return self._open[shard]
+
+
+def stamp_of(file: Path) -> list[int] | None:
+    """Size in bytes and time of change in ns; None where there is no such file."""
+    try:
+        return _stamp(file.stat())
+    except OSError:
+        return None
+
+
+def _stamp(status: os.stat_result) -> list[int]:
+    return [status.st_size, status.st_mtime_ns]
 
 
 def read_json(file: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:

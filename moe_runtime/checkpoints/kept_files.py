@@ -11,6 +11,7 @@ are not checked: nobody else can write them, since folders must belong to this u
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
@@ -116,7 +117,10 @@ class KeptFiles:
         except FileNotFoundError:
             return None  # another rank has removed it
         except (ValueError, OSError) as error:
-            self.drop(expert, str(error))
+            if isinstance(error, OSError) or isinstance(error.__cause__, OSError):
+                self.pass_over(str(error))  # such as too many open files: it may be right
+            else:
+                self.drop(expert, str(error))
             return None
         entries = {name: (entry.dtype, entry.shape) for name, entry in file.entries.items()}
         if file.metadata != self._metadata:
@@ -129,6 +133,10 @@ class KeptFiles:
         file.close()
         self.drop(expert, f"{path}: {problem}")
         return None
+
+    def pass_over(self, reason: str) -> None:
+        """Say in the log why a copy is not used."""
+        _LOG.warning("a copy of experts in host memory is not used: %s", reason)
 
     def drop(self, expert: int, reason: str) -> None:
         """Remove the copy of an expert, with `reason` in the log."""
@@ -222,20 +230,24 @@ def free_kept(checkpoint: str | Path | None = None) -> int:
     Returns:
         How many bytes have become free.
 
-    Raises `ValueError` as `kept_layers`, and where a file cannot be removed.
+    Raises `ValueError` as `kept_layers`, and where files cannot be removed, after all others have been.
     """
     source = None if checkpoint is None else str(check_path("checkpoint", checkpoint).resolve())
-    freed = 0
+    freed, problems = 0, []
     for layer in kept_layers():
         if source is not None and layer.about.get("checkpoint") != source:
             continue
         try:
             for path in layer.files:
                 path.unlink(missing_ok=True)
+            freed += layer.num_bytes
             layer.folder.rmdir()
         except OSError as error:
-            raise ValueError(f"{layer.folder}: cannot be removed: {error.strerror}") from error
-        freed += layer.num_bytes
+            # Another process has removed it, or has kept something in it since, or it holds other files.
+            if error.errno not in (errno.ENOENT, errno.ENOTEMPTY):
+                problems.append(f"{layer.folder}: cannot be removed: {error.strerror}")
+    if problems:
+        raise ValueError("; ".join(problems))
     return freed
 
 

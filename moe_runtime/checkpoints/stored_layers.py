@@ -13,7 +13,7 @@ from typing import Any
 
 from moe_runtime.checkpoints.families import family_of, guessed, is_moe_layer, layer_config, num_layers
 from moe_runtime.checkpoints.family_table import DEFAULT, GPT_OSS, MAX_LAYERS, MTP_KEYS, Family, text_config
-from moe_runtime.checkpoints.files import TensorFiles, read_json
+from moe_runtime.checkpoints.files import INDEX_FILE, TensorFiles, read_json, stamp_of
 from moe_runtime.checkpoints.layouts import (
     FLOAT_DTYPES,
     PLAIN,
@@ -26,7 +26,7 @@ from moe_runtime.checkpoints.layouts import (
     WEIGHT_NAMES,
     WeightLayout,
 )
-from moe_runtime.checkpoints.quantization import CONFIG_FILE, EXPERTS_KEY, Quantization
+from moe_runtime.checkpoints.quantization import CONFIG_FILE, EXPERTS_KEY, MODELOPT_FILE, Quantization
 from moe_runtime.checkpoints.readers import ExpertNames, layout_of
 from moe_runtime.checkpoints.stored_experts import StoredExperts
 from moe_runtime.checkpoints.unread_keys import check_ignored
@@ -69,6 +69,9 @@ class StoredLayers:
         if re.fullmatch(_HUB_ID, str(path)) and not os.path.exists(self.folder):
             raise ValueError(f"path: no folder {path}; a model of the Hugging Face Hub has to be downloaded first")
         self._source = str(self.folder / CONFIG_FILE)
+        # Before they are read: what changes meanwhile must not seem to be what was read.
+        described = {name: stamp_of(self.folder / name) for name in (CONFIG_FILE, MODELOPT_FILE, INDEX_FILE)}
+        self._described = {name: stamp for name, stamp in described.items() if stamp is not None}
         self.config = read_json(self.folder / CONFIG_FILE)
         self.family: Family = family_of(self.config, source=self._source)
         self._configs: dict[int, MoELayerConfig] = {}

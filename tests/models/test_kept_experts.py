@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import json
 import logging
 import os
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 import moe_runtime
-from moe_runtime.checkpoints import kept_experts, kept_files
+from moe_runtime.checkpoints import files, kept_experts, kept_files
 from moe_runtime.checkpoints.checkpoint import Checkpoint
 from moe_runtime.checkpoints.conversion import convert_checkpoint
 from moe_runtime.checkpoints.expert_loader import ExpertLoader
@@ -277,6 +278,35 @@ def test_a_checkpoint_that_has_changed_is_read_again(
     assert_same_experts(experts_of(load(checkpoint)), expected)
 
 
+def test_files_that_are_replaced_while_layers_are_read_leave_no_wrong_copies(checkpoint: Path, tmp_path: Path) -> None:
+    write_qwen3_moe_checkpoint(new := tmp_path / "new", config(), seed=4, num_layers=2, num_shards=2)
+    expected = [experts_of(load(folder, layer=1, keep=False)) for folder in (checkpoint, new)]
+    with Checkpoint(checkpoint, keep_in_host_memory=True) as opened:
+        opened.files.names(), opened.stamps(1)
+        for file in new.iterdir():
+            file.replace(checkpoint / file.name)
+        layer = MoELayer(config(), ExpertParallelContext(device="cpu"))
+        layer.load_checkpoint(opened, 1)
+    assert_same_experts(experts_of(layer), expected[0])
+    assert_same_experts(experts_of(load(checkpoint, layer=1)), expected[1])
+
+
+def test_a_copy_that_cannot_be_opened_for_now_stays(
+    checkpoint: Path, kept: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected, before = experts_of(load(checkpoint)), files_in(kept)
+    open_regular = files.open_regular
+
+    def limited(path: Path) -> int:
+        if kept in path.parents and path.name > "expert-2":
+            raise OSError(errno.EMFILE, "Too many open files")
+        return open_regular(path)
+
+    monkeypatch.setattr(files, "open_regular", limited)
+    assert_same_experts(experts_of(load(checkpoint)), expected)
+    assert files_in(kept) == before and "is not used: " in caplog.text
+
+
 def test_another_config_has_other_copies(checkpoint: Path, kept: Path) -> None:
     expected = {weights: experts_of(load(checkpoint, weights, keep=False)) for weights in ("bf16", "mxfp8")}
     for weights, experts in expected.items():
@@ -436,7 +466,11 @@ def test_freeing(checkpoint: Path, tmp_path: Path, kept: Path) -> None:
     assert free_kept(checkpoint) == sizes[str(checkpoint)]
     assert [layer.about["checkpoint"] for layer in kept_layers()] == [str(other)]
     files_in(kept)[0].write_bytes(b"broken")
+    (new := kept_layers()[0].folder / "notes.txt").write_text("kept meanwhile")
+    load(checkpoint)
     assert free_kept() > 0
+    assert files_in(kept) == sorted([stranger, new])
+    new.unlink(), new.parent.rmdir()
     assert files_in(kept) == [stranger]
     with pytest.raises(ValueError, match="checkpoint: expected a path"):
         free_kept(3)  # type: ignore[arg-type]
