@@ -16,10 +16,10 @@
 //
 // Macros: those of signalling.cuh, FMT (FormatCode), HIDDEN, K, IDS (type of the expert ids), ROUTER_IDS (they are
 // those of a router, to be numbered by `own_expert`), TEAM (threads), TEAMS (of a block), STATIC_GSF, AWAIT_READY (this
-// kernel writes to its peers itself), PER_TOKEN_FLAGS, REPEATS (a token may name an expert several times, and any
-// negative id is none), OWN_ROWS and, with it, QUANT_BYTES, SCALE_COLUMNS and those of own_rows.cuh, COUNT_BITS,
-// TURN_BIT, RECORD_BYTES and the *_AT of RecordLayout, words of SignalLayout, ROUTING (ErrorCode), DISPATCH_SEND
-// (Phase).
+// kernel writes to its peers itself; else to memory where layers of other sizes have written too), PER_TOKEN_FLAGS,
+// REPEATS (a token may name an expert several times, and any negative id is none), OWN_ROWS and, with it, QUANT_BYTES,
+// SCALE_COLUMNS and those of own_rows.cuh, COUNT_BITS, TURN_BIT, RECORD_BYTES and the *_AT of RecordLayout, words of
+// SignalLayout, ROUTING (ErrorCode), DISPATCH_SEND (Phase).
 
 #include "own_expert.cuh"
 #include "signalling.cuh"
@@ -257,8 +257,11 @@ extern "C" __global__ void __launch_bounds__(TEAM* TEAMS, MAX_THREADS / (TEAM * 
         for (int i = 0; i < ID_WORDS; ++i)
           reinterpret_cast<uint4*>(to + IDS_AT)[i] = reinterpret_cast<const uint4*>(record + IDS_AT)[i];
       }
-      if (!PER_TOKEN_FLAGS && lane < WORLD && (targets >> lane & 1))
-        store_relaxed(reinterpret_cast<int*>(token_flags_of_lane + half * token_flags_half) + slot, epoch);
+      // Without AWAIT_READY the memory may hold anything where no token flag was stored, so each slot gets one.
+      const bool goes = targets >> lane & 1;
+      if (!PER_TOKEN_FLAGS && lane < WORLD && (goes || !AWAIT_READY))
+        store_relaxed(reinterpret_cast<int*>(token_flags_of_lane + half * token_flags_half) + slot,
+                      goes ? epoch : ~epoch);
       // One lane starts all copies: the instruction needs its operands in uniform registers.
       for (u32 left = OWN_ROWS ? targets & ~(1u << rank) : targets; left; left &= left - 1) {
         const u64 at = __shfl_sync(ALL, to, __ffs(left) - 1);

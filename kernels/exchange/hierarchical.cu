@@ -106,7 +106,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
   bool failed = adopt_headers(x, chunks, 0, hosts);
   const int tag = tag_of(count_tag, epoch);
   const int count = reinterpret_cast<const int*>(chunks[min(lane, HOSTS - 1)])[COUNT];
-  const int tokens = without_sign(count) - tag;
+  const int tokens = without_sign(count) - tag;  // of each lane's host; slots past them hold anything
   const u32 wrong = __ballot_sync(ALL, (hosts >> lane & 1) && (tokens < 0 || tokens > num_tokens));
   if (!failed && wrong) {
     if (lane == __ffs(wrong) - 1) record_mismatch(x, lane, epoch, count, tag);
@@ -131,7 +131,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     const int slot = host * SLOTS + token;
     const u64 chunk = chunks[host];
     const u8* from = reinterpret_cast<const u8*>(chunk + RECORDS_AT) + static_cast<long long>(token) * RECORD_BYTES;
-    const bool came = token < SLOTS - 1 && reinterpret_cast<const int*>(chunk + FLAGS_AT)[token] == epoch;
+    const int most = min(__shfl_sync(ALL, tokens, host), SLOTS - 1);
+    const bool came = token < most && reinterpret_cast<const int*>(chunk + FLAGS_AT)[token] == epoch;
     int expert = -1;
     if (came && lane < K) {
       const int id = static_cast<int>(reinterpret_cast<const u16*>(from + IDS_AT)[lane]) - first_expert;

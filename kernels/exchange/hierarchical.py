@@ -198,7 +198,11 @@ class HostGeometry:
         return chunk[self.records_offset : self.dispatch_chunk].view(self.tokens, -1)
 
     def flags(self, chunk: torch.Tensor) -> torch.Tensor:
-        """int32 `[T]` of a chunk of records: the epoch of what lies in each slot."""
+        """int32 `[T]` of a chunk of records: the epoch of what lies in each slot.
+
+        Those of the rank's tokens are written in each step. The others may hold anything: layers of other sizes have
+        their records there.
+        """
         return chunk[self.flags_offset : self.flags_offset + 4 * self.tokens].view(torch.int32)
 
     def dispatch_header(self, chunk: torch.Tensor) -> torch.Tensor:
@@ -277,10 +281,11 @@ def pack(
         for host, chunk in enumerate(link.staging if geometry.compacts else link.records_out):
             tokens = goes_to[:, host].nonzero().flatten()
             built.records(chunk)[tokens] = records[tokens]
-            built.flags(chunk)[tokens] = epoch
+            built.flags(chunk)[: len(goes_to)] = torch.where(goes_to[:, host], epoch, ~epoch).to(torch.int32)
     slots_HT = None
     if geometry.compacts:
-        slots_HT, counts_H = compact(geometry, link, torch.tensor([epoch], dtype=torch.int32, device=x_TH.device))
+        epoch_1 = torch.tensor([epoch], dtype=torch.int32, device=x_TH.device)
+        slots_HT, counts_H = compact(geometry, link, epoch_1, x_TH.shape[0])
         most = int(counts_H.max())
         if most > geometry.tokens:
             rank = geometry.local.rank
@@ -292,16 +297,20 @@ def pack(
     return slots_HT
 
 
-def compact(geometry: HostGeometry, link: LinkMemory, epoch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def compact(
+    geometry: HostGeometry, link: LinkMemory, epoch: torch.Tensor, count: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Copy the records in `staging` to the first slots of `records_out`, token order kept, as many as there are slots.
 
     Args:
         epoch: int32 `[1]`, that of this dispatch.
+        count: tokens of this rank; what lies in `staging` past them is old.
 
     Returns int32 `[H, T]`, the slot of each token, -1 for none, and int32 `[H]`, the tokens for each host.
     """
     built, num_tokens, num_slots = geometry.of_tokens, geometry.flat.max_tokens, geometry.tokens
     chosen = torch.stack([built.flags(chunk) for chunk in link.staging]) == epoch
+    chosen[:, count:] = False
     place = chosen.cumsum(dim=1) - 1
     place = torch.where(chosen & (place < num_slots), place, num_slots)
     token = torch.arange(num_tokens, device=place.device).expand_as(place)
@@ -404,7 +413,8 @@ def _forward_chunk(
     """Store the records of `host` in `slots` of its chunk at the ranks of this host that hold their experts."""
     local, record = geometry.local, geometry.flat.record
     chunk = link.records(host, geometry.hosts.host)
-    tokens = (geometry.flags(chunk)[slots.start : slots.stop] == epoch).nonzero().flatten() + slots.start
+    count = (int(geometry.dispatch_header(chunk)[COUNT]) & WITHOUT_SIGN) - tag_of(link.count_tag, epoch)
+    tokens = (geometry.flags(chunk)[slots.start : min(slots.stop, count)] == epoch).nonzero().flatten() + slots.start
     records = geometry.records(chunk)[tokens]
     places = tokens + host * geometry.slots
 

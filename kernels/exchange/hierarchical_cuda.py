@@ -161,7 +161,7 @@ def pack(
     cuda.send_records(kernel, link.count_tag, (x_TH, topk_idx_TK, topk_weights_TK, gsf), changing, timeout_ns=0)
     slots_HT = counts_H = None
     if geometry.compacts:
-        slots_HT, counts_H = compact(geometry, link, words[EPOCH : EPOCH + 1])
+        slots_HT, counts_H = compact(geometry, link, words[EPOCH : EPOCH + 1], x_TH.shape[0])
     _write_headers(memory, geometry, table.records_out, 0, words, x_TH.shape[0], link.count_tag, counts_H)
     return slots_HT
 

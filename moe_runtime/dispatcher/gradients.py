@@ -128,7 +128,7 @@ class DispatchedRows:
     def _row_weights(self, arrived: DispatchedTokens) -> torch.Tensor:
         """fp32 `[R]`, from the records that have just landed."""
         handle, context = arrived.handle, self._dispatcher.context
-        geometry = self._dispatcher.geometry
+        geometry = self._dispatcher._exchange.geometry  # over several hosts of the ranks of this one
         record, first = geometry.record, second_half_row(context, geometry)
         slots = torch.arange(geometry.num_slots, device=handle.epoch.device) + (handle.epoch & 1) * first
         landed = landing_records(context, geometry)[slots]

@@ -339,6 +339,8 @@ class TokenDispatcher:
         """
         with self._guard:
             topk_idx, own_weights = self._routing_of(handle)
+            if handle._stages_done < RECEIVED:
+                raise ValueError("handle: expected dispatch_recv of it first")
         routing_only = self._routing_only
         assert routing_only is not None
         weights = own_weights if topk_weights is None else topk_weights

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from itertools import pairwise
 from typing import Any
 
@@ -126,6 +127,20 @@ def _bounds(rank: int, world: int) -> tuple[int, int]:
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_training_in_bf16_is_the_dense_model(world: int, get_pool: Any, seed: int) -> None:
     get_pool(world).run(train, [5, 0, 7, 1], seed)
+
+
+def train_over_hosts(rank: int, world: int, ranks_per_host: int, *step: Any) -> None:
+    os.environ["MOE_RUNTIME_HOST"] = f"host{rank // ranks_per_host}"
+    try:
+        train(rank, world, *step)
+    finally:
+        del os.environ["MOE_RUNTIME_HOST"]
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize(("world", "ranks_per_host"), [(2, 1), (4, 2)])
+def test_training_over_several_hosts(world: int, ranks_per_host: int, get_pool: Any, seed: int) -> None:
+    get_pool(world).run(train_over_hosts, ranks_per_host, [5, 0, 7, 1], seed)
 
 
 @pytest.mark.parametrize("world", [1, 2])

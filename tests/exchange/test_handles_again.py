@@ -266,6 +266,10 @@ def test_handles_are_used_once_unless_asked_for(device: torch.device, seed: int)
     arrived = ranks.dispatch(data)
     with pytest.raises(ValueError, match="handle: expected one of a dispatcher with reusable_handles"):
         ranks.dispatchers[0].renew(arrived[0].handle)
+    own, mine = Ranks(1, device, "torch", **SETTINGS, reusable_handles=True).dispatchers[0], data[0]
+    handle = own.dispatch_send(mine.x, mine.topk_idx, mine.topk_weights)
+    with pytest.raises(ValueError, match="handle: expected dispatch_recv of it first"):
+        own.renew(handle)
 
 
 def padded_of(dispatcher: Any) -> PaddedRows:

@@ -12,7 +12,7 @@ from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.dispatcher.handle import DispatchedTokens, DispatchHandle
 from moe_runtime.dispatcher.hierarchical import HierarchicalExchange
 from moe_runtime.dispatcher.token_dispatcher import TokenDispatcher
-from moe_runtime.kernels.exchange import cuda, hierarchical, hierarchical_cuda
+from moe_runtime.kernels.exchange import cuda, hierarchical, hierarchical_cuda, reference
 from moe_runtime.virtual import virtual_contexts
 from tests.emulator import needs_emulator
 from tests.support.comparison import assert_same_bits
@@ -49,7 +49,17 @@ class VirtualHosts:
             dispatcher._exchange._parts = hierarchical_cuda
         return dispatcher
 
+    def _leave_old_flags(self) -> None:
+        """Records of a layer of other sizes may look like token flags of the next epoch."""
+        for context in self.contexts:
+            buffers, epoch = context.link_buffers, reference.next_epoch(int(context.epoch[0]))
+            assert buffers is not None
+            for kind in ("dispatch", "staging"):
+                for buffer in buffers.chunks(kind, buffers.chunk_bytes[kind]):
+                    buffer.flatten().view(torch.int32).fill_(epoch)
+
     def dispatch(self, inputs: list[RankInput], layers: list[int] | None = None) -> list[DispatchedTokens]:
+        self._leave_old_flags()
         chosen = [self.layers[0 if layers is None else layers[rank]][rank] for rank in range(len(inputs))]
         handles = [d.dispatch_send(i.x, i.topk_idx, i.topk_weights) for d, i in zip(chosen, inputs, strict=True)]
         for d, handle in zip(chosen, handles, strict=True):
