@@ -60,7 +60,7 @@ def init_from_env(device: str | None = None, *, timeout_s: float = 120.0) -> tor
     check_choice("device", device, ("cpu", "cuda", None))
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     current = torch.cuda.current_device() if kind == "cuda" and torch.cuda.is_available() else 0
-    local_rank = int(os.environ.get("LOCAL_RANK", current))
+    local_rank = _number_of_environment("LOCAL_RANK", 0) if "LOCAL_RANK" in os.environ else current
     if kind == "cuda" and local_rank >= torch.cuda.device_count():
         raise ValueError(f"device: local rank {local_rank} has no GPU, this host has {torch.cuda.device_count()}")
     place = torch.device("cuda", local_rank) if kind == "cuda" else torch.device("cpu")
@@ -99,13 +99,13 @@ def _join_started_ranks(place: torch.device, limit: timedelta) -> None:
         raise
 
 
-def store_of_environment(rank: int, limit: timedelta) -> dist.Store:
-    """The store at `MASTER_ADDR` and `MASTER_PORT`, which rank 0 hosts unless torchrun's agent does."""
+def store_of_environment(rank: int, limit: timedelta, *, is_there: bool = False) -> dist.Store:
+    """The store at `MASTER_ADDR` and `MASTER_PORT`. Unless torchrun's agent hosts it, or it `is_there`, rank 0 does."""
     address, port = os.environ.get("MASTER_ADDR", ""), _number_of_environment("MASTER_PORT", 0, 65535)
     if not address:
         raise ValueError("MASTER_ADDR: expected the address of rank 0 in the environment, got none")
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if rank == 0 and not by_agent:
+    if rank == 0 and not by_agent and not is_there:
         # Not `wait_for_workers`, which does not say who is missing.
         return dist.TCPStore(address, port, is_master=True, timeout=limit, wait_for_workers=False, multi_tenant=True)
     deadline = time.monotonic() + limit.total_seconds()

@@ -331,7 +331,8 @@ def route(
     """Expert ids and weights of tokens, for input that `supports` accepts.
 
     Args:
-        x_TH: bf16 `[T, H]`.
+        x_TH: bf16 `[T, H]`. The weights of a token that is not finite, or whose logits are not, may be NaN here where
+            the reference has numbers.
         weight_EH: fp32 `[E, H]`, contiguous; finite. No kernel before may let this one start and then write them.
         bias_E: fp32 `[E]`, added to the logits.
         correction_bias_E: fp32 `[E]`, added to sigmoid scores for the choice.

@@ -70,7 +70,11 @@ def bench_layers(options: argparse.Namespace) -> int:
         report = make_report(results, record, ran, link, traced=settings.trace is not None)
         if record and options.json is not None:
             # After each format, so that an interrupted run leaves what it has.
-            environment.write_json(options.json, report)
+            try:
+                environment.write_json(options.json, report)
+            except OSError:
+                show(report, Console(highlight=False))
+                raise
     if record:
         if settings.trace is not None:
             settings.trace.write()

@@ -234,6 +234,7 @@ def _counted(experts: Iterator[ExpertTensors], progress: Progress, task: TaskID)
 def main(arguments: list[str] | None = None) -> int:
     """The command line; the exit code."""
     parser = argparse.ArgumentParser(prog="python -m moe_runtime.launch.demo", description=__doc__)
+    environment.exit_at_sigterm()
     return environment.run_parsed("demo", parser, lambda _: demo(Console(highlight=False)), arguments)
 
 

@@ -486,7 +486,9 @@ def work(options: argparse.Namespace) -> int:
     if options.hosts is not None and (options.world_size is None or options.world_size % max(options.hosts, 1)):
         raise ValueError(f"--hosts: expected a divisor of --world-size, got {options.hosts}")
     config = load_config(options.config) if options.config else None
-    parallel = config.parallel if config else ParallelConfig()
+    if config is None and (options.tokens or options.hopper):
+        raise ValueError(f"--{'tokens' if options.tokens else 'hopper'}: expected it with --config")
+    parallel = environment.with_options(config.parallel if config else ParallelConfig(), options)
     device = init_from_env(timeout_s=parallel.startup_timeout_s)
     group = RankGroup(timeout_s=parallel.startup_timeout_s)
     layer = config.layer if config else None
@@ -504,7 +506,7 @@ def work(options: argparse.Namespace) -> int:
 def main(arguments: list[str] | None = None) -> int:
     """The command line; the exit code."""
     parser = argparse.ArgumentParser(prog="python -m moe_runtime.launch.doctor", description="Examine this machine.")
-    parser.add_argument("--config", metavar="NAME", help="a packaged config or a YAML file, for the bytes it reserves")
+    environment.add_common_options(parser, None)
     parser.add_argument("--world-size", type=int, metavar="N", help="ranks to reserve for (default: those running)")
     parser.add_argument("--hosts", type=int, metavar="N", help="hosts of those ranks (default: those running)")
     parser.add_argument(

@@ -82,6 +82,8 @@ def work(options: argparse.Namespace) -> int:
     environment.check_folder("--to", options.to)
     loads = read_loads(options.load)
     present: dict[str, Placement] = {}
+    if options.to is not None and options.to.resolve() == options.load.resolve():
+        raise ValueError("--to: expected another file than LOAD")
     if options.present is not None:
         present = read_present(options.present, loads)
     elif options.ranks is None:

@@ -253,10 +253,11 @@ def work(options: argparse.Namespace) -> int:
         environment.check_at_least(1, token_buckets=min(options.token_buckets))
         changes["token_buckets"] = tuple(options.token_buckets)
     run = run.replace(layer=run.layer.replace(**changes))
-    seed = run.seed if options.seed is None else options.seed
+    if options.seed is not None:
+        run = run.replace(seed=options.seed)
     environment.start(run)
     with context_from_config(run.parallel) as context:
-        mine = Soak(make_dispatchers(run.layer, context, options.mode), seed, options.steps).run()
+        mine = Soak(make_dispatchers(run.layer, context, options.mode), run.seed, options.steps).run()
         results = environment.gather(context, "results", mine, SoakResult)
         passed = all(result.passed for result in results)
         report(results, run.layer, context, environment.console_of(context), options.mode)
@@ -264,7 +265,7 @@ def work(options: argparse.Namespace) -> int:
             ranks = [asdict(result) | {"passed": result.passed} for result in results]
             record = environment.environment_record(context)
             data = {"kind": KIND, "environment": record, "config": run.model_dump(), "mode": options.mode}
-            environment.write_json(options.json, data | {"seed": seed, "passed": passed, "ranks": ranks})
+            environment.write_json(options.json, data | {"seed": run.seed, "passed": passed, "ranks": ranks})
     return 0 if passed else 1
 
 

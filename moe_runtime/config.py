@@ -541,7 +541,8 @@ def read_yaml(file: Path) -> dict[str, Any]:
     raw = read_regular(file, MAX_YAML_BYTES)
     try:
         data = yaml.load(raw.decode(), Loader=_UniqueKeyLoader)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError, LookupError, AttributeError) as error:
+        # PyYAML raises the last two for scalars that are not of the type of their tag.
         raise ValueError(f"{file}: not valid YAML: {error}") from error
     if not isinstance(data, dict):
         raise ValueError(f"{file}: expected a mapping with the key `layer`, got {type(data).__name__}")

@@ -7,6 +7,7 @@ wrappers there validate the arguments.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -288,6 +289,11 @@ def empty_rows(fmt: TokenFormat, num_rows: int, k: int, device: torch.device) ->
 def raw_bits(t: torch.Tensor) -> torch.Tensor:
     """`t` viewed as integers of its width (uint8 or int16; fp32 stays): fp8 and bf16 tensors lack most operations."""
     return t if t.dtype == torch.float32 else t.view({1: torch.uint8, 2: torch.int16}[t.dtype.itemsize])
+
+
+def cat_bits(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """`torch.cat` of at least one tensor, all of one dtype. `torch.autocast` lets torch's refuse fp8, and some bf16."""
+    return parts[0] if len(parts) == 1 else torch.cat([raw_bits(part) for part in parts]).view(parts[0].dtype)
 
 
 def copy_as(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -4,8 +4,8 @@
 up each start with a block. With block scales `s` (of 16 or 32 along K), `f` is the least integer from -126 on with
 `max(abs(e2m1 * s)) * 2^-f <= 448` in such a block, without its NaNs, or 0 if all are 0. The fp32 scale is
 `expert scale * 2^f`, rounded once. A weight is `e2m1 * s * 2^-f`, rounded once to e4m3, to nearest with ties to even.
-Nothing saturates. So the weights are those of `fold_into_fp8` with gate above up, but for blocks with NaN. The
-`fp8_block` GEMM with the weights of `ExpandedWeights.expand` gives the same bits.
+Nothing saturates. So the weights are those of `fold_into_fp8` with gate above up, but for blocks with NaN, or with
+`e2m1 * s` beyond fp32. The `fp8_block` GEMM with the weights of `ExpandedWeights.expand` gives the same bits.
 
 **Error.** e4m3 has 4 significant bits from 2^-6 on; below it has multiples of 2^-9.
 

@@ -61,7 +61,7 @@ def expert_source(run: RunConfig, device: torch.device) -> ExpertSource:
         return lambda expert: random_expert(run.layer, run.seed, expert, device)
 
     def read(expert: int) -> ExpertTensors:
-        with Checkpoint(checkpoint.path) as files:
+        with Checkpoint(checkpoint.path, ignore_keys=checkpoint.ignore_keys) as files:
             (one,) = files.experts(checkpoint.layer, range(expert, expert + 1))
             return one
 

@@ -7,11 +7,13 @@ A mistake of the caller ends a program with one line on stderr and exit code 2, 
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import platform
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -27,10 +29,11 @@ import torch.distributed as dist
 from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 
+from moe_runtime.checkpoints.writer import write_whole
 from moe_runtime.comm.bootstrap import init_from_env
 from moe_runtime.comm.errors import MoERuntimeError
 from moe_runtime.comm.transport import TRANSPORTS
-from moe_runtime.config import RunConfig, complaints, load_config
+from moe_runtime.config import ParallelConfig, RunConfig, complaints, load_config
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.kernels.runtime import ENGINES, INTERPRET
 from moe_runtime.support.host_memory import memory_bytes
@@ -46,9 +49,12 @@ MOST_GATHERED = 64 << 20
 T = TypeVar("T")
 
 
-def add_common_options(parser: argparse.ArgumentParser) -> None:
-    """Options of every program over a config."""
-    parser.add_argument("--config", default="tiny_cpu", metavar="NAME", help="a packaged config or a YAML file")
+def add_common_options(parser: argparse.ArgumentParser, config: str | None = "tiny_cpu") -> None:
+    """Options of every program over a config; `config` is the default."""
+    default = "none" if config is None else config
+    parser.add_argument(
+        "--config", default=config, metavar="NAME", help=f"a packaged config or a YAML file (default: {default})"
+    )
     parser.add_argument("--transport", choices=("auto", *TRANSPORTS), help="instead of the config's")
     parser.add_argument("--engine", choices=ENGINES, help="instead of the config's")
 
@@ -75,8 +81,13 @@ def add_json_option(parser: argparse.ArgumentParser) -> None:
 def read_config(options: argparse.Namespace) -> RunConfig:
     """The config that the common options describe. Raises `ValueError` naming file and key."""
     run = load_config(options.config)
+    return run.replace(parallel=with_options(run.parallel, options))
+
+
+def with_options(parallel: ParallelConfig, options: argparse.Namespace) -> ParallelConfig:
+    """`parallel` with the transport and the engine that the common options ask for."""
     changes = {key: value for key in ("transport", "engine") if (value := getattr(options, key)) is not None}
-    return run.replace(parallel=run.parallel.replace(**changes)) if changes else run
+    return parallel.replace(**changes) if changes else parallel
 
 
 def check_folder(option: str, file: Path | None) -> None:
@@ -85,8 +96,10 @@ def check_folder(option: str, file: Path | None) -> None:
         return
     if file.is_dir():
         raise ValueError(f"{option}: expected a file, {file} is a folder")
-    if not file.resolve().parent.is_dir():
+    if not (folder := file.resolve().parent).is_dir():
         raise ValueError(f"{option}: no folder {file.parent}")
+    if not os.access(file if file.exists() else folder, os.W_OK):
+        raise ValueError(f"{option}: {file} cannot be written")
 
 
 def check_at_least(least: int, **values: int | None) -> None:
@@ -109,12 +122,20 @@ def run_parsed(
 
 
 def run_program(name: str, work: Callable[[], int], *, debug: bool = False) -> int:
-    """The exit code of `work()`. Its errors, and lack of memory, become one line on stderr.
+    """The exit code of `work()`. Its errors, lack of memory and Ctrl-C become one line on stderr.
 
     Every rank that fails prints its number: torchrun ends the others as soon as one has ended.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # bars and the like in a locale without them
     try:
         return work()
+    except KeyboardInterrupt:
+        if debug:
+            raise
+        print(f"{name}: interrupted", file=sys.stderr, flush=True)
+        return 128 + signal.SIGINT
     except Exception as error:
         if debug or not (isinstance(error, (ValueError, OSError, MoERuntimeError)) or _lacks_memory(error)):
             raise
@@ -126,6 +147,14 @@ def run_program(name: str, work: Callable[[], int], *, debug: bool = False) -> i
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def exit_at_sigterm() -> None:
+    """Let SIGTERM end this program as `sys.exit` does, so that folders and processes that it has made go with it.
+
+    Not for ranks: they may wait in calls that no handler interrupts.
+    """
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 
 def _lacks_memory(error: Exception) -> bool:
@@ -184,14 +213,18 @@ def console_of(context: ExpertParallelContext) -> Console:
 
 
 def write_json(file: Path, data: Mapping[str, Any]) -> None:
-    """Write the JSON of a run: small, with a line for each result."""
+    """Write the JSON of a run, whole or not at all where it is a regular file: small, with a line for each result."""
     lines, dumps = [], partial(json.dumps, separators=(",", ":"))
     for name, value in data.items():
         text = dumps(value)
         if isinstance(value, list) and value:
             text = "[\n" + ",\n".join(map(dumps, value)) + "\n]"
         lines.append(f"{dumps(name)}: {text}")
-    file.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    text = "{\n" + ",\n".join(lines) + "\n}\n"
+    if file.exists() and not file.is_file():
+        file.write_text(text)
+    else:
+        write_whole(file, text.encode())
 
 
 def package_versions() -> dict[str, str | None]:

@@ -311,6 +311,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     task = work if options.rank is None else rank_work
+    if options.rank is None:
+        environment.exit_at_sigterm()
     return environment.run_program("network_check", lambda: task(options), debug=options.debug)
 
 

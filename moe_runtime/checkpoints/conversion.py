@@ -40,6 +40,7 @@ from moe_runtime.checkpoints.layouts import (
 from moe_runtime.checkpoints.quantization import CONFIG_FILE, EXPERTS_KEY, MODELOPT_FILE, OLD_KEY
 from moe_runtime.checkpoints.readers import ExpertReader
 from moe_runtime.checkpoints.writer import TensorWriter, sync_folder, write_whole
+from moe_runtime.support.arguments import check_path
 from moe_runtime.support.folder_lock import locked_folder
 
 PLAN_KEY = "moe_runtime.checkpoints.conversion"
@@ -105,7 +106,7 @@ def convert_checkpoint(
     """
     if weight_format not in TARGET_LAYOUTS:
         raise ValueError(f"weight_format: expected one of {', '.join(TARGET_LAYOUTS)}, got {weight_format!r}")
-    layout, folder = TARGET_LAYOUTS[weight_format], Path(target)
+    layout, folder = TARGET_LAYOUTS[weight_format], check_path("target", target)
     with Checkpoint(source, ignore_keys=ignore_keys) as checkpoint:
         conversion = _Conversion(checkpoint, folder, layout, dict(calibrations or {}), torch.device(device))
         try:

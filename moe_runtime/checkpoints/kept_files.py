@@ -207,6 +207,8 @@ def kept_layers() -> list[KeptLayer]:
     root = kept_folder()
     found = []
     try:
+        if root.exists() and not root.is_dir():
+            _refuse(f"expected a folder, {root} is none")
         if not root.is_dir():
             return []
         if trusted_folder(root, _refuse) is None:

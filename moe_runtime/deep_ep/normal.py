@@ -49,7 +49,7 @@ from moe_runtime.kernels.exchange.payload import (
 )
 from moe_runtime.kernels.exchange.plan import exchange_engine
 from moe_runtime.kernels.formats.number_formats import align
-from moe_runtime.kernels.formats.reference_quantize import bf16_parts
+from moe_runtime.kernels.formats.reference_quantize import bf16_parts, cat_bits
 
 WITHOUT_IDS = Form(num_experts=0)
 
@@ -455,7 +455,7 @@ class NormalExchange:
             if len(added) == 2:
                 y = self._add_parts(added[0].float() + added[1], renewed).to(torch.bfloat16)
             sums.append(y)
-        return sums[0] if len(sums) == 1 else torch.cat(sums)
+        return cat_bits(sums)
 
     def combine_once(self, x: torch.Tensor, steps: list[Step], biases: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """`combine` of expanded rows of which each travels by itself: `K` exchanges, and one rounding, at home.

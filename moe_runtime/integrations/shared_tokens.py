@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from moe_runtime.kernels.formats.number_formats import ceil_div
+from moe_runtime.kernels.formats.reference_quantize import cat_bits
 
 
 def part_of(num_tokens: int, ranks: int, rank: int) -> slice:
@@ -58,4 +59,4 @@ def run_in_steps(
     if steps == 1:
         return layer(x_TH, topk_idx=topk_idx, topk_weights=topk_weights, max_tokens=max_tokens)
     parts = zip(*(t.tensor_split(steps) for t in (x_TH, topk_idx, topk_weights)), strict=True)
-    return torch.cat([layer(x, topk_idx=idx, topk_weights=weights, max_tokens=max_tokens) for x, idx, weights in parts])
+    return cat_bits([layer(x, topk_idx=idx, topk_weights=weights, max_tokens=max_tokens) for x, idx, weights in parts])

@@ -51,7 +51,7 @@ def quantize_nvfp4(
     done = [quantize_rows(part.reshape(-1, k).contiguous(), NVFP4, gsf=scale, engine=engine) for part, scale in parts]
     quants = [q.quants_RK for q in done]
     scales = [q.scales_RV for q in done if q.scales_RV is not None]
-    return torch.cat(quants).view(*x.shape[:-1], k // 2), torch.cat(scales).view(*x.shape[:-1], k // 16)
+    return torch.cat(quants).view(*x.shape[:-1], k // 2), rq.cat_bits(scales).view(*x.shape[:-1], k // 16)
 
 
 def dequantize_nvfp4(
@@ -64,8 +64,8 @@ def dequantize_nvfp4(
     """
     _check_quants(q, (torch.uint8,))
     columns = q.shape[-1]
-    if columns % 8:
-        raise ValueError(f"q: expected [..., K/2], K a multiple of 16, got {list(q.shape)}")
+    if columns % 8 or not columns:
+        raise ValueError(f"q: expected [..., K/2], K a positive multiple of 16, got {list(q.shape)}")
     shape = (*q.shape[:-1], 2 * columns)
     factor = None if decode_scale is None else _decode_scale(decode_scale, shape, q.device)
     linear = _linear(scales, (*q.shape[:-1], columns // 8), (torch.float8_e4m3fn, torch.uint8), q.device)

@@ -36,6 +36,7 @@ import torch
 from moe_runtime.kernels.formats import scale_blocks
 from moe_runtime.kernels.formats.number_formats import FP8_BLOCK, MXFP8, NVFP4, ScaleLayout, align, ceil_div
 from moe_runtime.kernels.formats.quantize import dequantize_rows, quantize_rows
+from moe_runtime.kernels.formats.reference_quantize import cat_bits
 from moe_runtime.kernels.formats.swizzle import swizzle_scales, unswizzle_scales
 from moe_runtime.kernels.gemm.arguments import OUT_DTYPES
 from moe_runtime.kernels.gemm.op_gemm import op_gemm
@@ -87,6 +88,7 @@ from moe_runtime.ops.scales import (
 from moe_runtime.ops.token_format import NVFP4TokenFormat
 from moe_runtime.ops.weights import prepack_mxfp8, prepack_nvfp4, readable
 from moe_runtime.support.arguments import check_apart, check_choice, check_is_tensor
+from moe_runtime.support.compiling import not_compiled
 
 __all__ = [
     "NVFP4TokenFormat",
@@ -190,7 +192,7 @@ def grouped_matmul_dynamic_scaled_nvfp4(
         def rows_scales() -> torch.Tensor:
             linear = unpack_dense_128(a_scales, starts, shifts[:count], o.k // 16)  # of skipped groups, too
             spans = zip(starts, starts[1:], expert_ids[:count].tolist(), strict=False)
-            return torch.cat([linear[:0], *(linear[start:end] for start, end, expert in spans if expert >= 0)])
+            return cat_bits([linear[:0], *(linear[start:end] for start, end, expert in spans if expert >= 0)])
 
         check_scale_signs("a_scales", a_scales, rows_scales)
         _check_weight_signs("b_scales", b_scales, o)
@@ -556,6 +558,7 @@ def _check_weight_signs(name: str, scales: torch.Tensor | None, o: Operands) -> 
         check_scale_signs(name, scales, lambda: unswizzle_scales(scales.view(blocks), o.n, o.k // 16))
 
 
+@not_compiled  # the default backend cannot replay a view of another dtype behind `as_strided`
 def _bytes(words: torch.Tensor, count: int) -> torch.Tensor:
     """The bytes of `count` int32 words from the first of `words` on, whatever its strides."""
     return torch.as_strided(words, (count if words.numel() else 0,), (1,)).view(torch.uint8)

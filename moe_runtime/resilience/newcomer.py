@@ -26,7 +26,7 @@ def newcomers_group(rank: int | None, store: dist.Store | None, limit_s: float) 
         rank = int(text)
     check_integer("rank", rank, 0)
     if store is None:
-        store = store_of_environment(rank, timedelta(seconds=limit_s))
+        store = store_of_environment(rank, timedelta(seconds=limit_s), is_there=True)
     check_kind("store", store, dist.Store)
     store = unwrapped(store)
     found = published(store)

@@ -160,8 +160,9 @@ def test_tables_name_the_choices(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_without_a_config_nothing_is_reserved(capsys: pytest.CaptureFixture[str]) -> None:
-    assert doctor.main(["--json"]) == 0
+    assert doctor.main(["--json", "--transport", "private"]) == 0
     report = json.loads(capsys.readouterr().out)
+    assert report["transport"]["name"] == "private"
     assert report["reserved_bytes"] == report["gemm_plans"] == report["exchange_plans"] == {}
 
 
@@ -208,6 +209,8 @@ def test_a_format_that_does_not_fit_says_why() -> None:
         (("--config", "no_such_config"), "'no_such_config'"),
         (("--config", "no/such/file.yaml"), "no/such/file.yaml"),
         (("--world-size", "0"), "--world-size: expected at least 1, got 0"),
+        (("--tokens", "5"), "--tokens: expected it with --config"),
+        (("--hopper",), "--hopper: expected it with --config"),
     ],
 )
 def test_bad_arguments(arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:

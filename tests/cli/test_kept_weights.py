@@ -66,6 +66,10 @@ def test_a_folder_that_others_can_write_is_refused(kept: Path, capsys: pytest.Ca
     assert capsys.readouterr().err.startswith(f"kept_weights: {VARIABLE}: ")
     assert doctor.main(["--json"]) == 0
     assert "nobody else to write it" in json.loads(capsys.readouterr().out)["limits"]["kept_weights"]["problem"]
+    kept.rmdir()
+    kept.touch()
+    assert kept_weights.main([]) == 2
+    assert f"{VARIABLE}: expected a folder, {kept} is none" in capsys.readouterr().err
 
 
 def test_the_doctor_says_what_is_kept(tmp_path: Path, kept: Path, capsys: pytest.CaptureFixture[str]) -> None:

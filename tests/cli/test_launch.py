@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import itertools
 import json
 import math
+import os
 import re
 import subprocess
 import sys
+import time
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -366,6 +371,49 @@ def test_lack_of_memory_is_one_line(size: int, device: torch.device, capsys: pyt
         environment.run_program("run", work, debug=True)
     with pytest.raises(RuntimeError, match="shapes"):
         environment.run_program("run", lambda: exec('raise RuntimeError("shapes")'))
+
+
+def test_ctrl_c_and_locales_without_a_character(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    def work() -> int:
+        print("\u2588")
+        raise KeyboardInterrupt
+
+    out = io.TextIOWrapper(raw := io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", out)
+    assert environment.run_program("run", work) == 130
+    out.flush()
+    assert raw.getvalue() == b"?\n" and capsys.readouterr().err == "run: interrupted\n"
+
+
+def test_files_that_cannot_be_written_are_told_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    environment.check_folder("--json", tmp_path / "new.json")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # as of a file system that is read-only
+    with pytest.raises(ValueError, match=r"--json: .*new\.json cannot be written"):
+        environment.check_folder("--json", tmp_path / "new.json")
+
+
+def test_a_results_file_is_written_whole_or_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    environment.write_json(file := tmp_path / "a.json", {"a": [1]})
+    before = file.read_bytes()
+
+    def full(*given: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match=r"No space left on device: '.*a\.json'"):
+        environment.write_json(file, {"a": [2]})
+    assert file.read_bytes() == before and list(tmp_path.iterdir()) == [file]
+
+
+def test_sigterm_leaves_nothing_of_the_demo(tmp_path: Path) -> None:
+    begun = subprocess.Popen(
+        [sys.executable, "-m", "moe_runtime.launch.demo"], env=os.environ | {"TMPDIR": str(tmp_path)}, stdout=-3
+    )
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob("moe_runtime-demo-*/checkpoint")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    begun.terminate()
+    assert begun.wait(60) == 143 and not list(tmp_path.glob("moe_runtime-demo-*"))
 
 
 def test_unknown_keys_and_sizes_that_do_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -87,6 +87,7 @@ def test_experts_that_no_placement_has(tmp_path: Path, capsys: pytest.CaptureFix
         ({"2": LOAD}, ["--ranks", "3", "--slots-per-rank", "2"], "--slots-per-rank: layer 2: expected 3 .. 8, got 2"),
         (LOAD, ["--present", "LOAD"], "--present: .*expected a placement, or one for each decoder layer"),
         (LOAD, ["--ranks", "2", "--to", "/nowhere/new.json"], "--to: no folder"),
+        (LOAD, ["--ranks", "2", "--to", "LOAD"], "--to: expected another file than LOAD"),
     ],
 )
 def test_mistakes_are_named(

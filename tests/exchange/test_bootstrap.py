@@ -26,6 +26,7 @@ from moe_runtime.comm.rank_group import RankGroup
 from moe_runtime.comm.transport import choose_transport
 from moe_runtime.config import ParallelConfig
 from moe_runtime.context.expert_parallel import ExpertParallelContext
+from moe_runtime.resilience.newcomer import newcomers_group
 from tests.support.pool import WITHOUT_ONE_S, run_once
 from tests.unit.test_readme import FENCE, README
 
@@ -77,6 +78,18 @@ def test_environment_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "99")
     with pytest.raises(ValueError, match="local rank 99 has no GPU"):
         init_from_env("cuda")
+    monkeypatch.setenv("LOCAL_RANK", "x")
+    with pytest.raises(ValueError, match=r"LOCAL_RANK of the environment: expected .*'x'"):
+        init_from_env("cpu")
+
+
+def test_a_newcomer_hosts_no_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for name, value in {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port)}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    with pytest.raises(ValueError, match="store: expected one in which ranks with on_failure='continue' have met"):
+        newcomers_group(None, None, 5.0)
 
 
 def test_without_torchrun_the_current_gpu_stays(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from moe_runtime.checkpoints.families import layer_config
 from moe_runtime.checkpoints.family_table import DEFAULT, FAMILIES, MTP_KEYS, NUM_EXPERTS_KEYS, text_config
 from moe_runtime.config import ActivationConfig, MoELayerConfig, load_config
 from moe_runtime.context.expert_parallel import ExpertParallelContext
+from moe_runtime.launch.common.cases import expert_source
 from moe_runtime.launch.common.qwen3_checkpoint import write_qwen3_moe_checkpoint
 from moe_runtime.layer import MoELayer
 from tests.support.programs import ROOT, without_interpreter
@@ -454,6 +455,7 @@ def test_a_caller_can_say_that_a_key_has_no_influence(tmp_path: Path, caplog: py
     assert run.checkpoint is not None and run.checkpoint.ignore_keys == tuple(keys)
     with ExpertParallelContext(device="cpu") as context:
         MoELayer.from_run_config(run, context)
+    expert_source(run, torch.device("cpu"))(0)
 
 
 @pytest.mark.parametrize("keys", ["router_new", 5, [3], None, {"router_new": 1}])

@@ -296,6 +296,8 @@ def test_wrong_use_is_named(source: Path, tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
     for path in (file, file / "below"):
+        with pytest.raises(ValueError, match="target: expected a path"):
+            convert_checkpoint(source, "", "nvfp4")
         with pytest.raises(ValueError, match=rf"target: expected a folder, {path} (is|lies below) a file"):
             convert_checkpoint(source, path, "nvfp4")
     convert_checkpoint(source, target, "mxfp8")

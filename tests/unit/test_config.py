@@ -257,6 +257,9 @@ seed: 7
         ("- 1\n", "expected a mapping"),
         ("", "expected a mapping .*NoneType"),
         ("layer: !!python/object/apply:os.getcwd []\n", "not valid YAML"),
+        ('seed: !!int "-"\n', "not valid YAML"),
+        ('seed: !!bool "x"\n', "not valid YAML"),
+        ('seed: !!timestamp "x"\n', "not valid YAML"),
     ],
 )
 def test_bad_yaml_names_the_file(tmp_path: Path, text: str, message: str) -> None:

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from moe_runtime import ops
 from moe_runtime.checkpoints.calibration import calibrate
 from moe_runtime.config import MoELayerConfig
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.dispatcher.gradients import DifferentiableDispatcher
+from moe_runtime.integrations.shared_tokens import run_in_steps
 from moe_runtime.kernels.formats.number_formats import FORMATS, WEIGHT_FORMATS
 from moe_runtime.kernels.gemm.weights import ExpertWeights
 from moe_runtime.launch.common.qwen3_checkpoint import write_qwen3_moe_checkpoint
@@ -143,7 +145,25 @@ def test_autocast_changes_no_bit(dtype: torch.dtype, device: torch.device) -> No
         assert_same_bits(layer(x), y)
         for found, expected in zip(layer.router(x), (idx, weights), strict=True):
             assert_same_bits(found, expected)
+        in_two_steps = run_in_steps(layer, x, *(t.clone() for t in (idx, weights)), steps=2)
+        quants, scales = ops.quantize_nvfp4(x, 2.0)
     assert_same_bits(layer(x), y, "afterwards")
+    assert_same_bits(in_two_steps, run_in_steps(layer, x, idx, weights, steps=2))
+    for found, expected in zip((quants, scales), ops.quantize_nvfp4(x, 2.0), strict=True):
+        assert_same_bits(found, expected)
+
+
+def test_an_operation_of_mxfp8_is_compiled(rng: torch.Generator, device: torch.device) -> None:
+    x, w = torch.randn(24, 256, generator=rng).to(device), torch.randn(2, 64, 256, generator=rng).to(device)
+    ends = torch.tensor([0, 8, 24], dtype=torch.int32, device=device)
+    (a, a_scales), (b, b_scales) = ops.quantize_mxfp8(x), ops.quantize_mxfp8(w)
+    packed = ops.pack_ue8m0_rows(a_scales, ends), ops.pack_ue8m0_weights(b_scales)
+
+    def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return ops.moe_gemm_mxfp8_nt_groupwise(a, b, *packed, ends, (1, 1, 32))
+
+    assert_same_bits(torch.compile(product, backend="aot_eager")(a, b), product(a, b))
+    torch.compiler.reset()
 
 
 def test_a_layer_made_in_inference_mode_is_loaded_outside_of_it(device: torch.device) -> None:
