@@ -101,14 +101,15 @@ def dispatch_send(
 ) -> None:
     """See `interface.ExchangeBackend`."""
     sender = _senders(context, geometry, topk_idx_TK.dtype == torch.int64, gsf is not None, buffers is not None)
-    tokens = x_TH, topk_idx_TK, topk_weights_TK, gsf
     changing: dict[str, Argument] = {"starts": starts, "handle_epoch": handle_epoch, "num_parts": num_parts_T}
     if sender.own_rows is not None:
         assert buffers is not None and buffers.scratch is not None
+        x_TH = aligned(x_TH)  # a copy behind `place_own_rows` would not be awaited
         scratch, num_tokens = Address(buffers.scratch.data_ptr() + sender.places_at), topk_idx_TK.shape[0]
         arguments = {"topk_idx": topk_idx_TK, "num_tokens": num_tokens, "starts": starts, "scratch": scratch}
         sender.own_rows.launch(arguments, num_tokens)
         changing |= {"scratch": scratch, "rows": buffers.rows, "scales": buffers.scales}
+    tokens = x_TH, topk_idx_TK, topk_weights_TK, gsf
     send_records(sender.dispatch_send, count_tag, tokens, changing, timeout_ns)
 
 
@@ -439,8 +440,8 @@ def combine_send(
     received: torch.Tensor | None = None,
 ) -> None:
     """See `interface.ExchangeBackend`."""
-    output_RH = aligned(output_RH)
-    is_bf16 = output_RH.dtype == torch.bfloat16
+    rows, output_RH = output_RH, aligned(output_RH)
+    is_bf16, is_copy = output_RH.dtype == torch.bfloat16, await_ns is not None and output_RH is not rows
     arguments: dict[str, Argument] = {
         "output": output_RH,
         "row_bytes": output_RH.stride(0) * output_RH.element_size(),
@@ -450,13 +451,14 @@ def combine_send(
     }
     if await_ns is not None:
         arguments |= {"count_tag": count_tag, "timeout_ns": await_ns, "received": received}
-    _combine_sender(context, geometry, is_bf16, await_ns is not None).launch(arguments)
+    _combine_sender(context, geometry, is_bf16, await_ns is not None, is_copy).launch(arguments)
 
 
 @kept_by_memory
 def _combine_sender(
-    context: ExchangeMemory, geometry: ExchangeGeometry, output_bf16: bool, await_tokens: bool
+    context: ExchangeMemory, geometry: ExchangeGeometry, output_bf16: bool, await_tokens: bool, is_copy: bool
 ) -> BoundKernel:
+    """`is_copy`: the rows are written by the kernel before this one, not before the routing was sent."""
     plan = required_plan(geometry)
     bound: dict[str, Argument] = {
         "rank": geometry.rank,
@@ -483,7 +485,7 @@ def _combine_sender(
         bound=bound,
         device=context.device,
         shared_bytes=plan.combine_shared_bytes[output_bf16],
-        early=plan.overlaps and not (await_tokens and _flags_are_unordered(geometry)),
+        early=plan.overlaps and not (await_tokens and (is_copy or _flags_are_unordered(geometry))),
     )
 
 

@@ -20,6 +20,8 @@ struct RowLayout {
   __device__ __forceinline__ void write_counts(const Places& places, bool good, int num_local, int num_slots,
                                                int max_tokens) const {
     places.write_offsets(group_offsets, group_scale_offsets, good, num_local);
+    // The kernel before may be one that adds to the same statistics, or the caller's that sets them.
+    if (statistics != nullptr) asm volatile("griddepcontrol.wait;" ::: "memory");
     for (int e = threadIdx.x; e < num_local; e += THREADS) {
       counts[e] = good ? places.totals[e] : 0;
       if (good && statistics != nullptr) statistics[e] += places.totals[e];

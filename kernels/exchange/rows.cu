@@ -14,8 +14,8 @@
 // With OWN_TOO, for rows that are copied to several places afterwards, this rank's own records land here, too, and rows
 // stay where they landed: `row_index` says where.
 //
-// Flags are the complement of the epoch, which no other kernel takes for its own. Peers learn of the epoch and of its
-// end by the same words as in dispatch_send.cu.
+// Flags are the epoch with its sign bit inverted, which no other kernel takes for its own. Peers learn of the epoch and
+// of its end by the same words as in dispatch_send.cu.
 //
 // Macros: those of row_stages.cuh with TURN_BIT and COUNT_BITS, TOKEN_BYTES, SCALES (fp32 ones of a token), K (its
 // expert ids and weights), OWN_TOO, words of SignalLayout, DISPATCH_SEND and DISPATCH_RECV (Phase).
@@ -28,6 +28,11 @@ static_assert(TOKEN_BYTES % 16 == 0, "TOKEN_BYTES: copies are of 16 bytes");
 static_assert(RECORD_BYTES >= SOURCE_AT + 4, "RECORD_BYTES: too few for what travels");
 static_assert(K <= 32, "K: a lane has an expert of a token");
 static_assert(WARPS >= 1 && WARPS <= 31, "WARPS: one more has no row");
+
+// It is even where the epoch is, unlike what the flags of the epoch's half are before anybody has written them.
+__device__ __forceinline__ int landed_flag(int epoch) {
+  return static_cast<int>(static_cast<u32>(epoch) ^ 0x80000000u);
+}
 
 // What the caller brings of each token besides itself; strides are of elements. `weights` may be null.
 struct Fields {
@@ -103,7 +108,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS + 32, 1)
     else if (blockIdx.x == 0 && warp == 0 && lane < WORLD)
       store_relaxed(words_of_lane + half * WORLD + rank + TOKEN_COUNT,
                     min(num_tokens, max_tokens) + tag_of(count_tag, epoch));
-    Flags flags{flags_of_lane, ~epoch};
+    Flags flags{flags_of_lane, landed_flag(epoch)};
     while (token < num_tokens) {
       int then = token + stride, slot_then;
       advance(then, slot_then);
@@ -199,11 +204,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
   auto record_of = [&](const Row& row) { return records + static_cast<long long>(row.slot) * RECORD_BYTES; };
   // Whether it can be read: of a record of a peer, whether it has landed.
   auto has_landed = [&](const Row& row) {
-    return row.slot < 0 || __any_sync(ALL, lane == 0 && load_acquire(flags + row.slot) == ~epoch);
+    return row.slot < 0 || __any_sync(ALL, lane == 0 && load_acquire(flags + row.slot) == landed_flag(epoch));
   };
   auto await_landed = [&](const Row& row) {
     if (has_landed(row)) return true;
-    auto behind = [&] { return lane == row.source && load_acquire(flags + row.slot) != ~epoch; };
+    auto behind = [&] { return lane == row.source && load_acquire(flags + row.slot) != landed_flag(epoch); };
     failed = await_while(x, own, behind, DISPATCH_RECV, epoch);
     return !failed;
   };

@@ -259,8 +259,8 @@ __device__ __forceinline__ void load_tiles(const Block& block, const Sources& fr
     };
     for (int kb = 0; kb < k_blocks; ++kb, next_stage()) {
       u32 a = block.ring + stage * STAGE_BYTES, b = a + A_BYTES, ready = block.full + 8 * stage;
-      // Warps that do nothing but expand have no part in stages of the other warpgroup. These may be full and free again
-      // before a lane looks, which would then wait for a phase that does not come.
+      // Warps that do nothing but expand have no part in stages of the other warpgroup. These may be full and free
+      // again before a lane looks, which would then wait for a phase that does not come.
       if (TALL && !THREADS_COPY && kb % 2 == 1 && block.warp != MATH_WARPS) continue;
       barrier_wait(block.empty + 8 * stage, ~phase >> stage & 1);
       __syncwarp();  // a late lane would wait for the following round

@@ -121,8 +121,10 @@ class DispatchedRows:
         columns = torch.zeros(shape, dtype=torch.float32, device=values.device)
         for third, part in enumerate(bf16_parts(values)):
             columns.scatter_(1, (entry_of + third * top_k)[:, None], part[:, None])
+        # Before the routing is sent: `combine_send` may begin as soon as all kernels before that have ended.
+        rows = columns.to(torch.bfloat16)
         handle = self._entries.send_routing(self._topk_idx, self._ones, positions, values.numel())
-        sums = self._entries.combine(columns.to(torch.bfloat16), handle)
+        sums = self._entries.combine(rows, handle)
         return sums[:, : 3 * top_k].float().unflatten(1, (3, top_k)).sum(dim=1)
 
     def _row_weights(self, arrived: DispatchedTokens) -> torch.Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import pytest
@@ -16,6 +16,7 @@ import torch
 
 from moe_runtime.comm.errors import RoutingError, StepMismatchError
 from moe_runtime.comm.signals import NUM_COUNTERS
+from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.dispatcher.handle import DispatchedTokens
 from moe_runtime.kernels.exchange import geometry, plan, reference
 from tests.emulator import MOST_SCHEDULES, Emulator, needs_emulator
@@ -122,10 +123,10 @@ def random_outputs(ranks: Ranks, seed: int) -> list[torch.Tensor]:
     return [torch.randn(shape, generator=generator).bfloat16() for _ in ranks.contexts]
 
 
-def begin_at(ranks: Ranks, epoch: int) -> None:
+def begin_at(contexts: Sequence[ExpertParallelContext], epoch: int) -> None:
     """As after `epoch` steps, the last of which were of layers that combine no tokens in parts."""
-    world, layout = len(ranks.contexts), ranks.contexts[0].signals_layout
-    for context in ranks.contexts:
+    world, layout = len(contexts), contexts[0].signals_layout
+    for context in contexts:
         context.epoch.fill_(epoch)
         context.signals[layout.ready : layout.ready + world] = epoch
         for half in (0, 1):
@@ -148,7 +149,7 @@ def run_random_steps(
     # After the last of these, words that nobody has written seem to be of an epoch to come.
     epoch = draw.choice((0, -2, 2**31 - 3, 1 - 2**31)) if epoch is None else epoch
     for ranks in (references, kernels) if epoch else ():
-        begin_at(ranks, epoch)
+        begin_at(ranks.contexts, epoch)
     steps, outputs = random_steps(draw, settings, 3), random_outputs(references, seed)
     if combined is not None:
         steps = [step._replace(combined=combined) for step in steps]

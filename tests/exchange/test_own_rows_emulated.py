@@ -118,7 +118,7 @@ def run_random_steps(draw_sizes: Draw, emulator: Emulator, seed: int, epoch: int
     references, kernels = ranks_of(settings, "torch"), ranks_of(settings, HOPPER)
     epoch = draw.choice((0, -2, 2**31 - 3, 1 - 2**31)) if epoch is None else epoch
     for ranks in (references, kernels) if epoch else ():
-        begin_at(ranks, epoch)
+        begin_at(ranks.contexts, epoch)
     steps, outputs = random_steps(draw, settings, 4), random_outputs(references, seed)
     found = all_at_once(kernels, steps, outputs, emulator)
     assert_same_results(found, one_after_the_other(references, steps, outputs))

@@ -14,6 +14,7 @@ from moe_runtime.kernels.exchange import cuda, plan
 from moe_runtime.kernels.exchange.padded_rows import PaddedRows, PaddedScales
 from moe_runtime.kernels.formats.quantize import quantize_rows
 from moe_runtime.virtual import virtual_contexts
+from tests.emulator import Emulator, planted
 from tests.support.comparison import assert_same_bits
 from tests.support.exchange_data import RankInput, expected_combine, expected_groups, rank_input, repeated_ids
 from tests.support.token_parts import forget_plans
@@ -111,6 +112,34 @@ def padded_of(own: TokenDispatcher) -> PaddedRows:
         kind=kinds[fmt.name],
         num_scales=fmt.scale_columns(HIDDEN),
     )
+
+
+SLOWLY = """{
+  const int before = statistics[e];
+  for (int look = 0; look < 1000; ++look) (void)load_relaxed(statistics + e);
+  statistics[e] = before + places.totals[e];
+}"""
+
+
+@pytest.mark.cpu_only
+@needs_hopper
+def test_statistics_of_two_steps_are_added_one_after_the_other(emulator: Emulator, seed: int) -> None:
+    """Both are received when both are sent; the kernel of one may begin while that of the other runs."""
+    emulator.edit = planted("statistics[e] += places.totals[e];", SLOWLY, only_in="statistics")
+    for turn in range(3):
+        ranks = padded_ranks(2, torch.device("cpu"), HOPPER, token_format="bf16")
+        steps = [inputs_of(seed + 2 * turn + step, 2) for step in range(2)]
+        statistics, outs = [], []
+        with emulator.together() as choose:
+            for rank, own in enumerate(ranks.dispatchers):
+                choose(rank)
+                handles = [own.dispatch_send(i[rank].x, i[rank].topk_idx, i[rank].topk_weights) for i in steps]
+                statistics.append(torch.zeros(own.geometry.num_local_experts, dtype=torch.int32))
+                outs.append([padded_of(own) for _ in handles])
+                for handle, out in zip(handles, outs[-1], strict=True):
+                    own.dispatch_recv_padded(handle, out, statistics=statistics[-1])
+        for found, (first, second) in zip(statistics, outs, strict=True):
+            assert torch.equal(found, first.counts + second.counts)
 
 
 @in_every_way

@@ -21,6 +21,7 @@ from moe_runtime.deep_ep.normal_handle import Form, Received, TokenLayout, Token
 from moe_runtime.kernels.exchange import row_sums, rows
 from moe_runtime.kernels.exchange.layout import dispatch_layout
 from tests.emulator import MOST_SCHEDULES, Emulator, needs_emulator
+from tests.exchange.test_chunked_exchange_emulated import begin_at
 from tests.support.comparison import assert_same_bits
 from tests.support.virtual_exchange import emulator, poisoned_memory
 
@@ -93,13 +94,15 @@ def case_of(seed: int, rank: int, count: int, world: int, hidden: int, fp8: bool
     return Case(x, strided(ids, draw), strided(weights, draw))
 
 
-def exchanges(world: int, hidden: int, room: int, num_sms: int | None = None) -> list[NormalExchange]:
+def exchanges(
+    world: int, hidden: int, room: int, num_sms: int | None = None, fresh: bool = False
+) -> list[NormalExchange]:
     heaps = PrivateHeap.group(world, CPU)
     contexts = [ExpertParallelContext(heap=heap, timeout_s=5, startup_timeout_s=6) for heap in heaps]
     found = [NormalExchange(context, hidden, room, direct=True) for context in contexts]
     for exchange, heap in zip(found, heaps, strict=True):
         exchange.num_sms = num_sms
-        for region in ("token_flags", "landing"):
+        for region in () if fresh else ("token_flags", "landing"):
             heap.tensor(region).fill_(0xCD)
     return found
 
@@ -227,6 +230,18 @@ def test_rows_before_their_number_take_no_more_room_than_could_come(
             check(got[rank], cases, rank)
         scarce = counts[0] == room
     assert max(asked) <= world * room * 9 // 8 + 1 and len(refused) == world
+
+
+@pytest.mark.parametrize("epoch", [-2, ~0x01010101 - 1])
+def test_flags_that_nobody_has_written_stand_for_no_row(epoch: int, emulator: Emulator, seed: int) -> None:
+    """Such flags are 0 in the half of odd epochs and 0x01010101 in the other."""
+    for turn in range(4):
+        ranks = exchanges(2, 128, 12, fresh=True)
+        begin_at([exchange.context for exchange in ranks], epoch)
+        cases = [case_of(seed + turn, r, 12, 2, 128, False) for r in range(2)]
+        got = start_all(ranks, cases, emulator, lambda e, c: started(e, c, worst=27).finish())
+        for rank in range(2):
+            check(got[rank], cases, rank, 27)
 
 
 @pytest.mark.parametrize("world", [1, 2])
