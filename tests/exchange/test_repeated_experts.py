@@ -26,6 +26,7 @@ from tests.support.virtual_exchange import (
     emulator,
     needs_hopper,
     poisoned_memory,
+    pretend_sms,
 )
 from tests.support.waiting import synchronize
 
@@ -123,10 +124,13 @@ SLOWLY = """{
 
 @pytest.mark.cpu_only
 @needs_hopper
-def test_statistics_of_two_steps_are_added_one_after_the_other(emulator: Emulator, seed: int) -> None:
+def test_statistics_of_two_steps_are_added_one_after_the_other(
+    emulator: Emulator, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Both are received when both are sent; the kernel of one may begin while that of the other runs."""
     emulator.edit = planted("statistics[e] += places.totals[e];", SLOWLY, only_in="statistics")
-    for turn in range(3):
+    pretend_sms(monkeypatch, 1)
+    for turn in range(6):
         ranks = padded_ranks(2, torch.device("cpu"), HOPPER, token_format="bf16")
         steps = [inputs_of(seed + 2 * turn + step, 2) for step in range(2)]
         statistics, outs = [], []

@@ -235,7 +235,7 @@ def test_rows_before_their_number_take_no_more_room_than_could_come(
 @pytest.mark.parametrize("epoch", [-2, ~0x01010101 - 1])
 def test_flags_that_nobody_has_written_stand_for_no_row(epoch: int, emulator: Emulator, seed: int) -> None:
     """Such flags are 0 in the half of odd epochs and 0x01010101 in the other."""
-    for turn in range(4):
+    for turn in range(8):
         ranks = exchanges(2, 128, 12, fresh=True)
         begin_at([exchange.context for exchange in ranks], epoch)
         cases = [case_of(seed + turn, r, 12, 2, 128, False) for r in range(2)]
