@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from moe_runtime.comm.errors import (
+    NO_REASON,
     REFUSED_ID,
     CapacityError,
     ErrorCode,
@@ -62,7 +63,7 @@ def describe_failure(
     if code == ErrorCode.STALE_HANDLE:
         return StaleHandleError(f"{where}: its handle was used after the second next dispatch", about, step)
     if code == ErrorCode.ABORTED:
-        return PeerAbortedError(f"{where}: rank {about} gave up: {reason or 'no reason given'}", about, step)
+        return PeerAbortedError(f"{where}: rank {about} gave up: {reason or NO_REASON}", about, step)
     return MoERuntimeError(f"{where}: unknown error code {code} about rank {about}, {details}", about, step)
 
 

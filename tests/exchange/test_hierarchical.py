@@ -196,7 +196,7 @@ def test_a_mistake_of_one_rank_is_told_on_every_host(how: str, parts: int, get_p
         if how in ("argument", "late reason", "elsewhere") and rank == 3:
             assert said.startswith("ValueError: topk_idx")
             continue
-        assert text in said, (rank, said)
+        assert text in said and said.count("gave up") <= 1, (rank, said)
         assert said.startswith(kind.__name__), (rank, said)
     if how == "id":
         assert all("of rank 3 is out of range" in said for said in texts)
