@@ -36,6 +36,9 @@ class Phase(IntEnum):
 REFUSED_ID = 1 << 30
 """Added to an expert id that a placement refuses, so that dispatch refuses it too; messages subtract it again."""
 
+NO_REASON = "no reason given"
+"""In the message of a `PeerAbortedError`, in place of one."""
+
 
 class MoERuntimeError(RuntimeError):
     """Base of errors between ranks. `rank` is the rank that it happened on, or that is missing."""
@@ -98,3 +101,13 @@ def reason_of(error: BaseException) -> str:
     ('x: expected a tensor', "KeyError: 'w1'")
     """
     return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+
+
+def reason_given(error: PeerAbortedError) -> str:
+    """Why the rank of `error` gave up; empty where the message does not say.
+
+    >>> reason_given(PeerAbortedError("close: rank 1 gave up: x: expected a tensor", 1))
+    'x: expected a tensor'
+    """
+    reason = str(error).partition(f"rank {error.rank} gave up: ")[2]
+    return "" if reason == NO_REASON else reason

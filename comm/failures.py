@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from moe_runtime.comm.errors import (
+    NO_REASON,
     REFUSED_ID,
     CapacityError,
     ErrorCode,
@@ -35,7 +36,7 @@ def describe_failure(
 
     `details` are, by code: ROUTING (expert id, `REFUSED_ID` more if a placement refused it; token), CAPACITY (rows
     arrived or, of dispatch_send, tokens for one host; capacity), TIMEOUT (limit in ms, -), MISMATCH (number of its
-    exchange, and of that of rank `origin`).
+    exchange, and of that of rank `origin`; -1 where these are not known).
     """
     step = Phase(phase) if phase in list(Phase) else Phase.HOST
     where = f"rank {origin}, {step.name.lower()} of epoch {epoch}"
@@ -54,15 +55,15 @@ def describe_failure(
     if code == ErrorCode.TIMEOUT:
         return PeerTimeoutError(f"{where}: rank {about} did not answer within {details[0] / 1000:g} s", about, step)
     if code == ErrorCode.MISMATCH:
-        text = (
-            f"rank {about} was in exchange {details[0]} of the context, rank {origin} in {details[1]}: all ranks have "
-            "to call the same layers in the same order, with equal max_tokens"
-        )
+        text = f"rank {about} was in exchange {details[0]} of the context, rank {origin} in {details[1]}"
+        if details[0] < 0:
+            text = f"rank {about} was in another exchange, or another part of one, than rank {origin}"
+        text += ": all ranks have to call the same layers in the same order, with equal max_tokens"
         return StepMismatchError(f"{where}: {text}", about, step)
     if code == ErrorCode.STALE_HANDLE:
         return StaleHandleError(f"{where}: its handle was used after the second next dispatch", about, step)
     if code == ErrorCode.ABORTED:
-        return PeerAbortedError(f"{where}: rank {about} gave up: {reason or 'no reason given'}", about, step)
+        return PeerAbortedError(f"{where}: rank {about} gave up: {reason or NO_REASON}", about, step)
     return MoERuntimeError(f"{where}: unknown error code {code} about rank {about}, {details}", about, step)
 
 

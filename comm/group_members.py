@@ -19,7 +19,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from moe_runtime.comm import messages
-from moe_runtime.comm.errors import MoERuntimeError, PeerAbortedError, PeerTimeoutError, Phase, StoreLostError
+from moe_runtime.comm.errors import (
+    MoERuntimeError,
+    PeerAbortedError,
+    PeerTimeoutError,
+    Phase,
+    StoreLostError,
+    reason_given,
+)
 from moe_runtime.comm.messages import integer, row, text
 from moe_runtime.comm.store_calls import StoreCalls, StoreSilentError, calls_of
 from moe_runtime.support.arguments import check_seconds
@@ -187,7 +194,8 @@ class GroupMembers:
     def leave(self, reason: str, error: BaseException | None = None) -> None:
         """Make the peers' next `gather`, or the one they wait in, raise `PeerAbortedError` with `reason`.
 
-        If `error` says that a rank is gone, all others raise a `PeerTimeoutError` that names it.
+        If `error` says that a rank is gone, all others raise a `PeerTimeoutError` that names it. If it says that
+        another rank gave up, the note that all look for has that rank's reason.
         Waits for nobody. But where this process hosts the store, it gives peers `FAREWELL_S` to read it there.
         """
         if self._whole is not self:
@@ -199,9 +207,12 @@ class GroupMembers:
         reason, cause = str(reason)[: messages.MAX_REASON], self.rank
         if isinstance(error, (PeerTimeoutError, StoreLostError)) and 0 <= error.rank < self.world_size:
             cause = error.rank
+        first = [self.rank, reason, cause]
+        if isinstance(error, PeerAbortedError) and 0 <= error.rank < self.world_size and (given := reason_given(error)):
+            first = [error.rank, given[: messages.MAX_REASON], error.rank]
         # If the store is gone, no peer can read it.
         with contextlib.suppress(MoERuntimeError):
-            note = messages.answer("leave", [self.rank, reason, cause])
+            note = messages.answer("leave", first)
             # First, for those who look for it when they see the answer. The first rank's note stays: others follow it.
             self._ask("leave", lambda: self._store.check([self._left_key]) or self._store.set(self._left_key, note))
             self._answer("leave", messages.farewell(reason, cause))

@@ -12,13 +12,14 @@ import time
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from moe_runtime.comm.errors import MoERuntimeError, PeerTimeoutError, Phase
+from moe_runtime.comm.errors import MoERuntimeError, PeerAbortedError, PeerTimeoutError, Phase, StepMismatchError
 from moe_runtime.comm.host_watch import HostWatch
 from moe_runtime.comm.hosts import Hosts
 from moe_runtime.comm.rank_group import ROLL_CALL_S, RankGroup
@@ -30,6 +31,8 @@ GRAPHS_SINCE = (2, 30, 4)
 _LEFT: list[Any] = []
 """Exchanges under way of ranks that have failed, with their groups: destroying a group waits for them."""
 
+_HEADER_BYTES = 32
+"""Before each chunk over gloo, int64: phase, part, bytes of the chunk, and whether it is of a rank that has failed."""
 
 Chunks = Sequence[torch.Tensor]
 
@@ -43,8 +46,8 @@ class Exchange(Protocol):
     def wait(self) -> None:
         """Make what follows see the chunks that came: on a GPU on the current stream, without waiting for the host.
 
-        Raises `PeerTimeoutError` naming the rank and the host that did not take part, where the link's waits are
-        bounded.
+        Where the link's waits are bounded, raises `PeerTimeoutError` naming the rank and the host that did not take
+        part, and `StepMismatchError` or `PeerAbortedError` naming those that sent another chunk than this rank awaits.
         """
 
 
@@ -65,6 +68,10 @@ class HostLink(ABC):
     graph_safe: bool
     bounded_waits: bool
     suspects: Suspects | None = None
+
+    def make_room(self, num_bytes: int) -> None:
+        """Let any chunk have up to `num_bytes`. All ranks say so of each of their layers, before they send a chunk."""
+        return
 
     @abstractmethod
     def start(self, outgoing: Chunks, incoming: Chunks, phase: Phase, part: int, limit_s: float) -> Exchange:
@@ -100,6 +107,45 @@ class HostLink(ABC):
         """Free what the link holds. Nothing is under way, unless this rank has `failed`."""
 
 
+def _check_chunk(hosts: Hosts, host: int, awaited: tuple[Phase, int, int], sent: tuple[int, int, int, int]) -> None:
+    """Raise where the chunk that `host` has `sent` is not the one that this rank has `awaited`.
+
+    Args:
+        hosts: of this rank.
+        awaited: phase, part and bytes.
+        sent: likewise, and whether its rank has failed.
+    """
+    if sent[:3] == awaited:
+        return
+    phase, rank = awaited[0], hosts.rank_on(host)
+    who = f"rank {hosts.rank}, {phase.name.lower()}: rank {rank} (host {host})"
+    if sent[3]:
+        raise PeerAbortedError(f"{who} gave up", rank, phase)
+    here, there = (f"{Phase(of).name.lower()}, part {part} of {size} bytes" for of, part, size in (awaited, sent[:3]))
+    raise StepMismatchError(
+        f"{who} was at {there}, this rank at {here}: all ranks have to call the same layers in the same order, with "
+        "equal max_tokens",
+        rank,
+        phase,
+    )
+
+
+@dataclass
+class _Posted:
+    """The chunks of one exchange of a virtual rank.
+
+    Attributes:
+        unread: hosts that have not read theirs.
+        failed: whether the rank has failed.
+    """
+
+    chunks: Chunks
+    phase: Phase
+    part: int
+    unread: set[int]
+    failed: bool
+
+
 class PrivateLink(HostLink):
     """A rail of virtual ranks in one process: all of them start an exchange before any waits for it."""
 
@@ -110,7 +156,8 @@ class PrivateLink(HostLink):
     def __init__(self, hosts: Hosts, rail: list[PrivateLink]) -> None:
         self.hosts = hosts
         self._rail = rail
-        self._outgoing: dict[tuple[Phase, int], Chunks] = {}
+        self._exchanges = 0
+        self._outgoing: dict[int, _Posted] = {}
 
     @classmethod
     def rails(cls, num_hosts: int, ranks_per_host: int) -> list[PrivateLink]:
@@ -125,31 +172,61 @@ class PrivateLink(HostLink):
         return links
 
     def start(self, outgoing: Chunks, incoming: Chunks, phase: Phase, part: int, limit_s: float) -> Exchange:
-        self._outgoing[phase, part] = outgoing
-        return _PrivateExchange(self, incoming, (phase, part))
+        return _PrivateExchange(self, incoming, phase, part, self._send(outgoing, phase, part, failed=False))
 
     def post(self, outgoing: Chunks, incoming: Chunks, phase: Phase, part: int, limit_s: float) -> None:
-        self._outgoing[phase, part] = outgoing
+        self._send(outgoing, phase, part, failed=True)
 
     def close(self, *, failed: bool) -> None:
         self._outgoing.clear()
 
+    def _send(self, outgoing: Chunks, phase: Phase, part: int, *, failed: bool) -> int:
+        """The number of the exchange."""
+        self._exchanges += 1
+        unread = set(range(self.hosts.num_hosts)) - {self.hosts.host}
+        self._outgoing[self._exchanges] = _Posted(outgoing, phase, part, unread, failed)
+        return self._exchanges
+
+    def _read(self, number: int, host: int) -> _Posted | None:
+        """What this rank has for `host` in an exchange, once; None where it has not come to it."""
+        posted = self._outgoing.get(number)
+        if posted is not None:
+            posted.unread.discard(host)
+            if not posted.unread:
+                del self._outgoing[number]
+        return posted
+
 
 class _PrivateExchange:
-    def __init__(self, link: PrivateLink, incoming: Chunks, key: tuple[Phase, int]) -> None:
-        self._link, self._incoming, self._key = link, incoming, key
+    def __init__(self, link: PrivateLink, incoming: Chunks, phase: Phase, part: int, number: int) -> None:
+        self._link, self._incoming = link, incoming
+        self._phase, self._part, self._number = phase, part, number
 
     def ended(self) -> bool:
         return True
 
     def wait(self) -> None:
+        hosts, phase = self._link.hosts, self._phase
         for host, peer in enumerate(self._link._rail):
-            if peer is not self._link:
-                self._incoming[host].copy_(peer._outgoing[self._key][self._link.hosts.host])
+            if peer is self._link:
+                continue
+            posted, incoming = peer._read(self._number, hosts.host), self._incoming[host]
+            if posted is None:
+                rank = hosts.rank_on(host)
+                who = f"rank {hosts.rank}, {phase.name.lower()}: rank {rank} (host {host})"
+                text = f"{who} did not take part: all virtual ranks start an exchange before one waits for it"
+                raise PeerTimeoutError(text, rank, phase)
+            came = posted.chunks[hosts.host]
+            sent = posted.phase, posted.part, came.numel(), posted.failed
+            _check_chunk(hosts, host, (phase, self._part, incoming.numel()), sent)
+            incoming.copy_(came)
 
 
 class GlooLink(HostLink):
     """Over gloo, for CPUs: `wait` waits on the host, at most as long as the step may take. Its making is collective.
+
+    A header says what a chunk is. There is always room for the largest chunk of any layer, since gloo ends the process
+    where more comes than is awaited.
 
     Args:
         hosts: the ranks of each host.
@@ -169,18 +246,34 @@ class GlooLink(HostLink):
         self._others = [host for host in range(hosts.num_hosts) if host != hosts.host]
         self._key = self.rail.new_name("GlooLink")
         self._gloo: Any = self.rail.connect("GlooLink", f"moe_runtime/{self._key}")
-        self._exchanges = 0
+        self._exchanges = self._room = 0
         self._under_way: list[_GlooExchange] = []
 
+    def make_room(self, num_bytes: int) -> None:
+        """See `HostLink`."""
+        self._room = max(self._room, num_bytes)
+
     def start(self, outgoing: Chunks, incoming: Chunks, phase: Phase, part: int, limit_s: float) -> Exchange:
+        return self._begin(outgoing, incoming, phase, part, limit_s, failed=False)
+
+    def _begin(
+        self, outgoing: Chunks, incoming: Chunks, phase: Phase, part: int, limit_s: float, *, failed: bool
+    ) -> _GlooExchange:
         self._exchanges += 1
-        out = torch.cat([outgoing[host] for host in self._others])
-        into = [incoming[host] for host in self._others]
-        came = out.new_empty(sum(place.numel() for place in into))
-        sent, received = (
-            [0 if host == self.hosts.host else chunk.numel() for host, chunk in enumerate(chunks)]
-            for chunks in (outgoing, incoming)
+        headers = torch.tensor(
+            [(phase, part, outgoing[host].numel(), failed) for host in self._others], dtype=torch.int64
         )
+        out = torch.cat(
+            [
+                piece
+                for host, header in zip(self._others, headers.view(torch.uint8), strict=True)
+                for piece in (header, outgoing[host])
+            ]
+        )
+        # Where less comes it is at the start.
+        rooms = [0 if host == self.hosts.host else self._room_for(chunk) for host, chunk in enumerate(incoming)]
+        came = out.new_empty(sum(rooms))
+        sent = [0 if host == self.hosts.host else _HEADER_BYTES + c.numel() for host, c in enumerate(outgoing)]
         options = dist.AllToAllOptions()
         options.asyncOp = True
         options.timeout = timedelta(seconds=max(limit_s, 0.001))
@@ -189,16 +282,17 @@ class GlooLink(HostLink):
         try:
             if self._gloo is None:
                 raise RuntimeError("an earlier exchange failed")
-            work = self._gloo.alltoall_base(came, out, received, sent, options)
+            work = self._gloo.alltoall_base(came, out, rooms, sent, options)
         except RuntimeError as error:
             raise self._failure(error, number, phase, begun, limit_s) from error
-        exchange = _GlooExchange(self, work, (out, came, into), number, phase, begun, limit_s)
+        data = out, came.split(rooms), incoming
+        exchange = _GlooExchange(self, work, data, number, (phase, part), begun, limit_s)
         self._under_way = [*(other for other in self._under_way if not other.ended()), exchange]
         return exchange
 
     def post(self, outgoing: Chunks, incoming: Chunks, phase: Phase, part: int, limit_s: float) -> None:
         with contextlib.suppress(MoERuntimeError):
-            _LEFT.append((self._gloo, self.start(outgoing, incoming, phase, part, limit_s)))
+            _LEFT.append((self._gloo, self._begin(outgoing, incoming, phase, part, limit_s, failed=True)))
 
     def leave(self) -> None:
         # Its connections close with the last reference, which ends at once what peers wait for in vain. That would wait
@@ -210,6 +304,11 @@ class GlooLink(HostLink):
 
     def close(self, *, failed: bool) -> None:
         self._gloo = None
+
+    def _room_for(self, chunk: torch.Tensor) -> int:
+        """Bytes for a chunk in place of `chunk`, and its header."""
+        num_bytes = _HEADER_BYTES + max(self._room, chunk.numel())
+        return -(-num_bytes // _HEADER_BYTES) * _HEADER_BYTES
 
     def _failure(self, error: RuntimeError, number: int, phase: Phase, begun: float, limit_s: float) -> MoERuntimeError:
         """Who did not take part in exchange `number`."""
@@ -239,13 +338,14 @@ class _GlooExchange:
         self,
         link: GlooLink,
         work: Any,
-        data: tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]],
+        data: tuple[torch.Tensor, Chunks, Chunks],
         number: int,
-        phase: Phase,
+        place: tuple[Phase, int],
         begun: float,
         limit_s: float,
     ) -> None:
-        self._link, self._work, self._data, self._number, self._phase = link, work, data, number, phase
+        self._link, self._work, self._data, self._number = link, work, data, number
+        self._phase, self._part = place
         self._begun, self._limit_s = begun, limit_s
 
     def ended(self) -> bool:
@@ -260,16 +360,24 @@ class _GlooExchange:
             raise self._link._failure(error, self._number, self._phase, self._begun, self._limit_s) from error
         # It holds the chunks.
         self._work = None
-        _, came, into = self._data
-        for chunk, place in zip(came.split([place.numel() for place in into]), into, strict=True):
-            place.copy_(chunk)
+        _, came, incoming = self._data
+        for host in self._link._others:
+            chunk, size = incoming[host], incoming[host].numel()
+            phase, part, num_bytes, failed = came[host][:_HEADER_BYTES].view(torch.int64).tolist()
+            awaited = self._phase, self._part, size
+            try:
+                _check_chunk(self._link.hosts, host, awaited, (phase, part, num_bytes, failed))
+            except PeerAbortedError as error:
+                raise self._link._all.who_left(self._phase.name.lower()) or error from None
+            chunk.copy_(came[host][_HEADER_BYTES : _HEADER_BYTES + size])
 
 
 class NcclLink(HostLink):
     """Over NCCL, for GPUs: nothing waits for the host. Constructing it is collective.
 
     A step waits for a host that is gone without end: NCCL has no limit of its own. `HostWatch` ends such a wait. Peers
-    hear by the store of a rank that leaves.
+    hear by the store of a rank that leaves. Chunks of other sizes than a rank awaits are not found: to compare sizes
+    first would wait for the host.
 
     Args:
         hosts: the ranks of each host.

@@ -17,15 +17,19 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from moe_runtime.comm.errors import MoERuntimeError, PeerTimeoutError, Phase
+from moe_runtime.comm.errors import MoERuntimeError, PeerTimeoutError, Phase, StepMismatchError
 from moe_runtime.comm.heaps.heap import GroupHeap
 from moe_runtime.comm.heaps.private_heap import aligned_zeros
 from moe_runtime.comm.messages import hexadecimal, integer, row
 from moe_runtime.comm.rank_group import ROLL_CALL_S, RankGroup
 from moe_runtime.comm.signals import SignalLayout
 
-_HEADER = 3
-"""Words of a message before the signal words: (phase, epoch, number of rows)."""
+_HEADER = 5
+"""Words of a message before the signal words: (phase, epoch, number of the exchange, bytes of a row, rows)."""
+_STEP = 4
+"""The first of them, in which ranks at the same step agree."""
+NO_EXCHANGE = -1
+"""In place of the number of an exchange, for bytes of none."""
 
 _KEY_BYTES = 8
 """Of the random key under which the ranks of a heap connect."""
@@ -97,8 +101,9 @@ class CarryContext(Protocol):
 class CollectiveTransport:
     """Carries what is staged in a `CollectiveHeap`. All methods except `post_abort` are collective, in the same order.
 
-    Every exchange starts with a header per peer: the number of rows that follow, and the signal words staged for it. A
-    header with an abort word ends the exchange on all ranks, so they learn at once of a rank that gave up.
+    Every exchange starts with a header per peer: the step, the number of rows that follow, and the signal words staged
+    for it. A header with an abort word ends the exchange on all ranks, so they learn at once of a rank that gave up. So
+    do headers of different steps, before rows of different sizes are sent.
 
     An NCCL group is unusable after a `PeerTimeoutError` or an abort outside of a step. Its own timeout must be longer
     than the limits of the context: at its timeout, and at errors that it finds itself, NCCL ends the process. The
@@ -114,6 +119,8 @@ class CollectiveTransport:
         self._words_of = torch.tensor(words, dtype=torch.int64, device=heap.device)
         self._abort_column = _HEADER + words[0].index(self.layout.abort)
         self._exchanges = 0
+        # Peers know that this rank has failed, or cannot be told any more.
+        self._over = False
         self._posted: list[tuple[dist.Work, torch.Tensor, torch.Tensor]] = []
         self._nccl = nccl_of(self._group, heap.device)
 
@@ -122,6 +129,7 @@ class CollectiveTransport:
         context: CarryContext,
         *,
         epoch: int,
+        exchange_id: int,
         num_tokens: int,
         max_tokens: int,
         record_bytes: int,
@@ -134,9 +142,10 @@ class CollectiveTransport:
         `[W][max_tokens][record_bytes]`), if their token flag (`[W][max_tokens]` int32) is `epoch`. At the peer the
         record appears first, then its token flag, then the signal words (dispatch_flag, token_count, ready, abort).
         `landing_half` is where the second half of `landing` starts; default `context.half_bytes["landing"]`.
+        `exchange_id` is the number of the exchange in its context, whose sizes are equal on all ranks.
 
-        Raises the error in a peer's abort words, and `PeerTimeoutError` if a peer does not take part within
-        `timeout_ns`.
+        Raises the error in a peer's abort words, `StepMismatchError` on all ranks if a peer carries something else,
+        and `PeerTimeoutError` if one does not take part within `timeout_ns`.
         """
         half = epoch % 2
         rank, world = self.heap.rank, self.heap.world_size
@@ -154,7 +163,8 @@ class CollectiveTransport:
         landing = self._half(
             context, "landing", rank, half, torch.uint8, (world, max_tokens, record_bytes), landing_half
         )
-        header, came = self._exchange(context, Phase.DISPATCH_SEND, epoch, indices, rows, timeout_ns * 1e-9)
+        step = Phase.DISPATCH_SEND, epoch, exchange_id
+        header, came = self._exchange(context, step, record_bytes, indices, rows, timeout_ns * 1e-9)
         for source, (tokens, records) in enumerate(came):
             landing[source, tokens[:, 0].long()] = records
             token_flags[source, tokens[:, 0].long()] = epoch
@@ -165,6 +175,7 @@ class CollectiveTransport:
         context: CarryContext,
         *,
         epoch: int,
+        exchange_id: int,
         max_tokens: int,
         parts: int,
         row_bytes: int,
@@ -193,7 +204,8 @@ class CollectiveTransport:
             indices.append(torch.stack([tokens.to(torch.int32), part], dim=1))
             rows.append(combine[tokens, part.long()])
         combine = self._half(context, "combine", rank, half, torch.uint8, (max_tokens, parts, row_bytes))
-        header, came = self._exchange(context, Phase.COMBINE_SEND, epoch, indices, rows, timeout_ns * 1e-9)
+        step = Phase.COMBINE_SEND, epoch, exchange_id
+        header, came = self._exchange(context, step, row_bytes, indices, rows, timeout_ns * 1e-9)
         for entries, values in came:
             combine[entries[:, 0].long(), entries[:, 1].long()] = values
         self._write_signals(header)
@@ -209,16 +221,20 @@ class CollectiveTransport:
         none = torch.empty((0, num_bytes), dtype=torch.uint8, device=device)
         rows = [parcels[peer][None] if peer in parcels else none for peer in range(world)]
         indices = [torch.zeros((part.shape[0], 1), dtype=torch.int32, device=device) for part in rows]
-        header, came = self._exchange(context, phase, epoch, indices, rows, context.timeout_s)
+        step = phase, epoch, NO_EXCHANGE
+        header, came = self._exchange(context, step, num_bytes, indices, rows, context.timeout_s)
         self._write_signals(header)
         return {source: values[0] for source, (_, values) in enumerate(came) if values.shape[0]}
 
     def post_abort(self, limit: float) -> None:
         """Start the exchange of a header with the abort words staged for all peers, without waiting for them.
 
-        They hear of it if they take part within `limit` seconds.
+        They hear of it if they take part within `limit` seconds. Does nothing where they have heard, or cannot.
         """
-        header = self._header(Phase.HOST, 0, [0] * self.heap.world_size)
+        if self._over:
+            return
+        self._over = True
+        header = self._header((Phase.HOST, 0, NO_EXCHANGE, 0), [0] * self.heap.world_size)
         answer = torch.empty_like(header)
         work = self._start(answer, header, None, None, limit)
         if self._nccl is None:
@@ -256,10 +272,10 @@ class CollectiveTransport:
     def _signals(self, rank: int) -> torch.Tensor:
         return self.heap.peer_tensor("signals", rank).view(torch.int32)
 
-    def _header(self, phase: Phase, epoch: int, counts: list[int]) -> torch.Tensor:
-        """int32 `[W, 3 + words]`: for each peer (phase, epoch, rows that follow) and the words staged for it."""
+    def _header(self, step: tuple[int, int, int, int], counts: list[int]) -> torch.Tensor:
+        """int32 `[W, 5 + words]`: for each peer `step`, the rows that follow, and the words staged for it."""
         rank, device = self.heap.rank, self.heap.device
-        first = torch.tensor([(int(phase), epoch, count) for count in counts], dtype=torch.int32, device=device)
+        first = torch.tensor([(*step, count) for count in counts], dtype=torch.int32, device=device)
         words = [self._signals(peer)[self._words_of[rank]] for peer in range(self.heap.world_size)]
         return torch.cat([first, torch.stack(words)], dim=1)
 
@@ -273,38 +289,67 @@ class CollectiveTransport:
     def _exchange(
         self,
         context: CarryContext,
-        phase: Phase,
-        epoch: int,
+        step: tuple[Phase, int, int],
+        row_bytes: int,
         indices: list[torch.Tensor],
         rows: list[torch.Tensor],
         limit: float,
     ) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
-        """All-to-all of `indices[r]` int32 `[n_r, c]` and `rows[r]` uint8 `[n_r, b]`; headers and pairs by source."""
+        """All-to-all of `indices[r]` int32 `[n_r, c]` and `rows[r]` uint8 `[n_r, b]`; headers and pairs by source.
+
+        `step` is the phase, the epoch and the number of the exchange.
+        """
+        phase, epoch, _ = step
         self._exchanges += 1
-        sent = [int(part.shape[0]) for part in rows]
-        staged = self._header(phase, epoch, sent)
-        header = torch.empty_like(staged)
-        self._all_to_all(context, phase, epoch, header, staged, None, None, limit)
+        try:
+            sent = [int(part.shape[0]) for part in rows]
+            mine = (*step, row_bytes)
+            staged = self._header(mine, sent)
+            header = torch.empty_like(staged)
+            self._all_to_all(context, phase, epoch, header, staged, None, None, limit)
+            self._check_headers(context, mine, staged, header)
+            came = header[:, _STEP].tolist()
+            arrived = []
+            for parts in (indices, rows):
+                source = torch.cat(parts)
+                target = source.new_empty((sum(came), source.shape[1]))
+                self._all_to_all(context, phase, epoch, target, source, came, sent, limit)
+                arrived.append(target.split(came))
+        except MoERuntimeError:
+            raise
+        except BaseException:
+            # Peers that are inside of the exchange would take the next header for its rows. The end of the connections
+            # ends it.
+            self._over, self.heap.gloo = True, None
+            raise
+        return header, list(zip(*arrived, strict=True))
+
+    def _check_headers(
+        self, context: CarryContext, step: tuple[int, int, int, int], staged: torch.Tensor, header: torch.Tensor
+    ) -> None:
+        """Raise the error of a rank that has failed, or `StepMismatchError` where a rank is not at `step`.
+
+        `staged` are the headers that were sent, `header` those that came.
+        """
+        rank = self.heap.rank
         own = (staged[:, self._abort_column] != 0).nonzero()[:, 0].tolist()
         if own or bool((header[:, self._abort_column] != 0).any()):
+            self._over = True
             if own:
                 # A kernel here staged an abort for the peers. Put it where this rank's own check looks.
-                rank = self.heap.rank
                 self._signals(rank)[self._words_of[rank]] = staged[own[0], _HEADER:]
             self._write_signals(header)
             context.check_peers()
-        steps = header[:, :2].tolist()
-        if any(step != [int(phase), epoch] for step in steps):
-            where = ", ".join(f"rank {r}: {Phase(p).name} of epoch {e}" for r, (p, e) in enumerate(steps))
-            raise context.fail(MoERuntimeError(f"ranks are not at the same step, {where}", self.heap.rank, phase))
-        came = header[:, 2].tolist()
-        arrived = []
-        for parts in (indices, rows):
-            source = torch.cat(parts)
-            target = source.new_empty((sum(came), source.shape[1]))
-            self._all_to_all(context, phase, epoch, target, source, came, sent, limit)
-            arrived.append(target.split(came))
-        return header, list(zip(*arrived, strict=True))
+        steps = [tuple(words) for words in header[:, :_STEP].tolist()]
+        other = next((peer for peer, theirs in enumerate(steps) if theirs != step), None)
+        if other is not None:
+            self._over = True
+            where = ", ".join(f"rank {peer}: {_describe(theirs)}" for peer, theirs in enumerate(steps))
+            text = (
+                f"rank {rank}, {_describe(step)}: ranks are not at the same step, {where}: all ranks have to call the "
+                "same layers in the same order, with equal max_tokens"
+            )
+            raise context.fail(StepMismatchError(text, other, Phase(step[0])))
 
     def _all_to_all(
         self,
@@ -322,6 +367,7 @@ class CollectiveTransport:
             self._finish(self._start(target, source, came, sent, limit), limit)
         except RuntimeError as error:
             waited = time.monotonic() - start
+            self._over = True
             if self._nccl is None:
                 # Its connections close with the last reference, which ends at once what peers wait for in vain.
                 traceback.clear_frames(error.__traceback__)
@@ -368,6 +414,17 @@ class CollectiveTransport:
                 raise RuntimeError(f"NCCL: the exchange did not end within {limit:g} s")
             time.sleep(_POLL_S)
         work.wait()
+
+
+def _describe(step: tuple[int, ...]) -> str:
+    """The phase of a step, its epoch, and the number of its exchange.
+
+    >>> _describe((Phase.COMBINE_SEND, 3, 1, 64)), _describe((Phase.REPLACEMENT, 3, NO_EXCHANGE, 4096))
+    ('combine_send of epoch 3 in exchange 1', 'replacement of epoch 3')
+    """
+    phase, epoch, exchange_id, _ = step
+    name = f"{Phase(phase).name.lower()} of epoch {epoch}"
+    return name if exchange_id == NO_EXCHANGE else f"{name} in exchange {exchange_id}"
 
 
 def _time(limit: float) -> timedelta:

@@ -113,9 +113,10 @@ class AbortableContext:
         """Tell all peers that this rank gives up, waiting for none: they raise `PeerAbortedError` with `reason`.
 
         For host-side errors inside a collective step. Peers get the first 256 bytes of `reason`. Later calls on this
-        rank raise `error`, by default a `PeerAbortedError` too. Does nothing on a rank that has failed already, and on
-        a closed context. Where this process hosts the store, peers have half a second to read it there
-        (`RankGroup.leave`). Raises `ValueError` unless `reason` is a text and `error` an exception or None.
+        rank raise `error`, by default a `PeerAbortedError` too. On a rank that has failed already, peers that do not
+        know yet are told of that failure. Does nothing on a closed context. Where this process hosts the store, peers
+        have half a second to read it there (`RankGroup.leave`). Raises `ValueError` unless `reason` is a text and
+        `error` an exception or None.
         """
         check_kind("reason", reason, str)
         if error is not None:
@@ -124,6 +125,8 @@ class AbortableContext:
             return
         if self._failure is None:
             self._abort(reason, error)
+        elif self.host_transport is not None and self.allocated:
+            self._post_record(self.host_transport)
         self._tell_hosts()
 
     def _abort(self, reason: str, error: Exception | None) -> None:
@@ -141,6 +144,15 @@ class AbortableContext:
         if self.group is not None:
             # Peers may wait on the host: for another layer, or in `close()`.
             self.group.leave(reason, error)
+
+    def _post_record(self, host_transport: CollectiveTransport) -> None:
+        """Tell the peers what a kernel here has found since the last exchange: its abort words are only staged."""
+        if self._error_view[0] and self._error_view[5] == self.rank:
+            if self._side_stream is not None:
+                # A kernel stages them after its record.
+                self._side_stream.wait_stream(torch.cuda.current_stream(self.device))
+            with torch.cuda.stream(self._side_stream):
+                host_transport.post_abort(max(self.timeout_s, self.startup_timeout_s))
 
     def _other_host_failed(self, error: MoERuntimeError) -> None:
         """On the thread of the watch: later calls raise `error`, and this host's ranks learn of it."""

@@ -6,11 +6,26 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
 
-from moe_runtime.comm.errors import ErrorCode, MoERuntimeError, PeerAbortedError, PeerTimeoutError, Phase, reason_of
+from moe_runtime.comm.errors import (
+    ErrorCode,
+    MoERuntimeError,
+    PeerAbortedError,
+    PeerTimeoutError,
+    Phase,
+    StepMismatchError,
+    reason_of,
+)
 from moe_runtime.comm.messages import Scalar, optional, row, scalar, table, text
 from moe_runtime.comm.rank_group import describe_ranks
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.kernels.exchange.reference import record_failure
+
+_RECORDED = {
+    PeerTimeoutError: ErrorCode.TIMEOUT,
+    PeerAbortedError: ErrorCode.ABORTED,
+    StepMismatchError: ErrorCode.MISMATCH,
+}
+"""How the ranks of a host learn of errors of the link."""
 
 
 def abort_peers(context: ExpertParallelContext, error: BaseException) -> None:
@@ -105,11 +120,12 @@ def failed_elsewhere(context: ExpertParallelContext, error: MoERuntimeError, pha
     except MoERuntimeError as known:
         context.abort(str(known), known)
         return known
-    code = {PeerTimeoutError: ErrorCode.TIMEOUT, PeerAbortedError: ErrorCode.ABORTED}.get(type(error))
+    code = _RECORDED.get(type(error))
     # A GPU may still wait for that host: there the host tells the others (`abort`).
     if context.device.type == "cpu" and code is not None and error.rank >= 0:
-        epoch, milliseconds = int(context.epoch[0]), min(int(limit_s * 1000), 2**31 - 1)
-        record_failure(context.memory, code, context.hosts.recorded(error.rank), phase, epoch, milliseconds)
+        # The limit of a timeout. Of ranks in different exchanges the link does not know which these are.
+        detail = -1 if code is ErrorCode.MISMATCH else min(int(limit_s * 1000), 2**31 - 1)
+        record_failure(context.memory, code, context.hosts.recorded(error.rank), phase, int(context.epoch[0]), detail)
         context.fail(error)
     context.abort(str(error), error)
     return context.fail(error)

@@ -314,6 +314,7 @@ class StagedExchange(LocalExchange):
         context.host_transport.carry_dispatch(
             context,
             epoch=int(handle.epoch),
+            exchange_id=self.exchange_id,
             num_tokens=handle.num_tokens,
             max_tokens=geometry.max_tokens,
             record_bytes=geometry.record.record_bytes,
@@ -335,6 +336,7 @@ class StagedExchange(LocalExchange):
         context.host_transport.carry_combine(
             context,
             epoch=epoch,
+            exchange_id=self.exchange_id,
             max_tokens=geometry.max_tokens,
             parts=geometry.parts,
             row_bytes=geometry.partial_bytes,

@@ -68,6 +68,9 @@ class HierarchicalExchange(LocalExchange):
         self._link, self._link_buffers = context.link, context.link_buffers
         self.host_geometry = host_geometry
         self._link_buffers.grow(**host_geometry.chunk_bytes)
+        parts = range(len(host_geometry.parts))
+        pieces = [of(part) for of in (host_geometry.dispatch_part, host_geometry.combine_part) for part in parts]
+        self._link.make_room(max(piece.stop - piece.start for piece in pieces))
         self._parts = hierarchical_cuda if kernels == "cuda" else hierarchical
         self._chunk_memory: LinkMemory | None = None
 

@@ -13,13 +13,24 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_runtime.comm.errors import ErrorCode, MoERuntimeError, PeerAbortedError, PeerTimeoutError, Phase, RoutingError
+from moe_runtime.comm.errors import (
+    ErrorCode,
+    MoERuntimeError,
+    PeerAbortedError,
+    PeerTimeoutError,
+    Phase,
+    RoutingError,
+    StepMismatchError,
+)
 from moe_runtime.comm.heaps import collective
 from moe_runtime.comm.heaps.collective import CollectiveHeap, CollectiveTransport
 from moe_runtime.comm.rank_group import RankGroup
 from moe_runtime.comm.signals import ABORT_WORDS
 from moe_runtime.config import MoELayerConfig
 from moe_runtime.context.expert_parallel import ExpertParallelContext
+from moe_runtime.dispatcher.handle import DispatchedTokens
+from moe_runtime.dispatcher.token_dispatcher import TokenDispatcher
+from moe_runtime.kernels.exchange.reference import record_failure
 from moe_runtime.layer import MoELayer
 from tests.support.pool import PATIENCE_S, WITHOUT_ONE_S, Outcome, run_once
 
@@ -111,6 +122,7 @@ def run_steps(rank: int, world: int, device: str, seed: int, num_epochs: int, od
             host_transport.carry_dispatch(
                 context,
                 epoch=epoch,
+                exchange_id=0,
                 num_tokens=count,
                 max_tokens=MAX_TOKENS,
                 record_bytes=RECORD,
@@ -142,6 +154,7 @@ def run_steps(rank: int, world: int, device: str, seed: int, num_epochs: int, od
             host_transport.carry_combine(
                 context,
                 epoch=epoch,
+                exchange_id=0,
                 max_tokens=MAX_TOKENS,
                 parts=PARTS,
                 row_bytes=ROW,
@@ -184,11 +197,18 @@ def properties(rank: int, world: int) -> None:
         part_index = torch.zeros(world, MAX_TOKENS, dtype=torch.int64)
         with pytest.raises(ValueError, match=r"part_index: expected int32 \[2, 7\], got torch.int64 \[2, 7\]"):
             context.host_transport.carry_combine(  # type: ignore[union-attr]
-                context, epoch=1, max_tokens=MAX_TOKENS, parts=PARTS, row_bytes=ROW, part_index=part_index, timeout_ns=1
+                context,
+                epoch=1,
+                exchange_id=0,
+                max_tokens=MAX_TOKENS,
+                parts=PARTS,
+                row_bytes=ROW,
+                part_index=part_index,
+                timeout_ns=1,
             )
         with pytest.raises(ValueError, match=r"token_flags: half 1 of \[2, 1000\] ends at 8256 of 512 bytes"):
             context.host_transport.carry_dispatch(  # type: ignore[union-attr]
-                context, epoch=1, num_tokens=0, max_tokens=1000, record_bytes=RECORD, timeout_ns=1
+                context, epoch=1, exchange_id=0, num_tokens=0, max_tokens=1000, record_bytes=RECORD, timeout_ns=1
             )
 
 
@@ -201,11 +221,16 @@ def test_needs_torch_distributed() -> None:
         CollectiveHeap(RankGroup())
 
 
-def carry_nothing(context: ExpertParallelContext, epoch: int) -> None:
+def carry_nothing(context: ExpertParallelContext, epoch: int, exchange_id: int = 0, record: int = RECORD) -> None:
     assert context.host_transport is not None
-    limit = context.startup_timeout_ns if epoch == 1 else context.timeout_ns
     context.host_transport.carry_dispatch(
-        context, epoch=epoch, num_tokens=0, max_tokens=MAX_TOKENS, record_bytes=RECORD, timeout_ns=limit
+        context,
+        epoch=epoch,
+        exchange_id=exchange_id,
+        num_tokens=0,
+        max_tokens=MAX_TOKENS,
+        record_bytes=record,
+        timeout_ns=context.startup_timeout_ns if epoch == 1 else context.timeout_ns,
     )
 
 
@@ -264,6 +289,10 @@ def test_who_gives_up_between_steps_leaves_the_group_alone(how: str, get_pool) -
     assert get_pool(3).run(give_up_between_steps, how) == [[3.0]] * 3
 
 
+def interrupt(*arguments: object) -> None:
+    raise KeyboardInterrupt
+
+
 def one_rank_fails(rank: int, world: int, device: str, how: str) -> float:
     with make_context(device) as context:
         host_transport = prepare(context, world * MAX_TOKENS * RECORD)
@@ -288,12 +317,40 @@ def one_rank_fails(rank: int, world: int, device: str, how: str) -> float:
             with pytest.raises(RoutingError, match="expert id 77 of token 3 of rank 1") as routing:
                 carry_nothing(context, 2)
             assert routing.value.rank == 1
+        elif how == "kernel after it":
+            if rank == 1:
+                record_failure(context, ErrorCode.ROUTING, 1, Phase.DISPATCH_SEND, 2, 77, 3)
+                with pytest.raises(RoutingError, match="expert id 77 of token 3 of rank 1"):
+                    context.check()
+                for _ in range(2):
+                    context.abort("it has failed")
+            else:
+                with pytest.raises(RoutingError, match="expert id 77 of token 3 of rank 1"):
+                    carry_nothing(context, 2)
+        elif how == "inside":
+            with pytest.MonkeyPatch.context() as patch:
+                if rank == 1:
+                    # What came next would be taken for the rows of this exchange.
+                    patch.setattr(host_transport, "_check_headers", interrupt)
+                    with pytest.raises(KeyboardInterrupt):
+                        carry_nothing(context, 2)
+                    context.abort("interrupted")
+                else:
+                    patch.setattr(collective, "ROLL_CALL_S", 0.3)
+                    with pytest.raises(PeerTimeoutError, match="rank 1 did not take part"):
+                        carry_nothing(context, 2)
+        elif how == "exchange":
+            told = r"rank 0: dispatch_send of epoch 2 in exchange 0, rank 1: dispatch_send of epoch 2 in exchange 5"
+            with pytest.raises(StepMismatchError, match=told) as other:
+                carry_nothing(context, 2, *((5, 2 * RECORD) if rank == 1 else ()))
+            assert other.value.rank == int(rank != 1)
         elif rank == 1:
             part_index = torch.full((world, MAX_TOKENS), -1, dtype=torch.int32, device=device)
-            with pytest.raises(MoERuntimeError, match="not at the same step"):
+            with pytest.raises(StepMismatchError, match="not at the same step"):
                 host_transport.carry_combine(
                     context,
                     epoch=1,
+                    exchange_id=0,
                     max_tokens=MAX_TOKENS,
                     parts=PARTS,
                     row_bytes=ROW,
@@ -301,24 +358,63 @@ def one_rank_fails(rank: int, world: int, device: str, how: str) -> float:
                     timeout_ns=context.timeout_ns,
                 )
         else:
-            with pytest.raises(MoERuntimeError, match="rank 1: COMBINE_SEND of epoch 1"):
+            with pytest.raises(StepMismatchError, match="rank 1: combine_send of epoch 1"):
                 carry_nothing(context, 2)
         assert context.failed
     return time.monotonic() - start
 
 
-@pytest.mark.parametrize("how", ["abort", "kernel", "step"])
+FAILURES = ["abort", "kernel", "kernel after it", "exchange", "step"]
+
+
+@pytest.mark.parametrize("how", [*FAILURES, "inside"])
 def test_a_failure_ends_the_step_on_every_rank(how: str, get_pool) -> None:
     assert max(get_pool(3).run(one_rank_fails, "cpu", how)) < PATIENCE_S
 
 
 @pytest.mark.gpu
 @needs_two_gpus
-@pytest.mark.parametrize("how", ["abort", "kernel", "step"])
+@pytest.mark.parametrize("how", FAILURES)
 def test_a_failure_ends_the_step_on_every_gpu(how: str) -> None:
     for outcome in run_once(one_rank_fails, 2, "cuda", how, timeout=120.0, gpus=True):
         assert outcome.error is None, outcome.trace
         assert outcome.result < PATIENCE_S
+
+
+def one_rank_errs(rank: int, world: int, how: str) -> str:
+    """Rank 1 does something else than the others in its second step; the error of each rank."""
+    with make_context() as context:
+        sizes = {"num_experts": 6, "top_k": 2, "max_tokens_per_rank": 8}
+        layer = TokenDispatcher(context, hidden_size=128, expert_row_capacity=20, **sizes)
+        wider = TokenDispatcher(context, hidden_size=256, **sizes)
+
+        def dispatch(dispatcher: TokenDispatcher, expert: int) -> DispatchedTokens:
+            x = torch.ones(4, dispatcher.geometry.hidden, dtype=torch.bfloat16)
+            return dispatcher.dispatch(x, torch.tensor([[expert, 4]] * 4), torch.ones(4, 2))
+
+        def combine(arrived: DispatchedTokens) -> None:
+            layer.combine(torch.ones(arrived.capacity, 128, dtype=torch.bfloat16), arrived.handle)
+
+        combine(dispatch(layer, 0))
+        with pytest.raises(MoERuntimeError) as caught:
+            if how == "capacity":
+                # The experts of rank 2, which has more rows than room once all tokens have arrived there.
+                combine(dispatch(layer, 5))
+            elif how == "layer":
+                dispatch(wider if rank == 1 else layer, 0)
+            else:
+                arrived = dispatch(layer, 0)
+                dispatch(layer, 0) if rank == 1 else combine(arrived)
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+@pytest.mark.parametrize("how", ["capacity", "layer", "dispatch for combine"])
+def test_a_step_that_does_not_fit_is_told_to_every_rank(how: str, get_pool) -> None:
+    kind = (
+        "CapacityError: .* 24 rows arrived at rank 2" if how == "capacity" else "StepMismatchError: .* the same layers"
+    )
+    for text in get_pool(3).run(one_rank_errs, how):
+        assert re.match(kind, text), text
 
 
 SILENT: list[ExpertParallelContext] = []

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_runtime.comm.errors import CapacityError, MoERuntimeError, RoutingError, StepMismatchError
+from moe_runtime.comm.errors import CapacityError, MoERuntimeError, PeerTimeoutError, RoutingError, StepMismatchError
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.dispatcher.handle import DispatchedTokens, DispatchHandle
 from moe_runtime.dispatcher.hierarchical import HierarchicalExchange
@@ -209,3 +209,30 @@ def test_a_second_dispatch_must_wait_for_the_first(seed: int) -> None:
     dispatcher.dispatch_send(mine.x, mine.topk_idx, mine.topk_weights)
     with pytest.raises(ValueError, match="over several hosts dispatch_recv of the step before"):
         dispatcher.dispatch_send(mine.x, mine.topk_idx, mine.topk_weights)
+
+
+@pytest.mark.parametrize("how", ["dispatch alone", "combine alone", "dispatch for combine"])
+def test_virtual_ranks_out_of_turn_are_told_so(how: str, seed: int) -> None:
+    """They get nothing of an earlier step."""
+    ranks = VirtualHosts(2, 1, False)
+    inputs = [rank_input(seed, rank, 5, 256, 10, 3) for rank in range(2)]
+
+    def rows(arrived: list[DispatchedTokens]) -> list[torch.Tensor]:
+        return [expert_rows(a, 256, seed, torch.bfloat16) for a in arrived]
+
+    for _ in range(2):
+        arrived = ranks.dispatch(inputs)
+        ranks.combine(arrived, rows(arrived), None)
+    assert not any(context.link._outgoing for context in ranks.contexts)  # type: ignore[union-attr]
+    first, second = ranks.layers[0]
+    error, text = PeerTimeoutError, r"rank 1 \(host 1\) did not take part"
+    if how == "dispatch for combine":
+        error, text = StepMismatchError, r"rank 1 \(host 1\) was at dispatch_send, part 0"
+    with pytest.raises(error, match=text) as caught:
+        if how == "dispatch alone":
+            first.dispatch(inputs[0].x, inputs[0].topk_idx, inputs[0].topk_weights)
+        arrived = ranks.dispatch(inputs)
+        if how == "dispatch for combine":
+            second.dispatch_send(inputs[1].x, inputs[1].topk_idx, inputs[1].topk_weights)
+        first.combine(rows(arrived)[0], arrived[0].handle)
+    assert caught.value.rank == 1
