@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -56,11 +56,14 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(nvrtc._THREAD, "has_context", True)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
-    monkeypatch.setattr(nvrtc, "_sms", lambda device: 132)
+    properties = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    nvrtc.most_sms.cache_clear()
     monkeypatch.setattr(dequant_gemm, "is_hopper", lambda device: True)
     for module in (grouped_gemm, prepacked):
         monkeypatch.setattr(module, "resolve_engine", lambda engine, device: "cuda")
     yield
+    nvrtc.most_sms.cache_clear()
 
 
 @contextmanager
