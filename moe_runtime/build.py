@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -65,14 +65,20 @@ def checkpoint_overrides(config: MoELayerConfig) -> dict[str, Any]:
     return config.model_dump() | dict.fromkeys(unset)
 
 
-def load_dense(checkpoint: Checkpoint, layer: int, router: Router | None, shared_expert: SharedExpert | None) -> None:
-    """Fill `router` and `shared_expert` from decoder layer `layer`, where the checkpoint has them."""
-    if router is not None:
-        gate = checkpoint.router(layer)
-        router.load(gate.weight, bias=gate.bias, correction_bias=gate.correction_bias)
+def read_dense(
+    checkpoint: Checkpoint, layer: int, router: Router | None, shared_expert: SharedExpert | None
+) -> Callable[[], None]:
+    """Read what `router` and `shared_expert` have in decoder layer `layer`; the result fills them."""
+    gate = checkpoint.router(layer) if router is not None else None
     shared = checkpoint.shared_expert(layer) if shared_expert is not None else None
-    if shared_expert is not None and shared is not None:
-        shared_expert.load(shared.gate_proj, shared.up_proj, shared.down_proj, shared.token_gate)
+
+    def fill() -> None:
+        if router is not None and gate is not None:
+            router.load(gate.weight, bias=gate.bias, correction_bias=gate.correction_bias)
+        if shared_expert is not None and shared is not None:
+            shared_expert.load(shared.gate_proj, shared.up_proj, shared.down_proj, shared.token_gate)
+
+    return fill
 
 
 def fill_dense(

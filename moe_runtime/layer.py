@@ -50,6 +50,9 @@ class MoELayer(LayerParts):
     thread is in a call of a layer, calls of other threads to layers of the same context are refused. `torch.compile`
     leaves the steps as they are.
 
+    `state_dict` has the router and the shared expert. The experts are this rank's alone, in the order of its kernels,
+    and come from `load_checkpoint`, `load_experts` or `load_random`.
+
     `close()`, or the end of a `with`, closes a context that was made for the layer alone, and no other.
 
     Args:

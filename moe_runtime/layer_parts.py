@@ -11,7 +11,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from moe_runtime.build import built_over, check_context, checkpoint_overrides, fill_dense, load_dense, random_expert
+from moe_runtime.build import built_over, check_context, checkpoint_overrides, fill_dense, random_expert, read_dense
 from moe_runtime.checkpoints.checkpoint import Checkpoint, opened
 from moe_runtime.checkpoints.expert_loader import ExpertLoader
 from moe_runtime.checkpoints.loading import FRESH, ExpertTensors, QuantBuffers, check_buffers
@@ -67,7 +67,6 @@ class LayerParts(ObservedLayer):
     def _make(self, placement: Placement | None, router: bool, router_ids: RouterIds | None) -> None:
         """All parts but the experts, for `config` and `context`."""
         config, device = self.config, self.context.device
-        self.layer_id = self.context.next_layer_id()
         self.placement = placement
         self.router_ids = router_ids
         if router_ids is not None and router:
@@ -78,6 +77,9 @@ class LayerParts(ObservedLayer):
         agree: dict[str, object] = {**config.flat()}
         if placement is not None:
             self._check_placement(placement)
+        # Behind the checks: a rank that is told of its mistake and tries again is to have the numbers of its peers.
+        self.layer_id = self.context.next_layer_id()
+        if placement is not None:
             self.slots = SlotTable(placement, device)
             agree["placement"] = placement.fingerprint
         if self.context.host_transport is None and (placement is not None or self.context.can_rejoin):
@@ -222,13 +224,16 @@ class LayerParts(ObservedLayer):
         context = self.context
         with abort_peers_on_error(context), opened(checkpoint) as files:
             files.check_fits(self.config, layer=layer, but_for=elsewhere)
-            load_dense(files, layer, self.router, self.shared_expert)
+            fill_dense_parts = read_dense(files, layer, self.router, self.shared_expert)
             context.check()
             if context.joins:
-                self.experts = self._loader.none(len(self.local_experts))
+                experts = self._loader.none(len(self.local_experts))
             else:
-                self.experts = self._loader.read(files, layer, self.local_experts, shown=context.rank == 0)
-            self._members.reload = self._loader.reader(files, layer)
+                experts = self._loader.read(files, layer, self.local_experts, shown=context.rank == 0)
+            reload = self._loader.reader(files, layer)
+            # When all has been read, so that a layer has all weights of one checkpoint.
+            fill_dense_parts()
+            self.experts, self._members.reload = experts, reload
             context.register(agree=files.digests(layer), about=f"layer {self.layer_id}")
 
     def load_random(self, seed: int) -> None:

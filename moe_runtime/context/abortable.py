@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -40,6 +41,7 @@ class AbortableContext:
 
     def __init__(self, device: torch.device) -> None:
         self.allocated = self.failed = self.closed = False
+        self._process = os.getpid()
         self.say_failed: Callable[[], None] | None = None
         self._told_hosts = False
         self._failure: Exception | None = None
@@ -121,8 +123,8 @@ class AbortableContext:
         check_kind("reason", reason, str)
         if error is not None:
             check_kind("error", error, Exception)
-        if self.closed:
-            return
+        if self.closed or os.getpid() != self._process:
+            return  # a forked child has the memory of its parent, which goes on
         if self._failure is None:
             self._abort(reason, error)
         elif self.host_transport is not None and self.allocated:

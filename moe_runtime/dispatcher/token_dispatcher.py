@@ -329,7 +329,8 @@ class TokenDispatcher:
     def renew(self, handle: DispatchHandle, topk_weights: torch.Tensor | None = None) -> DispatchHandle:
         """A handle for one more combine of the rows of `handle`: sends its routing alone, in a step of its own.
 
-        Collective. `handle` may be of any earlier dispatch. `combine` calls it by itself where it has to.
+        Collective. `handle` may be of any earlier dispatch. `combine` calls it by itself for a handle that was combined
+        before, and with `topk_weights`; not for one of a dispatch before the last two that never was.
 
         Args:
             handle: of this dispatcher, made with `reusable_handles`.

@@ -64,12 +64,16 @@ def _named(layers: object) -> dict[str, MoELayer]:
         for layer in layers:
             check_kind("layers", layer, MoELayer)
         named = {str(layer.layer_id): layer for layer in layers}
+        if len({id(layer) for layer in layers}) < len(layers):
+            raise ValueError("layers: expected each layer once")
         if len(named) < len(layers):
             raise ValueError("layers: expected a mapping from names for layers of several contexts with equal ids")
     else:
         raise ValueError(f"layers: expected layers, in a list or by name, got {describe(layers)}")
     for name, layer in named.items():
         check_kind("layers", name, str)
+        if name.encode(errors="ignore").decode() != name:
+            raise ValueError(f"layers: expected names of characters, got {describe(name)}")
         check_kind("layers", layer, MoELayer)
     return named
 

@@ -21,6 +21,15 @@ class FixedDtypes(nn.Module):
 
         return super()._apply(without_cast, recurse)
 
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *how: Any
+    ) -> None:
+        if local_metadata.get("assign_to_params_buffers"):
+            for name, own in (*self.named_parameters(recurse=False), *self.named_buffers(recurse=False)):
+                if isinstance(given := state_dict.get(prefix + name), torch.Tensor):
+                    state_dict[prefix + name] = given.to(own.dtype)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *how)
+
 
 def copy_checked(pairs: dict[str, tuple[torch.Tensor | None, torch.Tensor | None]]) -> None:
     """Copy each source into its target. A missing target needs a missing source.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import FileIO
@@ -27,7 +28,7 @@ def locked_folder(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # The last holder may have removed the file after it was opened here, and another may lock a new one.
-            mine = os.path.samestat(os.fstat(file.fileno()), path.stat())
+            mine = os.path.samestat(os.fstat(file.fileno()), path.lstat())
         except (BlockingIOError, FileNotFoundError):
             mine = False
         except OSError as error:
@@ -42,12 +43,18 @@ def locked_folder(folder: Path) -> Iterator[None]:
 
 
 def _opened(path: Path) -> FileIO:
+    advice = "; the file may be removed if no process writes to its folder" if os.path.lexists(path) else ""
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    except PermissionError as error:
-        advice = "; the file may be removed if no process writes to its folder" if path.exists() else ""
+        descriptor = os.open(path, flags, 0o666)
+    except OSError as error:
         raise ValueError(f"{path}: cannot be opened: {error.strerror}{advice}") from error
+    file, found = FileIO(descriptor, "r+"), os.fstat(descriptor)
+    # Not what somebody else's file was linked or renamed to, since its mode changes.
+    if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1 or found.st_size:
+        file.close()
+        raise ValueError(f"{path}: expected an empty file without other names{advice}")
     # Other users must be able to open a file that a killed process left, whatever the umask.
     with suppress(OSError):
         os.fchmod(descriptor, 0o666)
-    return FileIO(descriptor, "r+")
+    return file

@@ -15,7 +15,7 @@ def with_progress(items: Iterable[Item], text: str, total: int, *, shown: bool =
 
     There is none unless `shown` and standard error is a terminal.
     """
-    if not shown or not sys.stderr.isatty():
+    if not shown or sys.stderr is None or sys.stderr.closed or not sys.stderr.isatty():
         yield from items
         return
     from rich.console import Console

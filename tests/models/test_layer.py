@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file, save_file
 
 from moe_runtime.build import random_expert
 from moe_runtime.checkpoints.checkpoint import Checkpoint
@@ -425,6 +426,22 @@ def test_a_checkpoint_is_loaded_from_a_path_or_one_that_is_open(tmp_path: Path, 
             layer.load_checkpoint(3, 0)  # type: ignore[arg-type]
 
 
+def test_a_checkpoint_that_fails_leaves_all_weights_of_the_one_before(tmp_path: Path, rng: torch.Generator) -> None:
+    for seed, folder in enumerate((tmp_path / "first", tmp_path / "second")):
+        write_qwen3_moe_checkpoint(folder, MoELayerConfig(**SETTINGS), seed=seed)
+    path = next((tmp_path / "second").glob("*.safetensors"))
+    data = load_file(path)
+    name = next(name for name in data if "experts.7.down_proj" in name)
+    save_file(data | {name: data[name][:, 1:].contiguous()}, path)
+    with MoELayer(MoELayerConfig(**SETTINGS)) as layer:
+        x = tokens(rng, 3).to(layer.context.device)
+        layer.load_checkpoint(tmp_path / "first", 0)
+        y = layer(x)
+        with pytest.raises(ValueError, match=r"experts\.7\.down_proj"):
+            layer.load_checkpoint(tmp_path / "second", 0)
+        assert_same_bits(layer(x), y)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -634,6 +651,23 @@ def test_peers_learn_of_a_layer_that_could_not_be_made(get_pool: Any) -> None:
     own, peer = get_pool(2).run(make_with_other_placements)
     assert own.startswith("ValueError: placement: expected 8 experts on 2 rank")
     assert peer.startswith("PeerAbortedError") and "rank 0 gave up: placement: expected" in peer
+
+
+def make_again(rank: int, world: int) -> int:
+    """Rank 0 is told of a wrong placement, and makes the layer again."""
+    with ExpertParallelContext(device="cpu") as context:
+        if rank == 0:
+            with pytest.raises(ValueError, match="placement: expected 8 experts on 2 rank"):
+                MoELayer(MoELayerConfig(**SETTINGS), context, placement=Placement.contiguous(8, 1))
+        layer = MoELayer(MoELayerConfig(**SETTINGS), context)
+        layer.load_random(0)
+        layer(torch.zeros(1, 256, dtype=torch.bfloat16))
+        return layer.layer_id
+
+
+@pytest.mark.cpu_only
+def test_a_layer_that_could_not_be_made_is_made_again(get_pool: Any) -> None:
+    assert get_pool(2).run(make_again) == [0, 0]
 
 
 @pytest.mark.parametrize("ids", [torch.int32, torch.int64], ids=["int32", "int64"])

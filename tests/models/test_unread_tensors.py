@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moe_runtime.build import load_dense
+from moe_runtime.build import read_dense
 from moe_runtime.checkpoints.checkpoint import Checkpoint
 from moe_runtime.checkpoints.conversion import convert_checkpoint
 from moe_runtime.checkpoints.files import INDEX_FILE, SINGLE_FILE
@@ -406,7 +406,7 @@ def test_what_nothing_reads_of_a_shared_expert(
         if name.startswith("shared_expert."):
             with ExpertParallelContext(device="cpu") as context:
                 made = MoELayer(config.replace(shared_expert=None), context)
-                load_dense(checkpoint, layer, made.router, None)
+                read_dense(checkpoint, layer, made.router, None)
 
 
 @pytest.mark.parametrize("quantizer", ["gptq", "awq", "modelopt FP8"])

@@ -54,6 +54,20 @@ def another(program: str, *arguments: Path) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
+@pytest.mark.parametrize("make", [os.symlink, os.link])
+def test_a_lock_file_that_is_another_file_is_refused(make: Any, tmp_path: Path) -> None:
+    (other := tmp_path / "other").touch(0o600)
+    (folder := tmp_path / "folder").mkdir()
+    make(other, folder / LOCK_FILE)
+    with pytest.raises(ValueError, match=rf"{LOCK_FILE}: (cannot be opened|expected an empty file)"):
+        with locked_folder(folder):
+            pass
+    assert stat.S_IMODE(other.stat().st_mode) == 0o600 and (folder / LOCK_FILE).exists()
+    with pytest.raises(ValueError, match=rf"{LOCK_FILE}: cannot be opened: No such file"):
+        with locked_folder(tmp_path / "absent"):
+            pass
+
+
 def refused(folder: Path) -> Any:
     return pytest.raises(ValueError, match=f"^{re.escape(str(folder))}: another process writes to this folder$")
 

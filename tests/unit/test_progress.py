@@ -23,6 +23,11 @@ def test_a_bar_is_for_terminals_alone(shown: bool, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(sys, "stderr", terminal)
     assert list(with_progress(range(3), "counting", 3, shown=shown)) == [0, 1, 2]
     assert quiet.getvalue() == "" and ("counting" in terminal.getvalue()) == shown
+    for none in (None, io.StringIO()):
+        monkeypatch.setattr(sys, "stderr", none)
+        if none is not None:
+            none.close()
+        assert list(with_progress(range(3), "counting", 3)) == [0, 1, 2]
 
 
 def test_one_ahead_keeps_the_order_and_brings_an_error_in_its_place() -> None:

@@ -181,6 +181,8 @@ def test_a_layer_made_in_inference_mode_is_loaded_outside_of_it(device: torch.de
     layer.load_state_dict(other.state_dict())
     x = some_tokens(device)
     assert_same_bits(layer(x), other(x))
+    layer.load_state_dict({name: value.double() for name, value in other.state_dict().items()}, assign=True)
+    assert_same_bits(layer(x), other(x))
 
 
 def test_a_router_that_was_moved_away_is_named(device: torch.device) -> None:
