@@ -228,7 +228,7 @@ class LayerParts(ObservedLayer):
                 self.experts = self._loader.none(len(self.local_experts))
             else:
                 self.experts = self._loader.read(files, layer, self.local_experts, shown=context.rank == 0)
-            self._members.reload = self._loader.reader(files, layer)
+            self._members.take_weights(self._loader.reader(files, layer))
             context.register(agree=files.digests(layer), about=f"layer {self.layer_id}")
 
     def load_random(self, seed: int) -> None:
@@ -244,7 +244,7 @@ class LayerParts(ObservedLayer):
         fill_dense(self.config, seed, self.router, self.shared_expert, self.post_expert_norm)
         device = self.context.device
         self.load_experts(random_expert(self.config, seed, expert, device) for expert in self.local_experts)
-        self._members.reload = partial(self._loader.random, seed)
+        self._members.take_weights(partial(self._loader.random, seed))
 
     def load_experts(
         self, experts: Iterable[ExpertTensors | tuple[torch.Tensor, torch.Tensor]], buffers: QuantBuffers = FRESH
@@ -267,7 +267,10 @@ class LayerParts(ObservedLayer):
             self.experts = (
                 self._loader.none(count) if self.context.joins else self._loader.make(experts, count, buffers)
             )
-            self._members.reload = None
+            self._members.take_weights(None)
+
+    def _counts_of_lost(self) -> list[torch.Tensor]:
+        return [] if self._members.lost is None else [self._members._without_expert]
 
     def _check_placement(self, placement: Placement) -> None:
         if not isinstance(placement, Placement):
