@@ -114,18 +114,19 @@ class LostExperts:
     def _all_have(self) -> bool:
         context, membership = self._context, self._recovery.membership
         began, limit_s = time.monotonic(), context.startup_timeout_s
-        roll = _Roll(membership, f"{self._name} waits", context.timeout_s, limit_s)
+        roll = _Roll(membership, f"{self._name} waits", began, context.timeout_s, limit_s)
         while absent := self._absent():
             self._raise_why_not()
             context._raise_failure()
             if membership.leaving():
                 raise PeerTimeoutError(f"{self._name}: a rank is missed in a step", -1, Phase.RECOVERY)
+            now = time.monotonic()
             others = [rank for rank in absent if rank != membership.rank]
-            if missed := roll.missed(others):
+            if missed := roll.missed(others, now):
                 number = membership.members.index(missed[0])
                 message = f"{self._name}: rank {number} is missed while experts are loaded again"
                 raise PeerTimeoutError(message, number, Phase.RECOVERY)
-            if time.monotonic() - began > limit_s:
+            if now - began > limit_s:
                 number = membership.members.index((others or absent)[0])
                 message = f"{self._name}: rank {number} has not loaded experts that died within {limit_s:g} s"
                 raise PeerTimeoutError(message, number, Phase.HOST)
@@ -187,19 +188,19 @@ class _Roll:
     Args:
         membership: of the ranks.
         event: names the wait.
+        began: when it began here.
         timeout_s: how long a rank that has come may be silent.
         first_s: how long one may take to come.
     """
 
-    def __init__(self, membership: Membership, event: str, timeout_s: float, first_s: float) -> None:
+    def __init__(self, membership: Membership, event: str, began: float, timeout_s: float, first_s: float) -> None:
         self._membership, self._event, self._timeout_s, self._first_s = membership, event, timeout_s, first_s
-        self._began = self._next = time.monotonic()
+        self._began = self._next = began
         self._count = 0
         self._seen: dict[int, tuple[int, float]] = {}
 
-    def missed(self, ranks: Sequence[int]) -> list[int]:
+    def missed(self, ranks: Sequence[int], now: float) -> list[int]:
         """Those of `ranks`, other ones, that are silent for too long. Counts for this one."""
-        now = time.monotonic()
         if now >= self._next:
             self._next, self._count = now + BEAT_S, self._count + 1
             self._membership.put(f"{self._event}/{self._membership.rank}", self._count)

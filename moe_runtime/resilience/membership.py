@@ -226,8 +226,17 @@ class Membership:
         """Between two looks for what members have to say to this process, which `ask` waits for."""
         if time.monotonic() > deadline:
             text = f"rejoin: no rank has admitted rank {self.rank} within {limit_s:g} s"
+            if self.rank in self._latest():
+                text += "; it is still in where ranks called allocate() last, maybe for another context"
             raise PeerTimeoutError(text, -1, Phase.START_UP)
         time.sleep(_POLL_S)
+
+    def _latest(self) -> tuple[int, ...]:
+        """The members of the newest record, for a process that is none of them."""
+        members, generation = self.everyone, 0
+        while (raw := self._raw(f"from generation {generation}/members")) is not None:
+            members, generation = tuple(self._read(raw)), generation + 1
+        return members
 
     def leaving(self) -> bool:
         """Whether a member wants to go over to the next generation."""

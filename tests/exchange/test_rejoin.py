@@ -511,6 +511,11 @@ def test_a_process_that_gives_up_does_not_ask_any_more() -> None:
     _, error = together([watch, lambda: members[2].ask(0.5, text)])
     assert isinstance(error, PeerTimeoutError) and "no rank has admitted rank 2 within 0.5 s" in str(error)
     assert [rank for rank, *_ in words] == [2] and members[0].askers() == []
+    assert "it is still in where ranks called allocate() last" in str(error)
+    members[0].generation, members[0].members = 0, (0, 1, 2)
+    members[0].go_over({0: 0, 1: 0})
+    with pytest.raises(PeerTimeoutError, match=r"within 0\.1 s$"):
+        members[2].ask(0.1, text)
 
 
 def test_a_process_that_is_not_admitted_after_all_asks_again() -> None:
