@@ -7,7 +7,9 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,13 +24,17 @@ from moe_runtime.comm.errors import (
     Phase,
     RankRemovedError,
 )
+from moe_runtime.comm.messages import integer
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.experts import Experts
 from moe_runtime.kernels.formats.scale_blocks import expert_starts
 from moe_runtime.layer import MoELayer
+from moe_runtime.resilience.lost_experts import LostExperts
+from moe_runtime.resilience.recovery import is_recoverable
 from moe_runtime.resilience.refill import refill
 from moe_runtime.step import LayerStep
 from moe_runtime.virtual import VirtualRanks
+from tests.exchange.test_survivors import memberships
 from tests.support.comparison import assert_same_bits
 from tests.support.exchange_data import EXPERTS, HIDDEN, TOKENS, TOP_K, config, rank_input
 from tests.support.pool import PATIENCE_S, WITHOUT_ONE_S, run_once
@@ -168,6 +174,49 @@ def test_a_rank_that_dies_while_experts_are_loaded_is_missed_as_in_a_step() -> N
     assert outcomes[1].exitcode == -signal.SIGKILL and outcomes[0].error is None, outcomes[0].trace
     members, y = outcomes[0].result
     assert members == (0,) and y.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("beats", "limits", "phase", "why"),
+    [
+        (0, (PATIENCE_S, 0.3), Phase.RECOVERY, "rank 1 is missed"),
+        (1, (0.3, PATIENCE_S), Phase.RECOVERY, "rank 1 is missed"),
+        (10**6, (PATIENCE_S, 0.3), Phase.HOST, "rank 1 has not loaded"),
+    ],
+    ids=["never came", "silent", "slow"],
+)
+def test_a_rank_that_is_gone_is_told_from_a_slow_one(
+    beats: int, limits: tuple[float, float], phase: Phase, why: str
+) -> None:
+    """Rank 1 says so often that it waits too, with these limits of a step and of start-up.
+
+    Survivors go on after an error of phase `RECOVERY` alone.
+    """
+    mine, others = memberships(2)
+    context: Any = SimpleNamespace(lost_experts="wait", device="cpu", rank=0, members=(0, 1), recovery=None)
+    (context.timeout_s, context.startup_timeout_s), context._raise_failure = limits, lambda: None
+    context.recovery = SimpleNamespace(membership=mine, step_number=1)
+    loading: Future[None] = Future()
+    loading.set_result(None)
+    lost = LostExperts(context, 0, [1], 2, [[0], []], loading)
+    stop = threading.Event()
+
+    def beat() -> None:
+        for count in range(beats):
+            others.put("layer 0 waits/1", count)
+            if stop.wait(0.02):
+                return
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    while beats and others.get("layer 0 waits/1", integer(0)) is None:
+        time.sleep(0.01)
+    with pytest.raises(PeerTimeoutError, match=f"^layer 0: {why}") as caught:
+        lost.ended()
+    stop.set()
+    thread.join()
+    assert caught.value.phase == phase and is_recoverable(caught.value) == (phase == Phase.RECOVERY)
+    assert caught.value.rank == 1
 
 
 def cannot_load(rank: int, world: int, lost: str) -> list[Any]:
