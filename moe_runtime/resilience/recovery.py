@@ -278,7 +278,7 @@ class Recovery:
             if problem is not None:
                 word[:] = [None, reason_of(problem), None]
             else:
-                word[:] = [sorted(ranks), None, self._loss_without(ranks)]
+                word[:] = [sorted(map(int, ranks)), None, self._loss_without(ranks)]
             return word
 
         read = row(optional(many_of(integer(0))), optional(text), optional(text))

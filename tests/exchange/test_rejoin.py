@@ -303,7 +303,7 @@ def release_wrongly(rank: int, world: int) -> list[str]:
         with pytest.raises(ValueError, match=r"^ranks: expected "):
             context.release(wrong)  # type: ignore[arg-type]
     refused(ValueError, PeerAbortedError, ranks=[7] if rank == 0 else [2])
-    refused(ValueError, ranks=[rank])
+    refused(ValueError, ranks=[Phase(rank)])  # an int like any other
     group = context.recovery.membership._group
     group._host = _StoreHost(0, "rank 0, which hosts it,")
     refused(ValueError, ranks=[0])
