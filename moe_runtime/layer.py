@@ -334,6 +334,7 @@ class MoELayer(LayerParts):
             move_experts([replacement.mover], replacement.plan)
 
     def _agree_on_replacement(self, placement: Placement) -> Replacement:
+        self.context._check_joined()
         if self._members.lost is not None:
             raise ValueError("placement: experts that died are still loaded again; replace experts later")
         if self.placement is not None and not self._members.began_placed:

@@ -233,7 +233,8 @@ class LayerParts(ObservedLayer):
             reload = self._loader.reader(files, layer)
             # When all has been read, so that a layer has all weights of one checkpoint.
             fill_dense_parts()
-            self.experts, self._members.reload = experts, reload
+            self.experts = experts
+            self._members.take_weights(reload)
             context.register(agree=files.digests(layer), about=f"layer {self.layer_id}")
 
     def load_random(self, seed: int) -> None:
@@ -249,7 +250,7 @@ class LayerParts(ObservedLayer):
         fill_dense(self.config, seed, self.router, self.shared_expert, self.post_expert_norm)
         device = self.context.device
         self.load_experts(random_expert(self.config, seed, expert, device) for expert in self.local_experts)
-        self._members.reload = partial(self._loader.random, seed)
+        self._members.take_weights(partial(self._loader.random, seed))
 
     def load_experts(
         self, experts: Iterable[ExpertTensors | tuple[torch.Tensor, torch.Tensor]], buffers: QuantBuffers = FRESH
@@ -272,7 +273,10 @@ class LayerParts(ObservedLayer):
             self.experts = (
                 self._loader.none(count) if self.context.joins else self._loader.make(experts, count, buffers)
             )
-            self._members.reload = None
+            self._members.take_weights(None)
+
+    def _counts_of_lost(self) -> list[torch.Tensor]:
+        return [] if self._members.lost is None else [self._members._without_expert]
 
     def _check_placement(self, placement: Placement) -> None:
         if not isinstance(placement, Placement):

@@ -398,10 +398,23 @@ class ExpertParallelContext(AbortableContext):
         Returns:
             The ranks that have come back, by their numbers at the start.
 
-        Raises as a step.
+        Raises as a step, and `ValueError` in a process that is still to come back itself.
         """
         self.check()
-        return () if self.recovery is None else self.recovery.admit(self.timeout_s, self.check_peers)
+        if self.recovery is None:
+            return ()
+        self._begin_change()
+        return self.recovery.admit(self.timeout_s, self.check_peers)
+
+    def _begin_change(self) -> None:
+        """Before ranks come or leave: there must be memory that they can go over from. Collective."""
+        self._check_joined()
+        if not self.allocated:
+            self.allocate()
+
+    def _check_joined(self) -> None:
+        if self.joins:
+            raise ValueError("context: call allocate() first, with which this process takes its place")
 
     def release(self, ranks: Sequence[int]) -> None:
         """Between two steps: go on without `ranks`, which may end then. Collective, also for those.
@@ -409,10 +422,12 @@ class ExpertParallelContext(AbortableContext):
         Their experts are taken over as after a death. A new process may take their places later (`rejoin`, `admit`).
 
         Args:
-            ranks: by their numbers at the start, of `members`, equal on all ranks; one must be left.
+            ranks: by their numbers at the start, of `members`, equal on all ranks; one must be left. A rank whose
+                process hosts the store where ranks meet cannot leave.
 
         Raises:
-            ValueError: wrong ranks, or a context without `on_failure="continue"`.
+            ValueError: wrong ranks, of which the other ranks learn by a `PeerAbortedError`; nothing has changed. Or a
+                context without `on_failure="continue"`, or a process that is still to come back itself.
             RankRemovedError: on `ranks`, when the others go on.
             ExpertsLostError: experts that only these ranks hold cannot be loaded; nothing has changed.
             MoERuntimeError: as a step.
@@ -423,8 +438,8 @@ class ExpertParallelContext(AbortableContext):
             raise ValueError(
                 f"ranks: none can leave in order with transport={self.transport!r}, whose memory stays shared"
             )
-        self.recovery.check_release(ranks)
         self.check()
+        self._begin_change()
         self.recovery.release(ranks, self.timeout_s, self.check_peers)
 
     def recover(self, replays: int = 0) -> int:

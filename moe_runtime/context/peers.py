@@ -19,6 +19,7 @@ from moe_runtime.comm.messages import Scalar, optional, row, scalar, table, text
 from moe_runtime.comm.rank_group import describe_ranks
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.kernels.exchange.reference import record_failure
+from moe_runtime.resilience.recovery import is_recoverable
 
 _RECORDED = {
     PeerTimeoutError: ErrorCode.TIMEOUT,
@@ -31,9 +32,9 @@ _RECORDED = {
 def abort_peers(context: ExpertParallelContext, error: BaseException) -> None:
     """Abort the peers, with the reason of `error`. A rank without peers does nothing, and its context stays usable.
 
-    Does nothing on a rank that has failed already.
+    Does nothing on a rank that has failed already, nor for an error after which survivors go on.
     """
-    if context.world_size > 1:
+    if context.world_size > 1 and (context.recovery is None or not is_recoverable(error)):
         context.abort(reason_of(error))
 
 

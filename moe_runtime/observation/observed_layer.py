@@ -120,13 +120,13 @@ class ObservedLayer(nn.Module):
         """Steps inside launch the kernel that counts, but change no counts or times that the caller sees."""
         observed = self.counters, self.times
         self.counters = self.times = None
-        restore_waits = snapshot(*([] if self.waits is None else [self.waits.words]))
+        restore = snapshot(*([] if self.waits is None else [self.waits.words]), *self._counts_of_lost())
         try:
             self.count_steps()
             with self._unrecorded():
                 yield
         finally:
-            restore_waits()
+            restore()
             self.counters, self.times = observed
 
     @contextmanager
@@ -141,12 +141,17 @@ class ObservedLayer(nn.Module):
     @contextmanager
     def _counted_once(self) -> Iterator[None]:
         """A step inside that fails leaves no counts and no routes: it is run again."""
-        restore = snapshot(*(one.words for one in (self.counters, self.routes) if one is not None))
+        words = [one.words for one in (self.counters, self.routes) if one is not None]
+        restore = snapshot(*words, *self._counts_of_lost())
         try:
             yield
         except BaseException:
             restore()
             raise
+
+    def _counts_of_lost(self) -> list[torch.Tensor]:
+        """What a step counts that does without experts which have died; none where no expert has."""
+        return []
 
     def _observe_new_dispatchers(self) -> None:
         """After the death or the return of a rank: counts of steps stay, and waits are counted from zero."""

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import torch
 
-from moe_runtime.comm.errors import ExpertsLostError, Phase
+from moe_runtime.comm.errors import ExpertsLostError, Phase, reason_of
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.expert_slots import empty_slots, put, with_slots
 from moe_runtime.experts import Experts
@@ -54,6 +54,7 @@ class LayerMembers:
     Attributes:
         placement: the present one, as the layer has it.
         began_placed: whether the layer was made with a placement.
+        began_whole: whether all ranks were in when the layer was made. Else none that is out can come back.
         lost: experts that died with their last rank and are still loaded again; None where there are none.
         reload: loads the experts of these ids again; None where they came from the caller.
     """
@@ -62,6 +63,7 @@ class LayerMembers:
         self, context: ExpertParallelContext, layer_id: int, num_experts: int, placement: Placement | None
     ) -> None:
         self.placement, self.began_placed = placement, placement is not None
+        self.began_whole = "out" not in context.rank_states.values()
         self.lost: LostExperts | None = None
         self.reload: Callable[[Sequence[int]], Experts] | None = None
         self._context, self._layer_id, self._num_experts = context, layer_id, num_experts
@@ -75,6 +77,12 @@ class LayerMembers:
         """As `MoELayer.without_expert`."""
         choices, tokens = self._without_expert.tolist()
         return choices, tokens
+
+    def take_weights(self, reload: Callable[[Sequence[int]], Experts] | None) -> None:
+        """All experts of this rank have been loaded anew; `reload` as the attribute."""
+        self.reload = reload
+        if self.lost is not None:
+            self.lost.take_as_loaded()
 
     def without_lost(
         self, lost: LostExperts, topk_idx: torch.Tensor, topk_weights: torch.Tensor
@@ -91,28 +99,46 @@ class LayerMembers:
         """Raise `ExpertsLostError` if experts that none of `members` holds cannot be loaded."""
         lost = missing_experts(self.held_by(members), self._num_experts)
         if lost and self.reload is None:
-            raise ExpertsLostError(
-                f"layer {self._layer_id}: no rank that is left holds expert {', '.join(map(str, lost))}, which did not "
-                f"come from a checkpoint; ranks {', '.join(map(str, members))} are left"
-            )
+            raise self._lost(lost, members, "which did not come from a checkpoint")
+
+    def check_reload(self, members: tuple[int, ...]) -> None:
+        """As `check`, and try whether this rank can still read where experts that none of `members` holds came from."""
+        self.check(members)
+        lost = missing_experts(self.held_by(members), self._num_experts)
+        if lost and self.reload is not None:
+            try:
+                self.reload(())
+            except Exception as error:
+                raise self._lost(lost, members, f"which cannot be loaded again: {reason_of(error)}") from error
+
+    def _lost(self, experts: Sequence[int], members: tuple[int, ...], why: str) -> ExpertsLostError:
+        return ExpertsLostError(
+            f"layer {self._layer_id}: no rank that is left holds expert {', '.join(map(str, experts))}, {why}; ranks "
+            f"{', '.join(map(str, members))} are left"
+        )
 
     def present(self) -> list[list[int]]:
         """The experts that each current rank holds for sure, slot by slot."""
-        if self._unsettled is not None:
-            return self._unsettled
-        return _held(self.placement, self._num_experts, len(self._members)) if self.lost is None else self.lost.held
+        return self._all_held() if self.lost is None or self._unsettled is not None else self.lost.held
 
     def settled(self) -> list[list[int]] | None:
-        """`present`; None while experts that died are loaded again."""
-        return self.present() if self.lost is None else None
+        """The experts that each current rank holds, with those that were loaded again; None until all have them."""
+        return self._all_held() if self.lost is None or self.lost.all_loaded() else None
+
+    def _all_held(self) -> list[list[int]]:
+        """`present`, and what is loaded again."""
+        if self._unsettled is not None:
+            return self._unsettled
+        return _held(self.placement, self._num_experts, len(self._members))
 
     def expect(self, members: tuple[int, ...]) -> dict[int, list[int]]:
         """Plan for `members`, some of them rejoining. Returns the experts of each previous rank, slot by slot.
 
         Some ranks may have gone over to `members`, and others not, when another rank dies. Until `settle` all of them
-        therefore count on what `held_by` says now, and not on more that they have got since.
+        therefore count on what `held_by` says now, and not on more that they have got since. Ranks come back only where
+        `settled` says what all ranks hold.
         """
-        before = dict(zip(self._members, self.present(), strict=True))
+        before = dict(zip(self._members, self._all_held(), strict=True))
         self._members, self._unsettled = members, self.held_by(members)
         return before
 
@@ -161,6 +187,8 @@ class LayerMembers:
             lost = missing_experts(held, self._num_experts)
             added = 0 if placement is None or not lost else placement.slots_per_rank - len(held[rank])
             experts = self._with_slots(now.experts, len(held[rank]), added)
+        if self.lost is not None:
+            self.lost.cancel()
         self.lost, self.placement = None, placement
         if placement is None:
             return Holding(None, None, experts)
@@ -221,19 +249,21 @@ class LayerMembers:
     ) -> None:
         """Load the experts that no rank holds into the slots behind those that this rank keeps, on a thread."""
         context = self._context
-        assert context.recovery is not None and experts is not None
+        assert context.recovery is not None and experts is not None and self.reload is not None
         kept = len(held[context.rank])
         new = placement.rank_experts(context.rank)[kept:]
         me = context.members[context.rank]
         _LOG.warning("rank %d: layer %d: loads experts %s, which died", me, self._layer_id, new)
-        loading = context.recovery.background.submit(self._load_again, experts, kept, new)
+        loading = context.recovery.background.submit(self._load_again, self.reload, experts, kept, new)
         self.lost = LostExperts(context, self._layer_id, lost, self._num_experts, held, loading)
 
-    def _load_again(self, experts: Experts, first: int, ids: Sequence[int]) -> None:
+    @staticmethod
+    def _load_again(
+        reload: Callable[[Sequence[int]], Experts], experts: Experts, first: int, ids: Sequence[int]
+    ) -> None:
         """On a thread: experts that died, into the slots of `experts` from `first` on."""
-        assert self.reload is not None
         with torch.inference_mode():
-            put(experts, range(first, first + len(ids)), self.reload(ids))
+            put(experts, range(first, first + len(ids)), reload(ids))
 
 
 def _held(placement: Placement | None, num_experts: int, num_ranks: int) -> list[list[int]]:

@@ -44,6 +44,7 @@ class Membership:
         generation: number of the present membership.
         members: its ranks, ascending.
         everyone: all ranks, those that are out included.
+        calls: what each member was in when they agreed last; empty where it was in nothing that others must be in too.
     """
 
     def __init__(self, group: RankGroup) -> None:
@@ -51,9 +52,15 @@ class Membership:
         self._published = False
         self.rank = group.rank
         self.generation = 0
+        self.calls: dict[int, str] = {}
         self.members = self.everyone = tuple(range(group.world_size))
 
-    def agree(self, progress: int, suspects: Collection[int], window_s: float) -> dict[int, int]:
+    @property
+    def store_host(self) -> int:
+        """The rank whose process hosts the store where ranks meet; -1 where another process does."""
+        return self._group._host.rank
+
+    def agree(self, progress: int, suspects: Collection[int], window_s: float, call: str = "") -> dict[int, int]:
         """Go over to the next generation with all members that come. Returns the progress of each of its members.
 
         It is decided as soon as all members but `suspects` have come, and at the latest after `window_s`.
@@ -62,12 +69,14 @@ class Membership:
             progress: how far this rank has come.
             suspects: members that nobody waits for.
             window_s: how long others are waited for, in seconds.
+            call: what this rank is in; empty for nothing that others must be in too.
 
         Raises:
             RankRemovedError: the others have decided without this rank.
             StoreLostError: the store is gone or does not answer.
         """
         key = self._keys("members")
+        self.put(f"call/{self.rank}", call)
         self._ask(lambda store, prefix: store.set(f"{prefix}/{self._keys(f'here/{self.rank}')}", str(progress)))
         deadline = time.monotonic() + window_s
         needed = [rank for rank in self.members if rank not in suspects]
@@ -86,6 +95,7 @@ class Membership:
                 self.rank,
                 Phase.HOST,
             )
+        self.calls = {rank: self.get(f"call/{rank}", messages.text) or "" for rank in record}
         self.generation += 1
         self.members = tuple(record)
         return record
@@ -140,11 +150,14 @@ class Membership:
             )
         )
 
-    def askers(self) -> list[tuple[int, str]]:
-        """Ranks that are out, and whose place a process asks for, with the word under which that is answered."""
+    def askers(self) -> list[tuple[int, str, int]]:
+        """Ranks that are out, and whose place a process asks for.
+
+        With the word under which that is answered, and how many layers the process has.
+        """
         out = [rank for rank in self.everyone if rank not in self.members]
-        found = [(rank, self._got(f"ask/{rank}", messages.text)) for rank in out]
-        return [(rank, word) for rank, word in found if word]
+        found = [(rank, self._got(f"ask/{rank}", messages.row(messages.text, integer(0)))) for rank in out]
+        return [(rank, *said) for rank, said in found if said is not None and said != _NOBODY]
 
     def answer(self, rank: int, word: str, record: dict[int, int], more: object) -> None:
         """Tell a process that it is `rank` in the next generation, whose members `record` has. Once."""
@@ -156,29 +169,40 @@ class Membership:
 
         self._ask(write)
 
-    def ask(self, limit_s: float, read: Reader[T]) -> tuple[dict[int, int], T]:
+    def refuse(self, rank: int, word: str, why: str) -> None:
+        """Tell a process that it cannot be `rank`, and why. Once or more often."""
+
+        def write(store: Any, prefix: str) -> None:
+            store.set(f"{prefix}/join/{word}", _encoded({"refused": why}))
+            store.delete_key(f"{prefix}/ask/{rank}")
+
+        self._ask(write)
+
+    def ask(self, limit_s: float, read: Reader[T], layers: int = 0) -> tuple[dict[int, int], T]:
         """For a process that takes the place of a rank that is out: ask the members, and wait for their answer.
 
-        Returns the steps that each member has done, and what `answer` was given. If the members miss a rank before they
-        go over to this process, their answer does not count, and it asks again.
+        It has so many `layers`. Returns the steps that each member has done, and what `answer` was given. If the
+        members miss a rank before they go over to this process, their answer does not count, and it asks again.
 
-        Raises `PeerTimeoutError` if it is not one of them within `limit_s`.
+        Raises `PeerTimeoutError` if it is not one of them within `limit_s`, `ValueError` if they refuse it.
         """
         deadline, found = time.monotonic() + limit_s, None
         while found is None:
-            found = self._ask_once(read, deadline, limit_s)
+            found = self._ask_once(read, layers, deadline, limit_s)
         return found
 
-    def _ask_once(self, read: Reader[T], deadline: float, limit_s: float) -> tuple[dict[int, int], T] | None:
+    def _ask_once(
+        self, read: Reader[T], layers: int, deadline: float, limit_s: float
+    ) -> tuple[dict[int, int], T] | None:
         word = secrets.token_hex(8)
-        key, value = f"ask/{self.rank}", _encoded(word)
+        key, value = f"ask/{self.rank}", _encoded([word, layers])
         self._ask(lambda store, prefix: store.set(f"{prefix}/{key}", value))
         try:
             return self._answered(word, read, deadline, limit_s)
         except BaseException:
             # Else the members would wait for a process that is not there any more.
             with contextlib.suppress(MoERuntimeError):
-                self._ask(lambda store, prefix: store.compare_set(f"{prefix}/{key}", value, _NOBODY))
+                self._ask(lambda store, prefix: store.compare_set(f"{prefix}/{key}", value, _encoded(list(_NOBODY))))
             raise
 
     def _answered(self, word: str, read: Reader[T], deadline: float, limit_s: float) -> tuple[dict[int, int], T] | None:
@@ -186,6 +210,9 @@ class Membership:
         key, fields = f"join/{word}", messages.row(integer(1), _pairs, read)
         while (raw := self._raw(key)) is None:
             self._pause(deadline, limit_s)
+        self._ask(lambda store, prefix: store.delete_key(f"{prefix}/{key}"))
+        if refused := self._decoded(key, raw, lambda value: messages.text(value.get("refused", ""))):
+            raise ValueError(f"rejoin: {refused}")
         generation, pairs, more = self._decoded(key, raw, lambda v: fields([v["generation"], v["members"], v["more"]]))
         self.generation, record = generation - 1, dict(pairs)
         while (raw := self._raw(self._keys("members"))) is None:
@@ -199,8 +226,17 @@ class Membership:
         """Between two looks for what members have to say to this process, which `ask` waits for."""
         if time.monotonic() > deadline:
             text = f"rejoin: no rank has admitted rank {self.rank} within {limit_s:g} s"
+            if self.rank in self._latest():
+                text += "; it is still in where ranks called allocate() last, maybe for another context"
             raise PeerTimeoutError(text, -1, Phase.START_UP)
         time.sleep(_POLL_S)
+
+    def _latest(self) -> tuple[int, ...]:
+        """The members of the newest record, for a process that is none of them."""
+        members, generation = self.everyone, 0
+        while (raw := self._raw(f"from generation {generation}/members")) is not None:
+            members, generation = tuple(self._read(raw)), generation + 1
+        return members
 
     def leaving(self) -> bool:
         """Whether a member wants to go over to the next generation."""
@@ -237,7 +273,7 @@ class Membership:
     def _decoded(self, key: str, raw: bytes, read: Reader[T]) -> T:
         try:
             return read(messages.decode(raw, MAX_BYTES))
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             message = f"recovery: {key} is none that this program writes: {error}"
             raise MoERuntimeError(message, phase=Phase.HOST) from None
 
@@ -270,8 +306,8 @@ def _record(pairs: list[tuple[int, int]]) -> str:
     return _encoded({"members": [list(pair) for pair in pairs]})
 
 
-_NOBODY = _encoded("")
-"""The word of a process that does not ask any more."""
+_NOBODY = ("", 0)
+"""Said by a process that does not ask any more."""
 
 _pairs = messages.many_of(messages.row(integer(0), integer(0)))
 """Reads `[rank, progress]` of each member."""

@@ -9,15 +9,26 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol, TypeVar
+from contextlib import contextmanager
+from typing import TypeVar
 
-from moe_runtime.comm.errors import MoERuntimeError, PeerTimeoutError, Phase, RankRemovedError
+from moe_runtime.comm.errors import (
+    ExpertsLostError,
+    MoERuntimeError,
+    PeerAbortedError,
+    PeerTimeoutError,
+    Phase,
+    RankRemovedError,
+    StepMismatchError,
+    reason_of,
+)
 from moe_runtime.comm.messages import Reader, integer, many_of, optional, row, text
 from moe_runtime.comm.rank_group import RankGroup
+from moe_runtime.resilience.follower import Before, Follower
 from moe_runtime.resilience.membership import Membership
-from moe_runtime.support.arguments import check_kind, describe
+from moe_runtime.support.arguments import check_integer, check_kind, describe
 
 _LOG = logging.getLogger(__name__)
 
@@ -36,7 +47,7 @@ T = TypeVar("T")
 V = TypeVar("V")
 
 
-def is_recoverable(failure: Exception | None) -> bool:
+def is_recoverable(failure: BaseException | None) -> bool:
     """Whether survivors go on after it, or nothing has failed."""
     return failure is None or (isinstance(failure, PeerTimeoutError) and failure.phase in RECOVERABLE)
 
@@ -44,46 +55,8 @@ def is_recoverable(failure: Exception | None) -> bool:
 Asks = list[tuple[int, str]]
 """Ranks whose places processes ask for, with the words under which they are answered."""
 
-Held = list[list[int]]
-"""The experts of each member, slot by slot."""
-
-Before = dict[int, list[int]]
-"""The same by the numbers of members."""
-
 _HELD = many_of(many_of(integer(0)))
 _ASKS: Reader[Asks] = many_of(row(integer(0), text))
-
-
-class FollowerMembers(Protocol):
-    """The members of a layer, named by their numbers at the start, and what each of them holds."""
-
-    def check(self, members: tuple[int, ...]) -> None:
-        """Raise `ExpertsLostError` if they cannot go on: on all of them alike. Changes nothing."""
-
-    def settled(self) -> Held | None:
-        """What each current member holds; None while experts that died are loaded again."""
-
-    def take_as_present(self, members: tuple[int, ...], present: Held) -> None:
-        """In a process that comes back: these are the members to whom it comes, and what they hold."""
-
-    def expect(self, members: tuple[int, ...]) -> Before:
-        """Plan for these members, some of them rejoining. What each previous member holds, by its id."""
-
-    def settle(self) -> None:
-        """All members have gone over."""
-
-
-class Follower(Protocol):
-    """What changes with the members of a context: a layer."""
-
-    @property
-    def _members(self) -> FollowerMembers: ...
-
-    def _check_loaded(self) -> None:
-        """Raise `ValueError` if it is not ready to take part in steps."""
-
-    def _follow_members(self, members: tuple[int, ...], before: Before | None) -> None:
-        """Go over to them, when there is memory for them; `before` as of `expect`, where some come back."""
 
 
 class Recovery:
@@ -120,6 +93,7 @@ class Recovery:
         self._last: Callable[[], object] | None = None
         self._others_lack_last = False
         self._came_after: int | None = None
+        self._call = ""
 
     def add(self, follower: Follower) -> None:
         """Have `follower`, which is not kept alive, follow the members. All ranks add theirs in the same order."""
@@ -175,7 +149,7 @@ class Recovery:
             found[:] = [result_of([words[rank] for rank in membership.members])]
             return found[0]
 
-        return self._run(lambda: gather(mine()), lambda: lambda: gather(known(found[0])))
+        return self._run(what, lambda: gather(mine()), lambda: lambda: gather(known(found[0])))
 
     def run(
         self, step: Callable[[], T], again: Callable[[], Callable[[], object]] | None = None, *, counted: bool = True
@@ -188,12 +162,12 @@ class Recovery:
 
         Raises as `recover`.
         """
-        result = self._run(step, again)
+        result = self._run("a step of a layer", step, again)
         self.layer_steps += counted
         return result
 
-    def _run(self, step: Callable[[], T], again: Callable[[], Callable[[], object]] | None) -> T:
-        before = self.membership.generation
+    def _run(self, call: str, step: Callable[[], T], again: Callable[[], Callable[[], object]] | None) -> T:
+        before, self._call = self.membership.generation, call
 
         def once_more() -> T:
             self.steps_repeated += self.membership.generation > before
@@ -201,7 +175,7 @@ class Recovery:
 
         result = self._until_none_dies(once_more)
         self.steps_done += 1
-        self._last = step if again is None else again()
+        self._last, self._call = step if again is None else again(), ""
         self._settle(self.steps_done)
         return result
 
@@ -211,6 +185,7 @@ class Recovery:
         `check` raises what has failed. Raises `PeerTimeoutError` naming a member, by its present number, that does not
         come within `limit_s`; and as `recover`.
         """
+        self._call = ""
         self._until_none_dies(lambda: self._meet_at_end(limit_s, check))
 
     def admit(self, limit_s: float, check: Callable[[], None]) -> tuple[int, ...]:
@@ -223,67 +198,145 @@ class Recovery:
         read = row(optional(_ASKS), _ASKS)
 
         def mine() -> list[object]:
-            ready = all(follower._members.settled() is not None for follower in self._followers)
-            return [None, _plain(self.membership.askers()) if ready else []]
+            asks = self._asks()
+            # Each tells the others that it has loaded its experts, so all followers are asked.
+            waits = [follower for follower in self._followers if follower._members.settled() is None]
+            return [None, [] if waits else _plain(asks)]
 
         def decided(words: list[tuple[Asks | None, Asks]]) -> Asks:
-            """Nobody if a member has ended this step before a rank was missed; else whom the first member sees."""
-            return next((known for known, _ in words if known is not None), words[0][1])
+            """Nobody if a member has ended this step before a rank was missed; else whom all members see."""
+            known = next((known for known, _ in words if known is not None), None)
+            return [ask for ask in words[0][1] if all(ask in asks for _, asks in words)] if known is None else known
 
         asks = self._in_step("admit", mine, read, decided, lambda _: [[], []], limit_s, check)
         if not asks:
             return ()
         came = tuple(rank for rank, _ in asks)
         record = {rank: self.steps_done for rank in sorted((*self.membership.members, *came))}
-        if self.membership.rank == self.membership.members[0]:
-            present = [follower._members.settled() for follower in self._followers]
-            more = [self.layer_steps, list(self.membership.members), present]
-            for rank, word in asks:
-                self.membership.answer(rank, word, record, more)
-        self._change(record)
+        with self._out_on_error():
+            if self.membership.rank == self.membership.members[0]:
+                present = [follower._members.settled() for follower in self._followers]
+                more = [self.layer_steps, list(self.membership.members), present]
+                for rank, word in asks:
+                    self.membership.answer(rank, word, record, more)
+            self._change(record)
         return tuple(rank for rank in came if rank in self.membership.members)
 
-    def check_release(self, ranks: Sequence[int]) -> None:
+    def _asks(self) -> Asks:
+        """The processes that ask, and can be followed to; the first member refuses the others."""
+        asks: Asks = []
+        whole = all(follower._members.began_whole for follower in self._followers)
+        for rank, word, layers in self.membership.askers():
+            why = ""
+            if not whole:
+                why = "the others have made a layer while a rank was out, so none can come back"
+            elif layers != len(self._followers):
+                why = f"the others have {len(self._followers)} layers, this rank has {layers}"
+            if not why:
+                asks.append((rank, word))
+            elif self.membership.rank == self.membership.members[0]:
+                self.membership.refuse(rank, word, why)
+        return asks
+
+    def _check_release(self, ranks: Sequence[int]) -> None:
         """Raise `ValueError` where `ranks`, by their numbers at the start, cannot leave."""
         check_kind("ranks", ranks, (list, tuple))
-        present = self.membership.members
+        present, host = self.membership.members, self.membership.store_host
         for rank in ranks:
-            if rank not in present or isinstance(rank, bool):
+            if check_integer("ranks", rank, 0) not in present:
                 raise ValueError(f"ranks: expected some of {present}, got {describe(rank)}")
+            if rank == host:
+                raise ValueError(f"ranks: expected others than {rank}, whose process hosts the store where ranks meet")
         if not ranks or len(set(ranks)) == len(present):
             raise ValueError(f"ranks: expected one or more, but not all of {present}, got {describe(ranks)}")
 
     def release(self, ranks: Sequence[int], limit_s: float, check: Callable[[], None]) -> None:
-        """Between two steps, after `check_release`: go on without `ranks`. Collective, also for those.
+        """Between two steps: go on without `ranks`. Collective, also for those.
 
-        Raises `RankRemovedError` on these; `ValueError` where members disagree, and `ExpertsLostError` where the others
-        cannot go on, and then nothing changes; else as `most`.
+        Raises `RankRemovedError` on these; `ValueError` for a wrong argument, of which the others learn by a
+        `PeerAbortedError`, and where members disagree, and `ExpertsLostError` where the others cannot go on, and then
+        nothing changes; else as `most`.
         """
-        mine = sorted(ranks)
-        read = many_of(integer(0))
-        words = self._in_step("release", lambda: mine, read, lambda words: words, lambda _: mine, limit_s, check)
-        if any(word != mine for word in words):
-            raise ValueError(f"ranks: the members disagree, {words}")
-        stay = tuple(rank for rank in self.membership.members if rank not in ranks)
-        for follower in self._followers:
-            follower._members.check(stay)
+        self._agree_to_release(ranks, limit_s, check)
+        stay = self._without(ranks)
+        if not stay:
+            raise ValueError(f"ranks: expected one or more to stay, all others than {ranks} have died meanwhile")
         if self.membership.rank in ranks:
             self.membership.members = stay
             error = RankRemovedError(f"rank {self.membership.rank} is out, as was asked for", self.membership.rank)
             self._end(error)
             raise error
-        self._change(dict.fromkeys(stay, self.steps_done))
+        with self._out_on_error():
+            self._change(dict.fromkeys(stay, self.steps_done))
+
+    def _agree_to_release(self, ranks: Sequence[int], limit_s: float, check: Callable[[], None]) -> None:
+        """Raise, as `release`, unless all members want the same and can go on."""
+        problem = self._problem_with(ranks)
+        word: list[object] = []
+
+        def mine() -> list[object]:
+            if problem is not None:
+                word[:] = [None, reason_of(problem), None]
+            else:
+                word[:] = [sorted(map(int, ranks)), None, self._loss_without(ranks)]
+            return word
+
+        read = row(optional(many_of(integer(0))), optional(text), optional(text))
+        words = self._in_step("release", mine, read, lambda words: words, lambda _: word, limit_s, check)
+        if problem is not None:
+            raise problem
+        for number, (_, wrong, _) in enumerate(words):
+            if wrong is not None:
+                raise PeerAbortedError(f"release: rank {number} gave up: {wrong}", number, Phase.HOST)
+        if any(asked != words[0][0] for asked, _, _ in words):
+            raise ValueError(f"ranks: the members disagree, {[asked for asked, _, _ in words]}")
+        for number, (_, _, lost) in enumerate(words):
+            if lost is not None:
+                raise ExpertsLostError(lost, number)
+
+    def _without(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        return tuple(rank for rank in self.membership.members if rank not in ranks)
+
+    def _problem_with(self, ranks: Sequence[int]) -> ValueError | None:
+        try:
+            self._check_release(ranks)
+        except ValueError as problem:
+            return problem
+        return None
+
+    def _loss_without(self, ranks: Sequence[int]) -> str | None:
+        """Why the other members could not go on without `ranks`, as far as this one knows."""
+        stay = self._without(ranks)
+        try:
+            for follower in self._followers:
+                if self.membership.rank in stay:
+                    follower._members.check_reload(stay)
+                else:
+                    follower._members.check(stay)
+        except ExpertsLostError as lost:
+            return str(lost)
+        return None
+
+    @contextmanager
+    def _out_on_error(self) -> Iterator[None]:
+        """Around a change of members: a rank that an error ends inside is out, and the others go on without it."""
+        try:
+            yield
+        except BaseException as error:
+            own = error if isinstance(error, Exception) else None
+            self._end(own or PeerAbortedError(reason_of(error), self.membership.rank, Phase.HOST))
+            raise
 
     def join(self, limit_s: float) -> None:
         """For a process that takes the place of a rank that is out: wait until the members `admit` it, and go over.
 
         Raises `PeerTimeoutError` if they do not within `limit_s`, or if another rank dies while they do; `ValueError`
-        if a layer has not been loaded.
+        if a layer has not been loaded, or if they have other layers.
         """
         for follower in self._followers:
             follower._check_loaded()
         read = row(integer(0), many_of(integer(0)), many_of(_HELD))
-        record, (self.layer_steps, before, present) = self.membership.ask(limit_s, read)
+        record, (self.layer_steps, before, present) = self.membership.ask(limit_s, read, len(self._followers))
         self.steps_done = record[self.membership.rank]
         if len(present) != len(self._followers):
             text = f"the others have {len(present)} layers, this rank has {len(self._followers)}"
@@ -326,11 +379,8 @@ class Recovery:
             StoreLostError: the store where ranks meet is gone or silent.
         """
         began, before = time.monotonic(), self.membership.members
-        try:
+        with self._out_on_error():
             record = self._agree(error)
-        except Exception as failure:
-            self._end(failure)
-            raise
         self._others_lack_last = min(record.values()) < self.steps_done
         _LOG.warning(
             "rank %d: generation %d: rank %s left, %s go on after %.2f s; %d steps of layers are done here (%s)",
@@ -349,10 +399,11 @@ class Recovery:
         while True:
             before = membership.members
             suspects = {before[error.rank]} if 0 <= error.rank < len(before) else set()
-            record = membership.agree(self.steps_done, suspects - {membership.rank}, self._window_s)
+            record = membership.agree(self.steps_done, suspects - {membership.rank}, self._window_s, self._call)
             if not 0 <= self.steps_done - min(record.values()) <= 1:
                 text = f"rank {membership.rank} has done {self.steps_done} steps, the members {record}"
                 raise MoERuntimeError(f"recovery: steps are further apart than can be: {text}", membership.rank)
+            self._check_calls(record)
             self._settle(max(record.values()))
             for follower in self._followers:
                 follower._members.check(membership.members)
@@ -361,6 +412,18 @@ class Recovery:
                 return record
             except PeerTimeoutError as another:
                 error = another  # Also of this rank, if it was stopped and the others go on already.
+
+    def _check_calls(self, record: dict[int, int]) -> None:
+        """Raise `StepMismatchError`, on all members, if ranks that have done as many steps are in different calls.
+
+        They wait for each other, so none of them is dead.
+        """
+        calls = {rank: call for rank, call in self.membership.calls.items() if call}
+        for steps in sorted(set(record.values())):
+            found = {rank: call for rank, call in calls.items() if record[rank] == steps}
+            if len(set(found.values())) > 1:
+                texts = ", ".join(f"rank {rank}: {call}" for rank, call in found.items())
+                raise StepMismatchError(f"recovery: ranks are in different calls, {texts}", min(found))
 
     def _go_over(self, members_before: tuple[int, ...]) -> None:
         """Move from the previous members' memory to memory of the present ones."""

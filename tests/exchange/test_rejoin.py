@@ -8,22 +8,33 @@ import random
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 from moe_runtime.build import random_expert
 from moe_runtime.checkpoints.checkpoint import Checkpoint
-from moe_runtime.comm.errors import ExpertsLostError, PeerTimeoutError, RankRemovedError
+from moe_runtime.comm.errors import (
+    ExpertsLostError,
+    PeerAbortedError,
+    PeerTimeoutError,
+    Phase,
+    RankRemovedError,
+    StepMismatchError,
+)
+from moe_runtime.comm.group_members import _StoreHost
 from moe_runtime.comm.messages import text
 from moe_runtime.context.expert_parallel import ExpertParallelContext
+from moe_runtime.experts import Experts
 from moe_runtime.launch.common.qwen3_checkpoint import write_qwen3_moe_checkpoint
 from moe_runtime.layer import MoELayer
 from moe_runtime.placement.placement import Placement, plan_placement
+from moe_runtime.resilience.recovery import Recovery
 from moe_runtime.resilience.refill import missing_experts, plan_copies, refill
 from moe_runtime.virtual import VirtualRanks
 from tests.exchange.test_survivors import memberships, together
@@ -269,6 +280,192 @@ def test_a_rank_whose_experts_would_be_lost_stays() -> None:
     assert all(outcome.error is None for outcome in outcomes), "\n".join(outcome.trace for outcome in outcomes)
 
 
+def release_wrongly(rank: int, world: int) -> list[str]:
+    """Releases before the first step that cannot be, none of which changes anything, and then one that can.
+
+    What this rank was told of those that only some ranks did wrong.
+    """
+    limits: dict[str, Any] = {"timeout_s": PATIENCE_S, "startup_timeout_s": PATIENCE_S}
+    context = ExpertParallelContext(transport="shared", on_failure="continue", **limits)
+    layer = MoELayer(config(), context)
+    layer.load_random(0)
+    reload = layer._members.reload
+    assert context.recovery is not None and reload is not None
+    told = []
+
+    def refused(*kinds: type[Exception], ranks: Any) -> None:
+        with pytest.raises(kinds) as caught:
+            context.release(ranks)
+        told.append(f"{type(caught.value).__name__}: {caught.value}")
+        assert (context.members, context.generation, layer.placement) == ((0, 1, 2), 0, None)
+
+    for wrong in ([1.0], [np.int64(1)], [torch.tensor(1)], [True], [[1]], [-1], "1", 1, None):
+        with pytest.raises(ValueError, match=r"^ranks: expected "):
+            context.release(wrong)  # type: ignore[arg-type]
+    refused(ValueError, PeerAbortedError, ranks=[7] if rank == 0 else [2])
+    refused(ValueError, ranks=[Phase(rank)])  # an int like any other
+    group = context.recovery.membership._group
+    group._host = _StoreHost(0, "rank 0, which hosts it,")
+    refused(ValueError, ranks=[0])
+    group._host = _StoreHost()
+
+    def gone(ids: Sequence[int]) -> Experts:
+        raise ValueError("config.json: cannot be read")
+
+    layer._members.reload = gone if rank == 1 else reload
+    refused(ExpertsLostError, ranks=[2])
+    layer._members.reload = reload
+    if rank == 2:
+        with pytest.raises(RankRemovedError):
+            context.release([2])
+    else:
+        context.release([2])
+        layer.warm_up()
+        assert (context.members, context.generation) == ((0, 1), 1)
+    context.close()
+    return told
+
+
+def test_a_release_that_cannot_be_changes_nothing_and_all_ranks_learn_why(get_pool: Any) -> None:
+    results = get_pool(3).run(release_wrongly)
+    for rank, told in enumerate(results):
+        wrong, others, host, gone = told
+        text = "ranks: expected some of (0, 1, 2), got 7"
+        assert wrong == (f"PeerAbortedError: release: rank 0 gave up: {text}" if rank else f"ValueError: {text}")
+        assert others == "ValueError: ranks: the members disagree, [[0], [1], [2]]"
+        assert host == "ValueError: ranks: expected others than 0, whose process hosts the store where ranks meet"
+        assert gone == (
+            "ExpertsLostError: layer 0: no rank that is left holds expert 7, 8, 9, which cannot be loaded again: "
+            "config.json: cannot be read; ranks 0, 1 are left"
+        )
+
+
+def come_back_to_others(rank: int, world: int) -> list[str]:
+    """Rank 2 leaves, and comes back while the others do no step. They have deleted a layer, and make one later.
+
+    Why rank 2 was refused.
+    """
+    limits: dict[str, Any] = {"timeout_s": PATIENCE_S, "startup_timeout_s": PATIENCE_S}
+    store = dist.distributed_c10d._get_default_store()
+    key = f"come_back_to_others/{store.add(f'come_back_to_others/{rank}', 1)}"
+    mine = rank_input(0, rank, TOKENS - rank, HIDDEN, EXPERTS, TOP_K)
+
+    def made(context: ExpertParallelContext) -> MoELayer:
+        layer = MoELayer(config(), context)
+        layer.load_random(0)
+        return layer
+
+    def step(layer: MoELayer) -> torch.Tensor:
+        return layer(mine.x, topk_idx=mine.topk_idx, topk_weights=mine.topk_weights)
+
+    def refused(layers: int) -> str:
+        newcomer = ExpertParallelContext.rejoin(2, store, **limits)
+        kept = [made(newcomer) for _ in range(layers)]
+        for call in (newcomer.admit, lambda: newcomer.release([0]), lambda: kept[0].replace_experts(TWICE)):
+            with pytest.raises(ValueError, match=r"^context: call allocate\(\) first"):
+                call()
+        with pytest.raises(ValueError, match=r"^rejoin: ") as caught:
+            newcomer.allocate()
+        newcomer.close()
+        return str(caught.value)
+
+    def admit_until(done: str) -> None:
+        assert context.recovery is not None
+        while not context.recovery.most("done", store.check([f"{key}/{done}"]) + 0, PATIENCE_S, context.check_peers):
+            assert context.admit() == ()
+
+    context = ExpertParallelContext(transport="shared", on_failure="continue", **limits)
+    layers = [made(context) for _ in range(2)]
+    before = step(layers[1])
+    del layers[0]
+    why = []
+    if rank == 2:
+        with pytest.raises(RankRemovedError):
+            context.release([2])
+        context.close()
+        why.append(refused(2))
+        store.set(f"{key}/refused", "")
+        context = ExpertParallelContext.rejoin(2, store, **limits)
+        layers = [made(context) for _ in range(2)]
+        del layers[0]
+        context.allocate()
+    else:
+        context.release([2])
+        admit_until("refused")
+        assert admitted(context) == (2,)
+    assert_same_bits(step(layers[0]), before)
+    if rank == 2:
+        with pytest.raises(RankRemovedError):
+            context.release([2])
+        context.close()
+        store.get(f"{key}/late")
+        why.append(refused(3))
+        store.set(f"{key}/refused again", "")
+        return why
+    context.release([2])
+    layers.append(made(context))
+    late = step(layers[1])
+    store.set(f"{key}/late", "")
+    admit_until("refused again")
+    assert_same_bits(step(layers[1]), late)
+    assert (context.members, context.world_size) == ((0, 1), 2)
+    context.close()
+    return why
+
+
+def test_a_process_comes_back_to_the_same_layers_and_while_others_do_no_step(get_pool: Any) -> None:
+    assert get_pool(3).run(come_back_to_others)[2] == [
+        "rejoin: the others have 1 layers, this rank has 2",
+        "rejoin: the others have made a layer while a rank was out, so none can come back",
+    ]
+
+
+def recoveries(count: int, renew: Any) -> tuple[list[Recovery], list[list[Exception]]]:
+    """Of `count` ranks without layers, and with what each has ended."""
+    ended: list[list[Exception]] = [[] for _ in range(count)]
+    group = memberships(count)
+    return [Recovery(one, renew, end.append, 1.0) for one, end in zip(group, ended, strict=True)], ended
+
+
+@pytest.mark.parametrize("call", ["recover", "admit", "release"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError("no memory"), IndexError("of ours")])
+def test_a_rank_that_does_not_get_over_to_others_is_out(call: str, error: BaseException) -> None:
+    """Whatever ends it on the way: it must not go on half changed."""
+
+    def renew(*_: Any) -> None:
+        raise error
+
+    (one, *_), ended = recoveries(2, renew)
+    if call != "release":
+        one.membership.generation, one.membership.members = 1, (0,)
+    if call == "admit":
+        one.membership._ask(lambda store, prefix: store.set(f"{prefix}/ask/1", '["word", 0]'))
+        work = lambda: one.admit(1.0, lambda: None)  # noqa: E731
+    elif call == "recover":
+        work = lambda: one.recover(PeerTimeoutError("", -1, Phase.RECOVERY))  # noqa: E731
+    else:
+        one.membership._ask(
+            lambda store, prefix: store.set(f"{prefix}/from generation 0/release 1/1", "[1, [[1], null, null]]")
+        )
+        work = lambda: one.release([1], 1.0, lambda: None)  # noqa: E731
+    with pytest.raises(type(error)):
+        work()
+    (found,) = ended[0]
+    assert found is error or (isinstance(found, PeerAbortedError) and str(found).startswith("KeyboardInterrupt"))
+
+
+def test_ranks_in_different_calls_do_not_throw_each_other_out() -> None:
+    """One is in `admit`, the others are in `release`: none of them is dead."""
+    ranks, ended = recoveries(3, lambda *_: None)
+    calls = [lambda: ranks[0].admit(0.3, lambda: None)]
+    calls += [lambda r=r: ranks[r].release([1], 0.3, lambda: None) for r in (1, 2)]
+    errors = together(calls)
+    for error, (end,) in zip(errors, ended, strict=True):
+        assert isinstance(error, StepMismatchError) and end is error
+        assert str(error) == ("recovery: ranks are in different calls, rank 0: admit, rank 1: release, rank 2: release")
+    assert all(rank.membership.members == (0, 1, 2) for rank in ranks)
+
+
 def test_copies_fill_all_slots_that_ranks_do_not_have() -> None:
     chooser = random.Random(0)
     for world in range(2, 7):
@@ -313,7 +510,12 @@ def test_a_process_that_gives_up_does_not_ask_any_more() -> None:
 
     _, error = together([watch, lambda: members[2].ask(0.5, text)])
     assert isinstance(error, PeerTimeoutError) and "no rank has admitted rank 2 within 0.5 s" in str(error)
-    assert [rank for rank, _ in words] == [2] and members[0].askers() == []
+    assert [rank for rank, *_ in words] == [2] and members[0].askers() == []
+    assert "it is still in where ranks called allocate() last" in str(error)
+    members[0].generation, members[0].members = 0, (0, 1, 2)
+    members[0].go_over({0: 0, 1: 0})
+    with pytest.raises(PeerTimeoutError, match=r"within 0\.1 s$"):
+        members[2].ask(0.1, text)
 
 
 def test_a_process_that_is_not_admitted_after_all_asks_again() -> None:
@@ -326,14 +528,14 @@ def test_a_process_that_is_not_admitted_after_all_asks_again() -> None:
     def others() -> None:
         while not (asks := members[0].askers()):
             time.sleep(0.01)
-        members[0].answer(*asks[0], {0: 4, 1: 4, 2: 4}, "first")
+        members[0].answer(*asks[0][:2], {0: 4, 1: 4, 2: 4}, "first")
         members[0].agree(4, {1}, 0.1)
         with pytest.raises(PeerTimeoutError, match="a rank is missed"):
             members[1].go_over({0: 4, 1: 4, 2: 4})
         while not (again := members[0].askers()):
             time.sleep(0.01)
         assert again[0][1] != asks[0][1]
-        members[0].answer(*again[0], {0: 5, 2: 5}, "second")
+        members[0].answer(*again[0][:2], {0: 5, 2: 5}, "second")
         members[0].go_over({0: 5, 2: 5})
 
     assert together([others, lambda: newcomer.ask(PATIENCE_S, text)]) == [None, ({0: 5, 2: 5}, "second")]
