@@ -399,7 +399,8 @@ class Recovery:
         while True:
             before = membership.members
             suspects = {before[error.rank]} if 0 <= error.rank < len(before) else set()
-            record = membership.agree(self.steps_done, suspects - {membership.rank}, self._window_s, self._call)
+            suspects = {rank for rank in suspects - {membership.rank} if not self._is_in_another_call(rank)}
+            record = membership.agree(self.steps_done, suspects, self._window_s, self._call)
             if not 0 <= self.steps_done - min(record.values()) <= 1:
                 text = f"rank {membership.rank} has done {self.steps_done} steps, the members {record}"
                 raise MoERuntimeError(f"recovery: steps are further apart than can be: {text}", membership.rank)
@@ -412,6 +413,14 @@ class Recovery:
                 return record
             except PeerTimeoutError as another:
                 error = another  # Also of this rank, if it was stopped and the others go on already.
+
+    def _is_in_another_call(self, rank: int) -> bool:
+        """Whether a member has come to `admit` or `release` in place of this step: it will miss others itself."""
+        for what in {"admit", "release"} - {self._call}:
+            said = self.membership.get(f"{what} {self.step_number % 2}/{rank}", lambda answer: answer)
+            if isinstance(said, list) and said[:1] == [self.step_number]:
+                return True
+        return False
 
     def _check_calls(self, record: dict[int, int]) -> None:
         """Raise `StepMismatchError`, on all members, if ranks that have done as many steps are in different calls.
