@@ -47,9 +47,7 @@ def read_loads(file: Path) -> dict[str, list[float]]:
         raise ValueError(f"LOAD: {file}: expected a list of numbers, or an object of such lists by decoder layer")
     for layer, load in loads.items():
         try:
-            math.fsum(checked_load(load))
-        except OverflowError:
-            raise ValueError(f"LOAD: {file}: {_layer(layer)}load: expected numbers with a finite sum") from None
+            checked_load(load)
         except ValueError as error:
             raise ValueError(f"LOAD: {file}: {_layer(layer)}{error}") from None
     return loads

@@ -127,8 +127,9 @@ def run_program(name: str, work: Callable[[], int], *, debug: bool = False) -> i
     Every rank that fails prints its number: torchrun ends the others as soon as one has ended.
     """
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # bars and the like in a locale without them
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            with suppress(OSError):  # of a pipe that took the place of a file
+                stream.reconfigure(errors="replace")  # bars and the like in a locale without them
     try:
         return work()
     except KeyboardInterrupt:

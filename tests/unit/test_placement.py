@@ -145,7 +145,7 @@ def test_a_load_may_be_a_tensor() -> None:
         (([1.0, None], 1, 2), "load: expected numbers, got None for expert 1"),
         ((None, 1, 1), "load: expected a number for each expert, got None"),
         (([], 1, 1), "load: expected a number for each expert, got none"),
-        (([1e308, 1e308], 1, 2), "load: expected numbers with a sum of at most 1.79769e\\+308"),
+        (([1e308, 1e308], 1, 2), "load: expected numbers with a finite sum"),
         (([1, 1, 1], 2, 1), r"slots_per_rank: expected 2 \.\. 3 slots for 3 experts on 2 rank\(s\), got 1"),
         (([1, 1, 1], 2, 4), r"slots_per_rank: expected 2 \.\. 3 .* got 4"),
         (([1], 0, 1), "num_ranks: expected a positive integer, got 0"),
