@@ -260,9 +260,8 @@ class GlooLink(HostLink):
         self, outgoing: Chunks, incoming: Chunks, phase: Phase, part: int, limit_s: float, *, failed: bool
     ) -> _GlooExchange:
         self._exchanges += 1
-        headers = torch.tensor(
-            [(phase, part, outgoing[host].numel(), failed) for host in self._others], dtype=torch.int64
-        )
+        words = [(phase, part, outgoing[host].numel(), failed) for host in self._others]
+        headers = torch.tensor(words, dtype=torch.int64, device="cpu")
         out = torch.cat(
             [
                 piece
