@@ -73,12 +73,12 @@ class LayerParts(ObservedLayer):
             raise ValueError("router_ids: expected None, or router=False: the ids are those of a router elsewhere")
         if router_ids is not None and placement is not None:
             raise ValueError("router_ids: expected None with a placement")
-        self.slots: SlotTable | None = None
-        agree: dict[str, object] = {**config.flat()}
         if placement is not None:
             self._check_placement(placement)
         # Behind the checks: a rank that is told of its mistake and tries again is to have the numbers of its peers.
         self.layer_id = self.context.next_layer_id()
+        self.slots: SlotTable | None = None
+        agree: dict[str, object] = {**config.flat()}
         if placement is not None:
             self.slots = SlotTable(placement, device)
             agree["placement"] = placement.fingerprint

@@ -94,11 +94,8 @@ def _fill(whole: Experts, files: dict[int, SafetensorsFile], ids: Sequence[int],
                     out = staging[: target.numel() * target.element_size()].view(target.dtype).view(target.shape)
                     files[slot].read(name, out)
                     target.copy_(out)
-        except ValueError as error:  # It was cut off since it was opened.
-            kept.drop(ids[slot], str(error))
-            return False
-        except OSError as error:
-            kept.pass_over(str(error))
+        except (ValueError, OSError) as error:  # Such as one that was cut off since it was opened.
+            kept.set_aside(ids[slot], error)
             return False
         return True
 

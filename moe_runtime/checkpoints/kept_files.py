@@ -117,10 +117,7 @@ class KeptFiles:
         except FileNotFoundError:
             return None  # another rank has removed it
         except (ValueError, OSError) as error:
-            if isinstance(error, OSError) or isinstance(error.__cause__, OSError):
-                self.pass_over(str(error))  # such as too many open files: it may be right
-            else:
-                self.drop(expert, str(error))
+            self.set_aside(expert, error)
             return None
         entries = {name: (entry.dtype, entry.shape) for name, entry in file.entries.items()}
         if file.metadata != self._metadata:
@@ -134,9 +131,15 @@ class KeptFiles:
         self.drop(expert, f"{path}: {problem}")
         return None
 
-    def pass_over(self, reason: str) -> None:
-        """Say in the log why a copy is not used."""
-        _LOG.warning("a copy of experts in host memory is not used: %s", reason)
+    def set_aside(self, expert: int, error: Exception) -> None:
+        """`drop` the copy of an expert for what it holds; one that cannot be read for now is logged alone.
+
+        That may be right, where too many files are open, say.
+        """
+        if isinstance(error, OSError) or isinstance(error.__cause__, OSError):
+            _LOG.warning("a copy of experts in host memory is not used: %s", error)
+        else:
+            self.drop(expert, str(error))
 
     def drop(self, expert: int, reason: str) -> None:
         """Remove the copy of an expert, with `reason` in the log."""
@@ -207,10 +210,10 @@ def kept_layers() -> list[KeptLayer]:
     root = kept_folder()
     found = []
     try:
-        if root.exists() and not root.is_dir():
-            _refuse(f"expected a folder, {root} is none")
-        if not root.is_dir():
+        if not root.exists():
             return []
+        if not root.is_dir():
+            _refuse(f"expected a folder, {root} is none")
         if trusted_folder(root, _refuse) is None:
             raise AssertionError("it raises")
         for folder in sorted(path for path in root.iterdir() if _FOLDER(path.name) and path.is_dir()):

@@ -151,16 +151,7 @@ def run_steps(rank: int, world: int, device: str, seed: int, num_epochs: int, od
                 combine[half, tokens.to(device), parts.to(device)] = rows.to(device)
                 part_index[source, tokens.to(device)] = parts.to(torch.int32).to(device)
                 signals_of(context, source)[layout.combine_flag + half * world + rank] = epoch
-            host_transport.carry_combine(
-                context,
-                epoch=epoch,
-                exchange_id=0,
-                max_tokens=MAX_TOKENS,
-                parts=PARTS,
-                row_bytes=ROW,
-                part_index=part_index,
-                timeout_ns=context.timeout_ns,
-            )
+            combine_by(context, part_index, context.timeout_ns, epoch)
             for target in range(world):
                 tokens, parts, rows = returned_rows(seed, epoch, rank, target)
                 expected["combine"][half, tokens, parts] = rows
@@ -196,16 +187,7 @@ def properties(rank: int, world: int) -> None:
                 assert heap.peer_tensor("landing", peer).data_ptr() == int(context.landing_pointers[peer])
         part_index = torch.zeros(world, MAX_TOKENS, dtype=torch.int64)
         with pytest.raises(ValueError, match=r"part_index: expected int32 \[2, 7\], got torch.int64 \[2, 7\]"):
-            context.host_transport.carry_combine(  # type: ignore[union-attr]
-                context,
-                epoch=1,
-                exchange_id=0,
-                max_tokens=MAX_TOKENS,
-                parts=PARTS,
-                row_bytes=ROW,
-                part_index=part_index,
-                timeout_ns=1,
-            )
+            combine_by(context, part_index, timeout_ns=1)
         with pytest.raises(ValueError, match=r"token_flags: half 1 of \[2, 1000\] ends at 8256 of 512 bytes"):
             context.host_transport.carry_dispatch(  # type: ignore[union-attr]
                 context, epoch=1, exchange_id=0, num_tokens=0, max_tokens=1000, record_bytes=RECORD, timeout_ns=1
@@ -231,6 +213,20 @@ def carry_nothing(context: ExpertParallelContext, epoch: int, exchange_id: int =
         max_tokens=MAX_TOKENS,
         record_bytes=record,
         timeout_ns=context.startup_timeout_ns if epoch == 1 else context.timeout_ns,
+    )
+
+
+def combine_by(context: ExpertParallelContext, part_index: torch.Tensor, timeout_ns: int, epoch: int = 1) -> None:
+    assert context.host_transport is not None
+    context.host_transport.carry_combine(
+        context,
+        epoch=epoch,
+        exchange_id=0,
+        max_tokens=MAX_TOKENS,
+        parts=PARTS,
+        row_bytes=ROW,
+        part_index=part_index,
+        timeout_ns=timeout_ns,
     )
 
 
@@ -347,16 +343,7 @@ def one_rank_fails(rank: int, world: int, device: str, how: str) -> float:
         elif rank == 1:
             part_index = torch.full((world, MAX_TOKENS), -1, dtype=torch.int32, device=device)
             with pytest.raises(StepMismatchError, match="not at the same step"):
-                host_transport.carry_combine(
-                    context,
-                    epoch=1,
-                    exchange_id=0,
-                    max_tokens=MAX_TOKENS,
-                    parts=PARTS,
-                    row_bytes=ROW,
-                    part_index=part_index,
-                    timeout_ns=context.timeout_ns,
-                )
+                combine_by(context, part_index, context.timeout_ns)
         else:
             with pytest.raises(StepMismatchError, match="rank 1: combine_send of epoch 1"):
                 carry_nothing(context, 2)
