@@ -5,7 +5,8 @@
 // shared memory and sent whole by the copy engine.
 //
 // `y = bf16(shared + sum over ranks ascending of wire(sum over that rank's experts, k ascending, of w_k * bf16(acc)))`,
-// sums in fp32, `shared` first and only where there is one. Multiplications and additions are kept apart (no fused
+// sums in fp32, `shared` first and only where there is one. With SUMS_BY_ENTRY ranks are added in the order of their
+// last entries in the token. Multiplications and additions are kept apart (no fused
 // multiply-add), so that every engine gives the same bits. A NaN is a NaN everywhere, but its sign and payload are the
 // machine's.
 //
@@ -23,7 +24,7 @@
 // (waits.cuh).
 //
 // Macros: those of signalling.cuh (with AWAIT_TOKENS those of arrival.cuh), AWAIT_TOKENS, BOTH_HALVES, HIDDEN, WIRE
-// (FormatCode), PARTS (partial results of a token), PARTIAL_BYTES, PARTIAL_SCALES_AT, COMBINE_FLAG, PARTIAL_FLAGS,
+// (FormatCode), PARTS (partial results of a token), SUMS_BY_ENTRY, PARTIAL_BYTES, PARTIAL_SCALES_AT, COMBINE_FLAG, PARTIAL_FLAGS,
 // PARTIAL_FLAG, PARTIAL_FLAG_TOKENS, PROGRESS, PROGRESS_PARTS, K, READERS (warps of combine_send that read rows),
 // PLACES (of its ring), WAITING (warps of combine_recv that read rows), PARTIALS (places of its ring), OUTPUT_BF16,
 // RECORD_BYTES, IDS_AT, WEIGHTS_AT, HAS_SHARED, WAITS, STALE_HANDLE (ErrorCode), COMBINE_SEND and COMBINE_RECV (Phase).
@@ -79,6 +80,24 @@ struct Turn {
     // Nor does a block send to the same rank all the time.
     const int lap = gridDim.x % WORLD == 0 ? turn / gridDim.x : 0;
     source = (rank + 1 + turn + lap) % WORLD, token = there ? turn / WORLD : 0;
+  }
+};
+
+// Where the partial result of this rank is among those of a token, in the order in which they are added.
+struct PartOrder {
+  static constexpr bool BY_ENTRY = SUMS_BY_ENTRY;
+  u32 ranks = 0;   // that have an expert of the token
+  int behind = 0;  // ranks whose last entry comes after this rank's
+
+  // The entries of a token are added in this order.
+  __device__ __forceinline__ static constexpr int entry(int number) { return BY_ENTRY ? K - 1 - number : number; }
+  __device__ __forceinline__ void add(int owner, int rank) {
+    const u32 with = ranks | 1u << owner;
+    if (BY_ENTRY && owner == rank && with != ranks) behind = __popc(ranks);
+    ranks = with;
+  }
+  __device__ __forceinline__ int part(int rank) const {
+    return BY_ENTRY ? __popc(ranks) - 1 - behind : __popc(ranks & ((1u << rank) - 1));
   }
 };
 
@@ -184,7 +203,8 @@ extern "C" __global__ void __launch_bounds__(32 * READERS + 64 + 32 * AWAIT_TOKE
       const auto [source, token, there] = Turn(first, rank, num_slots);
       const int slot = source * max_tokens + token;
       const u8* record = arrived.record(slot);
-      u32 loaded = 0, present = 0, ranks = 0;
+      u32 loaded = 0, present = 0;
+      PartOrder order;
 #pragma unroll
       for (int k = 0; k < K; ++k)
         if (positions[static_cast<long long>(slot) * K + k] >= 0 && there) loaded |= 1u << k;
@@ -211,13 +231,12 @@ extern "C" __global__ void __launch_bounds__(32 * READERS + 64 + 32 * AWAIT_TOKE
         if (failed || others) lost = true, await_abort_sent(x);
       }
 #pragma unroll
-      for (int k = 0; k < K; ++k) {
-        const int owner = owner_of(id[k], end_of_lane);
-        if (id[k] != NONE) ranks |= 1u << owner;
+      for (int n = 0; n < K; ++n) {
+        const int k = PartOrder::entry(n), owner = owner_of(id[k], end_of_lane);
+        if (id[k] != NONE) order.add(owner, rank);
       }
-      const int part = __popc(ranks & ((1u << rank) - 1));
       const u64 to = __shfl_sync(ALL, combine_of_lane, source) + half * combine_half +
-                     (static_cast<long long>(token) * PARTS + part) * PARTIAL_BYTES;
+                     (static_cast<long long>(token) * PARTS + order.part(rank)) * PARTIAL_BYTES;
       for (u32 left = __ballot_sync(ALL, loaded != 0); left; left &= left - 1) {
         const int from = __ffs(left) - 1;
         const u32 brought = __shfl_sync(ALL, loaded, from), chosen = lost ? 0 : __shfl_sync(ALL, present, from);
@@ -278,16 +297,16 @@ extern "C" __global__ void __launch_bounds__(32 * READERS + 64 + 32 * AWAIT_TOKE
       } else if (half) {
         routing = other;
       }
-      u32 present = 0, ranks = 0;
+      u32 present = 0;
+      PartOrder order;
 #pragma unroll
-      for (int k = 0; k < K; ++k) {
-        const int owner = owner_of(routing.id(k), end_of_lane);
-        if (routing.id(k) != NONE) ranks |= 1u << owner;
+      for (int n = 0; n < K; ++n) {
+        const int k = PartOrder::entry(n), owner = owner_of(routing.id(k), end_of_lane);
+        if (routing.id(k) != NONE) order.add(owner, rank);
         if (there && position[k] >= 0) present |= 1u << k;
       }
-      const int part = __popc(ranks & ((1u << rank) - 1));
       const u64 to = __shfl_sync(ALL, combine_of_lane, source) + half * combine_half +
-                     (static_cast<long long>(token) * PARTS + part) * PARTIAL_BYTES;
+                     (static_cast<long long>(token) * PARTS + order.part(rank)) * PARTIAL_BYTES;
       for (u32 left = __ballot_sync(ALL, present != 0); left; left &= left - 1) {
         const int from = __ffs(left) - 1;
         const u32 chosen = __shfl_sync(ALL, present, from);

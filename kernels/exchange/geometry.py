@@ -54,6 +54,8 @@ class ExchangeGeometry:
         combined_hidden: elements of an expert's row in combine; None where that is `hidden`.
         accepts_repeats: whether a token may name an expert several times, for a row each, and negative ids are none,
             not only -1. An expert has at most `num_slots` rows.
+        sums_by_entry: whether the partial results of a token are added in the order of their ranks' last entries in the
+            token; else by rank, ascending.
         own_rows: whether this rank's own tokens may be stored to their rows as they are sent.
         router_ids: of whom the ids of tokens are, for a rank without peers; None where they are those of the exchange,
             and a weight may be NaN.
@@ -76,6 +78,7 @@ class ExchangeGeometry:
     combined_hidden: int | None = None
     kernel_prefix: str = ""
     accepts_repeats: bool = False
+    sums_by_entry: bool = False
     own_rows: bool = False
     router_ids: RouterIds | None = None
     sm_shared_bytes: int = SM_SHARED_BYTES

@@ -181,6 +181,7 @@ def combine_macros(
             "HIDDEN": geometry.output_hidden,
             "WIRE": int(geometry.combine_format.code),
             "PARTS": geometry.parts,
+            "SUMS_BY_ENTRY": int(geometry.sums_by_entry),
             "PARTIAL_BYTES": geometry.partial_bytes,
             "PARTIAL_SCALES_AT": geometry.partial_scales_offset,
             "READERS": plan.output_readers,

@@ -417,13 +417,19 @@ def part_index(
 ) -> torch.Tensor:
     """int32 `[W, max_tokens]`: which of a token's partial results comes from this rank, -1 where none does.
 
-    Partial results of a token are numbered by rank, ascending, over the ranks that hold one of its experts.
+    Partial results of a token are numbered over the ranks that hold one of its experts, in the order in which they are
+    added: see `ExchangeGeometry.sums_by_entry`.
     """
     ids = _ids(context, geometry, epoch & 1)
     owners = owners_of(ids, starts)
     part = torch.zeros(geometry.num_slots, dtype=torch.int32, device=context.device)
-    for peer in range(geometry.rank):
-        part += (owners == peer).any(dim=1).to(torch.int32)
+    if geometry.sums_by_entry:
+        entries = torch.arange(1, geometry.top_k + 1, device=context.device)
+        last_SW = torch.stack([((owners == peer) * entries).amax(dim=1) for peer in range(geometry.world_size)], dim=1)
+        part += ((last_SW > 0) & (last_SW < last_SW[:, geometry.rank, None])).sum(dim=1, dtype=torch.int32)
+    else:
+        for peer in range(geometry.rank):
+            part += (owners == peer).any(dim=1).to(torch.int32)
     part = torch.where((positions_SK >= 0).any(dim=1), part, torch.full_like(part, -1))
     return part.view(geometry.world_size, geometry.max_tokens)
 

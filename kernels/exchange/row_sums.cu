@@ -4,7 +4,7 @@
 // it, and has the record stored at home, in a slot for each token and peer. The flag of a slot says that its record has
 // landed.
 // `combine_recv_rows`: a warp takes a token, awaits its records, and sums them in fp32, biases first, then ranks
-// ascending. The row that this rank itself has of it is read where the caller has it. Both kernels run at the same
+// ascending, or, with ENTRIES, in the order of their last entries in the token. The row that this rank itself has of it is read where the caller has it. Both kernels run at the same
 // time.
 //
 // A step takes `room` tokens of each rank, from `start` on. It is an epoch of its own, whose flags no other kernel
@@ -12,7 +12,7 @@
 // the epoch, since by then it has summed those before.
 //
 // Macros: those of row_stages.cuh with TURN_BIT and COUNT_BITS, HIDDEN (elements of a row), K (weights of a row),
-// SUM_WARPS (of a block that sums), BIASES (at most 2), words of SignalLayout, COMBINE_SEND and COMBINE_RECV (Phase).
+// SUM_WARPS (of a block that sums), BIASES (at most 2), ENTRIES (of a token's routing at home, or 0), words of SignalLayout, COMBINE_SEND and COMBINE_RECV (Phase).
 
 #include "row_stages.cuh"
 
@@ -24,6 +24,7 @@ constexpr int UNITS = HIDDEN / 8;
 static_assert(HIDDEN % 8 == 0, "HIDDEN: a lane reads 16 bytes at a time");
 static_assert(RECORD_BYTES >= ROW_BYTES + 4 * K, "RECORD_BYTES: too few for what travels");
 static_assert(K <= 32, "K: a lane has a weight of a row");
+static_assert(ENTRIES >= 0 && ENTRIES <= 32, "ENTRIES: a lane has an entry of a token's routing");
 static_assert(BIASES >= 0 && BIASES <= 2, "BIASES: none, one or two");
 static_assert(WARPS >= 1 && WARPS <= 32 && SUM_WARPS >= 1 && SUM_WARPS <= 24, "WARPS, SUM_WARPS: of a block");
 
@@ -124,11 +125,12 @@ __device__ __forceinline__ void add_unit(float (&total)[8], const uint4& unit) {
   }
 }
 
-// `index`, `y`, `out_weights` and the biases begin with the first of the `num_tokens` tokens of this step.
+// `index`, `home_ids` (experts of the tokens, `num_local` of which are one rank's), `y`, `out_weights` and the biases
+// begin with the first of the `num_tokens` tokens of this step.
 extern "C" __global__ void __launch_bounds__(32 * SUM_WARPS, 24 / SUM_WARPS)
     combine_recv_rows(const u8* rows, const void* weights, long long weight_row, long long weight_column,
-                      const long long* ids, const int* index, const int* prefix, int num_tokens, int num_rows,
-                      const u8* bias, const u8* bias_2, const u64* combine, const u64* token_flags, const u64* signals,
+                      const long long* ids, const int* index, const int* prefix, const long long* home_ids,
+                      int num_local, int num_tokens, int num_rows, const u8* bias, const u8* bias_2, const u64* combine, const u64* token_flags, const u64* signals,
                       const int* handle_epoch, int* error, int* latch, u8* y, float* out_weights, int rank,
                       long long combine_half, long long token_flags_half, long long timeout_ns) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
@@ -144,6 +146,7 @@ extern "C" __global__ void __launch_bounds__(32 * SUM_WARPS, 24 / SUM_WARPS)
   if (failed) adopt_aborts(x);
   for (int token = blockIdx.x * SUM_WARPS + warp; token < num_tokens; token += gridDim.x * SUM_WARPS) {
     const int number = lane < WORLD ? __ldcg(index + static_cast<long long>(token) * WORLD + lane) : -1;
+    const int expert = lane < ENTRIES ? static_cast<int>(home_ids[static_cast<long long>(token) * ENTRIES + lane]) : -1;
     const int own_row = own_first + __shfl_sync(ALL, number, rank);
     u32 parts = __ballot_sync(ALL, number >= 0 && (lane != rank || own_row < num_rows));
     // Where the part of the lane's rank is.
@@ -155,8 +158,16 @@ extern "C" __global__ void __launch_bounds__(32 * SUM_WARPS, 24 / SUM_WARPS)
     };
     if (!failed && __any_sync(ALL, behind())) failed = await_while(x, own, behind, COMBINE_RECV, epoch);
     if (failed) parts = 0;
-    const u64 at = reinterpret_cast<u64>(lane == rank ? rows + static_cast<long long>(own_row) * ROW_BYTES
-                                                      : landed + slot * RECORD_BYTES);
+    u64 at = reinterpret_cast<u64>(lane == rank ? rows + static_cast<long long>(own_row) * ROW_BYTES
+                                                : landed + slot * RECORD_BYTES);
+    int owner = lane;
+    if (ENTRIES > 0) {
+      // From here on a lane has the part of the rank of its entry, if that is the last entry of this rank.
+      owner = expert >= 0 && expert < num_local * WORLD ? expert / num_local : WORLD;
+      const u32 same = __match_any_sync(ALL, owner);
+      at = __shfl_sync(ALL, at, owner & 31);
+      parts = __ballot_sync(ALL, owner < WORLD && same >> lane == 1 && parts >> owner & 1);
+    }
     for (int first = 0; first < UNITS; first += 32 * AT_ONCE) {
       float total[AT_ONCE][8] = {};
       auto add = [&](const u8* from, bool last, const u8* also) {
@@ -199,9 +210,10 @@ extern "C" __global__ void __launch_bounds__(32 * SUM_WARPS, 24 / SUM_WARPS)
     for (u32 left = K > 0 ? parts : 0; left; left &= left - 1) {
       const int of = __ffs(left) - 1;
       const u64 record = __shfl_sync(ALL, at, of);
+      const bool is_own = __shfl_sync(ALL, owner, of) == rank;
       if (lane >= K) continue;
-      const u32 word = of == rank ? weight_of(weights, weight_row, weight_column, ids, own_row)
-                                  : __ldcg(reinterpret_cast<const u32*>(record + WEIGHTS_AT) + lane);
+      const u32 word = is_own ? weight_of(weights, weight_row, weight_column, ids, own_row)
+                              : __ldcg(reinterpret_cast<const u32*>(record + WEIGHTS_AT) + lane);
       sum = __fadd_rn(sum, __uint_as_float(word));
     }
     if (lane < K) out_weights[static_cast<long long>(token) * K + lane] = failed ? __uint_as_float(0x7FC00000u) : sum;

@@ -35,11 +35,13 @@ class SumGeometry(CopyGeometry):
         hidden: bf16 elements of a row.
         top_k: fp32 weights of a row; 0 for none.
         biases: added to a token.
+        entries: of a token's routing at home, by whose order its ranks are added; 0 where that is ascending.
     """
 
     hidden: int
     top_k: int = 0
     biases: int = 0
+    entries: int = 0
 
     @cached_property
     def record_bytes(self) -> int:
@@ -162,6 +164,7 @@ class SumKernels:
         out_weights: torch.Tensor | None,
         biases: tuple[torch.Tensor, ...],
         start: int,
+        home_ids: torch.Tensor | None = None,
     ) -> None:
         """Wait for the rows of this rank's tokens, and sum them.
 
@@ -169,11 +172,17 @@ class SumKernels:
             y: bf16 `[T, H]`, written: of the tokens of this step, the first of which is `start`.
             out_weights: fp32 `[T, K]`, written, or None.
             biases: bf16 `[T, H]`, contiguous, at a multiple of 16 bytes, added first.
+            home_ids: int64 `[all T, entries]`, contiguous, the experts of all tokens of this rank; those that are none
+                are negative or too large. With `entries` of the geometry.
         """
-        num_tokens = y.shape[0]
+        num_tokens, ids_of_step = y.shape[0], None
+        if home_ids is not None:
+            ids_of_step = Address(home_ids.data_ptr() + 8 * start * home_ids.shape[1])
         self._recv.launch(
             {
                 "index": Address(route.words.data_ptr() + 4 * start * self._world),
+                "home_ids": ids_of_step,
+                "num_local": route.num_local,
                 "num_tokens": num_tokens,
                 "bias": biases[0] if biases else None,
                 "bias_2": biases[1] if len(biases) > 1 else None,
@@ -194,6 +203,7 @@ def sum_macros(geometry: SumGeometry) -> Defines:
             "K": geometry.top_k,
             "SUM_WARPS": geometry.sum_warps,
             "BIASES": geometry.biases,
+            "ENTRIES": geometry.entries,
             "COMBINE_SEND": int(Phase.COMBINE_SEND),
             "COMBINE_RECV": int(Phase.COMBINE_RECV),
         }

@@ -8,11 +8,15 @@ gives the time of each kernel in a step, and that of the experts. What vLLM says
 
 The scheduler is paused until all prompts of a call have reached it. Else vLLM, whose engine core is a process of its
 own, begins a step with those that have come by then, and a prefill takes two or three steps, as it happens.
+
+Engines take longer to start than to be timed. With `--turns` all of them start together and are timed in turns: a case
+whose engine is up takes a lock, and waits until no other case of runs with that file is still starting.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import gzip
 import json
 import os
@@ -25,7 +29,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from importlib import import_module
 from pathlib import Path
@@ -41,6 +47,8 @@ COMPARED = (5, 17, 64, 128, 200, 33, 90, 7)
 PREFILL = 8, 1024
 """Prompts of prefill, and tokens of each."""
 PROFILED_STEPS = 16
+POLL_S = 0.2
+"""Between looks at which cases are still starting."""
 EXPERTS = re.compile(
     r"fused_moe|moe_|[Mm]arlin|matmul_ogs|act_and_mul|silu|swiglu|topk|routing|per_token_group_quant|cvt_fp"
 )
@@ -127,14 +135,45 @@ def kernel_times(folder: Path, ours: re.Pattern[str], steps: int) -> dict[str, A
     }
 
 
-def run_case(job: dict[str, Any]) -> dict[str, Any]:
-    """One engine: log-probabilities, then times."""
-    draw = random.Random(3)
+def is_starting(marker: Path) -> bool:
+    """Whether the run that wrote `marker` still goes on: one that was killed leaves its files."""
+    try:
+        os.kill(int(marker.name.partition("-")[0]), 0)
+    except (ValueError, ProcessLookupError):
+        return False
+    except PermissionError:
+        pass
+    return True
 
-    def prompts(lengths: list[int]) -> list[list[int]]:
-        return [[draw.randrange(3, job["vocabulary"]) for _ in range(length)] for length in lengths]
 
-    batches, profile = job["batches"], Path(job["profile"])
+@contextmanager
+def turn(file: Path, marker: Path) -> Iterator[float]:
+    """The turn of the case that `marker` is of, whose engine is up; gives the seconds that it waited."""
+    begun = time.perf_counter()
+    marker.unlink(missing_ok=True)
+    with file.open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        # With the lock in hand: who waited long for it may find that another run has begun.
+        while any(is_starting(each) for each in marker.parent.iterdir()):
+            time.sleep(POLL_S)
+        yield time.perf_counter() - begun
+
+
+def run_case(job: dict[str, Any], file: Path) -> None:
+    """One engine, and a JSON file of what is measured."""
+    begun = time.perf_counter()
+    llm = import_module("vllm").LLM(**engine_arguments(job))
+    found: dict[str, Any] = {"startup_s": round(time.perf_counter() - begun, 1)}
+    with ExitStack() as held:
+        if job["turns"] is not None:
+            waited = held.enter_context(turn(Path(job["turns"]), Path(job["starting"])))
+            found["waited_s"] = round(waited, 1)
+        file.write_text(json.dumps(found | measure(llm, job)))
+
+
+def engine_arguments(job: dict[str, Any]) -> dict[str, Any]:
+    """Of vLLM's `LLM`."""
+    batches = job["batches"]
     most = max([*batches, 8])
     arguments = {
         "model": job["model"],
@@ -152,16 +191,24 @@ def run_case(job: dict[str, Any]) -> dict[str, Any]:
     if job["profiled"]:
         arguments["profiler_config"] = {
             "profiler": "torch",
-            "torch_profiler_dir": str(profile),
+            "torch_profiler_dir": job["profile"],
             "torch_profiler_with_stack": False,
         }
     mode = dict(MODES[job["mode"]])
     if "compilation_config" in mode:
         # No other sizes, which would take longer to capture than all that is timed.
         mode["compilation_config"] = {**mode["compilation_config"], "cudagraph_capture_sizes": sorted({*batches, 8})}
-    begun = time.perf_counter()
-    llm = import_module("vllm").LLM(**arguments | mode | job["engine"])
-    found: dict[str, Any] = {"startup_s": round(time.perf_counter() - begun, 1)}
+    return arguments | mode | job["engine"]
+
+
+def measure(llm: Any, job: dict[str, Any]) -> dict[str, Any]:
+    """Log-probabilities, then times, then profiles."""
+    draw, profile = random.Random(3), Path(job["profile"])
+
+    def prompts(lengths: list[int]) -> list[list[int]]:
+        return [[draw.randrange(3, job["vocabulary"]) for _ in range(length)] for length in lengths]
+
+    found: dict[str, Any] = {}
     _, answers = ask(llm, prompts(list(COMPARED)), max_tokens=1, prompt_logprobs=1)
     found["logprobs"] = [
         step[token].logprob
@@ -171,7 +218,7 @@ def run_case(job: dict[str, Any]) -> dict[str, Any]:
     ]
     times: list[dict[str, Any]] = []
     found["times"] = times
-    for batch in batches:
+    for batch in job["batches"]:
         some, steps = prompts([PROMPT_TOKENS] * batch), job["steps"]
         counts = FIRST_STEPS, FIRST_STEPS + steps
         # The whole length: some kernels of vLLM are tuned when they first see one.
@@ -276,6 +323,8 @@ def start_case(
     result: dict[str, Any] = {"case": case, "seconds": round(time.perf_counter() - begun, 1), "log": said[:12]}
     if place is not None:
         result["beside_others"] = {"gpus": place.gpus, "cores": len(place.cores)}
+    if job["turns"] is not None:
+        result["turns"] = True
     if file.exists():
         return result | json.loads(file.read_text())
     errors = [line for line in lines if re.search(r"Error\b|Exception", line)]
@@ -302,13 +351,43 @@ def show(result: dict[str, Any], first: dict[str, Any] | None) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Write the model, run the cases, write the JSON file."""
+    """Check the options, then `run_cases`."""
     environment.check_folder("--json", options.json)
     environment.check_at_least(1, steps=options.steps, repeats=options.repeats, layers=options.layers)
     cases = options.cases.split(",")
     for case in cases:
         if not re.fullmatch(r"(alone|adapter)[1-9]\d*", case):
             raise ValueError(f"--cases: expected names such as alone1 and adapter2, got {case!r}")
+    if options.turns is not None:
+        environment.check_folder("--turns", options.turns)
+        if options.beside:
+            raise ValueError("--turns: expected a run without --beside, since all cases have the same GPUs")
+        if len(set(cases)) < len(cases):
+            raise ValueError(f"--turns: expected no case twice in --cases, got {options.cases}")
+    # Before all that takes time: others with the same file are not timed while this run writes a model.
+    with starting(options.turns, cases) as markers:
+        return run_cases(options, cases, markers)
+
+
+@contextmanager
+def starting(turns: Path | None, cases: list[str]) -> Iterator[dict[str, Path]]:
+    """A file for each of `cases` that says that it is still starting; none without `--turns`."""
+    markers: dict[str, Path] = {}
+    if turns is not None:
+        folder = turns.absolute().with_name(f"{turns.name}.starting")
+        folder.mkdir(exist_ok=True)
+        markers = {case: folder / f"{os.getpid()}-{case}" for case in cases}
+    try:
+        for marker in markers.values():
+            marker.touch()
+        yield markers
+    finally:
+        for marker in markers.values():
+            marker.unlink(missing_ok=True)
+
+
+def run_cases(options: argparse.Namespace, cases: list[str], markers: dict[str, Path]) -> int:
+    """Write the model, run the cases, write the JSON file; `markers` are those of `starting`."""
     sizes = SIZES[options.model]
     if options.layers is not None:
         sizes = replace(sizes, layers=options.layers)
@@ -334,6 +413,8 @@ def run(options: argparse.Namespace) -> int:
             "steps": options.steps,
             "repeats": options.repeats,
             "engine": options.engine,
+            "turns": None if options.turns is None else str(options.turns.absolute()),
+            "starting": str(markers[case]) if case in markers else None,
         }
         for case in cases
     ]
@@ -342,14 +423,19 @@ def run(options: argparse.Namespace) -> int:
 
     def start(case: str, job: dict[str, Any], place: Place | None) -> dict[str, Any]:
         left = ends - time.monotonic()
-        if left < 30:
-            return {"case": case, "seconds": 0, "log": [], "error": f"left out, {left:.0f} s are left", "lines": []}
-        return start_case(case, job, folder, options.settings if case.startswith("adapter") else "0", left, place)
+        try:
+            if left < 30:
+                return {"case": case, "seconds": 0, "log": [], "error": f"left out, {left:.0f} s are left", "lines": []}
+            return start_case(case, job, folder, options.settings if case.startswith("adapter") else "0", left, place)
+        finally:
+            # One that died while it started holds up no other.
+            if case in markers:
+                markers[case].unlink(missing_ok=True)
 
     results: list[dict[str, Any]] = []
     first: dict[str, Any] | None = None
     compared: list[float] = []
-    with ThreadPoolExecutor(len(cases) if options.beside else 1) as pool:
+    with ThreadPoolExecutor(len(cases) if options.beside or markers else 1) as pool:
         for result in pool.map(start, cases, jobs, where):
             probabilities = result.pop("logprobs", None)
             if probabilities is not None and first is not None:
@@ -377,7 +463,7 @@ def main(arguments: list[str] | None = None) -> int:
         write_model(Path(given[3]), ModelSizes(**json.loads(given[1])), given[2])
         return 0
     if given[:1] == ["--run"]:
-        Path(given[2]).write_text(json.dumps(run_case(json.loads(given[1]))))
+        run_case(json.loads(given[1]), Path(given[2]))
         # An engine may take long to end.
         os._exit(0)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -389,6 +475,15 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument(
         "--beside", action="store_true", help="the cases at the same time, each with GPUs and cores of its own"
+    )
+    parser.add_argument(
+        "--turns",
+        type=Path,
+        metavar="FILE",
+        help="start the cases at the same time, all on the same GPUs, and time one after another, by a lock on FILE; "
+        "runs at the same time with one FILE, each with a --folder of its own, take turns too. GPU memory has to be "
+        """enough for all engines: --engine '{"gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 4000000000}' """
+        "(without the second, vLLM takes what others allocate while it starts for its own)",
     )
     parser.add_argument("--mode", default="graphs", choices=list(MODES), help="how vLLM runs its steps")
     parser.add_argument(

@@ -83,7 +83,7 @@ class DirectExchange:
         # Bound to memory that is not there yet.
         self._counts: CountKernel | None = None
         self._rows: dict[tuple[int, int, int, int | None, bool], RowKernels] = {}
-        self._sums: dict[tuple[int, int, int | None], SumKernels] = {}
+        self._sums: dict[tuple[int, int, int, int | None], SumKernels] = {}
         self._cold: set[object] = set()  # kernels that the next step compiles
         widest = PayloadLayout(WORD * hidden, 0, MOST_TOP_K)
         sums = SumGeometry(**self._ranks, hidden=hidden, top_k=MOST_TOP_K)
@@ -208,6 +208,7 @@ class DirectExchange:
         biases: tuple[torch.Tensor, ...],
         most_tokens: int,
         num_sms: int | None,
+        home_ids: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Sum the rows of each token, and their weights.
 
@@ -217,18 +218,22 @@ class DirectExchange:
             biases: bf16 `[T, H]`, contiguous, two at most.
             most_tokens: of a rank.
             num_sms: most SMs; None is all.
+            home_ids: int64 `[T, K]` of the dispatch, contiguous: ranks are added in the order of their last entries in
+                the token; None for ascending.
 
         Returns bf16 `[T, H]`, and fp32 `[T, K]` or None without weights.
         """
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
-                return self.combine(rows_of_rank, route, source_tokens, biases, most_tokens, num_sms)
+                return self.combine(rows_of_rank, route, source_tokens, biases, most_tokens, num_sms, home_ids)
         context, weights, num_tokens = self.context, rows_of_rank.weights, route.num_tokens
         top_k = 0 if weights is None else weights.shape[1]
-        key = top_k, len(biases), num_sms
+        entries = 0 if home_ids is None else home_ids.shape[1]
+        key = top_k, len(biases), entries, num_sms
         kernels = self._sums.get(key)
         if kernels is None:
-            geometry = SumGeometry(**self._ranks, hidden=self.hidden, top_k=top_k, biases=len(biases), num_sms=num_sms)
+            sizes = {"top_k": top_k, "biases": len(biases), "entries": entries}
+            geometry = SumGeometry(**self._ranks, hidden=self.hidden, **sizes, num_sms=num_sms)
             kernels = self._sums[key] = SumKernels(context, geometry, self._count_tag, self._epoch)
             self._cold.add(kernels)
         y = torch.empty(num_tokens, self.hidden, dtype=torch.bfloat16, device=context.device)
@@ -244,7 +249,7 @@ class DirectExchange:
             context.dispatches += 1
             timeout_ns = context.startup_timeout_ns if kernels in self._cold else context.timeout_ns
             kernels.send(rows_of_rank, route, source_tokens, start, self.max_tokens, timeout_ns)
-            kernels.receive(route, *of_step, first)
+            kernels.receive(route, *of_step, first, home_ids)
             self._cold.discard(kernels)
         return y, summed
 

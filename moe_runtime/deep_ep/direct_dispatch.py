@@ -220,7 +220,8 @@ class DirectDispatch:
             rows = RowsOfRank(_aligned(x), topk_weights, ids)
             if biases:
                 biases = tuple(_aligned(bias.contiguous()) for bias in biases)
-            return self.kernels.combine(rows, route, source_tokens, biases, handle.most_tokens, self.num_sms)
+            how = handle.most_tokens, self.num_sms, handle.home_ids
+            return self.kernels.combine(rows, route, source_tokens, biases, *how)
 
 
 @dataclass(slots=True)

@@ -297,7 +297,7 @@ class ElasticBuffer(GroupBuffer):
             self._check_again(x, topk_idx, topk_weights, statistics, sizes, sync, expand, handle)
             ids, of_form, alignment = handle.topk_idx, (handle.num_experts, 0, None), handle.expert_alignment
         # Callers may change the ids that they get.
-        form = Form(*of_form, expand, by_column, keeps_ids=handle is None and not expand)
+        form = Form(*of_form, expand, by_column, keeps_ids=handle is None and not expand, sums_by_entry=True)
         exchange = self._exchange(hidden, num_sms)
         is_first = handle is None
         with self._comm.running(beside, *waits_for):
@@ -409,13 +409,16 @@ class ElasticBuffer(GroupBuffer):
         rounded = got.handle.tokens_of_experts or []
         if alignment > 1:
             rounded = [align(count, alignment) for count in rounded]
+        kept_idx = ids.clone() if copy else ids
+        if got.handle.route is not None:
+            got.handle.home_ids = kept_idx.contiguous()
         handle = EPHandle(
             do_expand=form.to_expand,
             num_experts=num_experts,
             expert_alignment=alignment,
             num_max_tokens_per_rank=max_tokens,
             num_sms=num_sms,
-            topk_idx=ids.clone() if copy else ids,
+            topk_idx=kept_idx,
             num_recv_tokens=got.handle.num_rows,
             num_expanded_tokens=sum(rounded) if sync else most_rows(most, top_k, local, alignment),
             num_recv_tokens_per_expert_list=rounded,
@@ -440,10 +443,11 @@ class ElasticBuffer(GroupBuffer):
         async_with_compute_stream: Bit = False,
         allocate_on_comm_stream: Bit = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
-        """Sum the rows of each token, unweighted, in fp32, ranks ascending. Collective; does not wait for the host.
+        """Sum the rows of each token, unweighted, in fp32. Collective; does not wait for the host.
 
-        Expanded rows of a token are summed on each rank first, by entry, and rounded to bf16. Without
-        `allow_multiple_reduction` all are summed by entry in the end.
+        Ranks are added in the order of their last entries in the token, as DeepEP adds them. Expanded rows of a token
+        are summed on each rank first, by entry, and rounded to bf16. Without `allow_multiple_reduction` all are summed
+        by entry in the end.
 
         Args:
             x: bf16 `[R, H]`, or `[N, H]` expanded: a row for each row of the dispatch.

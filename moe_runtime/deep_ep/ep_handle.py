@@ -10,7 +10,7 @@ import torch
 
 from moe_runtime.context.threads import is_capturing
 from moe_runtime.deep_ep.events import EventHandle
-from moe_runtime.deep_ep.normal_handle import NormalHandle, Step
+from moe_runtime.deep_ep.normal_handle import NormalHandle, Step, valid_ids
 from moe_runtime.kernels.formats.number_formats import align
 
 
@@ -69,7 +69,7 @@ class EPHandle:
         (step,) = self._rows.steps
         entries = valid_ids(self.topk_idx, self.num_experts)
         # A landing slot has one row at most, that of this rank.
-        row = step.positions[:, self._rank, None]
+        row = step.positions.amax(dim=1, keepdim=True)
         positions = torch.full((row.shape[0], slots.shape[1]), -1, dtype=torch.int32, device=slots.device)
         if slots.shape[0]:
             positions = torch.where(row >= 0, slots[row[:, 0].clamp(min=0).to(torch.int64)], positions)
@@ -91,7 +91,7 @@ class EPHandle:
     def _tensors(self) -> tuple[torch.Tensor | None, ...]:
         """What kernels of later calls read."""
         steps = [tensor for step in self._steps for tensor in (step.entries, step.weights, step.positions)]
-        return self.topk_idx, self._ids, self._slots, *self._rows.tensors, *steps
+        return self.topk_idx, self._rows.home_ids, self._ids, self._slots, *self._rows.tensors, *steps
 
     @cached_property
     def num_unaligned_recv_tokens_per_expert(self) -> torch.Tensor:
@@ -110,8 +110,8 @@ class EPHandle:
             return prefix[:, self._rank].contiguous()
         (step,) = self._rows.steps
         num_ranks = self._rows.num_ranks
-        came = step.positions.view(num_ranks, step.room, num_ranks)[:, :, self._rank] >= 0
-        return came.sum(dim=1).cumsum(0, dtype=torch.int32)
+        came = step.positions.view(num_ranks, step.room, num_ranks) >= 0
+        return came.sum(dim=(1, 2)).cumsum(0, dtype=torch.int32)
 
     @cached_property
     def psum_num_recv_tokens_per_expert(self) -> torch.Tensor:
@@ -151,12 +151,6 @@ class EPHandle:
         room, num_tokens = self._rows.room, self._rows.num_tokens
         slots = self._rank * room + torch.arange(num_tokens, dtype=torch.int32, device=self.topk_idx.device)
         return torch.where(valid_ids(self.topk_idx, self.num_experts) >= 0, slots[:, None], -1)
-
-
-def valid_ids(topk_idx: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """int32 `[T, K]` of int64 `topk_idx`, -1 for every id that is none; the lower 32 bits count, as in what travels."""
-    ids = topk_idx.to(torch.int32)
-    return torch.where((ids >= 0) & (ids < num_experts), ids, -1)
 
 
 def count_entries(ids: torch.Tensor, num_experts: int) -> torch.Tensor:

@@ -30,6 +30,7 @@ from moe_runtime.deep_ep.normal_handle import (
     Tokens,
     check_one_step,
     payload_layout,
+    ranks_by_last_entry,
     room_for,
 )
 from moe_runtime.deep_ep.sizes import normal_words
@@ -117,7 +118,8 @@ class NormalExchange:
         """The exchange of routing alone, for combines of rows of `output` elements that came in `step`."""
         key = output, step.room, self.num_sms or 0, step.num_experts or 0, step.entries.shape[1]
         if key not in self._combiners:
-            sizes = self._sizes(output, step.room)
+            # Entries are in the order in which they are to be added.
+            sizes = self._sizes(output, step.room) | {"sums_by_entry": True}
             if step.num_experts is not None:
                 sizes |= {"num_experts": step.num_experts, "top_k": step.entries.shape[1], "accepts_repeats": True}
             self._combiners[key] = RoutingDispatcher(self.context, **sizes)
@@ -186,7 +188,11 @@ class NormalExchange:
         else:
             counts = self._counts_of(num_tokens_per_rank, num_tokens_per_expert)
             counts.start(num_tokens, (num_tokens_per_rank, num_tokens_per_expert))
-        sent = self._packed(layout, x, topk_idx, topk_weights), *self._entries(is_token_in_rank)
+        entries = torch.where(is_token_in_rank, self._rank_numbers, -1)
+        if form.sums_by_entry:
+            assert topk_idx is not None
+            entries = ranks_by_last_entry(topk_idx, num_experts, self.context.world_size)
+        sent = self._packed(layout, x, topk_idx, topk_weights), entries, self._ones_for(num_tokens)
         first = None if room is None else self._send(layout, sent, 0, room)
         prefix: torch.Tensor | None = None
         table: torch.Tensor | None = None
@@ -260,10 +266,6 @@ class NormalExchange:
         """Raise `ValueError` for a handle of an exchange whose steps have room for more tokens."""
         if handle.room > self.max_tokens:
             raise ValueError(f"handle: expected steps of {self.max_tokens} tokens at most, got {handle.room}")
-
-    def _entries(self, is_token_in_rank: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Each rank is one expert of the exchange: `Step.entries` and `Step.weights` of all tokens."""
-        return torch.where(is_token_in_rank, self._rank_numbers, -1), self._ones_for(is_token_in_rank.shape[0])
 
     def _send(
         self, layout: PayloadLayout, sent: tuple[torch.Tensor, torch.Tensor, torch.Tensor], start: int, room: int
@@ -419,7 +421,8 @@ class NormalExchange:
         topk_weights: torch.Tensor | None = None,
         ids: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Sum the rows of each token, unweighted, in fp32: the `biases`, then ranks ascending.
+        """Sum the rows of each token, unweighted, in fp32: the `biases`, then ranks ascending, or by `sums_by_entry` of
+        the dispatch.
 
         Args:
             x: bf16 `[R, H]`, contiguous.
@@ -483,7 +486,7 @@ class NormalExchange:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _combine_weights(self, topk_weights: torch.Tensor, step: Step) -> torch.Tensor:
-        """fp32 `[T, K]`: the weights of a token's rows on all ranks, summed in fp32, ranks ascending.
+        """fp32 `[T, K]`: the weights of a token's rows on all ranks, summed in fp32 in the order of its entries.
 
         A weight travels as three bf16 values whose sum it is. The partial results are read where they landed.
         """
@@ -503,7 +506,7 @@ class NormalExchange:
         renewed: DispatchHandle,
         values: Callable[[torch.Tensor], torch.Tensor] = lambda part: part,
     ) -> torch.Tensor:
-        """fp32 `total` `[T, ...]` and the partial results of the combine that has just ended, ranks ascending.
+        """fp32 `total` `[T, ...]` and the partial results of the combine that has just ended, in the order of entries.
 
         `values` gives what is added of those of one rank, fp32 `[T, elements]`.
         """

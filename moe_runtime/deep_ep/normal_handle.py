@@ -31,6 +31,7 @@ class Form(NamedTuple):
         to_expand: whether rows stay where they land, for `NormalExchange.expand`; of one step.
         scales_by_column: as of `allocate_scales`.
         keeps_ids: whether there are `Received.kept_ids`.
+        sums_by_entry: whether combine adds the ranks of a token in the order of their last entries; else ascending.
     """
 
     num_experts: int
@@ -39,6 +40,7 @@ class Form(NamedTuple):
     to_expand: bool = False
     scales_by_column: bool = False
     keeps_ids: bool = False
+    sums_by_entry: bool = False
 
 
 @dataclass(frozen=True)
@@ -51,8 +53,8 @@ class Step:
     Attributes:
         start, end: of this rank's tokens.
         room: most tokens of a rank, for which the step was made.
-        entries: int `[T, W]`, rank `r` where the token goes there, else -1. Expanded: `[T, K]`, experts of the token,
-            -1 for none.
+        entries: int `[T, W]`, ranks that the token goes to, in the order in which combine adds them, and -1. Expanded:
+            `[T, K]`, experts of the token, -1 for none.
         weights: fp32 ones of this shape.
         positions: int32 `[W * room, W]`, or `[W * room, K]`: row of each slot and entry, -1 for none. Slots are by
             source rank and token.
@@ -85,6 +87,7 @@ class NormalHandle(tuple[torch.Tensor | None, ...]):
         steps: the tokens of each step, and where their rows are. With `route` only of rows that are to be expanded.
         route: where tokens go, for kernels that store to peers; None elsewhere.
         most_tokens, most_sent: of a rank and of a pair of ranks at most, with `route`.
+        home_ids: int64 `[T, K]`, contiguous, with `route`: see `DirectExchange.combine`.
     """
 
     num_ranks: int
@@ -96,6 +99,7 @@ class NormalHandle(tuple[torch.Tensor | None, ...]):
     route: Route | None = None
     most_tokens: int = 0
     most_sent: int = 0
+    home_ids: torch.Tensor | None = None
 
     @property
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
@@ -147,6 +151,22 @@ class Received:
         if out.tokens is not None:
             landed = None
         return cls(out.tokens, out.scales, out.ids, out.weights, handle, layout, landed, kept_ids)
+
+
+def valid_ids(topk_idx: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """int32 `[T, K]` of int64 `topk_idx`, -1 for every id that is none; the lower 32 bits count, as in what travels."""
+    ids = topk_idx.to(torch.int32)
+    return torch.where((ids >= 0) & (ids < num_experts), ids, -1)
+
+
+def ranks_by_last_entry(topk_idx: torch.Tensor, num_experts: int, world_size: int) -> torch.Tensor:
+    """int64 `[T, W]`: the ranks of each token's experts in the order of their last entries in `topk_idx`, then -1."""
+    ids = valid_ids(topk_idx, num_experts)
+    owners = torch.where(ids >= 0, ids // (num_experts // world_size), -1)
+    numbers = torch.arange(1, ids.shape[1] + 1, device=ids.device)
+    last = torch.stack([((owners == rank) * numbers).amax(dim=1) for rank in range(world_size)], dim=1)
+    last, ranks = torch.where(last > 0, last, ids.shape[1] + 1).sort(dim=1)
+    return torch.where(last <= ids.shape[1], ranks, -1)
 
 
 def as_sent(rows: Tokens, x: Tokens) -> Tokens:

@@ -64,6 +64,7 @@ def exchange_geometry(
     output_size: int | None,
     kernel_prefix: str,
     accepts_repeats: bool,
+    sums_by_entry: bool,
 ) -> ExchangeGeometry:
     """The geometry of an exchange of `context`, from the checked arguments of `TokenDispatcher`."""
     fmt, wire = format_named(token_format, "token_format"), format_named(combine_format, "combine_format")
@@ -74,6 +75,7 @@ def exchange_geometry(
     if num_experts > MAX_EXPERTS:
         raise ValueError(f"num_experts: expected at most {MAX_EXPERTS} (ids travel as u16), got {num_experts}")
     check_flag("accepts_repeats", accepts_repeats)
+    check_flag("sums_by_entry", sums_by_entry)
     if top_k > num_experts and not accepts_repeats:
         raise ValueError(f"top_k: expected at most num_experts = {num_experts}, got {top_k}")
     check_kind("mode", mode, str)
@@ -117,6 +119,7 @@ def exchange_geometry(
         combined_hidden=output_size,
         kernel_prefix=kernel_prefix,
         accepts_repeats=accepts_repeats,
+        sums_by_entry=sums_by_entry,
         sm_shared_bytes=sm_shared_bytes(context.device),
     )
     return geometry if context.hosts is not None else geometry.placing_own_rows()

@@ -69,6 +69,8 @@ class TokenDispatcher:
             weights that come later. Each handle then keeps a copy of its routing.
         accepts_repeats: whether a token may name an expert several times, for a row each, and whether every negative id
             is none. No expert may get more than `W * max_tokens_per_rank` rows then. For ranks of one host.
+        sums_by_entry: whether combine adds the ranks of a token in the order of their last experts in it, as DeepEP's
+            `ElasticBuffer` does; else ascending. For ranks of one host.
         agreed: whether the arguments are known to be equal on all ranks; else they are compared at start-up.
 
     Attributes:
@@ -98,6 +100,7 @@ class TokenDispatcher:
         reusable_handles: bool = False,
         kernel_prefix: str = "",
         accepts_repeats: bool = False,
+        sums_by_entry: bool = False,
         agreed: bool = False,
     ) -> None:
         check_kind("context", context, ExpertParallelContext)
@@ -120,9 +123,11 @@ class TokenDispatcher:
             output_size=output_size,
             kernel_prefix=kernel_prefix,
             accepts_repeats=accepts_repeats,
+            sums_by_entry=sums_by_entry,
         )
-        if accepts_repeats and context.hosts is not None:
-            raise ValueError("accepts_repeats: expected False where ranks are on several hosts, got True")
+        for name, given in (("accepts_repeats", accepts_repeats), ("sums_by_entry", sums_by_entry)):
+            if given and context.hosts is not None:
+                raise ValueError(f"{name}: expected False where ranks are on several hosts, got True")
         if host_capacity is not None:
             check_integer("host_capacity", host_capacity, high=2**31 - 1)
         self.exchange_id = context.next_exchange_id()
@@ -153,6 +158,7 @@ class TokenDispatcher:
             "output_size": geometry.output_hidden,
             "reusable_handles": reusable_handles,
             "accepts_repeats": accepts_repeats,
+            "sums_by_entry": sums_by_entry,
         }
         about = f"exchange {self.exchange_id}"
         context.register(agree=None if agreed else arguments, about=about, **self._exchange.geometry.half_bytes())
@@ -169,6 +175,7 @@ class TokenDispatcher:
                 num_sms=num_sms,
                 output_size=geometry.output_hidden,
                 accepts_repeats=accepts_repeats,
+                sums_by_entry=sums_by_entry,
             )
 
     @classmethod

@@ -1,11 +1,16 @@
-"""`research.vllm_speed` without vLLM: models that are written, sums over a trace, wrong options."""
+"""`research.vllm_speed` without vLLM: models that are written, sums over a trace, turns, wrong options."""
 
 from __future__ import annotations
 
 import gzip
 import json
+import os
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +22,100 @@ from moe_runtime.layer import MoELayer
 pytestmark = pytest.mark.cpu_only
 
 GPT_OSS = ModelSizes("gpt_oss", 256, 128, 8, 2, 2, 4, 2, 64)
+
+STAND_IN = """
+import json, os, time
+from types import SimpleNamespace as SamplingParams
+
+NOTES = os.environ["STAND_IN_NOTES"]
+
+
+class LLM:
+    def __init__(self, tensor_parallel_size, **named):
+        self.case = ("alone" if os.environ["MOE_RUNTIME_VLLM"] == "0" else "adapter") + str(tensor_parallel_size)
+        seconds = json.loads(os.environ["STAND_IN_START"])[self.case]
+        self.note("start")
+        if seconds is None:
+            raise RuntimeError("no engine")
+        ends = time.monotonic() + 20
+        while open(NOTES).read().count("start") < int(os.environ["STAND_IN_TOGETHER"]):
+            if time.monotonic() > ends:
+                raise RuntimeError("the others have not started")
+            time.sleep(0.01)
+        time.sleep(seconds)
+        self.note("up")
+
+    def note(self, what):
+        with open(NOTES, "a") as file:
+            file.write(json.dumps([self.case, what, time.monotonic()]) + "\\n")
+
+    def sleep(self, level, mode):
+        self.note("timed")
+
+    def enqueue(self, prompts, parameters, use_tqdm):
+        self.tokens = parameters.max_tokens
+
+    def wake_up(self, tags):
+        pass
+
+    def wait_for_completion(self, use_tqdm):
+        time.sleep(0.02 + 0.0002 * self.tokens)
+        self.note("timed")
+        token = SamplingParams(logprob=-1.0)
+        return [SamplingParams(prompt_token_ids=[3, 4], prompt_logprobs=[None, {4: token}])]
+"""
+"""A module `vllm` whose engines wait for each other, then as long as they are told to, and note when they do what."""
+
+
+@pytest.fixture
+def notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file of what stand-ins for vLLM note. Cases find one, and modules in place of those that import torch."""
+    package = tmp_path / "moe_runtime/launch"
+    for folder in ("common", "research"):
+        (package / folder).mkdir(parents=True)
+    (package / "common/environment.py").touch()
+    (package / "research/vllm_models.py").write_text("SIZES = ModelSizes = write_model = None")
+    (package / "research/vllm_speed.py").symlink_to(vllm_speed.__file__)
+    (tmp_path / "vllm.py").write_text(STAND_IN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("STAND_IN_NOTES", str(tmp_path / "notes"))
+    monkeypatch.setattr(vllm_speed.environment, "machine_record", dict)
+    return tmp_path / "notes"
+
+
+def run_cases(folder: Path, cases: str, *more: str) -> tuple[int, list[dict[str, Any]]]:
+    """Exit code and results of a run whose model is there already."""
+    model = folder / f"qwen3_tiny-bf16-{SIZES['qwen3_tiny'].layers}"
+    model.mkdir(parents=True)
+    (model / "config.json").touch()
+    options = ["--model", "qwen3_tiny", "--cases", cases, "--folder", str(folder), "--limit", "40"]
+    options += ["--json", str(folder / "found.json"), "--batches", "1", "--repeats", "1"]
+    code = vllm_speed.main([*options, *more])
+    return code, json.loads((folder / "found.json").read_text())["results"]
+
+
+def run_in_turns(folder: Path, cases: str, *more: str) -> tuple[int, list[dict[str, Any]]]:
+    return run_cases(folder, cases, "--turns", "turns", *more)
+
+
+def spans(notes: Path, first: str, last: str) -> list[tuple[float, float]]:
+    """Of each case from the first note of one kind to the last of another, by their begin."""
+    lines = [json.loads(line) for line in notes.read_text().splitlines()]
+    return sorted(
+        (
+            min(at for name, what, at in lines if (name, what) == (case, first)),
+            max(at for name, what, at in lines if (name, what) == (case, last)),
+        )
+        for case in {line[0] for line in lines if line[1] == last}
+    )
+
+
+def check_turns(notes: Path, count: int) -> None:
+    """None was timed before all were up, nor while another one was."""
+    starts, timed = spans(notes, "start", "up"), spans(notes, "timed", "timed")
+    assert len(starts) == len(timed) == count
+    assert max(end for _, end in starts) <= timed[0][0]
+    assert all(end <= begin for (_, end), (begin, _) in pairwise(timed))
 
 
 @pytest.mark.parametrize(
@@ -66,9 +165,65 @@ def test_times_of_a_profile(tmp_path: Path) -> None:
     assert vllm_speed.kernel_times(tmp_path / "none", ours, 1) == {"error": "no trace was written"}
 
 
+def test_cases_start_together_and_are_timed_in_turns(notes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that a killed run has left holds up none of them."""
+    killed = subprocess.Popen(["true"])
+    killed.wait()
+    left = Path("turns.starting") / f"{killed.pid}-alone1"
+    left.parent.mkdir()
+    left.touch()
+    monkeypatch.setenv("STAND_IN_START", '{"alone1": 0.0, "adapter1": 0.25}')
+    monkeypatch.setenv("STAND_IN_TOGETHER", "2")
+    code, results = run_in_turns(Path("a"), "alone1,adapter1")
+    assert code == 0 and [result["case"] for result in results] == ["alone1", "adapter1"]
+    assert all(result["turns"] is True and result["waited_s"] < result["seconds"] for result in results)
+    assert results[0]["waited_s"] >= 0.1
+    assert results[1]["difference"] == {"mean": 0.0, "max": 0.0}
+    check_turns(notes, 2)
+    assert list(left.parent.iterdir()) == [left]
+
+
+def test_two_runs_take_turns_by_one_file(notes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STAND_IN_START", '{"alone1": 0.0, "adapter1": 0.0, "alone2": 0.2}')
+    monkeypatch.setenv("STAND_IN_TOGETHER", "3")
+    with ThreadPoolExecutor(2) as pool:
+        runs = list(pool.map(run_in_turns, [Path("a"), Path("b")], ["alone1,adapter1", "alone2"]))
+    assert [code for code, _ in runs] == [0, 0]
+    check_turns(notes, 3)
+
+
+def test_a_case_that_dies_while_it_starts_holds_up_no_other(notes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STAND_IN_START", '{"alone1": null, "adapter1": 0.0}')
+    monkeypatch.setenv("STAND_IN_TOGETHER", "1")
+    code, (dead, other) = run_in_turns(Path("a"), "alone1,adapter1")
+    assert code == 1 and dead["error"] == "exit status 1" and "RuntimeError: no engine" in dead["lines"]
+    assert dead["turns"] is True and "waited_s" not in dead
+    assert "error" not in other and other["waited_s"] < 10
+    code, results = run_in_turns(Path("b"), "alone1,adapter1", "--limit", "1")
+    assert code == 1 and all("left out" in result["error"] for result in results)
+    assert not list(Path("turns.starting").iterdir())
+
+
+def test_without_turns_one_case_follows_another(notes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STAND_IN_START", '{"alone1": 0.0, "adapter1": 0.0}')
+    monkeypatch.setenv("STAND_IN_TOGETHER", "1")
+    code, results = run_cases(Path("a"), "alone1,adapter1")
+    (_, first), (second, _) = spans(notes, "start", "timed")
+    assert code == 0 and first < second
+    assert not any({"turns", "waited_s", "beside_others"} & set(result) for result in results)
+
+
+def test_files_of_runs_that_go_on() -> None:
+    assert vllm_speed.is_starting(Path(f"{os.getpid()}-alone1")) and vllm_speed.is_starting(Path("1-alone1"))
+    assert not vllm_speed.is_starting(Path(".hidden"))
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
+        (["--turns", "turns", "--beside"], "--turns: expected a run without --beside"),
+        (["--turns", "turns", "--cases", "alone1,alone1"], "--turns: expected no case twice in --cases"),
+        (["--turns", "no_folder/turns"], "--turns: no folder no_folder"),
         (["--cases", "alone"], "--cases: expected names such as alone1 and adapter2, got 'alone'"),
         (["--steps", "0"], "--steps: expected at least 1, got 0"),
         (["--json", "no_folder/x.json"], "--json: no folder no_folder"),

@@ -248,8 +248,13 @@ def check_handle(model: Model, handle: EPHandle, topk_idx: torch.Tensor, sync: b
 @cache
 def outputs(seed: int, world: int) -> torch.Tensor:
     """bf16 `[W, max, K + W, H]`: what is sent home for each token, by entry, and, not expanded, by rank."""
-    g = torch.Generator().manual_seed(seed)
-    return torch.randn(world, MOST, TOP_K + world, HIDDEN, generator=g).to(torch.bfloat16)
+    return of_all_sizes(world, MOST, TOP_K + world, HIDDEN, generator=torch.Generator().manual_seed(seed))
+
+
+def of_all_sizes(*shape: int, generator: torch.Generator | None = None) -> torch.Tensor:
+    """bf16 numbers whose sum in fp32 depends on their order."""
+    size = torch.randint(-14, 15, shape, generator=generator)
+    return torch.randn(shape, generator=generator).ldexp(size).to(torch.bfloat16)
 
 
 def check_combine(
@@ -269,7 +274,7 @@ def check_combine(
             weights[row, k] = float(r * 1000 + t * 10 + k)
     for row, (r, t) in enumerate(model.rows if not handle.do_expand else []):
         x[row] = out[r, t, TOP_K + rank]
-    biases = tuple(torch.randn(num_tokens, HIDDEN).to(torch.bfloat16) for _ in range(num_biases))
+    biases = tuple(of_all_sizes(num_tokens, HIDDEN) for _ in range(num_biases))
     bias: Any = biases if num_biases == 2 else biases[0] if biases else None
     y, home, _ = on_cpu(
         buffer.combine(placed(x), handle, topk_weights=placed(weights) if with_weights else None, bias=placed(bias))
@@ -287,14 +292,17 @@ def check_combine(
                 want_weights[t, k] = float(rank * 1000 + t * 10 + k)
             if once and owner >= 0:
                 want[t] += out[rank, t, k].float()
-        for owner in range(len(models)) if not once else ():
+        # DeepEP adds ranks in the order of their last entries.
+        for owner in sorted({*owners} - {-1}, key=lambda owner: owners[::-1].index(owner), reverse=True):
             of_owner = [k for k, other in enumerate(owners) if other == owner]
-            if handle.do_expand and of_owner:
+            if once:
+                continue
+            if handle.do_expand:
                 local = torch.zeros(HIDDEN)
                 for k in of_owner:
                     local += out[rank, t, k].float()
                 want[t] += local.to(torch.bfloat16).float()
-            elif of_owner:
+            else:
                 want[t] += out[rank, t, TOP_K + owner].float()
     assert same_bits(y, want.to(torch.bfloat16))
     assert (home is not None) == with_weights

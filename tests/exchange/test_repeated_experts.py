@@ -43,12 +43,16 @@ SETTINGS: dict[str, Any] = {
 
 
 def inputs_of(seed: int, world: int) -> list[RankInput]:
-    """Of some ranks with many tokens, and some with few; 40 slots of a rank end within a word of 32."""
+    """Of some ranks with many tokens, and some with few; 40 slots of a rank end within a word of 32.
+
+    By their weights, sums of ranks depend on the order.
+    """
     found = []
     for rank in range(world):
         data = rank_input(seed, rank, (TOKENS, 3, 0, 37)[rank], HIDDEN, EXPERTS, TOP_K)
         g = torch.Generator().manual_seed(seed + rank)
-        found.append(RankInput(data.x, repeated_ids(data.topk_idx, TOKENS, g), data.topk_weights))
+        ids = repeated_ids(data.topk_idx, TOKENS, g)
+        found.append(RankInput(data.x, ids, data.topk_weights.ldexp(torch.randint(-14, 15, ids.shape, generator=g))))
     return found
 
 
@@ -81,13 +85,19 @@ in_every_way = pytest.mark.parametrize(
 
 @in_every_way
 @pytest.mark.parametrize(
-    ("fmt", "mode", "world"),
-    [("bf16", "gathered", 1), ("bf16", "gathered", 4), ("nvfp4", "gathered", 2), ("fp8_block", "contiguous", 2)],
+    ("fmt", "mode", "world", "by_entry"),
+    [
+        ("bf16", "gathered", 1, False),
+        ("bf16", "gathered", 4, False),
+        ("bf16", "gathered", 4, True),
+        ("nvfp4", "gathered", 2, False),
+        ("fp8_block", "contiguous", 2, False),
+    ],
 )
 def test_rows_and_sums(
-    fmt: str, mode: str, world: int, engine: str, chunks: bool, device: torch.device, seed: int
+    fmt: str, mode: str, world: int, by_entry: bool, engine: str, chunks: bool, device: torch.device, seed: int
 ) -> None:
-    ranks = Ranks(world, device, engine, **SETTINGS, token_format=fmt, mode=mode)
+    ranks = Ranks(world, device, engine, **SETTINGS, token_format=fmt, mode=mode, sums_by_entry=by_entry)
     for step in range(2):
         check_step(ranks, inputs_of(seed + step, world), seed, torch.bfloat16)
 
@@ -147,11 +157,23 @@ def test_statistics_of_two_steps_are_added_one_after_the_other(
 
 
 @in_every_way
-@pytest.mark.parametrize(("fmt", "world"), [("bf16", 1), ("bf16", 4), ("fp8_block", 1), ("fp8_block", 2), ("nvfp4", 2)])
-def test_padded_rows_and_sums(fmt: str, world: int, engine: str, chunks: bool, device: torch.device, seed: int) -> None:
+@pytest.mark.parametrize(
+    ("fmt", "world", "by_entry"),
+    [
+        ("bf16", 1, False),
+        ("bf16", 4, False),
+        ("bf16", 4, True),
+        ("fp8_block", 1, False),
+        ("fp8_block", 2, False),
+        ("nvfp4", 2, False),
+    ],
+)
+def test_padded_rows_and_sums(
+    fmt: str, world: int, by_entry: bool, engine: str, chunks: bool, device: torch.device, seed: int
+) -> None:
     """Rows, tokens, ranges and positions of each entry; then a combine in which each row differs."""
     inputs = [data.to(device) for data in inputs_of(seed, world)]
-    ranks = padded_ranks(world, device, engine, token_format=fmt)
+    ranks = padded_ranks(world, device, engine, token_format=fmt, sums_by_entry=by_entry)
     handles = [d.dispatch_send(i.x, i.topk_idx, i.topk_weights) for d, i in zip(ranks.dispatchers, inputs, strict=True)]
     outs = []
     for own, handle in zip(ranks.dispatchers, handles, strict=True):
@@ -193,7 +215,7 @@ def test_padded_rows_and_sums(fmt: str, world: int, engine: str, chunks: bool, d
     for rank, (combiner, handle) in enumerate(zip(combiners, renewed, strict=True)):
         y = combiner.combine_recv(handle)  # type: ignore[union-attr]
         for token in range(y.shape[0]):
-            want = torch.from_numpy(expected_combine(inputs[rank], starts, row_of[rank], token))
+            want = torch.from_numpy(expected_combine(inputs[rank], starts, row_of[rank], token, by_entry=by_entry))
             assert_same_bits(y[token], want.to(torch.bfloat16), f"y of token {token} of rank {rank}")
     for context in ranks.contexts:
         context.check()
@@ -270,7 +292,8 @@ def test_more_entries_than_experts() -> None:
 
 
 @pytest.mark.cpu_only
-def test_ranks_of_several_hosts_do_not_take_repeats() -> None:
+@pytest.mark.parametrize("name", ["accepts_repeats", "sums_by_entry"])
+def test_ranks_of_several_hosts_do_not_take_repeats(name: str) -> None:
     contexts = virtual_contexts(2, num_hosts=2, engine="torch", timeout_s=5)
-    with pytest.raises(ValueError, match="accepts_repeats: expected False where ranks are on several hosts"):
-        TokenDispatcher(contexts[0], **SETTINGS)
+    with pytest.raises(ValueError, match=f"{name}: expected False where ranks are on several hosts"):
+        TokenDispatcher(contexts[0], **SETTINGS | {"accepts_repeats": False, name: True})

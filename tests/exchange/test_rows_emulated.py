@@ -336,15 +336,26 @@ def test_a_number_of_counts_is_not_taken_for_another(emulator: Emulator, seed: i
         rank._direct.kernels._ticket -= 1
 
 
-def combined(case: Case, rank: int, of_rows: list[list[torch.Tensor]], biases: list[torch.Tensor]) -> torch.Tensor:
-    """fp32 sums, biases first, then ranks ascending; `of_rows` are the rows of each rank, by source and token."""
-    total = torch.zeros(case.ids.shape[0], of_rows[0][0].shape[1])
+def combined(
+    case: Case, rank: int, of_rows: list[list[torch.Tensor]], biases: list[torch.Tensor], by_entry: bool
+) -> torch.Tensor:
+    """fp32 sums, biases first, then ranks ascending or in the order of their last entries in the token.
+
+    `of_rows` are the rows of each rank, by source and token.
+    """
+    total, world = torch.zeros(case.ids.shape[0], of_rows[0][0].shape[1]), len(of_rows)
     for bias in biases:
         total += bias.float()
-    for there, rows_there in enumerate(of_rows):
-        for token in case.goes_to(there).nonzero()[:, 0].tolist():
-            total[token] += rows_there[rank][token].float()
+    for token, ids in enumerate(case.ids.tolist()):
+        last = {id // LOCAL: k for k, id in enumerate(ids) if 0 <= id < world * LOCAL}
+        for there in sorted(last, key=lambda there: last[there] if by_entry else there):
+            total[token] += of_rows[there][rank][token].float()
     return total
+
+
+def of_all_sizes(*shape: int, generator: torch.Generator) -> torch.Tensor:
+    """fp32 numbers whose sum depends on their order."""
+    return torch.randn(shape, generator=generator).ldexp(torch.randint(-14, 15, shape, generator=generator))
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
@@ -357,13 +368,16 @@ def test_rows_are_summed_at_home(world: int, room: int, emulator: Emulator, seed
         counts = [draw.choice((0, 1, 12, draw.randint(0, 12))) for _ in range(world)]
         cases = [case_of(seed + turn, r, count, world, hidden, False) for r, count in enumerate(counts)]
         got = finish_all(start_all(ranks, cases, emulator, started), emulator)
+        by_entry = draw.random() < 0.5
+        for case, one in zip(cases, got, strict=True):
+            one.handle.home_ids = case.ids.contiguous() if by_entry else None
         for again in range(3):
             g = torch.Generator().manual_seed(seed * 91 + turn * 7 + again)
             num_biases, top_k = (turn + again) % 3, again * 4
             # By rank, source rank and token there.
-            outputs = [[torch.randn(count, hidden, generator=g).bfloat16() for count in counts] for _ in ranks]
-            weights = [[torch.randn(count, top_k, generator=g) for count in counts] for _ in ranks]
-            biases = [[torch.randn(n, hidden, generator=g).bfloat16() for _ in range(num_biases)] for n in counts]
+            outputs = [[of_all_sizes(count, hidden, generator=g).bfloat16() for count in counts] for _ in ranks]
+            weights = [[of_all_sizes(count, top_k, generator=g) for count in counts] for _ in ranks]
+            biases = [[of_all_sizes(n, hidden, generator=g).bfloat16() for _ in range(num_biases)] for n in counts]
             # Beside some ids, weights do not count.
             ids: list[torch.Tensor | None] = [None] * world
             if top_k and draw.random() < 0.5:
@@ -382,7 +396,7 @@ def test_rows_are_summed_at_home(world: int, room: int, emulator: Emulator, seed
                     given = tuple(biases[rank]), of_rows, ids[rank]
                     found.append(exchange.combine(rows_here, got[rank].handle, *given))
             for rank, (y, y_weights) in enumerate(found):
-                wanted = combined(cases[rank], rank, outputs, biases[rank]).to(torch.bfloat16)
+                wanted = combined(cases[rank], rank, outputs, biases[rank], by_entry).to(torch.bfloat16)
                 assert_same_bits(y, wanted, f"sums of rank {rank}, {num_biases} biases")
                 assert (y_weights is None) == (top_k == 0)
                 if y_weights is not None:
@@ -390,7 +404,8 @@ def test_rows_are_summed_at_home(world: int, room: int, emulator: Emulator, seed
                     if ids[0] is not None:
                         pairs = [list(zip(*pair, strict=True)) for pair in zip(weights, drawn, strict=True)]
                         counted = [[torch.where(i >= 0, w, 0.0) for w, i in pair] for pair in pairs]
-                    assert_same_bits(y_weights, combined(cases[rank], rank, counted, []), f"weights of rank {rank}")
+                    wanted = combined(cases[rank], rank, counted, [], by_entry)
+                    assert_same_bits(y_weights, wanted, f"weights of rank {rank}")
     for exchange in ranks:
         exchange.context.check_peers()
 

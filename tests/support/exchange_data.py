@@ -133,16 +133,21 @@ def expected_combine(
     row_of: dict[tuple[int, int], np.ndarray],
     token: int,
     wire: str = "bf16",
+    by_entry: bool = False,
 ) -> np.ndarray:
     """fp32 sum of one token before its rounding to bf16, in numpy, one operation at a time.
 
-    `row_of[token, k]` is the expert's row as fp32 of bf16. Partial sums travel in format `wire`.
+    `row_of[token, k]` is the expert's row as fp32 of bf16. Partial sums travel in format `wire`, and are added by rank,
+    or in the order of the ranks' last entries in the token.
     """
-    hidden = data.x.shape[1]
+    hidden, experts = data.x.shape[1], data.topk_idx[token].tolist()
     total = np.zeros(hidden, np.float32)
-    for rank in range(len(starts) - 1):
+    last = {rank: -1 for rank in range(len(starts) - 1)}
+    for k, expert in enumerate(experts):
+        last |= {rank: k for rank in last if starts[rank] <= expert < starts[rank + 1]}
+    for rank in sorted(last, key=lambda rank: last[rank]) if by_entry else last:
         partial, some = np.zeros(hidden, np.float32), False
-        for k, expert in enumerate(data.topk_idx[token].tolist()):
+        for k, expert in enumerate(experts):
             if starts[rank] <= expert < starts[rank + 1]:
                 partial = partial + np.float32(data.topk_weights[token, k].item()) * row_of[token, k]
                 some = True

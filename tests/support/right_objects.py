@@ -152,6 +152,7 @@ class World:
             "reusable_handles": self.draw.random() < 0.3,
             "kernel_prefix": "",
             "accepts_repeats": self.draw.random() < 0.3,
+            "sums_by_entry": self.draw.random() < 0.3,
             "agreed": False,
             **scale,
         }

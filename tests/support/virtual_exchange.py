@@ -197,6 +197,7 @@ def check_step(
                 for k, position in enumerate(positions):
                     if position >= 0:
                         row_of[token, k] = outputs[holder][position].to(torch.bfloat16).float().cpu().numpy()
-            wanted = expected_combine(data, starts, row_of, token, geometry.combine_format.name)
+            how = geometry.combine_format.name, geometry.sums_by_entry
+            wanted = expected_combine(data, starts, row_of, token, *how)
             want = torch.from_numpy(wanted).to(torch.bfloat16)
             assert_same_bits(y[token], want, f"y of token {token} of rank {rank}")
