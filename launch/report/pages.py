@@ -201,22 +201,32 @@ ELASTIC = "ElasticBuffer"
 
 
 def normal_table(found: Found) -> str:
-    """Of the newest run: a line per call of normal mode and number of tokens, a column per buffer and limit of SMs."""
+    """Of the newest run: a line per call of normal mode and buffer, a column per number of tokens.
+
+    In a cell a time for each limit of SMs.
+    """
     reports = sorted((run for run in found.get(runs.NORMAL, []) if ranks_of(run[1]) == RANKS), key=_time_of)[-1:]
-    rows: dict[tuple[str, int], dict[str, str]] = {}
+    rows: dict[tuple[str, str], dict[int, dict[str, str]]] = {}
     for _, report in reports:
         for result in report["results"]:
             if str(result["implementation"]).startswith(NORMAL):
                 parts = result["implementation"].removeprefix(NORMAL).strip(", ").split(", ")
-                by = [part for part in parts if part == ELASTIC or part.endswith(" SMs")]
-                call = ", ".join([result["operation"], *(part for part in parts if part not in by)])
-                column = ", ".join(by if ELASTIC in by else ["Buffer", *by])
-                rows.setdefault((call, result["tokens_per_rank"]), {})[column] = _cell(result)
-    found_columns = dict.fromkeys(column for row in rows.values() for column in row)
-    columns = sorted(found_columns, key=lambda column: column.startswith(ELASTIC))
-    lines = [[call, f"{count}", *(row.get(column, "") for column in columns)] for (call, count), row in rows.items()]
-    table = markdown_table(["call", "tokens", *columns], lines)
-    return "\n\n".join([" ".join(_source(*run) for run in reports), table])
+                limits = [part for part in parts if part.endswith(" SMs")]
+                call = ", ".join([result["operation"], *(part for part in parts if part not in (ELASTIC, *limits))])
+                row = rows.setdefault((call, ELASTIC if ELASTIC in parts else "Buffer"), {})
+                row.setdefault(result["tokens_per_rank"], {})[" ".join(limits)] = _cell(result)
+    counts = sorted({count for row in rows.values() for count in row})
+    limits = list(dict.fromkeys(limit for row in rows.values() for cell in row.values() for limit in cell))
+    lines = [
+        [
+            *name,
+            *(" / ".join(row[count].get(limit, "") for limit in limits) if count in row else "" for count in counts),
+        ]
+        for name, row in sorted(rows.items())
+    ]
+    text = f"Tokens per rank; each cell: {' / '.join(limits)}."
+    table = markdown_table(["call", "buffer", *map(str, counts)], lines)
+    return "\n\n".join([" ".join([*(_source(*run) for run in reports), text]), table])
 
 
 def goal_table(found: Found) -> str:
