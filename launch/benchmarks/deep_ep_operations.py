@@ -50,8 +50,14 @@ def low_latency(bench: Bench) -> None:
     turns = [(x_TH, idx_TK.to(topk_idx_t), weights_TK) for x_TH, idx_TK, weights_TK in bench.turns]
     x_TH, idx_TK, weights_TK = turns[0]
     got, _, handle, _, _ = buffer.low_latency_dispatch(x_TH, idx_TK, count, experts, use_fp8=use_fp8)
-    rows = got if isinstance(got, torch.Tensor) else per_token_cast_back(got[0].flatten(0, 1), got[1].flatten(0, 1))
-    rows = rows.view(-1, context.world_size * count, hidden).nan_to_num(0.0)
+    # Of one expert at a time: with many tokens all of them in fp32 leave no room.
+    rows = torch.empty(
+        experts // context.world_size, context.world_size * count, hidden, dtype=x_TH.dtype, device=x_TH.device
+    )
+    for expert, of_expert in enumerate(rows):
+        came = got[expert] if isinstance(got, torch.Tensor) else per_token_cast_back(got[0][expert], got[1][expert])
+        torch.nan_to_num(came, out=of_expert)
+    del got
     y_TH, _, _ = buffer.low_latency_combine(rows, idx_TK, weights_TK, handle)
     exact_TH = x_TH.double() * weights_TK.double().masked_fill(idx_TK < 0, 0.0).sum(dim=1, keepdim=True)
     error, _ = relative_error(y_TH, exact_TH)
