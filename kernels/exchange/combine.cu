@@ -24,10 +24,11 @@
 // (waits.cuh).
 //
 // Macros: those of signalling.cuh (with AWAIT_TOKENS those of arrival.cuh), AWAIT_TOKENS, BOTH_HALVES, HIDDEN, WIRE
-// (FormatCode), PARTS (partial results of a token), SUMS_BY_ENTRY, PARTIAL_BYTES, PARTIAL_SCALES_AT, COMBINE_FLAG, PARTIAL_FLAGS,
-// PARTIAL_FLAG, PARTIAL_FLAG_TOKENS, PROGRESS, PROGRESS_PARTS, K, READERS (warps of combine_send that read rows),
-// PLACES (of its ring), WAITING (warps of combine_recv that read rows), PARTIALS (places of its ring), OUTPUT_BF16,
-// RECORD_BYTES, IDS_AT, WEIGHTS_AT, HAS_SHARED, WAITS, STALE_HANDLE (ErrorCode), COMBINE_SEND and COMBINE_RECV (Phase).
+// (FormatCode), PARTS (partial results of a token), SUMS_BY_ENTRY, PARTIAL_BYTES, PARTIAL_SCALES_AT, COMBINE_FLAG,
+// PARTIAL_FLAGS, PARTIAL_FLAG, PARTIAL_FLAG_TOKENS, PROGRESS, PROGRESS_PARTS, K, READERS (warps of combine_send that
+// read rows), PLACES (of its ring), WAITING (warps of combine_recv that read rows), PARTIALS (places of its ring),
+// OUTPUT_BF16, RECORD_BYTES, IDS_AT, WEIGHTS_AT, HAS_SHARED, WAITS, STALE_HANDLE (ErrorCode), COMBINE_SEND and
+// COMBINE_RECV (Phase).
 
 #if AWAIT_TOKENS
 #include "arrival.cuh"

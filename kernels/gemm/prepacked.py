@@ -17,6 +17,7 @@ from moe_runtime.kernels.gemm.dequant_layout import (
     units_with_special_values,
     unpack_units,
 )
+from moe_runtime.kernels.gemm.pack_units import packed_units
 from moe_runtime.kernels.gemm.weights import ExpertWeights, GateUpOrder, TensorsByExpert
 from moe_runtime.kernels.runtime import resolve_engine
 from moe_runtime.support.arguments import check_integer, check_is_tensor, check_kind
@@ -83,16 +84,22 @@ class PrepackedWeights(TensorsByExpert):
 
     @classmethod
     def prepack(cls, w: ExpertWeights, *, engine: str = "auto", argument: str = "w.scales") -> PrepackedWeights:
-        """Reorder `w`, one expert after the other; weights with `gate_up` are prepacked for a gated activation.
+        """Reorder `w`; weights with `gate_up` are prepacked for a gated activation.
 
-        Waits for the device. Raises `ValueError` for other formats than these three, and one that names `argument` for
-        `nvfp4` block scales that are negative or NaN.
+        Waits for the device where it may raise. Raises `ValueError` for other formats than these three, and one that
+        names `argument` for `nvfp4` block scales that are negative or NaN.
         """
         check_kind("w", w, ExpertWeights)
         if w.format not in DEQUANT_FORMATS:
             names = ", ".join(fmt.name for fmt in DEQUANT_FORMATS)
             raise ValueError(f"w.format: expected one of {names}, got {w.format.name}")
         assert w.scales is not None
+        refused = f"{argument}: expected e4m3 values that are not negative, got a NaN or a negative one"
+        if resolve_engine(engine, w.device) == "cuda" and w.quants.data_ptr() % 8 == 0:
+            all_units, marks, bad = packed_units(w)
+            if w.format is NVFP4 and int(bad):
+                raise ValueError(refused)
+            return cls(w.format, all_units, w.num_rows, w.num_columns, w.expert_scales, w.bias, w.gate_up, marks)
         rows = source_rows(w.num_rows, w.gate_up).to(w.device)
         columns = w.format.scale_columns(w.num_columns)
         shape = (w.num_experts, *units_shape(w.num_rows, w.num_columns, w.format))
@@ -103,7 +110,7 @@ class PrepackedWeights(TensorsByExpert):
         for expert, (units, quants, scales) in enumerate(zip(all_units, w.quants, w.scales, strict=True)):
             linear = unswizzle_scales(scales[None], w.num_rows, columns, engine=engine)[0].view(torch.uint8)
             if w.format is NVFP4 and int(linear.max()) > E4M3_MAX_CODE:
-                raise ValueError(f"{argument}: expected e4m3 values that are not negative, got a NaN or a negative one")
+                raise ValueError(refused)
             units.copy_(pack_units(quants.view(torch.uint8), linear, w.format, rows))
             if marks is not None:
                 marks[expert] = units_with_special_values(quants.view(torch.uint8), linear, w.format, rows)

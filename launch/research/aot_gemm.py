@@ -19,8 +19,8 @@ from moe_runtime.kernels.formats.number_formats import (
     TokenFormat,
     rounds_tokens,
 )
-from moe_runtime.kernels.gemm import dequant_gemm, dequant_tokens, tma_gemm
-from moe_runtime.kernels.gemm.dequant_layout import unit_columns
+from moe_runtime.kernels.gemm import dequant_gemm, dequant_tokens, pack_units, tma_gemm
+from moe_runtime.kernels.gemm.dequant_layout import DEQUANT_FORMATS, unit_columns
 from moe_runtime.kernels.gemm.grouped_gemm import _grouped_gemm_kernel, tile_options
 from moe_runtime.kernels.gemm.operands import NativeForm
 from moe_runtime.kernels.gemm.plan import choose_op_tile, choose_tile, keeps_tokens
@@ -300,6 +300,8 @@ def _hopper_cases() -> Iterator[CudaCase]:
         for layout in layouts + ([{"scales_in_record": True}] if fmt.swizzled else []):
             defines = dequant_tokens.token_macros(fmt, **layout)
             yield CudaCase("dequant_tokens", fmt.name, "dequant_tokens.cu", "dequant_tokens", defines)
+    for fmt in DEQUANT_FORMATS:
+        yield CudaCase("pack_units", fmt.name, "pack_units.cu", "pack_units", pack_units.pack_macros(fmt))
 
 
 AOT_CASES: tuple[AotCase | CudaCase, ...] = (*_hopper_cases(), *_layer_cases(), *_op_cases())

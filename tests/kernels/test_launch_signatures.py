@@ -26,6 +26,7 @@ from moe_runtime.kernels.gemm import dequant_gemm, grouped_gemm, op_gemm
 from moe_runtime.kernels.gemm import plan as gemm_plan
 from moe_runtime.kernels.gemm.expanded_weights import ExpandedWeights
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
+from moe_runtime.kernels.gemm.pack_units import packed_units
 from moe_runtime.kernels.gemm.plan import DequantOverlap
 from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
 from moe_runtime.kernels.gemm.shapes import DEQUANT_DECODE, DEQUANT_FEW, DEQUANT_PREFILL
@@ -183,6 +184,7 @@ def all_launches(rng: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     normal_mode()
     hosts(monkeypatch)
     products(rng, monkeypatch)
+    packed_units(random_weights("nvfp4", 1, 64, 128, rng, CPU))
     clock.write_clock(torch.zeros(1, dtype=torch.int64))
     local_ids(torch.zeros(3, 2, dtype=torch.int64), torch.zeros(3, 2), 8, 0, 4, "cuda")
     dispatch_layout(torch.zeros(3, 2, dtype=torch.int64), 8, 2, engine="cuda")

@@ -11,12 +11,16 @@ from moe_runtime.kernels import runtime
 from moe_runtime.kernels.formats.number_formats import WEIGHT_FORMATS
 from moe_runtime.kernels.formats.swizzle import swizzle_scales
 from moe_runtime.kernels.gemm import grouped_gemm
+from moe_runtime.kernels.gemm import prepacked as packed_weights
 from moe_runtime.kernels.gemm.dequant_layout import pack_units, source_rows, units_with_special_values
 from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
 from moe_runtime.kernels.gemm.weights import ExpertWeights, GateUpOrder, SwiGLU
 from moe_runtime.kernels.runtime import has_nvrtc, resolve_engine
 from tests.support.comparison import assert_same_bits
 from tests.support.gemm_cases import make_rows, random_weights
+from tests.support.virtual_exchange import engine
+
+__all__ = ["engine"]
 
 DEQUANTIZED = ("nvfp4", "mxfp8", "mxfp4")
 
@@ -51,16 +55,25 @@ def assert_same_weights(actual: ExpertWeights, expected: ExpertWeights) -> None:
             assert_same_bits(found, wanted, name)
 
 
+@pytest.fixture
+def packed_by(engine: str, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> str:
+    """`engine`, where it is `cuda` also without a GPU."""
+    if engine == "cuda" and device.type == "cpu":
+        monkeypatch.setattr(packed_weights, "resolve_engine", lambda engine, device: engine)
+    return engine
+
+
 @pytest.mark.parametrize("name", DEQUANTIZED)
 @pytest.mark.parametrize("order", [None, *GateUpOrder])
+@pytest.mark.parametrize(("n", "k"), [(144, 160), (48, 320), (80, 32)])
 def test_restored_is_what_was_prepacked(
-    order: GateUpOrder | None, name: str, rng: torch.Generator, device: torch.device
+    n: int, k: int, order: GateUpOrder | None, name: str, packed_by: str, rng: torch.Generator, device: torch.device
 ) -> None:
-    w, linear = random_bytes(name, 3, 144, 160, rng, device, order)
-    prepacked = PrepackedWeights.prepack(w)
+    w, linear = random_bytes(name, 3, n, k, rng, device, order)
+    prepacked = PrepackedWeights.prepack(w, engine=packed_by)
     assert prepacked.num_experts == 3 and prepacked.device == w.device
-    assert (prepacked.num_rows, prepacked.num_columns, prepacked.gate_up) == (144, 160, order)
-    rows = source_rows(144, order)
+    assert (prepacked.num_rows, prepacked.num_columns, prepacked.gate_up) == (n, k, order)
+    rows = source_rows(n, order)
     for expert in range(3):
         want = pack_units(w.quants[expert].cpu().view(torch.uint8), linear[expert], w.format, rows)
         assert_same_bits(prepacked.units[expert], want, f"expert {expert}")
@@ -73,16 +86,18 @@ def test_restored_is_what_was_prepacked(
 
 
 @pytest.mark.parametrize("name", DEQUANTIZED)
-def test_quantized_weights_come_back(name: str, rng: torch.Generator, device: torch.device) -> None:
+def test_quantized_weights_come_back(name: str, packed_by: str, rng: torch.Generator, device: torch.device) -> None:
     """Real quantizers, no bias; `mxfp8` has no scales of experts either."""
     w = random_weights(name, 2, 40, 64, rng, device, gate_up=False)
-    prepacked = PrepackedWeights.prepack(w)
+    prepacked = PrepackedWeights.prepack(w, engine=packed_by)
     assert_same_weights(prepacked.restore(), w)
     assert prepacked.has_special_values is None or not prepacked.has_special_values.any()
 
 
 @pytest.mark.parametrize("name", DEQUANTIZED)
-def test_bytes_between_scales_do_not_matter(name: str, rng: torch.Generator, device: torch.device) -> None:
+def test_bytes_between_scales_do_not_matter(
+    name: str, packed_by: str, rng: torch.Generator, device: torch.device
+) -> None:
     """The padding of swizzled scales is not read: it is no NaN, and zeros come back."""
     w, _ = random_bytes(name, 2, 72, 96, rng, device, None)
     assert w.scales is not None
@@ -90,8 +105,8 @@ def test_bytes_between_scales_do_not_matter(name: str, rng: torch.Generator, dev
     used = swizzle_scales(everything, engine="torch").to(device) == 255
     assert not used.all()
     dirty = torch.where(used, w.scales.view(torch.uint8), 255).view(w.scales.dtype)
-    prepacked = PrepackedWeights.prepack(replace(w, scales=dirty))
-    assert_same_bits(prepacked.units, PrepackedWeights.prepack(w).units, "units")
+    prepacked = PrepackedWeights.prepack(replace(w, scales=dirty), engine=packed_by)
+    assert_same_bits(prepacked.units, PrepackedWeights.prepack(w, engine="torch").units, "units")
     assert_same_weights(prepacked.restore(), w)
 
 
@@ -200,13 +215,15 @@ def test_other_formats_are_refused(name: str, rng: torch.Generator, device: torc
 
 
 @pytest.mark.parametrize("scale", [0x7F, 0x80, 0x81, 0xB8, 0xFF])
-def test_nvfp4_scales_that_have_no_code_are_refused(scale: int, rng: torch.Generator, device: torch.device) -> None:
+def test_nvfp4_scales_that_have_no_code_are_refused(
+    scale: int, packed_by: str, rng: torch.Generator, device: torch.device
+) -> None:
     """NaN, minus zero, negative numbers: in the last row and block of the last expert."""
     w, linear = random_bytes("nvfp4", 2, 40, 48, rng, device, None)
     linear[1, 39, 2] = scale
     bad = replace(w, scales=swizzle_scales(linear, engine="torch").view(torch.float8_e4m3fn).to(device))
     with pytest.raises(ValueError, match=r"^w\.scales: expected .*not negative"):
-        PrepackedWeights.prepack(bad)
+        PrepackedWeights.prepack(bad, engine=packed_by)
 
 
 def test_mxfp8_scales_may_be_any_byte(rng: torch.Generator, device: torch.device) -> None:
