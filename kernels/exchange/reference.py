@@ -425,7 +425,8 @@ def part_index(
     part = torch.zeros(geometry.num_slots, dtype=torch.int32, device=context.device)
     if geometry.sums_by_entry:
         entries = torch.arange(1, geometry.top_k + 1, device=context.device)
-        last_SW = torch.stack([((owners == peer) * entries).amax(dim=1) for peer in range(geometry.world_size)], dim=1)
+        of_rank = owners[:, :, None] == torch.arange(geometry.world_size, device=context.device)
+        last_SW = (of_rank * entries[:, None]).amax(dim=1)
         part += ((last_SW > 0) & (last_SW < last_SW[:, geometry.rank, None])).sum(dim=1, dtype=torch.int32)
     else:
         for peer in range(geometry.rank):

@@ -17,6 +17,7 @@ from moe_runtime.deep_ep.arguments import (
     check_bias,
     check_bit,
     check_experts,
+    check_flags,
     check_hidden,
     check_layout,
     check_matrix,
@@ -155,7 +156,8 @@ class Buffer(GroupBuffer):
         """
         check_matrix("topk_idx", topk_idx, self.device, IDS)
         check_experts(num_experts, self.group_size)
-        beside = runs_beside(previous_event, async_finish, allocate_on_comm_stream)
+        flags = {"async_finish": async_finish, "allocate_on_comm_stream": allocate_on_comm_stream}
+        beside = runs_beside(previous_event, flags)
         with self._comm.running(beside, previous_event):
             context = self._contexts[0]
             engine, _ = exchange_engine(context.engine, context.device)
@@ -210,7 +212,8 @@ class Buffer(GroupBuffer):
         hidden = check_tokens(x, self.device)
         check_integer("expert_alignment", expert_alignment)
         check_integer("num_worst_tokens", num_worst_tokens, 0)
-        beside = runs_beside(previous_event, async_finish, allocate_on_comm_stream)
+        flags = {"async_finish": async_finish, "allocate_on_comm_stream": allocate_on_comm_stream}
+        beside = runs_beside(previous_event, flags)
         quants, scales = x if isinstance(x, tuple) else (x, None)
         if handle is not None:
             self._check_handle(handle)
@@ -257,7 +260,8 @@ class Buffer(GroupBuffer):
             x: bf16 `[R, H]`, a row for each row of the dispatch.
             handle: of a dispatch; it may be combined several times.
             topk_weights: fp32 `[R, K]`, summed likewise.
-            bias: bf16 `[T, H]`, added first, or two of them, which take two passes more over the partial sums.
+            bias: bf16 `[T, H]`, added first, or two of them, which take two passes more over the partial sums where
+                no kernels store to peers.
             config, previous_event, async_finish, allocate_on_comm_stream: as in `dispatch`.
 
         Returns:
@@ -271,7 +275,8 @@ class Buffer(GroupBuffer):
             check_matrix("topk_weights", topk_weights, self.device, FP32, handle.num_rows)
             check_top_k(topk_weights.shape[1], "topk_weights")
         biases = check_bias(bias, self.device, handle.num_tokens, x.shape[1])
-        beside = runs_beside(previous_event, async_finish, allocate_on_comm_stream)
+        flags = {"async_finish": async_finish, "allocate_on_comm_stream": allocate_on_comm_stream}
+        beside = runs_beside(previous_event, flags)
         with self._comm.running(beside, previous_event):
             exchange = self._exchange(check_hidden(x.shape[1]))
             y, weights = exchange.combine(x.contiguous(), handle, biases, topk_weights)
@@ -286,6 +291,8 @@ class Buffer(GroupBuffer):
         check_kind("handle", handle, NormalHandle)
         if handle.num_ranks != self.group_size:
             raise ValueError(f"handle: expected one of {self.group_size} ranks, got one of {handle.num_ranks}")
+        if handle[3] is not None and handle[3].device != self.device:
+            raise ValueError(f"handle: expected one on {self.device}, got one on {handle[3].device}")
 
     def _exchange(self, hidden: int) -> NormalExchange:
         return self._exchange_of(hidden, "num_nvl_bytes", self.num_nvl_bytes, Buffer._most_sms)
@@ -344,6 +351,8 @@ class Buffer(GroupBuffer):
         """
         if dispatch_wait_recv_cost_stats is not None:
             not_there("dispatch_wait_recv_cost_stats", "waits are not measured")
+        check_flags(use_fp8=use_fp8, round_scale=round_scale, use_ue8m0=use_ue8m0, use_nvfp4=use_nvfp4)
+        check_flags(async_finish=async_finish, return_recv_hook=return_recv_hook, use_mxfp8=use_mxfp8)
         if use_ue8m0 and not round_scale:
             raise ValueError("use_ue8m0: expected False without round_scale")
         if async_finish and return_recv_hook:
@@ -352,7 +361,11 @@ class Buffer(GroupBuffer):
         multiple = 512 if use_fp8 and use_ue8m0 else FP8_BLOCK_SIZE
         if x.shape[1] == 0 or x.shape[1] % multiple:
             raise ValueError(f"x: expected a hidden size that is a multiple of {multiple}, got {x.shape[1]}")
+        if x.shape[0] and x.stride(1) != 1:
+            raise ValueError(f"x: expected contiguous rows, got strides {list(x.stride())}")
         check_matrix("topk_idx", topk_idx, self.device, IDS, x.shape[0])
+        if topk_idx.shape[1] == 0:
+            raise ValueError("topk_idx: expected at least one expert of a token, got 0")
         statistics = cumulative_local_expert_recv_stats
         exchange = self._low_latency_exchange(
             num_max_dispatch_tokens_per_rank, x.shape[1], num_experts, topk_idx.shape[1]
@@ -403,6 +416,7 @@ class Buffer(GroupBuffer):
 
         Raises: as `dispatch`.
         """
+        check_flags(zero_copy=zero_copy, async_finish=async_finish, return_recv_hook=return_recv_hook)
         if use_logfmt:
             not_there("use_logfmt", "partial sums travel in bf16")
         if combine_wait_recv_cost_stats is not None:
@@ -415,10 +429,13 @@ class Buffer(GroupBuffer):
         check_matrix("topk_weights", topk_weights, self.device, FP32, handle.num_tokens, exchange.top_k)
         shape = (exchange.num_local_experts, exchange.num_slots, exchange.hidden)
         rows = exchange.scratch() if zero_copy else check_is_tensor("x", x)
-        if rows.shape != shape or rows.dtype != torch.bfloat16:
-            raise ValueError(f"x: expected bf16 {list(shape)}, got {rows.dtype} {list(rows.shape)}")
+        if rows.shape != shape or rows.dtype != torch.bfloat16 or rows.device != self.device:
+            found = f"{rows.dtype} {list(rows.shape)} on {rows.device}"
+            raise ValueError(f"x: expected bf16 {list(shape)} on {self.device}, got {found}")
         if out is None:
             out = torch.empty(handle.num_tokens, exchange.hidden, dtype=torch.bfloat16, device=self.device)
+        elif not check_matrix("out", out, self.device, BF16, handle.num_tokens, exchange.hidden).is_contiguous():
+            raise ValueError(f"out: expected a contiguous tensor, got strides {list(out.stride())}")
         if rows.requires_grad or topk_weights.requires_grad:
             rows, topk_weights = rows.detach(), topk_weights.detach()
         with self._comm.running(async_finish, None):

@@ -234,6 +234,8 @@ class DirectExchange:
         if kernels is None:
             sizes = {"top_k": top_k, "biases": len(biases), "entries": entries}
             geometry = SumGeometry(**self._ranks, hidden=self.hidden, **sizes, num_sms=num_sms)
+            if not geometry.fits:
+                raise ValueError(f"x: expected fewer columns, got rows of {geometry.record_bytes} bytes")
             kernels = self._sums[key] = SumKernels(context, geometry, self._count_tag, self._epoch)
             self._cold.add(kernels)
         y = torch.empty(num_tokens, self.hidden, dtype=torch.bfloat16, device=context.device)

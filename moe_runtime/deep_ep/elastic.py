@@ -409,8 +409,8 @@ class ElasticBuffer(GroupBuffer):
         rounded = got.handle.tokens_of_experts or []
         if alignment > 1:
             rounded = [align(count, alignment) for count in rounded]
-        kept_idx = ids.clone() if copy else ids
-        if got.handle.route is not None:
+        kept_idx = ids.clone(memory_format=torch.contiguous_format) if copy else ids
+        if got.handle.route is not None and not form.to_expand:
             got.handle.home_ids = kept_idx.contiguous()
         handle = EPHandle(
             do_expand=form.to_expand,
@@ -454,7 +454,8 @@ class ElasticBuffer(GroupBuffer):
             handle: of a dispatch; it may be combined several times.
             topk_weights: fp32 `[R, K]`, or `[N]` expanded: of each entry of a token, that of its expert's rank comes
                 home.
-            bias: bf16 `[T, H]`, added first, or two of them, which take two passes more over the partial sums.
+            bias: bf16 `[T, H]`, added first, or two of them, which take two passes more over the partial sums of
+                expanded rows, and where no kernels store to peers.
             num_sms: most SMs; 0 for as many as of the dispatch.
             num_qps, previous_event, previous_event_before_epilogue, async_with_compute_stream,
                 allocate_on_comm_stream: as in `dispatch`.
@@ -551,7 +552,7 @@ def _streams(
     previous_event: Event, before_epilogue: Event, is_async: Bit, on_comm_stream: Bit
 ) -> tuple[tuple[EventOverlap | None, EventOverlap | None], bool]:
     """What a call waits for, and whether it runs on the communication stream."""
-    asked = check_bit("async_with_compute_stream", is_async), check_bit("allocate_on_comm_stream", on_comm_stream)
+    asked = {"async_with_compute_stream": is_async, "allocate_on_comm_stream": on_comm_stream}
     first = overlap_of("previous_event", previous_event)
     second = overlap_of("previous_event_before_epilogue", before_epilogue)
-    return (first, second), runs_beside(first, second is not None, *asked)
+    return (first, second), runs_beside(first, asked) or second is not None

@@ -91,7 +91,8 @@ class EPHandle:
     def _tensors(self) -> tuple[torch.Tensor | None, ...]:
         """What kernels of later calls read."""
         steps = [tensor for step in self._steps for tensor in (step.entries, step.weights, step.positions)]
-        return self.topk_idx, self._rows.home_ids, self._ids, self._slots, *self._rows.tensors, *steps
+        counts = self.__dict__.get("num_unaligned_recv_tokens_per_expert")
+        return self.topk_idx, self._rows.home_ids, self._ids, self._slots, counts, *self._rows.tensors, *steps
 
     @cached_property
     def num_unaligned_recv_tokens_per_expert(self) -> torch.Tensor:

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
+from moe_runtime.context.threads import is_capturing
 from moe_runtime.support.arguments import check_kind
 
 
@@ -96,6 +97,8 @@ class CommStream:
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+        self._device = device
+        self._after_current = False  # whether the stream waited for the current one in the call that runs
 
     def running(
         self, beside: bool, previous_event: EventOverlap | None, also: EventOverlap | None = None
@@ -112,8 +115,9 @@ class CommStream:
     def _running(self, beside: bool, previous_event: EventOverlap | None, also: EventOverlap | None) -> Iterator[None]:
         previous, other = (None if event is None else event.event for event in (previous_event, also))
         stream = self.stream if beside else None
+        self._after_current = previous is None
         if stream is not None and previous is None:
-            stream.wait_stream(torch.cuda.current_stream())
+            stream.wait_stream(torch.cuda.current_stream(self._device))
         with nullcontext() if stream is None else torch.cuda.stream(stream):
             for event in (previous, other):
                 if event is not None:
@@ -124,7 +128,7 @@ class CommStream:
         """`call`, on the stream that is current now, whichever is then."""
         if self.stream is None:
             return call
-        stream = torch.cuda.current_stream()
+        stream = torch.cuda.current_stream(self._device)
 
         def run() -> object:
             with torch.cuda.stream(stream):
@@ -142,8 +146,9 @@ class CommStream:
         """
         if self.stream is None or not beside:
             return EventOverlap(EventHandle()) if async_finish else EventOverlap()
-        current = torch.cuda.current_stream()
-        if not torch.cuda.is_current_stream_capturing():
+        current = torch.cuda.current_stream(self._device)
+        # Memory that a capture has recorded is not used again in it. Streams that wait for each other do not need that.
+        if not (self._after_current and is_capturing(self._device)):
             for tensor in tensors:
                 if tensor is not None:
                     tensor.record_stream(self.stream)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from moe_runtime.context.expert_parallel import ExpertParallelContext
+from moe_runtime.deep_ep.arguments import Bit, check_bit
 from moe_runtime.deep_ep.events import CommStream, EventOverlap
 from moe_runtime.deep_ep.normal import NormalExchange
 from moe_runtime.deep_ep.sizes import normal_bytes, normal_tokens
@@ -90,10 +91,16 @@ class GroupBuffer:
         return exchange
 
 
-def runs_beside(previous_event: EventOverlap | None, *asked: bool) -> bool:
-    """Whether a call runs on the communication stream: where it is `asked` for, or an event is to be waited for."""
+def runs_beside(previous_event: EventOverlap | None, asked: Mapping[str, Bit]) -> bool:
+    """Whether a call runs on the communication stream: where a flag asks for it, or an event is to be waited for.
+
+    Raises `ValueError` naming a flag of `asked` that is none.
+    """
+    for name, flag in asked.items():
+        if flag is not True and flag is not False:
+            check_bit(name, flag)
     if previous_event is None:
-        return any(asked)
+        return any(asked.values())
     check_kind("previous_event", previous_event, EventOverlap)
     return True
 

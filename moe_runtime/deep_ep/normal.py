@@ -188,10 +188,11 @@ class NormalExchange:
         else:
             counts = self._counts_of(num_tokens_per_rank, num_tokens_per_expert)
             counts.start(num_tokens, (num_tokens_per_rank, num_tokens_per_expert))
-        entries = torch.where(is_token_in_rank, self._rank_numbers, -1)
         if form.sums_by_entry:
             assert topk_idx is not None
             entries = ranks_by_last_entry(topk_idx, num_experts, self.context.world_size)
+        else:
+            entries = torch.where(is_token_in_rank, self._rank_numbers, -1)
         sent = self._packed(layout, x, topk_idx, topk_weights), entries, self._ones_for(num_tokens)
         first = None if room is None else self._send(layout, sent, 0, room)
         prefix: torch.Tensor | None = None
@@ -488,7 +489,8 @@ class NormalExchange:
     def _combine_weights(self, topk_weights: torch.Tensor, step: Step) -> torch.Tensor:
         """fp32 `[T, K]`: the weights of a token's rows on all ranks, summed in fp32 in the order of its entries.
 
-        A weight travels as three bf16 values whose sum it is. The partial results are read where they landed.
+        A weight travels as three bf16 values whose sum it is, from some 2^-110 on; smaller ones lose bits. The partial
+        results are read where they landed.
         """
         (num_rows, top_k), device = topk_weights.shape, topk_weights.device
         width = align(3 * top_k, 16)

@@ -164,7 +164,8 @@ def ranks_by_last_entry(topk_idx: torch.Tensor, num_experts: int, world_size: in
     ids = valid_ids(topk_idx, num_experts)
     owners = torch.where(ids >= 0, ids // (num_experts // world_size), -1)
     numbers = torch.arange(1, ids.shape[1] + 1, device=ids.device)
-    last = torch.stack([((owners == rank) * numbers).amax(dim=1) for rank in range(world_size)], dim=1)
+    of_rank = owners[:, :, None] == torch.arange(world_size, device=ids.device)
+    last = (of_rank * numbers[:, None]).amax(dim=1)
     last, ranks = torch.where(last > 0, last, ids.shape[1] + 1).sort(dim=1)
     return torch.where(last <= ids.shape[1], ranks, -1)
 

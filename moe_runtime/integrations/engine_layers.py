@@ -404,6 +404,8 @@ class EngineExperts:
         if _given is not None:
             with abort_peers_on_error(self.layer.context):
                 topk_ids, topk_weights = _given.take(self, topk_ids)
+        if self.zeros_are_none:
+            topk_ids = topk_ids.masked_fill(topk_weights == 0, -1)
         if self.routes is not None:
             most = self.routes.ids.shape[1]
             with abort_peers_on_error(self.layer.context):
@@ -412,8 +414,6 @@ class EngineExperts:
         if parts > 1:
             mine = part_of(num_tokens, share.ranks, share.rank)
             x, topk_ids, topk_weights = x[mine], topk_ids[mine], topk_weights[mine]
-        if self.zeros_are_none:
-            topk_weights = topk_weights.masked_fill(topk_weights == 0, torch.nan)
         ids, weights = topk_ids.contiguous(), topk_weights.float().contiguous()
         steps: tuple[int, int | None] = 1, None
         if most_tokens is not None:

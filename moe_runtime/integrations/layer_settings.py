@@ -87,16 +87,17 @@ def settings_from_yaml(path: str | Path) -> LayerSettings:
     if not file.is_file():
         raise ValueError(f"settings: no file {path}")
     data = read_yaml(file)
-    fields = data.get("layer") or {}
-    known = {"": (data, ("layer", "parallel", "routes")), "layer.": (fields, ENGINE_FIELDS)}
-    for prefix, (found, keys) in known.items():
-        if not isinstance(found, dict):
-            raise ValueError(f"{file}: {prefix.removesuffix('.')}: expected a mapping, got {type(found).__name__}")
+    parts = {name: {} if data.get(name) is None else data[name] for name in ("layer", "parallel", "routes")}
+    for name, part in parts.items():
+        if not isinstance(part, dict):
+            raise ValueError(f"{file}: {name}: expected a mapping, got {type(part).__name__}")
+    fields = parts["layer"]
+    for prefix, found, keys in (("", data, tuple(parts)), ("layer.", fields, ENGINE_FIELDS)):
         if others := [key for key in found if key not in keys]:
             raise ValueError(f"{file}: {prefix}{others[0]}: unknown key, expected one of {', '.join(keys)}")
     try:
-        parallel = ParallelConfig.model_validate(data.get("parallel") or {})
-        check_fields({"max_tokens_per_rank": DEFAULT_MAX_TOKENS} | fields)
+        parallel = ParallelConfig.model_validate(parts["parallel"])
+        check_fields({"max_tokens_per_rank": DEFAULT_MAX_TOKENS} | _with_engine_weights(fields))
     except ValidationError as error:
         raise ValueError(f"{file}: parallel.{'; parallel.'.join(complaints(error))}") from None
     except ValueError as error:
@@ -105,10 +106,17 @@ def settings_from_yaml(path: str | Path) -> LayerSettings:
         if getattr(parallel, name) != (usual := ParallelConfig.model_fields[name].default):
             raise ValueError(f"{file}: parallel.{name}: expected {usual}, since an engine ends with any of its ranks")
     try:
-        routes = None if data.get("routes") is None else RecordedRoutesConfig.model_validate(data["routes"])
+        routes = None if data.get("routes") is None else RecordedRoutesConfig.model_validate(parts["routes"])
     except ValidationError as error:
         raise ValueError(f"{file}: routes.{'; routes.'.join(complaints(error))}") from None
     return LayerSettings(parallel, fields, routes)
+
+
+def _with_engine_weights(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """`fields` with a format of weights that goes with them, where the engine's, which is not known yet, has to."""
+    if fields.get("fp4_multiplied_in") == "fp8" and fields.get("weight_format") in (None, "auto"):
+        return {**fields, "weight_format": "mxfp4"}
+    return dict(fields)
 
 
 def settings_of_variable(variable: str) -> LayerSettings:

@@ -127,9 +127,11 @@ class RunsExperts:
         if not checker.format_is_standard(topk):
             raise ValueError(f"{name_of(layer)}: expected ids and weights of the top-k, got {type(topk).__name__}")
         weights, factor = topk.topk_weights, layer.moe_runner_config.routed_scaling_factor
-        if factor not in (None, 1.0) and not layer.should_fuse_routed_scaling_factor_in_topk:
-            weights = weights * factor
         x = dispatch_output.hidden_states
+        # On CPUs models apply it, and no runner of SGLang does.
+        applied = layer.should_fuse_routed_scaling_factor_in_topk or x.device.type == "cpu"
+        if factor not in (None, 1.0) and not applied:
+            weights = weights * factor
         y = self.moe_runtime_experts(x, topk.topk_ids, weights, most_tokens(x.shape[0]))
         return import_module("sglang.srt.layers.moe.token_dispatcher.standard").StandardCombineInput(hidden_states=y)
 
@@ -199,6 +201,9 @@ def build(layers: EngineLayers, layer: Any, quant_method: Any) -> EngineExperts:
 def activation_of(config: Any, name: str, up_first: bool) -> ActivationConfig:
     """The formula of a `MoeRunnerConfig`, as SGLang's Triton runner computes it. Raises `ValueError` for another."""
     alpha, limit, beta = config.gemm1_alpha, config.gemm1_clamp_limit, config.gemm1_beta
+    for key, given in (("gemm1_clamp_limit", limit), ("swiglu_limit", config.swiglu_limit)):
+        if given is not None and given <= 0:
+            raise ValueError(f"{name}: {key}: expected a positive one, got {given}")
     order: Literal["gate_up", "up_gate", "interleaved"] = "up_gate" if up_first else "gate_up"
     if config.activation == "silu" and config.is_gated:
         if alpha is not None and limit is not None and beta in (None, 1.0) and config.swiglu_limit is None:

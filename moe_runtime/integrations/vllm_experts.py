@@ -12,8 +12,10 @@ CPUs it is, and finds the operation `moe_runtime::vllm_experts` here.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -38,7 +40,10 @@ ROUTED_EXPERTS = {
 
 RELOAD, BEGIN_RELOAD = "vllm.model_executor.model_loader.reload", "initialize_layerwise_reload"
 """Where vLLM begins to load weights into a model again."""
+RELOAD_IN_PLACE = "reload_weights"
+"""Of its module `inplace`: may also copy weights that are in the layout of kernels already."""
 
+NOT_IN_PLACE = "since the experts are in the layout of moe_runtime's kernels"
 ONLINE = "OnlineMoEMethodBase"
 """The base of vLLM's methods that quantize weights as they are loaded."""
 
@@ -79,27 +84,47 @@ def refuse_reloads() -> None:
     """Have vLLM refuse in this process to load weights again, before it has changed any, where graphs may be captured.
 
     It begins by `initialize_layerwise_reload`, which its modules import by name. Where vLLM has no such function,
-    layers refuse by themselves, when their turn comes.
+    layers refuse by themselves, when their turn comes. Weights in the layout of vLLM's kernels are refused in any case.
     """
-    try:
-        package = import_module(RELOAD)
-    except ImportError:
-        return
 
     def refusing(begin: Any) -> Any:
         def checked(model: Any, *given: Any, **named: Any) -> Any:
-            for layer in model.modules():
-                method = getattr(layer, "quant_method", None)
-                if isinstance(getattr(method, "moe_runtime_layers", None), EngineLayers):
-                    check_reload(layer, method)
+            for layer, method in _layers_here(model):
+                check_reload(layer, method)
             return begin(model, *given, **named)
 
         return checked
 
-    begin = getattr(package, BEGIN_RELOAD, None)
-    for name, module in list(sys.modules.items()):
-        if begin is not None and name.startswith("vllm.") and vars(module).get(BEGIN_RELOAD) is begin:
-            vllm_config.replace_method(module, BEGIN_RELOAD, refusing)
+    def refusing_layouts(reload: Any) -> Any:
+        def checked(*given: Any, **named: Any) -> Any:
+            arguments = inspect.signature(reload).bind(*given, **named).arguments
+            for layer, _ in () if arguments["is_checkpoint_format"] else _layers_here(arguments["model"]):
+                raise ValueError(f"{layer.layer_name}: reload_weights: expected is_checkpoint_format, {NOT_IN_PLACE}")
+            return reload(*given, **named)
+
+        return checked
+
+    _replace_function(RELOAD, BEGIN_RELOAD, refusing)
+    _replace_function(f"{RELOAD}.inplace", RELOAD_IN_PLACE, refusing_layouts)
+
+
+def _layers_here(model: Any) -> Iterator[tuple[Any, Any]]:
+    """The layers of a model of vLLM that are taken over, and their methods."""
+    for layer in model.modules():
+        method = getattr(layer, "quant_method", None)
+        if isinstance(getattr(method, "moe_runtime_layers", None), EngineLayers):
+            yield layer, method
+
+
+def _replace_function(module: str, name: str, wrap: Callable[[Any], Any]) -> None:
+    """Replace a function of a module of vLLM in all modules that have it; nothing where vLLM has none."""
+    try:
+        original = getattr(import_module(module), name)
+    except (ImportError, AttributeError):
+        return
+    for found, holder in list(sys.modules.items()):
+        if found.startswith("vllm.") and vars(holder).get(name) is original:
+            vllm_config.replace_method(holder, name, wrap)
 
 
 def check_reload(layer: Any, method: Any) -> None:
@@ -117,6 +142,15 @@ def _taking_over(original: Any, layers: EngineLayers) -> Any:
             check_layer(self, moe_config)
             config = import_module("vllm.config").get_current_vllm_config()
             return taken_over(super()._get_quant_method(prefix, quant_config, moe_config), layers, config)
+
+        @functools.wraps(original.weight_loader)  # whose attributes and signature vLLM reads
+        def weight_loader(self, param: Any, *given: Any, **named: Any) -> Any:
+            if param.numel() == 0 and getattr(self.quant_method, "moe_runtime_experts", None) is not None:
+                raise ValueError(
+                    f"{self.layer_name}: load_weights: expected reload_weights, {NOT_IN_PLACE}; other weights of the "
+                    "model may have changed"
+                )
+            return super().weight_loader(param, *given, **named)
 
     TakenOver.__name__ = TakenOver.__qualname__ = f"MoERuntime{original.__name__}"
     return TakenOver
@@ -311,9 +345,12 @@ def activation_of(layer: Any, name: str) -> ActivationConfig:
     """
     kind = layer.activation.value
     limit, alpha, beta = layer.swiglu_limit, layer.swiglu_alpha, layer.swiglu_beta
+    if limit is not None and limit <= 0:
+        raise ValueError(f"{name}: swiglu_limit: expected a positive one, got {limit}")
     if kind == "silu":
         return ActivationConfig(limit=limit)
-    if kind == "swigluoai" and (limit, alpha, beta) in ((None, None, None), (7.0, 1.702, 1.0)):
+    # vLLM's kernel reads none of them.
+    if kind == "swigluoai" and limit in (None, 7.0) and alpha in (None, 1.702) and beta in (None, 1.0):
         return ActivationConfig(order="interleaved", alpha=1.702, limit=7.0, up_offset=1.0)
     # vLLM reads no limit for this one: https://github.com/vllm-project/vllm, fused_moe/activation.py.
     if kind == "swiglustep" and limit in (None, 7.0) and (alpha, beta) in ((None, None), (1.0, 0.0)):

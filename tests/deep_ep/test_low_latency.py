@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
@@ -235,3 +236,42 @@ def combine_twice(rank: int, world: int) -> None:
 @pytest.mark.cpu_only
 def test_rows_of_a_combine_that_goes_on_are_left_alone(get_pool: Any) -> None:
     get_pool(2).run(combine_twice)
+
+
+def wrong_calls(rank: int, world: int) -> None:
+    """Refused by the rank that makes them before anything is sent: right calls go on."""
+    buffer = Buffer(dist.group.WORLD, 0, 10**8, low_latency_mode=True, explicitly_destroy=True)
+    x, ids, weights = tokens_of(3, rank, 5, 256)
+
+    def dispatch(tokens: torch.Tensor = x, entries: torch.Tensor = ids, **how: Any) -> Any:
+        return buffer.low_latency_dispatch(tokens, entries, MOST, EXPERTS, use_fp8=False, **how)
+
+    rows, _, handle, _, _ = dispatch()
+    rows = rows.nan_to_num(0.0)
+
+    def combine(given: torch.Tensor = rows, **how: Any) -> Any:
+        return buffer.low_latency_combine(given, ids, weights, handle, **how)[0]
+
+    right, out = combine(), torch.empty(5, 512, dtype=torch.bfloat16)
+    wrong: dict[str, Callable[[], object]] = {
+        "x: expected contiguous rows": lambda: dispatch(x.t().contiguous().t()),
+        "topk_idx: expected at least one expert": lambda: dispatch(entries=ids[:, :0]),
+        "round_scale: expected True or False": lambda: dispatch(round_scale="no"),
+        "x: expected bf16 .* on cpu, got .* on meta": lambda: combine(rows.to("meta")),
+        r"out: expected shape \[5, 256\]": lambda: combine(out=out),
+        "out: expected a contiguous tensor": lambda: combine(out=out[:, ::2]),
+        "out: expected torch.bfloat16": lambda: combine(out=torch.empty(5, 256)),
+        "async_finish: expected True or False": lambda: combine(async_finish="no"),
+    }
+    for complaint, call in wrong.items():
+        # The other rank has not made a mistake.
+        if rank == 0:
+            with pytest.raises(ValueError, match=f"^{complaint}"):
+                call()
+        assert torch.equal(dispatch()[1], dispatch()[1]) and torch.equal(combine(), right)
+    buffer.destroy()
+
+
+@pytest.mark.cpu_only
+def test_wrong_calls_leave_the_buffer_as_it_was(get_pool: Any) -> None:
+    get_pool(2).run(wrong_calls)

@@ -40,7 +40,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3MoeConfig",
         {**HEADS, **EXPERTS, "num_experts_per_tok": 6, "num_experts": 8, "norm_topk_prob": True},
     ),
-    "glm4": ("Glm4MoeConfig", {**HEADS, **EXPERTS, **SHARED, "n_group": 1, "topk_group": 1}),
+    "glm4": (
+        "Glm4MoeConfig",
+        {**HEADS, **EXPERTS, **SHARED, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.5},
+    ),
     "gpt_oss": (
         "GptOssConfig",
         {**HEADS, "intermediate_size": 128, "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 64},

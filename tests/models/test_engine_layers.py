@@ -253,6 +253,13 @@ def test_any_number_of_tokens(num_tokens: int, seed: int) -> None:
         ("gate_up", "bias", "fp8_block", {}, stand_ins.silu),
         ("gate_up", None, "bf16", {"swiglu_limit": 1.5}, stand_ins.clamped_silu),
         ("interleaved", "bias", "mxfp4", {"activation": SimpleNamespace(value="swigluoai")}, stand_ins.gpt_oss),
+        (
+            "interleaved",
+            "bias",
+            "mxfp4",
+            {"activation": SimpleNamespace(value="swigluoai"), "swiglu_limit": 7.0},
+            stand_ins.gpt_oss,
+        ),
         ("gate_up", "bias", "fp8_block", {"activation": SimpleNamespace(value="swiglustep")}, stand_ins.swiglu_step),
         (
             "gate_up",
@@ -326,6 +333,7 @@ def test_what_vllm_asks_a_method(seed: int) -> None:
         ({}, {"in_dtype": torch.float16}, "--dtype: expected bfloat16, got torch.float16"),
         ({"apply_router_weight_on_input": True}, {}, "apply_router_weight_on_input"),
         ({"activation": SimpleNamespace(value="gelu")}, {}, "activation: expected silu, .*, got gelu"),
+        ({"swiglu_limit": 0.0}, {}, "swiglu_limit: expected a positive one, got 0.0"),
         (
             {"activation": SimpleNamespace(value="swiglustep"), "swiglu_limit": 4.0},
             {},
@@ -493,7 +501,8 @@ def run_sglang(dispatcher: Any, method: Any, layer: Any, tokens: tuple[torch.Ten
     ("form", "bias", "order", "changes", "factor", "activation"),
     [
         ("bf16", None, "gate_up", {}, 1.0, stand_ins.silu),
-        ("bf16", None, "gate_up", {"routed_scaling_factor": 2.5}, 2.5, stand_ins.silu),
+        # On CPUs SGLang's models apply it.
+        ("bf16", None, "gate_up", {"routed_scaling_factor": 2.5}, 1.0 if DEVICE.type == "cpu" else 2.5, stand_ins.silu),
         (
             "fp8_block",
             None,
@@ -622,6 +631,13 @@ def test_activations_that_sglang_must_not_ask(changes: Any) -> None:
         sglang_experts.activation_of(config, "layer", up_first=False)
 
 
+@pytest.mark.parametrize("name", ["gemm1_clamp_limit", "swiglu_limit"])
+def test_a_limit_that_leaves_nothing_is_named(name: str) -> None:
+    config = sglang_layer({}, **{name: 0.0}).moe_runner_config
+    with pytest.raises(ValueError, match=f"layer: {name}: expected a positive one, got 0.0"):
+        sglang_experts.activation_of(config, "layer", up_first=False)
+
+
 def test_install_hooks_sglang(seed: int) -> None:
     registered: list[tuple[str, Any, str]] = []
     registry = SimpleNamespace(register=lambda *given: registered.append(given))
@@ -702,12 +718,20 @@ def test_settings_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert settings_of_variable("MOE_RUNTIME_TRIED") == expected
     file.write_text("routes: {steps: 4, weights: true}")
     assert settings_from_yaml(file).routes == RecordedRoutesConfig(steps=4, weights=True)
+    # The engine's weights may be in FP4.
+    file.write_text("layer: {fp4_multiplied_in: fp8, token_format: fp8_block}\nparallel:\n")
+    assert settings_from_yaml(file).fields == {"fp4_multiplied_in": "fp8", "token_format": "fp8_block"}
     for text, complaint in {
         "other: 1": "other: unknown key",
         "routes: {steps: 0}": "routes.steps: ",
         "layer: {hidden_size: 8}": "layer.hidden_size: unknown key",
         "layer: {token_format: fp5}": "layer.token_format: ",
         "layer: [1]": "layer: expected a mapping",
+        "layer: 0": "layer: expected a mapping",
+        "parallel: false": "parallel: expected a mapping",
+        "routes: false": "routes: expected a mapping",
+        "layer: {fp4_multiplied_in: fp8, token_format: bf16}": "layer.fp4_multiplied_in: ",
+        "layer: {fp4_multiplied_in: fp8, weight_format: bf16}": "layer.fp4_multiplied_in: ",
         "parallel: {transport: pigeon}": "parallel.transport: ",
         "parallel: {on_failure: continue}": "parallel.on_failure: expected abort, since an engine ends",
         "parallel: {lost_experts: drop}": "parallel.lost_experts: expected wait, since an engine ends",

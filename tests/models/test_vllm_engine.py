@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import logging
 import os
 import re
@@ -21,6 +22,7 @@ from moe_runtime.config import ParallelConfig, RecordedRoutesConfig
 from moe_runtime.integrations import VLLM_VARIABLE, vllm_experts
 from moe_runtime.integrations import vllm as plugin
 from moe_runtime.integrations import vllm_config as engine_config
+from moe_runtime.integrations.engine_layers import recorded_routes, replay_routes
 from moe_runtime.integrations.layer_settings import LayerSettings
 from moe_runtime.reference import error_bound, relative_error
 from tests.support.engine_stand_ins import (
@@ -233,19 +235,58 @@ def test_a_reload_that_is_refused_has_changed_nothing(module: str, seed: int) ->
             assert vllm.begun == [model]
 
 
+@pytest.mark.parametrize("module", [f"{vllm_experts.RELOAD}.inplace", "vllm.v1.worker.gpu.model_runner"])
+def test_weights_in_the_layout_of_kernels_are_refused(module: str, seed: int) -> None:
+    vllm = Vllm()
+    with vllm():
+        for _ in range(2):
+            vllm_experts.install(LayerSettings(LIMITS, {}))
+        reload = getattr(import_module(module), vllm_experts.RELOAD_IN_PLACE)
+        model = vllm.load(make_model(vllm, [seed]))
+        reload(vllm.config, model, None, None, is_checkpoint_format=True)
+        reload(vllm.config, nn.Linear(2, 2), None, None, False)
+        assert len(vllm.begun) == 2
+        with pytest.raises(ValueError, match=r"layers.0.mlp.experts: reload_weights: expected is_checkpoint_format"):
+            reload(vllm.config, model, None, None, False)
+        assert len(vllm.begun) == 2
+
+
+def test_weights_that_are_loaded_into_experts_taken_over_are_refused(seed: int) -> None:
+    """As by a model's own `load_weights`, whose loaders vLLM gave the parameters before."""
+    vllm = installed()
+    with vllm():
+        model = make_model(vllm, [seed])
+        (runner,) = model  # type: ignore[misc]
+        layer = runner.routed_experts
+        load, weight = layer.weight_loader, torch.ones_like(layer.w2_weight[1])
+        assert load.supports_moe_loading and next(iter(inspect.signature(load).parameters)) == "param"
+        load(layer.w2_weight, weight, expert_id=1)
+        assert torch.equal(layer.w2_weight[1], weight)
+        vllm.load(model)
+        with pytest.raises(ValueError, match=r"layers.0.mlp.experts: load_weights: expected reload_weights"):
+            load(layer.w2_weight, weight, expert_id=1)
+
+
 def test_routes_to_experts_that_compute_nothing(seed: int) -> None:
-    """vLLM gives them the id 0 and the weight 0, also several times in a token, and beside expert 0 itself."""
+    """vLLM gives them the id 0 and the weight 0, also several times in a token, and beside expert 0 itself.
+
+    They are recorded as none, and replayed.
+    """
     x, ids, weights = draw_tokens(seed, 9)
     ids[:5, 0], ids[:3, 1] = 0, 0
     weights[:5, 0], weights[:3, 1] = 0.0, 0.0
     vllm = Vllm()
     vllm.config = vllm.VllmConfig(zero_expert_type="identity")
     with vllm(), torch.inference_mode():
-        vllm_experts.install(LayerSettings(LIMITS, {}))
+        vllm_experts.install(LayerSettings(LIMITS, {}, RecordedRoutesConfig(steps=2, weights=True)))
         (runner,) = vllm.load(make_model(vllm, [seed]))  # type: ignore[misc]
         layer = runner.routed_experts
         y = layer.quant_method.apply(layer, x, weights, ids)
-    assert close(y, plain_moe(make_experts("bf16", seed), x, ids, weights))
+        (step,) = recorded_routes()[layer.layer_name].read()[-1:]
+        assert step.topk_idx.tolist() == torch.where(weights == 0, -1, ids).tolist()
+        with replay_routes({layer.layer_name: step}):
+            again = layer.quant_method.apply(layer, x, weights, ids)
+    assert close(y, plain_moe(make_experts("bf16", seed), x, ids, weights)) and torch.equal(y, again)
 
 
 def test_workers_of_ray_get_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:

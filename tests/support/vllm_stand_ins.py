@@ -81,6 +81,11 @@ class Vllm:
             def _get_quant_method(self, prefix: str, quant_config: Any, moe_config: Any) -> Any:
                 return VllmMethod(moe_config)
 
+            def weight_loader(self, param: nn.Parameter, loaded_weight: torch.Tensor, expert_id: int) -> None:
+                param.data[expert_id].copy_(loaded_weight)
+
+            weight_loader.supports_moe_loading = True  # type: ignore[attr-defined]
+
         class BaseModelLoader:
             def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> nn.Module:
                 for runner in (made := self.model).modules():  # type: ignore[attr-defined]
@@ -102,6 +107,9 @@ class Vllm:
         def initialize_layerwise_reload(model: nn.Module) -> None:
             self.begun.append(model)
 
+        def reload_weights(config: Any, model: nn.Module, weights: Any, path: Any, is_checkpoint_format: bool) -> None:
+            self.begun.append(model)
+
         self.RoutedExperts, self.BaseModelLoader = RoutedExperts, BaseModelLoader
         self.EngineArgs, self.VllmConfig = EngineArgs, config_kind
         self.modules: dict[str, dict[str, Any]] = {
@@ -110,7 +118,11 @@ class Vllm:
             "vllm.engine.arg_utils": {"EngineArgs": EngineArgs},
             "vllm.model_executor.model_loader.base_loader": {"BaseModelLoader": BaseModelLoader},
             vllm_experts.RELOAD: {vllm_experts.BEGIN_RELOAD: initialize_layerwise_reload},
-            f"{vllm_experts.RELOAD}.inplace": {vllm_experts.BEGIN_RELOAD: initialize_layerwise_reload},
+            f"{vllm_experts.RELOAD}.inplace": {
+                vllm_experts.BEGIN_RELOAD: initialize_layerwise_reload,
+                vllm_experts.RELOAD_IN_PLACE: reload_weights,
+            },
+            "vllm.v1.worker.gpu.model_runner": {vllm_experts.RELOAD_IN_PLACE: reload_weights},
             "vllm.distributed": {},
             "vllm.forward_context": {
                 "get_forward_context": lambda: SimpleNamespace(no_compile_layers=self.runners, dp_metadata=None)
