@@ -90,6 +90,9 @@ def store_quantized(out_ptr, scales_ptr, gsf_ptr, position, scale_row, row_ok, t
     gsf = tl.full([M], 1.0, tl.float32)
     if FMT == CODE_NVFP4:
         gsf = gsf * tl.load(gsf_ptr)
+    if FMT == CODE_FP8_BLOCK:
+        # A block of 128 may reach past the last column, where zeros of weights times Inf are NaN.
+        h = tl.where((tile_n * N + tl.arange(0, N) < columns)[None, :], h, 0.0)
     q, s = quantize_tile(h, gsf, FMT)
     PER_WORD: tl.constexpr = 2 if FMT == CODE_NVFP4 else 1
     words = columns // PER_WORD

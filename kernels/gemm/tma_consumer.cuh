@@ -327,7 +327,8 @@ __device__ __forceinline__ void store_tall(float (&acc)[SUMS], u8* staging, cons
     for (int i = 64 * h; i < 64 * h + PART && GATED; ++i) {
       acc[i] = activated(acc[i], acc[(i + PART) % SUMS], results.alpha, results.gate_limit, results.up_limit,
                          results.up_offset);
-      bits[2 * h + i / 2 % 2] = max(bits[2 * h + i / 2 % 2], __float_as_uint(acc[i]) & 0x7FFFFFFF);
+      if (!SHORT_BLOCKS || (i - 64 * h) / 4 * 8 < width)
+        bits[2 * h + i / 2 % 2] = max(bits[2 * h + i / 2 % 2], __float_as_uint(acc[i]) & 0x7FFFFFFF);
     }
 #pragma unroll
     for (int i = 64 * h; i < 64 * h + 64 && ACTIVATED && !GATED; ++i) acc[i] = function_of(acc[i], results.alpha);

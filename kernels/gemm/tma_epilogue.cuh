@@ -114,8 +114,8 @@ struct Quantizer {
   }
 };
 
-// Quantizes 128 columns of each row from `r[FIRST]` on, one block, and stores `columns` of them, past which there are
-// zeros. `scales` is that of the first row.
+// Quantizes 128 columns of each row from `r[FIRST]` on, one block, and stores `columns` of them. What is past them
+// counts for nothing: zeros of weights times Inf are NaN. `scales` is that of the first row.
 template <int FIRST, int N>
 __device__ __forceinline__ void store_quantized(const float (&r)[N], u8* staging, u8* out, long long stride, int rows,
                                                 int columns, float* scales, int scale_stride) {
@@ -125,6 +125,7 @@ __device__ __forceinline__ void store_quantized(const float (&r)[N], u8* staging
     u32 bits = 0;
 #pragma unroll
     for (int j = 0; j < 16; ++j) {
+      if (SHORT_BLOCKS && 8 * j >= columns) break;
       bits = max(bits, __float_as_uint(r[FIRST + 4 * j + 2 * second]) & 0x7FFFFFFF);
       bits = max(bits, __float_as_uint(r[FIRST + 4 * j + 2 * second + 1]) & 0x7FFFFFFF);
     }
@@ -330,7 +331,8 @@ __device__ __forceinline__ void store_few(const float* sums, const Extras& extra
   if (OUT == 3) {
     u32 bits = 0;
 #pragma unroll
-    for (int i = 0; i < OF_THREAD; ++i) bits = max(bits, __float_as_uint(x[0][i]) & 0x7FFFFFFF);
+    for (int i = 0; i < OF_THREAD; ++i)
+      if (!SHORT_BLOCKS || first + i < width) bits = max(bits, __float_as_uint(x[0][i]) & 0x7FFFFFFF);
 #pragma unroll
     for (int step = 1; step < ROW_THREADS; step *= 2) bits = max(bits, __shfl_xor_sync(~0u, bits, step));
     if (PAIRED) bits = largest_of_pair(maxima, bits);

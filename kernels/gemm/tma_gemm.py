@@ -153,7 +153,7 @@ class Strips:
     def of(cls, groups: int, column_tiles: int, k_blocks: int, *, row_tiles: int, blocks: int) -> Strips:
         """For so many groups, each of which is expected to have `row_tiles`: room for the strips of the tiles that run
         at a time and for as many more, but at least for those of two groups."""
-        number = groups * column_tiles
+        number = max(groups, 1) * column_tiles  # a map has a row at least
         return cls(number, min(number, 2 * max(column_tiles, ceil_div(blocks, row_tiles))), k_blocks)
 
     def empty(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -87,13 +87,14 @@ def _add_all_to_all(bench: Bench, name: str, traffic_bytes: list[torch.Tensor]) 
         work = replace(work, network_bytes=statistics.mean(away))
     group, rank = bench.context.group.group, bench.context.rank
     sizes = [(matrix[rank].tolist(), matrix[:, rank].tolist()) for matrix in traffic_bytes]
-    source, target = (
-        torch.zeros(max(sum(pair[way]) for pair in sizes), dtype=torch.uint8, device=bench.context.device)
-        for way in (0, 1)
-    )
+    most_sent, most_came = (max(sum(pair[way]) for pair in sizes) for way in (0, 1))
+    device = bench.context.device
+    copies = copies_to_rotate(device, most_sent)
+    sources = [torch.randint(256, (most_sent,), dtype=torch.uint8, device=device) for _ in range(copies)]
+    target = torch.empty(most_came, dtype=torch.uint8, device=device)
 
     def step(number: int, lap: Lap) -> None:
-        sent, came = sizes[number % len(sizes)]
+        (sent, came), source = sizes[number % len(sizes)], sources[number % copies]
         dist.all_to_all_single(target[: sum(came)], source[: sum(sent)], came, sent, group=group)
 
     measured = bench.time(step, [], capturable=True)

@@ -182,7 +182,7 @@ def _column(result: Result) -> str:
 
 def low_latency_table(found: Found) -> str:
     """A line per number of tokens: dispatch, combine and both, by the calls of `moe_runtime.deep_ep` and by our own."""
-    reports = [run for run in found.get(runs.LOW_LATENCY, []) if ranks_of(run[1]) == RANKS]
+    reports = sorted((run for run in found.get(runs.LOW_LATENCY, []) if ranks_of(run[1]) == RANKS), key=_time_of)[-1:]
     columns: dict[str, dict[int, str]] = {}
     for _, report in reports:
         own = {(r["operation"], r["tokens_per_rank"]): r["median_us"] for r in ours(report)}
@@ -190,8 +190,8 @@ def low_latency_table(found: Found) -> str:
             if not str(result["implementation"]).startswith(LOW_LATENCY):
                 continue
             column = columns.setdefault(result["operation"], {})
-            native = own.get((result["operation"], result["tokens_per_rank"]))
-            beside = "" if native is None else f" ({shown_us(native)}, {result['median_us'] / native:.2f})"
+            native, median = own.get((result["operation"], result["tokens_per_rank"])), result["median_us"]
+            beside = "" if None in (native, median) else f" ({shown_us(native)}, {median / native:.2f})"
             column[result["tokens_per_rank"]] = _cell(result, beside)
     return _by_tokens(reports, columns, "In parentheses: our native calls, and the ratio to them.")
 
@@ -307,7 +307,9 @@ def _is_expanded(report: Report) -> bool:
 
 def _beside(result: Result, other: Result) -> str:
     """The multiple of the time of another one."""
-    return "" if result is other else f" ({result['median_us'] / other['median_us']:.2f})"
+    if result is other or None in (result["median_us"], other["median_us"]):
+        return ""
+    return f" ({result['median_us'] / other['median_us']:.2f})"
 
 
 def operation_table(found: Found, folder: str = "") -> str:

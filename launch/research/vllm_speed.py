@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moe_runtime.launch.common import environment
-from moe_runtime.launch.research.vllm_models import SIZES, ModelSizes, write_model
+from moe_runtime.launch.research.vllm_models import FORMATS, SIZES, ModelSizes, write_model
 
 KIND = "vllm"
 PROMPT_TOKENS, FIRST_STEPS = 32, 16
@@ -168,7 +168,9 @@ def run_case(job: dict[str, Any], file: Path) -> None:
         if job["turns"] is not None:
             waited = held.enter_context(turn(Path(job["turns"]), Path(job["starting"])))
             found["waited_s"] = round(waited, 1)
-        file.write_text(json.dumps(found | measure(llm, job)))
+        part = file.with_suffix(".part")
+        part.write_text(json.dumps(found | measure(llm, job)))
+        part.replace(file)  # whole, or not there
 
 
 def engine_arguments(job: dict[str, Any]) -> dict[str, Any]:
@@ -354,6 +356,13 @@ def run(options: argparse.Namespace) -> int:
     """Check the options, then `run_cases`."""
     environment.check_folder("--json", options.json)
     environment.check_at_least(1, steps=options.steps, repeats=options.repeats, layers=options.layers)
+    for name, batches in (("batches", options.batches), ("profile", options.profile)):
+        for batch in batches:
+            environment.check_at_least(1, **{name: batch})
+    if options.format not in (formats := FORMATS[SIZES[options.model].kind]):
+        raise ValueError(f"--format: expected {' or '.join(formats)} for {options.model}, got {options.format}")
+    if not isinstance(options.engine, dict):
+        raise ValueError(f"--engine: expected a JSON object, got {json.dumps(options.engine)}")
     cases = options.cases.split(",")
     for case in cases:
         if not re.fullmatch(r"(alone|adapter)[1-9]\d*", case):
@@ -362,8 +371,8 @@ def run(options: argparse.Namespace) -> int:
         environment.check_folder("--turns", options.turns)
         if options.beside:
             raise ValueError("--turns: expected a run without --beside, since all cases have the same GPUs")
-        if len(set(cases)) < len(cases):
-            raise ValueError(f"--turns: expected no case twice in --cases, got {options.cases}")
+    if (options.turns is not None or options.beside) and len(set(cases)) < len(cases):
+        raise ValueError(f"--cases: expected no case twice where they run at the same time, got {options.cases}")
     # Before all that takes time: others with the same file are not timed while this run writes a model.
     with starting(options.turns, cases) as markers:
         return run_cases(options, cases, markers)
@@ -435,6 +444,9 @@ def run_cases(options: argparse.Namespace, cases: list[str], markers: dict[str, 
     results: list[dict[str, Any]] = []
     first: dict[str, Any] | None = None
     compared: list[float] = []
+    described = {"model": options.model, "format": options.format, "mode": options.mode, "sizes": asdict(sizes)}
+    described["multiprocessing"] = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    data = {"kind": KIND, "environment": environment.machine_record(), "config": described, "results": results}
     with ThreadPoolExecutor(len(cases) if options.beside or markers else 1) as pool:
         for result in pool.map(start, cases, jobs, where):
             probabilities = result.pop("logprobs", None)
@@ -444,12 +456,9 @@ def run_cases(options: argparse.Namespace, cases: list[str], markers: dict[str, 
             results.append(result)
             if probabilities is not None and first is None:
                 first, compared = result, probabilities
-    if options.json is not None:
-        described = {"model": options.model, "format": options.format, "mode": options.mode, "sizes": asdict(sizes)}
-        described["multiprocessing"] = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
-        machine = environment.machine_record()
-        data = {"kind": KIND, "environment": machine, "config": described, "results": results}
-        environment.write_json(options.json, data)
+            if options.json is not None:
+                # After each case, so that an interrupted run leaves what it has.
+                environment.write_json(options.json, data)
     return int(any("error" in result for result in results))
 
 

@@ -74,7 +74,7 @@ def notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for folder in ("common", "research"):
         (package / folder).mkdir(parents=True)
     (package / "common/environment.py").touch()
-    (package / "research/vllm_models.py").write_text("SIZES = ModelSizes = write_model = None")
+    (package / "research/vllm_models.py").write_text("FORMATS = SIZES = ModelSizes = write_model = None")
     (package / "research/vllm_speed.py").symlink_to(vllm_speed.__file__)
     (tmp_path / "vllm.py").write_text(STAND_IN)
     monkeypatch.chdir(tmp_path)
@@ -222,10 +222,19 @@ def test_files_of_runs_that_go_on() -> None:
     ("arguments", "complaint"),
     [
         (["--turns", "turns", "--beside"], "--turns: expected a run without --beside"),
-        (["--turns", "turns", "--cases", "alone1,alone1"], "--turns: expected no case twice in --cases"),
+        (
+            ["--turns", "turns", "--cases", "alone1,alone1"],
+            "--cases: expected no case twice where they run at the same time",
+        ),
         (["--turns", "no_folder/turns"], "--turns: no folder no_folder"),
         (["--cases", "alone"], "--cases: expected names such as alone1 and adapter2, got 'alone'"),
         (["--steps", "0"], "--steps: expected at least 1, got 0"),
+        (["--beside", "--cases", "alone1,alone1"], "--cases: expected no case twice where they run at the same time"),
+        (["--format", "mxfp4"], "--format: expected bf16 or fp8 or nvfp4 for qwen3_30b, got mxfp4"),
+        (["--model", "gpt_oss_20b", "--format", "nvfp4"], "--format: expected mxfp4 for gpt_oss_20b, got nvfp4"),
+        (["--batches", "8,0"], "--batches: expected at least 1"),
+        (["--profile", "0"], "--profile: expected at least 1"),
+        (["--engine", "[1]"], "--engine: expected a JSON object, got [1]"),
         (["--json", "no_folder/x.json"], "--json: no folder no_folder"),
     ],
 )

@@ -342,13 +342,14 @@ def test_scales_that_are_nan_and_far_ones(
 
 
 @names
-def test_nothing_to_do(name: str, emulator: Emulator, rng: torch.Generator) -> None:
+@all_shapes
+def test_nothing_to_do(name: str, shape: TmaShape, emulator: Emulator, rng: torch.Generator) -> None:
     w = expanded_weights(name, 264, 128, rng, CPU)
     a = make_rows("fp8_block", [3, 190, 5], 128, rng, CPU, num_experts=3)
     for none in (replace(a, capacity=0), replace(a, num_active_experts=0)):
         out = poisoned(198, 264, torch.bfloat16, CPU)
         before = out.clone()
-        assert_same_bits(tma_grouped_gemm(none, w, out=out), before)
+        assert_same_bits(tma_grouped_gemm(none, w, out=out, shape=shape), before)
 
 
 def test_what_is_refused(emulator: Emulator, rng: torch.Generator) -> None:

@@ -186,3 +186,22 @@ def test_the_first_exp_of_a_process_is_made_on_one_thread() -> None:
         "assert sizes == [1], sizes\n"
     )
     subprocess.run([interpreter(), "-c", program], cwd=ROOT, check=True, timeout=120)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("activation", [SQUARED_RELU, Activation(limit=7.0, up_offset=1.0)], ids=["relu2", "limit"])
+def test_inf_before_columns_that_are_not_there(
+    activation: Activation, engine: str, rng: torch.Generator, device: torch.device
+) -> None:
+    """An activation makes it finite. What is past the last column is no part of the last block's scale."""
+    numbers = (torch.rand(1, 208 * activation.num_parts, 64, generator=rng) + 0.5).to(device)
+    weights = -numbers if activation is SQUARED_RELU else numbers
+    w = ExpertWeights.quantize(weights, "bf16", gate_up=activation.gate_up or False, engine="torch")
+    x = torch.rand(3, 64, generator=rng)
+    x[1, 5] = float("inf")
+    a = make_rows("bf16", [3], 64, rng, device, num_experts=1, x=x)
+    exact, found = (
+        grouped_gemm_swiglu(a, w, activation, out_format="fp8_block", engine=by).scales for by in ("torch", engine)
+    )
+    assert exact is not None and found is not None and exact[:3].isfinite().all()
+    torch.testing.assert_close(found[:3], exact[:3], rtol=0.02, atol=1e-6)

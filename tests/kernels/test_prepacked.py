@@ -11,6 +11,7 @@ from moe_runtime.kernels import runtime
 from moe_runtime.kernels.formats.number_formats import WEIGHT_FORMATS
 from moe_runtime.kernels.formats.swizzle import swizzle_scales
 from moe_runtime.kernels.gemm import grouped_gemm
+from moe_runtime.kernels.gemm import pack_units as pack_module
 from moe_runtime.kernels.gemm import prepacked as packed_weights
 from moe_runtime.kernels.gemm.dequant_layout import pack_units, source_rows, units_with_special_values
 from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
@@ -108,6 +109,30 @@ def test_bytes_between_scales_do_not_matter(
     prepacked = PrepackedWeights.prepack(replace(w, scales=dirty), engine=packed_by)
     assert_same_bits(prepacked.units, PrepackedWeights.prepack(w, engine="torch").units, "units")
     assert_same_weights(prepacked.restore(), w)
+
+
+@pytest.mark.parametrize("name", DEQUANTIZED)
+@pytest.mark.parametrize("most", [1, 13])
+def test_experts_in_several_launches(
+    most: int, name: str, packed_by: str, rng: torch.Generator, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pack_module, "MOST_UNITS", most)
+    w, _ = random_bytes(name, 5, 80, 160, rng, device, GateUpOrder.UP_GATE)
+    one, other = (PrepackedWeights.prepack(w, engine=engine) for engine in (packed_by, "torch"))
+    assert_same_bits(one.units, other.units, "units")
+    if name != "nvfp4":
+        assert one.has_special_values is not None and other.has_special_values is not None
+        assert_same_bits(one.has_special_values, other.has_special_values, "marks")
+
+
+@pytest.mark.parametrize("at", [1, 8])
+def test_quants_may_begin_anywhere(at: int, packed_by: str, rng: torch.Generator, device: torch.device) -> None:
+    w, _ = random_bytes("mxfp4", 2, 80, 160, rng, device, None)
+    memory = torch.empty(w.quants.numel() + 64, dtype=torch.uint8, device=device)
+    first = -memory.data_ptr() % 64 + at
+    quants = memory[first : first + w.quants.numel()].view(w.quants.shape).copy_(w.quants)
+    moved = PrepackedWeights.prepack(replace(w, quants=quants), engine=packed_by if at % 8 == 0 else "auto")
+    assert_same_bits(moved.units, PrepackedWeights.prepack(w, engine="torch").units, "units")
 
 
 def test_engines_prepare_the_same(rng: torch.Generator, device: torch.device) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from moe_runtime.kernels import nvrtc
 from moe_runtime.kernels.gemm import op_gemm
 from moe_runtime.kernels.gemm import tma_gemm as tma
 from moe_runtime.kernels.gemm.arguments import Intermediate
+from moe_runtime.kernels.gemm.grouped_gemm import grouped_gemm_swiglu
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.gemm.shapes import TMA_DECODE, TMA_FEW, TMA_PREFILL, TMA_SOME, TmaShape
 from moe_runtime.kernels.gemm.weights import (
@@ -274,6 +276,25 @@ def test_swiglu_in_short_blocks(
 ) -> None:
     on_gpu.test_swiglu_in_short_blocks(activation, k, inner, name, regime, rng, CPU)
     check_runs(emulator, 2)
+
+
+@pytest.mark.parametrize("shape", [TMA_FEW, TMA_DECODE, TMA_PREFILL], ids=attrgetter("name"))
+@pytest.mark.parametrize("activation", [SQUARED_RELU, Activation(limit=7.0, up_offset=1.0)], ids=["relu2", "limit"])
+@pytest.mark.parametrize("inner", [208, 256])
+def test_inf_before_columns_that_are_not_there(
+    inner: int, activation: Activation, shape: TmaShape, emulator: Emulator, rng: torch.Generator
+) -> None:
+    """An activation makes it finite. Zeros past the last column times Inf are NaN, and no part of the block's scale."""
+    numbers = torch.rand(1, inner * activation.num_parts, 64, generator=rng) + 0.5
+    weights = -numbers if activation is SQUARED_RELU else numbers
+    w = ExpertWeights.quantize(weights, "bf16", gate_up=activation.gate_up or False, engine="torch")
+    x = torch.rand(3, 64, generator=rng)
+    x[1, 5] = float("inf")
+    a = make_rows("bf16", [3], 64, rng, CPU, num_experts=1, x=x)
+    exact = grouped_gemm_swiglu(a, w, activation, out_format="fp8_block", engine="torch").scales
+    ours = tma_grouped_gemm_swiglu(a, w, activation, out_format="fp8_block", shape=shape).scales
+    assert exact is not None and ours is not None and exact[:3].isfinite().all()
+    torch.testing.assert_close(ours[:3], exact[:3], rtol=0.02, atol=1e-6)
 
 
 @pytest.mark.parametrize(("k", "n", "is_gated"), [(272, 200, False), (400, 256, True), (144, 192, False)])
