@@ -6,9 +6,8 @@
 //
 // `y = bf16(shared + sum over ranks ascending of wire(sum over that rank's experts, k ascending, of w_k * bf16(acc)))`,
 // sums in fp32, `shared` first and only where there is one. With SUMS_BY_ENTRY ranks are added in the order of their
-// last entries in the token. Multiplications and additions are kept apart (no fused
-// multiply-add), so that every engine gives the same bits. A NaN is a NaN everywhere, but its sign and payload are the
-// machine's.
+// last entries in the token. Multiplications and additions are kept apart (no fused multiply-add), so that every engine
+// gives the same bits. A NaN is a NaN everywhere, but its sign and payload are the machine's.
 //
 // Where combine_recv runs concurrently with combine_send, tokens are summed in parts, as the parts arrive from all
 // ranks: `early_parts` parts of `part_tokens` tokens are signalled before the rest has landed.

@@ -4,15 +4,16 @@
 // it, and has the record stored at home, in a slot for each token and peer. The flag of a slot says that its record has
 // landed.
 // `combine_recv_rows`: a warp takes a token, awaits its records, and sums them in fp32, biases first, then ranks
-// ascending, or, with ENTRIES, in the order of their last entries in the token. The row that this rank itself has of it is read where the caller has it. Both kernels run at the same
-// time.
+// ascending, or, with ENTRIES, in the order of their last entries in the token. The row that this rank itself has of it
+// is read where the caller has it. Both kernels run at the same time.
 //
 // A step takes `room` tokens of each rank, from `start` on. It is an epoch of its own, whose flags no other kernel
 // takes for its own: the epoch with bit 30 turned over. A half of the region for sums is free once its rank has entered
 // the epoch, since by then it has summed those before.
 //
 // Macros: those of row_stages.cuh with TURN_BIT and COUNT_BITS, HIDDEN (elements of a row), K (weights of a row),
-// SUM_WARPS (of a block that sums), BIASES (at most 2), ENTRIES (of a token's routing at home, or 0), words of SignalLayout, COMBINE_SEND and COMBINE_RECV (Phase).
+// SUM_WARPS (of a block that sums), BIASES (at most 2), ENTRIES (of a token's routing at home, or 0), words of
+// SignalLayout, COMBINE_SEND and COMBINE_RECV (Phase).
 
 #include "row_stages.cuh"
 
@@ -130,9 +131,10 @@ __device__ __forceinline__ void add_unit(float (&total)[8], const uint4& unit) {
 extern "C" __global__ void __launch_bounds__(32 * SUM_WARPS, 24 / SUM_WARPS)
     combine_recv_rows(const u8* rows, const void* weights, long long weight_row, long long weight_column,
                       const long long* ids, const int* index, const int* prefix, const long long* home_ids,
-                      int num_local, int num_tokens, int num_rows, const u8* bias, const u8* bias_2, const u64* combine, const u64* token_flags, const u64* signals,
-                      const int* handle_epoch, int* error, int* latch, u8* y, float* out_weights, int rank,
-                      long long combine_half, long long token_flags_half, long long timeout_ns) {
+                      int num_local, int num_tokens, int num_rows, const u8* bias, const u8* bias_2, const u64* combine,
+                      const u64* token_flags, const u64* signals, const int* handle_epoch, int* error, int* latch,
+                      u8* y, float* out_weights, int rank, long long combine_half, long long token_flags_half,
+                      long long timeout_ns) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
   const Exchange x{signals, error, latch, rank, timeout_ns};
   const int* own = x.words(rank);

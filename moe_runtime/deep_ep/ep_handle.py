@@ -68,8 +68,11 @@ class EPHandle:
     def _expanded_step(self, slots: torch.Tensor) -> Step:
         (step,) = self._rows.steps
         entries = valid_ids(self.topk_idx, self.num_experts)
-        # A landing slot has one row at most, that of this rank.
-        row = step.positions.amax(dim=1, keepdim=True)
+        # A landing slot has one row at most, that of this rank: in its own column, or where the token names it.
+        if self._rows.route is not None:
+            row = step.positions[:, self._rank, None]
+        else:
+            row = step.positions.amax(dim=1, keepdim=True)
         positions = torch.full((row.shape[0], slots.shape[1]), -1, dtype=torch.int32, device=slots.device)
         if slots.shape[0]:
             positions = torch.where(row >= 0, slots[row[:, 0].clamp(min=0).to(torch.int64)], positions)

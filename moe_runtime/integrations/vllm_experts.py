@@ -98,7 +98,7 @@ def refuse_reloads() -> None:
     def refusing_layouts(reload: Any) -> Any:
         def checked(*given: Any, **named: Any) -> Any:
             arguments = inspect.signature(reload).bind(*given, **named).arguments
-            for layer, _ in () if arguments["is_checkpoint_format"] else _layers_here(arguments["model"]):
+            for layer, _ in () if arguments.get("is_checkpoint_format", True) else _layers_here(arguments["model"]):
                 raise ValueError(f"{layer.layer_name}: reload_weights: expected is_checkpoint_format, {NOT_IN_PLACE}")
             return reload(*given, **named)
 
