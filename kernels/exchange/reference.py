@@ -164,6 +164,13 @@ def owners_of(ids: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
     return torch.where(ids >= 0, owners, torch.full_like(ids, -1))
 
 
+def last_entries_of(owners_TK: torch.Tensor, world_size: int) -> torch.Tensor:
+    """int64 `[T, W]`: the last entry of each rank in a token, from 1 on; 0 where it has none."""
+    ranks = torch.arange(world_size, device=owners_TK.device)
+    entries = torch.arange(1, owners_TK.shape[1] + 1, device=owners_TK.device)
+    return ((owners_TK[:, :, None] == ranks) * entries[:, None]).amax(dim=1)
+
+
 def build_records(
     geometry: ExchangeGeometry, rows: QuantizedRows, ids_TK: torch.Tensor, weights_TK: torch.Tensor
 ) -> torch.Tensor:
@@ -424,9 +431,7 @@ def part_index(
     owners = owners_of(ids, starts)
     part = torch.zeros(geometry.num_slots, dtype=torch.int32, device=context.device)
     if geometry.sums_by_entry:
-        entries = torch.arange(1, geometry.top_k + 1, device=context.device)
-        of_rank = owners[:, :, None] == torch.arange(geometry.world_size, device=context.device)
-        last_SW = (of_rank * entries[:, None]).amax(dim=1)
+        last_SW = last_entries_of(owners, geometry.world_size)
         part += ((last_SW > 0) & (last_SW < last_SW[:, geometry.rank, None])).sum(dim=1, dtype=torch.int32)
     else:
         for peer in range(geometry.rank):

@@ -180,9 +180,14 @@ def _column(result: Result) -> str:
     return f"{operation} {result['combine_format'] if operation == 'combine' else tokens}"
 
 
+def _newest(found: Found, kind: str) -> list[Run]:
+    """The newest run of a kind on RANKS ranks, if there is one."""
+    return sorted((run for run in found.get(kind, []) if ranks_of(run[1]) == RANKS), key=_time_of)[-1:]
+
+
 def low_latency_table(found: Found) -> str:
     """A line per number of tokens: dispatch, combine and both, by the calls of `moe_runtime.deep_ep` and by our own."""
-    reports = sorted((run for run in found.get(runs.LOW_LATENCY, []) if ranks_of(run[1]) == RANKS), key=_time_of)[-1:]
+    reports = _newest(found, runs.LOW_LATENCY)
     columns: dict[str, dict[int, str]] = {}
     for _, report in reports:
         own = {(r["operation"], r["tokens_per_rank"]): r["median_us"] for r in ours(report)}
@@ -205,16 +210,16 @@ def normal_table(found: Found) -> str:
 
     In a cell a time for each limit of SMs.
     """
-    reports = sorted((run for run in found.get(runs.NORMAL, []) if ranks_of(run[1]) == RANKS), key=_time_of)[-1:]
+    reports = _newest(found, runs.NORMAL)
     rows: dict[tuple[str, str], dict[int, dict[str, str]]] = {}
     for _, report in reports:
         for result in report["results"]:
             if str(result["implementation"]).startswith(NORMAL):
                 parts = result["implementation"].removeprefix(NORMAL).strip(", ").split(", ")
-                limits = [part for part in parts if part.endswith(" SMs")]
-                call = ", ".join([result["operation"], *(part for part in parts if part not in (ELASTIC, *limits))])
+                limit = next((part for part in parts if part.endswith(" SMs")), "")
+                call = ", ".join([result["operation"], *(part for part in parts if part not in (ELASTIC, limit))])
                 row = rows.setdefault((call, ELASTIC if ELASTIC in parts else "Buffer"), {})
-                row.setdefault(result["tokens_per_rank"], {})[" ".join(limits)] = _cell(result)
+                row.setdefault(result["tokens_per_rank"], {})[limit] = _cell(result)
     counts = sorted({count for row in rows.values() for count in row})
     limits = list(dict.fromkeys(limit for row in rows.values() for cell in row.values() for limit in cell))
     lines = [

@@ -168,9 +168,7 @@ def run_case(job: dict[str, Any], file: Path) -> None:
         if job["turns"] is not None:
             waited = held.enter_context(turn(Path(job["turns"]), Path(job["starting"])))
             found["waited_s"] = round(waited, 1)
-        part = file.with_suffix(".part")
-        part.write_text(json.dumps(found | measure(llm, job)))
-        part.replace(file)  # whole, or not there
+        environment.write_json(file, found | measure(llm, job))  # whole, or not there
 
 
 def engine_arguments(job: dict[str, Any]) -> dict[str, Any]:

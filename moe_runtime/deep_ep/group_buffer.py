@@ -96,7 +96,7 @@ def runs_beside(previous_event: EventOverlap | None, asked: Mapping[str, Bit]) -
 
     Raises `ValueError` naming a flag of `asked` that is none.
     """
-    for name, flag in asked.items():
+    for name, flag in asked.items():  # here, and not in `check_flags`: each call counts
         if flag is not True and flag is not False:
             check_bit(name, flag)
     if previous_event is None:

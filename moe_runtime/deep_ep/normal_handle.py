@@ -11,6 +11,7 @@ import torch
 from moe_runtime.deep_ep.sizes import MOST_TOP_K
 from moe_runtime.kernels.exchange.landing import LandedRows
 from moe_runtime.kernels.exchange.payload import WORD, PayloadLayout, UnpackedRows
+from moe_runtime.kernels.exchange.reference import last_entries_of
 from moe_runtime.kernels.exchange.rows import Route
 
 LEAST_ROOM = 64
@@ -163,9 +164,7 @@ def ranks_by_last_entry(topk_idx: torch.Tensor, num_experts: int, world_size: in
     """int64 `[T, W]`: the ranks of each token's experts in the order of their last entries in `topk_idx`, then -1."""
     ids = valid_ids(topk_idx, num_experts)
     owners = torch.where(ids >= 0, ids // (num_experts // world_size), -1)
-    numbers = torch.arange(1, ids.shape[1] + 1, device=ids.device)
-    of_rank = owners[:, :, None] == torch.arange(world_size, device=ids.device)
-    last = (of_rank * numbers[:, None]).amax(dim=1)
+    last = last_entries_of(owners, world_size)
     last, ranks = torch.where(last > 0, last, ids.shape[1] + 1).sort(dim=1)
     return torch.where(last <= ids.shape[1], ranks, -1)
 

@@ -73,7 +73,8 @@ def notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     package = tmp_path / "moe_runtime/launch"
     for folder in ("common", "research"):
         (package / folder).mkdir(parents=True)
-    (package / "common/environment.py").touch()
+    write_json = "import json\ndef write_json(file, data): file.write_text(json.dumps(data))"
+    (package / "common/environment.py").write_text(write_json)
     (package / "research/vllm_models.py").write_text("FORMATS = SIZES = ModelSizes = write_model = None")
     (package / "research/vllm_speed.py").symlink_to(vllm_speed.__file__)
     (tmp_path / "vllm.py").write_text(STAND_IN)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from moe_runtime.comm.errors import MoERuntimeError, PeerAbortedError
 from moe_runtime.deep_ep import ElasticBuffer, EPHandle, group_buffer
 from moe_runtime.deep_ep.utils.math import per_token_cast_to_fp8
+from tests.support.exchange_data import order_sensitive
 from tests.support.pool import run_once
 
 HIDDEN, EXPERTS, TOP_K, MOST = 256, 16, 4, 12
@@ -248,13 +249,8 @@ def check_handle(model: Model, handle: EPHandle, topk_idx: torch.Tensor, sync: b
 @cache
 def outputs(seed: int, world: int) -> torch.Tensor:
     """bf16 `[W, max, K + W, H]`: what is sent home for each token, by entry, and, not expanded, by rank."""
-    return of_all_sizes(world, MOST, TOP_K + world, HIDDEN, generator=torch.Generator().manual_seed(seed))
-
-
-def of_all_sizes(*shape: int, generator: torch.Generator | None = None) -> torch.Tensor:
-    """bf16 numbers whose sum in fp32 depends on their order."""
-    size = torch.randint(-14, 15, shape, generator=generator)
-    return torch.randn(shape, generator=generator).ldexp(size).to(torch.bfloat16)
+    g = torch.Generator().manual_seed(seed)
+    return order_sensitive(world, MOST, TOP_K + world, HIDDEN, generator=g).to(torch.bfloat16)
 
 
 def check_combine(
@@ -274,7 +270,7 @@ def check_combine(
             weights[row, k] = float(r * 1000 + t * 10 + k)
     for row, (r, t) in enumerate(model.rows if not handle.do_expand else []):
         x[row] = out[r, t, TOP_K + rank]
-    biases = tuple(of_all_sizes(num_tokens, HIDDEN) for _ in range(num_biases))
+    biases = tuple(order_sensitive(num_tokens, HIDDEN).to(torch.bfloat16) for _ in range(num_biases))
     bias: Any = biases if num_biases == 2 else biases[0] if biases else None
     y, home, _ = on_cpu(
         buffer.combine(placed(x), handle, topk_weights=placed(weights) if with_weights else None, bias=placed(bias))

@@ -23,6 +23,7 @@ from moe_runtime.kernels.exchange.layout import dispatch_layout
 from tests.emulator import MOST_SCHEDULES, Emulator, needs_emulator
 from tests.exchange.test_chunked_exchange_emulated import begin_at
 from tests.support.comparison import assert_same_bits
+from tests.support.exchange_data import order_sensitive
 from tests.support.virtual_exchange import emulator, poisoned_memory
 
 __all__ = ["emulator", "poisoned_memory"]
@@ -353,11 +354,6 @@ def combined(
     return total
 
 
-def of_all_sizes(*shape: int, generator: torch.Generator) -> torch.Tensor:
-    """fp32 numbers whose sum depends on their order."""
-    return torch.randn(shape, generator=generator).ldexp(torch.randint(-14, 15, shape, generator=generator))
-
-
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("room", [12, 5])
 def test_rows_are_summed_at_home(world: int, room: int, emulator: Emulator, seed: int) -> None:
@@ -375,9 +371,9 @@ def test_rows_are_summed_at_home(world: int, room: int, emulator: Emulator, seed
             g = torch.Generator().manual_seed(seed * 91 + turn * 7 + again)
             num_biases, top_k = (turn + again) % 3, again * 4
             # By rank, source rank and token there.
-            outputs = [[of_all_sizes(count, hidden, generator=g).bfloat16() for count in counts] for _ in ranks]
-            weights = [[of_all_sizes(count, top_k, generator=g) for count in counts] for _ in ranks]
-            biases = [[of_all_sizes(n, hidden, generator=g).bfloat16() for _ in range(num_biases)] for n in counts]
+            outputs = [[order_sensitive(count, hidden, generator=g).bfloat16() for count in counts] for _ in ranks]
+            weights = [[order_sensitive(count, top_k, generator=g) for count in counts] for _ in ranks]
+            biases = [[order_sensitive(n, hidden, generator=g).bfloat16() for _ in range(num_biases)] for n in counts]
             # Beside some ids, weights do not count.
             ids: list[torch.Tensor | None] = [None] * world
             if top_k and draw.random() < 0.5:

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from moe_runtime.kernels.gemm.activation import activate
-from moe_runtime.kernels.gemm.arguments import DEFAULT_INTERMEDIATE_GSF
+from moe_runtime.kernels.gemm.arguments import DEFAULT_INTERMEDIATE_GSF, Intermediate
 from moe_runtime.kernels.gemm.grouped_gemm import grouped_gemm_swiglu
+from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.gemm.weights import (
     GEGLU,
     GPT_OSS,
@@ -31,7 +32,12 @@ from tests.support.gemm_cases import (
     scale_rows,
     swizzled,
 )
-from tests.support.gemm_checks import check_quantized, parts_of, poison_intermediates
+from tests.support.gemm_checks import (
+    check_inf_before_missing_columns,
+    check_quantized,
+    parts_of,
+    poison_intermediates,
+)
 from tests.support.programs import ROOT
 from tests.support.spawner import interpreter
 
@@ -193,15 +199,7 @@ def test_the_first_exp_of_a_process_is_made_on_one_thread() -> None:
 def test_inf_before_columns_that_are_not_there(
     activation: Activation, engine: str, rng: torch.Generator, device: torch.device
 ) -> None:
-    """An activation makes it finite. What is past the last column is no part of the last block's scale."""
-    numbers = (torch.rand(1, 208 * activation.num_parts, 64, generator=rng) + 0.5).to(device)
-    weights = -numbers if activation is SQUARED_RELU else numbers
-    w = ExpertWeights.quantize(weights, "bf16", gate_up=activation.gate_up or False, engine="torch")
-    x = torch.rand(3, 64, generator=rng)
-    x[1, 5] = float("inf")
-    a = make_rows("bf16", [3], 64, rng, device, num_experts=1, x=x)
-    exact, found = (
-        grouped_gemm_swiglu(a, w, activation, out_format="fp8_block", engine=by).scales for by in ("torch", engine)
-    )
-    assert exact is not None and found is not None and exact[:3].isfinite().all()
-    torch.testing.assert_close(found[:3], exact[:3], rtol=0.02, atol=1e-6)
+    def run(a: GroupedRows, w: ExpertWeights) -> Intermediate:
+        return grouped_gemm_swiglu(a, w, activation, out_format="fp8_block", engine=engine)
+
+    check_inf_before_missing_columns(208, activation, run, rng, device)

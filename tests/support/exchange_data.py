@@ -127,6 +127,11 @@ def through_fp8_blocks(partial: np.ndarray) -> np.ndarray:
 WIRES: dict[str, Callable[[np.ndarray], np.ndarray]] = {"bf16": through_bf16, "fp8_block": through_fp8_blocks}
 
 
+def order_sensitive(*shape: int, generator: torch.Generator | None = None) -> torch.Tensor:
+    """fp32 numbers whose sum depends on their order."""
+    return torch.randn(shape, generator=generator).ldexp(torch.randint(-14, 15, shape, generator=generator))
+
+
 def expected_combine(
     data: RankInput,
     starts: tuple[int, ...],

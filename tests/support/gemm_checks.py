@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 from moe_runtime.kernels.formats.number_formats import NVFP4
 from moe_runtime.kernels.gemm.arguments import Intermediate
+from moe_runtime.kernels.gemm.grouped_gemm import grouped_gemm_swiglu
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.gemm.plan import DEQUANT_DECODE_ROWS, DEQUANT_MIDDLE_ROWS, choose_dequant_shape
 from moe_runtime.kernels.gemm.shapes import (
@@ -219,3 +221,26 @@ def poison_intermediates(monkeypatch: pytest.MonkeyPatch) -> None:
         return rows
 
     monkeypatch.setattr(Intermediate, "empty", poisoned_intermediate)
+
+
+def check_inf_before_missing_columns(
+    inner: int,
+    activation: Activation,
+    run: Callable[[GroupedRows, ExpertWeights], Intermediate],
+    rng: torch.Generator,
+    device: torch.device,
+) -> None:
+    """Raise unless Inf in a row, which `activation` makes finite, leaves the scales of `run`, FP8 results, finite.
+
+    Zeros past the last of `inner` columns times Inf are NaN, and no part of the last block's scale.
+    """
+    numbers = (torch.rand(1, inner * activation.num_parts, 64, generator=rng) + 0.5).to(device)
+    weights = numbers if activation.gated else -numbers
+    w = ExpertWeights.quantize(weights, "bf16", gate_up=activation.gate_up or False, engine="torch")
+    x = torch.rand(3, 64, generator=rng)
+    x[1, 5] = float("inf")
+    a = make_rows("bf16", [3], 64, rng, device, num_experts=1, x=x)
+    exact = grouped_gemm_swiglu(a, w, activation, out_format="fp8_block", engine="torch").scales
+    found = run(a, w).scales
+    assert exact is not None and found is not None and exact[:3].isfinite().all()
+    torch.testing.assert_close(found[:3], exact[:3], rtol=0.02, atol=1e-6)
