@@ -57,7 +57,7 @@ _current = LayerSettings()
 def experts_settings(
     *,
     max_tokens_per_rank: int = DEFAULT_MAX_TOKENS,
-    token_format: FormatName = "bf16",
+    token_format: FormatName | Auto = "bf16",
     weight_format: WeightFormatName | Auto | None = None,
     combine_format: CombineFormatName = "bf16",
     parallel: ParallelConfig | None = None,
@@ -71,8 +71,8 @@ def experts_settings(
     Args:
         max_tokens_per_rank: most tokens of a rank in one step. A call with more is split where every rank has the same
             tokens or there is one rank, and refused elsewhere.
-        token_format, weight_format, combine_format: as in `MoELayerConfig`; `weight_format` is `token_format` if None
-            or `auto`.
+        token_format, weight_format, combine_format: as in `MoELayerConfig`. There is no checkpoint here: `token_format`
+            is bf16 if `auto`, and `weight_format` is `token_format` if None or `auto`.
         parallel: transport (between ranks), engine and time limits; the defaults of `ParallelConfig` if None.
         overrides: further fields of `MoELayerConfig`, such as `token_buckets`.
 

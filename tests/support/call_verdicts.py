@@ -159,7 +159,9 @@ ACCEPTED_OTHERS = {
     ("quantize_nvfp4", "gsf"),
     ("quantize_rows", "gsf"),
     ("NVFP4TokenFormat.write_info", "source"),
-    # None is an absent one.
+    # None and "auto" are an absent one.
+    ("MoELayerConfig", "token_format"),
+    ("MoELayerConfig.replace", "token_format"),
     ("MoELayerConfig", "weight_format"),
     ("MoELayerConfig.replace", "weight_format"),
 }
