@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from moe_runtime.launch.benchmarks.show import Report
 from moe_runtime.launch.common import environment
@@ -26,6 +28,8 @@ from moe_runtime.launch.report.show import show
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "launch" / "results"
 PICTURE = "layer.svg"
+DRAWN_ALONE = {runs.GEMM: draw_roofline, runs.PEERS: draw_layer}
+"""By kind of run: those that have a picture for each file."""
 
 
 def show_run(options: argparse.Namespace) -> int:
@@ -56,26 +60,39 @@ def plot_runs(options: argparse.Namespace) -> int:
     if not options.folder.is_dir():
         raise ValueError(f"--folder: no folder {options.folder}")
     check_can_draw("plot")
-    layers, files, left_out = [], [], 0
-    for file in options.runs:
-        try:
-            report = runs.read(file, runs.LAYER, runs.LOW_LATENCY, runs.PHASES, runs.GEMM, runs.PEERS)
-            with runs.reading(file, "a whole run"):
-                alone = {runs.GEMM: draw_roofline, runs.PEERS: draw_layer}.get(runs.kind_of(report))
-                if alone is not None:
-                    picture = options.folder / f"{file.stem}.svg"
-                    alone(report, picture)
-                    files.append(picture)
-                else:
-                    _check_drawable(report)
-                    layers.append(report)
-        except ValueError as error:
-            left_out += 1
-            print(f"report: left out {error}", file=sys.stderr)
-    if layers:
-        files += draw(layers, options.folder)
+    reports = dict(_those_that_can(options.runs, _drawable))
+    layers = [report for report in reports.values() if runs.kind_of(report) not in DRAWN_ALONE]
+    runs.check_alike(layers)  # before a picture is written
+    alone = [file for file, report in reports.items() if runs.kind_of(report) in DRAWN_ALONE]
+
+    def draw_one(file: Path) -> Path:
+        picture = options.folder / f"{file.stem}.svg"
+        with runs.reading(file, "a whole run"):
+            DRAWN_ALONE[runs.kind_of(reports[file])](reports[file], picture)
+        return picture
+
+    drawn = dict(_those_that_can(alone, draw_one))
+    files = [*drawn.values(), *(draw(layers, options.folder) if layers else [])]
     print("\n".join(map(str, files)))
+    left_out = len(set(options.runs)) - len(layers) - len(drawn)
     return 2 if not files else int(bool(left_out))
+
+
+def _those_that_can(files: Iterable[Path], work: Callable[[Path], Any]) -> Iterator[tuple[Path, Any]]:
+    """Each file with what `work` makes of it; those that raise `ValueError` are named on stderr."""
+    for file in files:
+        try:
+            yield file, work(file)
+        except ValueError as error:
+            print(f"report: left out {error}", file=sys.stderr)
+
+
+def _drawable(file: Path) -> Report:
+    report = runs.read(file, runs.LAYER, runs.LOW_LATENCY, runs.PHASES, *DRAWN_ALONE)
+    with runs.reading(file, "a whole run"):
+        if runs.kind_of(report) not in DRAWN_ALONE:
+            _check_drawable(report)
+    return report
 
 
 def _check_drawable(report: Report) -> None:

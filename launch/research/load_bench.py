@@ -138,6 +138,8 @@ def read(folder: Path, rank: int, ranks: int) -> dict[str, Any]:
             stream.seek(at)
             while at < end:
                 got = stream.readinto(buffer[: min(READ_BYTES, end - at)])
+                if not got:
+                    raise ValueError(f"{path}: has become shorter")
                 at, count = at + got, count + got
     return {"seconds": time.perf_counter() - began, "bytes": count}
 

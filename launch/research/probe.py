@@ -97,7 +97,7 @@ def work(options: argparse.Namespace) -> int:
     environment.check_folder("--json", options.json)
     with ExpertParallelContext() as context:
         if context.device.type != "cuda":
-            raise ValueError("probe: expected a CUDA GPU, got none")
+            raise ValueError("expected a CUDA GPU, got none")
         found = probe(context.device)
         record = environment.environment_record(context)
     print(json.dumps(found, indent=1))

@@ -406,10 +406,10 @@ def work(options: argparse.Namespace) -> int:
     environment.check_folder("--json", options.json)
     environment.check_at_least(1, parts=options.parts)
     if shutil.which("compute-sanitizer") is None:
-        raise ValueError("sanitize: expected compute-sanitizer on PATH, found none")
+        raise ValueError("expected compute-sanitizer on PATH, found none")
     with ExpertParallelContext() as context:
         if context.device.type != "cuda":
-            raise ValueError("sanitize: expected a CUDA GPU, got none")
+            raise ValueError("expected a CUDA GPU, got none")
         record = environment.environment_record(context)
     tools = [(tool, engine) for tool in TOOLS for engine in ("auto", "triton")]
     # So that each process has two cores.

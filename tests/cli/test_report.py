@@ -291,12 +291,13 @@ def test_runs_of_different_models_are_not_drawn_together(tmp_path: Path, capsys:
     pytest.importorskip("matplotlib")
     few = run(2, result("layer", 8, 300.0))
     few["config"]["layer"] |= {"num_sms": 16}
-    files = write(tmp_path, a=run(2, result("layer", 8, 300.0)), b=few)
+    files = write(tmp_path, beside=beside_peers(), a=run(2, result("layer", 8, 300.0)), b=few)
     assert report.main(["plot", *files, "--folder", str(tmp_path)]) == 2
     assert "RUN: expected runs of one model, got " in capsys.readouterr().err
+    assert not list(tmp_path.glob("*.svg")), "a picture was written before it was refused"
     assert report.main(["plot", *write(tmp_path, a=run(2)), "--folder", str(tmp_path)]) == 2
     assert "RUN: nothing to draw" in capsys.readouterr().err
-    assert report.main(["plot", files[0], "--folder", str(tmp_path / "no")]) == 2
+    assert report.main(["plot", files[1], "--folder", str(tmp_path / "no")]) == 2
     assert "report: --folder: no folder " in capsys.readouterr().err
 
 
