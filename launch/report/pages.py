@@ -29,8 +29,6 @@ RANKS = 2
 """Of the runs of DeepEP's calls that have a table."""
 EXPANDED = ", expanded"
 """At the end of the cases of `kernel_bench gemm` whose FP4 weights are multiplied in FP8."""
-LEFT_OUT = {32, 1024}
-"""Numbers of tokens that README.md does not show."""
 KIND_OF_HUMMING = "mxfp4_peer"
 """Of a program of commit 3cf2bce, which `research.peers` has replaced."""
 MOST_FLOORS = 1.5
@@ -95,7 +93,7 @@ def front_table(found: Found, folder: str, *, short: bool = False) -> str:
     Args:
         found: all runs.
         folder: where the page finds the JSON.
-        short: without the command, and without some numbers of tokens.
+        short: without the command.
     """
     name, report = front_run(found)
     series = peers.series_of(report, "layer")
@@ -107,7 +105,7 @@ def front_table(found: Found, folder: str, *, short: bool = False) -> str:
         + (f"({where_from} with the command)." if short else f"({where_from}).")
     )
     command = [] if short else [f"```\n{report['environment']['command']}\n```"]
-    counts = sorted({count for line in series.values() for count in line} - (LEFT_OUT if short else set()))
+    counts = sorted({count for line in series.values() for count in line})
     lines = [
         [str(count), *(times_of(line[count]) if count in line else "" for line in series.values())] for count in counts
     ]

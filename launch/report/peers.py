@@ -108,7 +108,7 @@ def verdicts(report: Report) -> list[str]:
             weights = variant_of(line).split()[0]
             alike = [our for our in mine if our.split()[0] == weights] or [our for our in USUAL if our in mine]
             parts = [part for our in alike if (part := _beside(our, mine[our], line))]
-            lines.append(f"of the time of {name} ours takes: {'; '.join(parts) or 'not compared'}")
+            lines.append(f"{', '.join(parts)} of the time of {name}" if parts else f"not compared with {name}")
     return lines
 
 
@@ -128,7 +128,7 @@ def _beside(name: str, mine: dict[int, Result], other: dict[int, Result]) -> str
         return ""
     slower = [count for count, ratio in ratios.items() if ratio > 1]
     more = f" (**slower** with {_counts(slower)})" if slower else ""
-    return f"{name} {min(ratios.values()):.2f} to {max(ratios.values()):.2f}{more}"
+    return f"{name} takes {min(ratios.values()):.2f} to {max(ratios.values()):.2f}{more}"
 
 
 def _counts(counts: Sequence[int]) -> str:
