@@ -182,6 +182,19 @@ def test_settings_choose_the_formats(seed: int) -> None:
         assert relative_error(y, exact)[0] <= error_bound("mxfp8", "bf16")
 
 
+def test_formats_may_be_auto(seed: int) -> None:
+    """Nothing stored says a format here: tokens are bf16, and so are weights."""
+    model, ids = model_of("qwen3_moe", seed), torch.arange(3, 20)[None]
+    with torch.no_grad():
+        usual = model(ids).logits
+        close_experts(model)
+        with experts_settings(token_format="auto", weight_format="auto"):
+            assert_same_bits(model(ids).logits, usual)
+    for block in tiny_models.moe_blocks(model):
+        (built,) = _BUILT[block.experts].values()
+        assert (built.layer.config.token_format, built.layer.config.weight_format) == ("bf16", "bf16")
+
+
 def test_weights_are_not_copied_and_changes_count() -> None:
     model, ids = model_of("qwen3_moe"), torch.tensor([[4, 5, 6]])
     with torch.no_grad():
