@@ -208,7 +208,8 @@ class ExpertReader:
     def tensors(self, expert: int) -> list[str]:
         """Names of the tensors that an expert's weights may have, gate first; of all experts if stacked."""
         if self.layout.stacked:
-            return [name for prefix in self.names.stacks for name in self.layout.stack(prefix)]
+            unused = [f"{prefix}_{part}" for part in self.layout.unused for prefix in self.names.stacks]
+            return [name for prefix in self.names.stacks for name in self.layout.stack(prefix)] + unused
         return [name for prefix in self.names.linears(expert) for name in tensors_of(self.layout, prefix)]
 
     def biases(self, expert: int) -> list[str]:

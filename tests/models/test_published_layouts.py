@@ -39,6 +39,7 @@ from tests.support.comparison import assert_same_bits
 
 CONFIG = MoELayerConfig(hidden_size=256, intermediate_size=128, num_experts=3, top_k=2, max_tokens_per_rank=8)
 PARTS = ("gate_proj", "up_proj", "down_proj")
+STACKS = ("gate_up_proj", "down_proj")
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 E4M3 = torch.float8_e4m3fn
 
@@ -434,6 +435,20 @@ def test_fused_fp8_experts(
                 exact[prefix_of(expert, part)] = half
     held(folder, seed, exact, formats)
     check_converted(folder, folder / "converted", "mxfp4")
+
+
+def test_scales_of_the_inputs_of_fused_fp8_experts_are_not_used(folder: Path) -> None:
+    """As FP8 of transformers with `activation_scheme: static` names them; a converted copy has none."""
+    tensors = fused(folder, per_tensor, one_scale=True)
+    said = {"quant_method": "fp8", "activation_scheme": "static"}
+    rewrite(folder, tensors, quantization_config=said)
+    before = values(folder)
+    scales = {f"model.layers.0.mlp.experts.{name}_activation_scale": torch.rand(3) for name in STACKS}
+    rewrite(folder, tensors | scales)
+    for prefix, got in values(folder).items():
+        assert_same_bits(got, before[prefix])
+    convert_checkpoint(folder, folder / "converted", "mxfp4")
+    assert not scales.keys() & load_all(folder / "converted").keys()
 
 
 def check_converted(folder: Path, target: Path, fmt: str) -> None:
