@@ -88,7 +88,7 @@ def _group_layout(at: str, group: Mapping[str, Any], fmt: str, name: str) -> Wei
     expect(f"{at}.type of {name}", weights.get("type", "float"), "float")
     if strategy == "block":
         return fp8_grid(layout, *block_sizes(f"{at}.block_structure of {name}", weights.get("block_structure")))
-    if strategy not in _FP8_STRATEGIES:
+    if not isinstance(strategy, str) or strategy not in _FP8_STRATEGIES:
         expected = ", ".join(("block", *_FP8_STRATEGIES))
         raise ValueError(f"{at}.strategy of {name}: expected one of {expected}, got {strategy!r}")
     return _FP8_STRATEGIES[strategy]

@@ -6,8 +6,8 @@ experts or the router compute, and that were not read, are refused (`ConfigKeys.
 
 from __future__ import annotations
 
-import math
 import re
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -85,6 +85,9 @@ PARTS = (
     *("task_specific_params", "linear_attn_config", "attention_other_setting", "generation_config"),
 )
 """Keys of objects that describe something else than the decoder layers, or that are read elsewhere."""
+
+LARGEST = sys.float_info.max
+"""Largest number of a config: integers of JSON may be too large for a float."""
 
 
 @dataclass(frozen=True)
@@ -200,7 +203,7 @@ class ConfigKeys:
 
     def positive_float(self, *names: str, default: float) -> float:
         key, value = self._value(names, default)
-        if type(value) not in (int, float) or not 0 < value < math.inf:
+        if type(value) not in (int, float) or not 0 < value <= LARGEST:
             self.refuse(key, "a positive number", value)
         return float(value)
 
@@ -253,7 +256,7 @@ class ConfigKeys:
             return None
         values = self.list_of_layers(key)
         for value in values:
-            if value is not None and (type(value) not in (int, float) or not 0 <= value < math.inf):
+            if value is not None and (type(value) not in (int, float) or not 0 <= value <= LARGEST):
                 self.refuse(key, "null, 0 or a positive number for each layer", value)
         if layer is None:
             if len(set(values)) > 1 and any(acts(key, value) for value in values):

@@ -402,6 +402,7 @@ def test_limits_are_those_of_the_layer() -> None:
         (["4"] * 5, 0, "expected null, 0 or a positive number for each layer, got '4'"),
         ([float("nan")] * 5, 0, "expected null, 0 or a positive number for each layer, got nan"),
         ([float("inf")] * 5, 0, "expected null, 0 or a positive number for each layer, got inf"),
+        ([10**400] * 5, 0, "expected null, 0 or a positive number for each layer, got 1000"),
         ([[1.0]] * 5, 0, r"expected null, 0 or a positive number for each layer, got \[1.0\]"),
         (4.0, 0, "expected a list of layers, got 4.0"),
         ([4.0] * 2001, 0, "expected at most 2000 layers, got 2001"),

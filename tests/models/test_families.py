@@ -295,6 +295,7 @@ def test_no_shared_expert(name: str, changes: dict[str, Any]) -> None:
         ("DeepSeek-V3", {"topk_method": "greedy"}, "topk_method: expected noaux_tc, got 'greedy'"),
         ("DeepSeek-V3", {"n_group": 0}, "n_group: expected a positive integer, got 0"),
         ("DeepSeek-V3", {"routed_scaling_factor": float("inf")}, "routed_scaling_factor: .*positive number, got inf"),
+        ("DeepSeek-V3", {"routed_scaling_factor": 10**400}, "routed_scaling_factor: .*positive number, got 1000"),
         ("gpt-oss-120b", {"swiglu_limit": 0}, "swiglu_limit: expected a positive number, got 0"),
     ],
 )
