@@ -333,16 +333,22 @@ class ExpertReader:
         expert: int,
         empty: Callable[..., torch.Tensor],
     ) -> torch.Tensor | ExpertWeights:
-        """FP8 with scales of blocks or of the whole tensor, of gate and up apart unless blocks run on."""
+        """FP8 with scales of blocks or of the whole tensor, of gate and up apart unless blocks run on.
+
+        One scale of the whole tensor may be that of both.
+        """
         layout, scale = self.layout, self.layout.stack(prefix)[1]
         if order is not None and self._blocks_run_on:
             order = None
         num_parts = 1 if order is None else 2
         high, wide = self._block
+        shared = high is None and self.files.entry(scale).shape[1:2] == (1,)
         high, wide = high or rows // num_parts, wide or columns
-        shape = num_parts * ceil_div(rows // num_parts, high), ceil_div(columns, wide)
+        blocks_N, blocks_K = ceil_div(rows // num_parts, high), ceil_div(columns, wide)
+        shape = blocks_N if shared else num_parts * blocks_N, blocks_K
         quants, stored = self._read_stack(prefix, (rows, columns), shape, expert, empty)
-        parts, scales = quants.view(num_parts, -1, columns), stored.float().view(num_parts, -1, shape[1])
+        parts = quants.view(num_parts, -1, columns)
+        scales = stored.float().view(-1, blocks_N, blocks_K).expand(num_parts, -1, -1)
         _clear(self.files, (scale,) * num_parts, parts, scales, high, wide)
         if layout.dequantized or not keeps_scales(layout.format, parts.shape[1], columns, order):
             return dequantized(parts, scales, high, wide).flatten(0, 1)

@@ -39,7 +39,6 @@ from tests.support.comparison import assert_same_bits
 
 CONFIG = MoELayerConfig(hidden_size=256, intermediate_size=128, num_experts=3, top_k=2, max_tokens_per_rank=8)
 PARTS = ("gate_proj", "up_proj", "down_proj")
-STACKS = ("gate_up_proj", "down_proj")
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 E4M3 = torch.float8_e4m3fn
 
@@ -437,18 +436,29 @@ def test_fused_fp8_experts(
     check_converted(folder, folder / "converted", "mxfp4")
 
 
-def test_scales_of_the_inputs_of_fused_fp8_experts_are_not_used(folder: Path) -> None:
-    """As FP8 of transformers with `activation_scheme: static` names them; a converted copy has none."""
-    tensors = fused(folder, per_tensor, one_scale=True)
-    said = {"quant_method": "fp8", "activation_scheme": "static"}
-    rewrite(folder, tensors, quantization_config=said)
-    before = values(folder)
-    scales = {f"model.layers.0.mlp.experts.{name}_activation_scale": torch.rand(3) for name in STACKS}
-    rewrite(folder, tensors | scales)
+@pytest.mark.parametrize("inner", [128, 176])
+def test_fused_fp8_experts_of_one_scale(inner: int, folder: Path, seed: int) -> None:
+    """As Mistral Small 4 has them: gate and up share a scale in bf16; static ones of inputs are not used."""
+    write_qwen3_moe_checkpoint(folder, CONFIG.replace(intermediate_size=inner), seed=seed)
+    tensors, exact = load_all(folder), {}
+    made = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    for name, parts in (("gate_up_proj", PARTS[:2]), ("down_proj", PARTS[2:])):
+        stacks = [torch.stack([tensors[f"{prefix_of(e, part)}weight"].float() for e in range(3)]) for part in parts]
+        scales = torch.cat(stacks, 1).abs().amax((1, 2), keepdim=True).div(448).bfloat16()
+        quants = [(stack / scales.float()).clamp(-448, 448).to(E4M3) for stack in stacks]
+        for part, quant in zip(parts, quants, strict=True):
+            for expert in range(3):
+                exact[prefix_of(expert, part)] = quant[expert].double() * scales[expert].double()
+        stack_name = f"model.layers.0.mlp.experts.{name}"
+        made |= {stack_name: torch.cat([q.view(torch.uint8) for q in quants], 1).view(E4M3)}
+        made |= {f"{stack_name}_scale_inv": scales, f"{stack_name}_activation_scale": torch.rand(3).bfloat16()}
+    said = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
+    rewrite(folder, made, quantization_config=said)
     for prefix, got in values(folder).items():
-        assert_same_bits(got, before[prefix])
-    convert_checkpoint(folder, folder / "converted", "mxfp4")
-    assert not scales.keys() & load_all(folder / "converted").keys()
+        assert_same_bits(got, exact[prefix].float())
+    held(folder, seed, exact, ("fp8_block", "fp8_block"))
+    convert_checkpoint(folder, folder / "converted", "nvfp4")
+    assert not any(name.endswith(("_scale_inv", "_activation_scale")) for name in load_all(folder / "converted"))
 
 
 def check_converted(folder: Path, target: Path, fmt: str) -> None:
