@@ -89,7 +89,7 @@ class WeightLayout:
         input_scale: second-level scale of the linear's input, if calibrated.
         unused: last parts of the names of other tensors that a linear may have.
         stacked: the experts of a layer share two tensors, one of gate and up and one of down, as in gpt-oss.
-        transposed: each of these holds experts as `[K, N]`.
+        transposed: each of these holds experts as `[K, N]`, and scales of blocks likewise.
         fused: stacked as transformers 5 has experts in memory, except gpt-oss; `save_original_format=False` saves it.
     """
 

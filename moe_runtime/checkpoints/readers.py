@@ -276,14 +276,24 @@ class ExpertReader:
         expert: int,
         empty: Callable[..., torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Quants and scales, of these shapes, of one expert."""
+        """Quants and scales, of these shapes, of one expert. In files of a `transposed` layout both are transposed."""
         layout, (name, scale) = self.layout, self.layout.stack(prefix)
-        self.files.check(name, (self.num_experts, *quants), layout.quant_dtypes)
-        found = empty(*quants, dtype=layout.quant_format.quant_dtype)
+        step = -1 if layout.transposed else 1
+        self.files.check(name, (self.num_experts, *quants[::step]), layout.quant_dtypes)
+        found = (FRESH[0] if layout.transposed else empty)(*quants[::step], dtype=layout.quant_format.quant_dtype)
         self.files.read_into(name, found, item=expert)
-        stored = self.files.read(scale, (self.num_experts, *scales), layout.scale_dtypes, item=expert)
+        stored = self.files.read(scale, (self.num_experts, *scales[::step]), layout.scale_dtypes, item=expert)
         check_no_nan(self.files, scale, stored)
-        return found, stored
+        if not layout.transposed:
+            return found, stored
+        turned = empty(*quants, dtype=found.dtype)
+        turned.view(torch.uint8).copy_(found.view(torch.uint8).T)
+        return turned, stored.T.contiguous()
+
+    def _num_scale_rows(self, prefix: str) -> int | None:
+        """Scales along the rows of stacked experts; None if their tensor has too few dimensions."""
+        shape = self.files.entry(self.layout.stack(prefix)[1]).shape
+        return shape[2 if self.layout.transposed else 1] if len(shape) == 3 else None
 
     @property
     def _block(self) -> tuple[int | None, int | None]:
@@ -296,7 +306,7 @@ class ExpertReader:
 
         Raises `ValueError` where that does not say it.
         """
-        (high, _), (name, scale) = self._block, self.layout.stack(self.names.stacks[0])
+        (high, _), name = self._block, self.names.stacks[0]
         if high is None or self.inner % high == 0:
             return False
         apart, together = 2 * ceil_div(self.inner, high), ceil_div(2 * self.inner, high)
@@ -306,7 +316,7 @@ class ExpertReader:
                 f"expected gate and up of a multiple of {high} rows, or of at most {high // 2} more than one, got "
                 f"{self.inner}: whether they share scales is not known",
             )
-        return self.files.entry(scale).shape[1:2] == (together,)
+        return self._num_scale_rows(name) == together
 
     def _stacked_blocks(
         self,
@@ -342,7 +352,7 @@ class ExpertReader:
             order = None
         num_parts = 1 if order is None else 2
         high, wide = self._block
-        shared = high is None and self.files.entry(scale).shape[1:2] == (1,)
+        shared = high is None and self._num_scale_rows(prefix) == 1
         high, wide = high or rows // num_parts, wide or columns
         blocks_N, blocks_K = ceil_div(rows // num_parts, high), ceil_div(columns, wide)
         shape = blocks_N if shared else num_parts * blocks_N, blocks_K

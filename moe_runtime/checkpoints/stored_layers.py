@@ -265,12 +265,8 @@ class StoredLayers:
     def _find_fused(self, layer: int, names: ExpertNames, stored: StoredExperts) -> StoredExperts:
         """How stacked experts are stored.
 
-        Which way round plain ones are is seen from their shapes: those of gate-and-up or those of down differ.
+        Which way round they are is seen from their shapes: those of gate-and-up or those of down differ.
         """
-        if stored.layout.is_fp8 and self.files.entry(names.stacks[0]).dtype in stored.layout.quant_dtypes:
-            name, unused = f"{stored.layout.name}, fused", ("activation_scale",)
-            made = replace(stored.layout, name=name, scale="scale_inv", unused=unused, stacked=True, fused=True)
-            return replace(stored, layout=made)
         sizes = self._stated(layer)
         experts, hidden, inner = sizes.num_experts, sizes.hidden_size, sizes.intermediate_size
         found = [self.files.entry(stack).shape for stack in names.stacks]
@@ -278,6 +274,10 @@ class StoredLayers:
         transposed = [(experts, hidden, rows), (experts, inner, hidden)]
         plain = [(experts, rows, hidden), (experts, hidden, inner)]
         turned = found == transposed and found != plain
+        if stored.layout.is_fp8 and self.files.entry(names.stacks[0]).dtype in stored.layout.quant_dtypes:
+            name, unused = f"{stored.layout.name}, fused{', transposed' if turned else ''}", ("activation_scale",)
+            made = replace(stored.layout, name=name, scale="scale_inv", unused=unused, stacked=True, fused=True)
+            return replace(stored, layout=replace(made, transposed=turned))
         return StoredExperts(PLAIN_FUSED_TRANSPOSED if turned else PLAIN_FUSED, "bf16")
 
     def _check_agrees(self, stored: StoredExperts, linear: str) -> None:

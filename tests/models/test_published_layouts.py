@@ -409,6 +409,11 @@ def fused(folder: Path, quantizer: Quantizer, *, one_scale: bool = False) -> dic
     return made
 
 
+def turned(stack: torch.Tensor) -> torch.Tensor:
+    """`[E, N, K]` as `[E, K, N]`."""
+    return stack.view(torch.uint8).mT.contiguous().view(E4M3) if stack.dtype is E4M3 else stack.mT.contiguous()
+
+
 @pytest.mark.parametrize(
     ("quantizer", "size", "formats"),
     [
@@ -417,11 +422,16 @@ def fused(folder: Path, quantizer: Quantizer, *, one_scale: bool = False) -> dic
         (per_tensor, None, ("fp8_block", "fp8_block")),
     ],
 )
+@pytest.mark.parametrize("transposed", [False, True])
 def test_fused_fp8_experts(
-    quantizer: Quantizer, size: list[int] | None, formats: tuple[str, str], folder: Path, seed: int
+    quantizer: Quantizer, size: list[int] | None, formats: tuple[str, str], transposed: bool, folder: Path, seed: int
 ) -> None:
+    """Also transposed with their scales, as FP8 of Qwen3-VL-MoE is published."""
     tensors = fused(folder, quantizer, one_scale=size is None)
-    rewrite(folder, tensors, quantization_config=FP8 | {"weight_block_size": size})
+    written = {
+        name: turned(tensor) if transposed and ".experts." in name else tensor for name, tensor in tensors.items()
+    }
+    rewrite(folder, written, quantization_config=FP8 | {"weight_block_size": size})
     got, exact = values(folder), {}
     for expert in range(3):
         for name, parts in (("gate_up_proj", PARTS[:2]), ("down_proj", PARTS[2:])):
