@@ -5,10 +5,12 @@ The tensors show which linears are left out.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
 from moe_runtime.checkpoints.layouts import Packing, transposed_integers
+from moe_runtime.checkpoints.patterns import matches
 from moe_runtime.checkpoints.stored_experts import (
     Method,
     Refuse,
@@ -18,6 +20,7 @@ from moe_runtime.checkpoints.stored_experts import (
     known_keys,
     mapping,
 )
+from moe_runtime.support.arguments import describe
 
 _CALIBRATION = (
     *("damp_percent", "damp_auto_increment", "true_sequential", "static_groups", "mse", "act_group_aware", "v2"),
@@ -82,9 +85,7 @@ def _gptq(at: str, quant_config: Mapping[str, Any], name: str, refuse: Refuse) -
     _check_packed(at, quant_config)
     expect(f"{at}.is_marlin_format", quant_config.get("is_marlin_format") or False, False)
     expect(f"{at}.data_type", quant_config.get("data_type") or "int", "int")
-    for pattern in mapping(f"{at}.dynamic", quant_config.get("dynamic") or {}):
-        if not pattern.startswith("-:"):
-            raise ValueError(f"{at}.dynamic: expected only what is left out (-:), got {pattern!r}")
+    _check_no_other_settings(f"{at}.dynamic", quant_config, name)
     layout = transposed_integers(
         Packing.GPTQ,
         bits,
@@ -95,6 +96,24 @@ def _gptq(at: str, quant_config: Mapping[str, Any], name: str, refuse: Refuse) -
         own_order=bool(_flag(f"{at}.desc_act", _value(at, quant_config, "desc_act"), False)),
     )
     return StoredExperts(layout, "bf16", f"{at}.quant_method")
+
+
+def _check_no_other_settings(at: str, quant_config: Mapping[str, Any], name: str) -> None:
+    """Raise `ValueError` if a linear has settings of its own.
+
+    The first pattern that matches it counts. One with `-:` leaves it out, which the tensors show.
+    """
+    for pattern, settings in mapping(at, quant_config.get("dynamic") or {}).items():
+        try:
+            found = matches(pattern.removeprefix("-:").removeprefix("+:"), name)
+        except ValueError as error:
+            raise ValueError(f"{at}: {describe(pattern)}: {error}") from None
+        if found and not pattern.startswith("-:"):
+            where = f"{at}[{json.dumps(pattern)}]"
+            for key, value in mapping(where, settings).items():
+                expect(f"{where}.{key} of {name}", value, quant_config.get(key))
+        if found:
+            return
 
 
 def _check_packed(at: str, quant_config: Mapping[str, Any]) -> None:
@@ -119,6 +138,7 @@ def _awq(at: str, quant_config: Mapping[str, Any], name: str, refuse: Refuse) ->
     if str(quant_config.get("backend")).lower() == "llm-awq":
         raise ValueError(f"{at}.backend: expected one that packs as AutoAWQ, got 'llm-awq'")
     _check_packed(at, quant_config)
+    _check_no_other_settings(f"{at}.dynamic", quant_config, name)
     size = quant_config.get("group_size", quant_config.get("q_group_size"))
     layout = transposed_integers(Packing.AWQ, 4, _group_size(at, size), 0)
     return StoredExperts(layout, "bf16", f"{at}.quant_method")
@@ -139,7 +159,7 @@ AWQ = Method(
     known_keys(
         (
             *("bits", "w_bit", "group_size", "q_group_size", "zero_point", "version", "format", "checkpoint_format"),
-            *("desc_act", "pack_dtype", "backend", "method"),
+            *("desc_act", "pack_dtype", "backend", "dynamic", "method"),
         ),
         # Zero points are stored, whatever `sym` says: transformers writes its default beside `zero_point`.
         ("sym", "ignore", *_CALIBRATION, *_NAMES, *_KERNELS),

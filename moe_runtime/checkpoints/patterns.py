@@ -30,6 +30,8 @@ MAX_TOTAL_STEPS = 8_000_000
 
 _PATTERN_KEYS = ("targets", "ignore", "exclude_modules")
 _LOOKED_UP = ("quantized_layers",)
+_BY_PATTERN = "dynamic"
+"""Key of GPTQ's objects whose keys are patterns."""
 _PREFIX = "re:"
 _GLOB = frozenset("*?[")
 
@@ -100,6 +102,8 @@ def _texts(config: Mapping[str, Any]) -> Iterable[str]:
             for key in _PATTERN_KEYS:
                 if isinstance(item.get(key), list):
                     yield from (text for text in item[key] if isinstance(text, str))
+            if isinstance(item.get(_BY_PATTERN), Mapping):
+                yield from (f"{_PREFIX}{key.removeprefix('-:').removeprefix('+:')}" for key in item[_BY_PATTERN])
             if isinstance(item.get("config_groups"), Mapping):
                 yield from item["config_groups"]
         elif isinstance(item, list):

@@ -746,7 +746,17 @@ WEIGHTS = r"quantization_config\.config_groups\.group_0\.weights"
         (of_int4(strategy="tensor"), WEIGHTS + r"\.strategy of model.*: expected 'group' or 'channel', got 'tensor'"),
         (GPTQ | {"bits": 3}, r"quantization_config\.bits: expected 2, 4 or 8, got 3"),
         (GPTQ | {"checkpoint_format": "marlin"}, r"quantization_config\.checkpoint_format: .*, got 'marlin'"),
-        (GPTQ | {"dynamic": {"+:.*": {"bits": 8}}}, r"quantization_config\.dynamic: expected only what is left out"),
+        (
+            GPTQ | {"dynamic": {"lm_head": {"bits": 2}, "+:.*": {"bits": 8}}},
+            r'quantization_config\.dynamic\["\+:\.\*"\]\.bits of model.*gate_proj: expected 4, got 8',
+        ),
+        (
+            GPTQ | {"dynamic": {r".*\.experts\.0\.down_proj$": {"group_size": 32}}},
+            r"quantization_config\.dynamic\[.*\]\.group_size of model.*down_proj: expected 64, got 32",
+        ),
+        (GPTQ | {"dynamic": {".*": {"adapter": {"rank": 8}}}}, r"quantization_config\.dynamic.*\.adapter of model"),
+        (GPTQ | {"dynamic": {".*": 8}}, r'quantization_config\.dynamic\["\.\*"\]: expected an object, got 8'),
+        (GPTQ | {"dynamic": {"-:(a": {}}}, r"quantization_config\.dynamic: '-:\(a': missing \)"),
         (GPTQ | {"group_size": 0}, r"quantization_config\.group_size: expected a positive integer, got 0"),
         (AUTOAWQ | {"version": "gemv"}, r"quantization_config\.version: expected 'gemm', got 'gemv'"),
         (AUTOAWQ | {"bits": 8}, r"quantization_config\.bits: expected 4, got 8"),

@@ -100,6 +100,10 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "GPTQModel": GPTQ
     | {"checkpoint_format": "gptq", "dynamic": {"-:.*mlp.gate$": {}}, "lm_head": False, "meta": META}
     | {"pack_dtype": "int32"},
+    "Qwen3.5 GPTQ-Int4": GPTQ
+    | {"dynamic": {"lm_head": {}, "model.language_model.embed_tokens": {}, "-:.*attn.*": {}, "-:.*mtp.*": {}}},
+    "GPTQ, another head": GPTQ
+    | {"dynamic": {"+:.*lm_head$": {"bits": 8}, "-:.*gate$": {}, r".*\.experts\..*": {"bits": 4, "sym": True}}},
     "GPTQModel 5": GPTQ
     | {"checkpoint_format": "gptq", "format": "gptq", "method": "gptq", "meta": META, "pack_dtype": "int32"}
     | {"lm_head": False, "pack_impl": "cpu", "rotation": None, "adapter": None},
@@ -125,6 +129,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "AWQ of GPTQModel": AWQ
     | {"checkpoint_format": "gemm", "format": "gemm", "method": "awq", "desc_act": False, "dynamic": None}
     | {"lm_head": False, "meta": META, "pack_dtype": "int32"},
+    "AWQ of GPTQModel, some left out": AWQ | {"dynamic": {"-:.*mtp.*": {}, "-:.*attn.*": {}}},
     "AWQ from compressed-tensors": AWQ | {"ignore": ["lm_head"], "modules_to_not_convert": ["lm_head"]},
     "AWQ, short": {"quant_method": "awq", "w_bit": 4, "q_group_size": 128, "zero_point": True, "version": "gemm"},
     "AWQ, a head": AWQ | {"lm_head": False},
@@ -346,6 +351,7 @@ GROUP_0 = ("config_groups", "group_0")
         (changed("modelopt, NVFP4", "moe_quant_algo", to="FP8"), "quant_algo"),
         (changed("modelopt, experts named twice", "moe_quant_algo", to="FP8"), "moe_quant_algo"),
         (changed("AutoAWQ", "zero_point", to=False), "zero_point"),
+        (changed("AutoAWQ", "dynamic", to={"+:.*down_proj": {"group_size": 64}}), "group_size"),
         (changed("AutoAWQ", "backend", to="llm-awq"), "backend"),
         (changed("AutoAWQ", "format", to="gemv_fast"), "format"),
         (changed("AutoAWQ", "desc_act", to=True), "desc_act"),

@@ -122,6 +122,7 @@ def compressed(ignore: list[str], targets: list[str]) -> dict[str, Any]:
         compressed([], ["Linear"]) | {"transform_config": {"config_groups": {"R1": {"apply": [{}] * 200_000}}}},
         {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["*a*" * 100_000]},
         {"quant_method": "modelopt", "quant_algo": "NVFP4", "exclude_modules": ["a"] * 300_000},
+        {"quant_method": "gptq", "bits": 4, "dynamic": {f"-:{n}{'.*' * 30}!": {} for n in range(1500)}},
     ],
 )
 def test_patterns_that_take_too_long_in_all_are_refused(config: dict[str, Any]) -> None:
