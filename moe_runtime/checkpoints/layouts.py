@@ -24,6 +24,10 @@ _SCALE_DTYPES = ("F32", "BF16", "F16")
 """Dtypes of scales that may have any value. The first is written."""
 SCALE_NAMES = (".weight_scale", ".weight_scale_inv", ".scales")
 """Ends of names of scales. In every layout but that of stacked experts, some tensor of a quantized linear has one."""
+STACKED_SCALE = "scale_inv"
+"""Behind the name of a stack, that of its FP8 scales."""
+STACKED_UNUSED = ("activation_scale",)
+"""Likewise those of its inputs, which are not used."""
 SHORT_SCALE_NAME = ".scale"
 """End of those of DeepSeek-V4. Factors of other kinds are called so too, where no `.weight` is beside them."""
 
@@ -89,6 +93,7 @@ class WeightLayout:
         input_scale: second-level scale of the linear's input, if calibrated.
         unused: last parts of the names of other tensors that a linear may have.
         stacked: the experts of a layer share two tensors, one of gate and up and one of down, as in gpt-oss.
+        stacked_scales: so do their scales alone, as transformers saves FP8 that it has quantized itself.
         transposed: each of these holds experts as `[K, N]`, and scales of blocks likewise.
         fused: stacked as transformers 5 has experts in memory, except gpt-oss; `save_original_format=False` saves it.
     """
@@ -114,6 +119,7 @@ class WeightLayout:
     input_scale: ScaleName | None = None
     unused: tuple[str, ...] = ()
     stacked: bool = False
+    stacked_scales: bool = False
     transposed: bool = False
     fused: bool = False
 

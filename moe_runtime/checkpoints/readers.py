@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -79,6 +80,13 @@ class ExpertNames:
         return tuple(f"{self.block}.{expert}.{part}" for part in parts)
 
 
+class StackedScales(NamedTuple):
+    """Block scales `[P, ceil(N/high), ceil(K/wide)]` of linears, from the tensor `name` of all experts."""
+
+    name: str
+    scales: torch.Tensor
+
+
 @dataclass(frozen=True)
 class ExpertReader:
     """The routed experts of one layer.
@@ -130,8 +138,14 @@ class ExpertReader:
             return lambda: one
         *gate_up, down = self.names.linears(expert)
         order, inner, hidden = self.names.gate_up, self.inner, self.hidden
-        first = begin_linears(self.files, self.layout, tuple(gate_up), inner, hidden, buffers[0], order)
-        second = begin_linears(self.files, self.layout, (down,), hidden, inner, buffers[1])
+        scales: StackedScales | None = None
+        down_scales: StackedScales | None = None
+        if self.layout.stacked_scales:
+            self._check_whole_blocks()
+            scales = self._scales_of_stack(self.names.stacks[0], inner, hidden, len(gate_up), expert)
+            down_scales = self._scales_of_stack(self.names.stacks[1], hidden, inner, 1, expert)
+        first = begin_linears(self.files, self.layout, tuple(gate_up), inner, hidden, buffers[0], order, scales)
+        second = begin_linears(self.files, self.layout, (down,), hidden, inner, buffers[1], scales=down_scales)
         biases: tuple[torch.Tensor, ...] = ()
         if self.names.biases:
             parts = [self._bias(prefix, inner) for prefix in gate_up]
@@ -207,9 +221,13 @@ class ExpertReader:
 
     def tensors(self, expert: int) -> list[str]:
         """Names of the tensors that an expert's weights may have, gate first; of all experts if stacked."""
+        stacks = self.names.stacks
+        unused = [f"{prefix}_{part}" for part in self.layout.unused for prefix in stacks]
         if self.layout.stacked:
-            unused = [f"{prefix}_{part}" for part in self.layout.unused for prefix in self.names.stacks]
-            return [name for prefix in self.names.stacks for name in self.layout.stack(prefix)] + unused
+            return [name for prefix in stacks for name in self.layout.stack(prefix)] + unused
+        if self.layout.stacked_scales:
+            weights = [f"{prefix}.{self.layout.weight}" for prefix in self.names.linears(expert)]
+            return weights + [f"{prefix}_{self.layout.scale}" for prefix in stacks] + unused
         return [name for prefix in self.names.linears(expert) for name in tensors_of(self.layout, prefix)]
 
     def biases(self, expert: int) -> list[str]:
@@ -268,27 +286,36 @@ class ExpertReader:
                 weights.append(read(prefix, rows, columns, order, expert, empty))
         return ExpertTensors(weights[0], weights[1], *biases)
 
-    def _read_stack(
-        self,
-        prefix: str,
-        quants: tuple[int, ...],
-        scales: tuple[int, int],
-        expert: int,
-        empty: Callable[..., torch.Tensor],
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Quants and scales, of these shapes, of one expert. In files of a `transposed` layout both are transposed."""
-        layout, (name, scale) = self.layout, self.layout.stack(prefix)
-        step = -1 if layout.transposed else 1
-        self.files.check(name, (self.num_experts, *quants[::step]), layout.quant_dtypes)
-        found = (FRESH[0] if layout.transposed else empty)(*quants[::step], dtype=layout.quant_format.quant_dtype)
+    def _read_quants(
+        self, prefix: str, shape: tuple[int, ...], expert: int, empty: Callable[..., torch.Tensor]
+    ) -> torch.Tensor:
+        """Quants of this shape of one expert. In files of a `transposed` layout they are transposed."""
+        layout, name = self.layout, self.layout.stack(prefix)[0]
+        stored = shape[::-1] if layout.transposed else shape
+        self.files.check(name, (self.num_experts, *stored), layout.quant_dtypes)
+        found = (FRESH[0] if layout.transposed else empty)(*stored, dtype=layout.quant_format.quant_dtype)
         self.files.read_into(name, found, item=expert)
-        stored = self.files.read(scale, (self.num_experts, *scales[::step]), layout.scale_dtypes, item=expert)
-        check_no_nan(self.files, scale, stored)
         if not layout.transposed:
-            return found, stored
-        turned = empty(*quants, dtype=found.dtype)
+            return found
+        turned = empty(*shape, dtype=found.dtype)
         turned.view(torch.uint8).copy_(found.view(torch.uint8).T)
-        return turned, stored.T.contiguous()
+        return turned
+
+    def _read_scales(self, prefix: str, shape: tuple[int, int], expert: int) -> torch.Tensor:
+        """Scales, as `_read_quants`."""
+        layout, name = self.layout, self.layout.stack(prefix)[1]
+        stored = shape[::-1] if layout.transposed else shape
+        scales = self.files.read(name, (self.num_experts, *stored), layout.scale_dtypes, item=expert)
+        check_no_nan(self.files, name, scales)
+        return scales.T.contiguous() if layout.transposed else scales
+
+    def _scales_of_stack(self, prefix: str, rows: int, columns: int, num_parts: int, expert: int) -> StackedScales:
+        """FP8 scales of `num_parts` linears `[rows, columns]` of one expert, which may share a single one."""
+        high, wide = self._block
+        shape = ceil_div(rows, high or rows), ceil_div(columns, wide or columns)
+        shared = high is None and self._num_scale_rows(prefix) == 1
+        stored = self._read_scales(prefix, (shape[0] if shared else num_parts * shape[0], shape[1]), expert)
+        return StackedScales(self.layout.stack(prefix)[1], stored.view(-1, *shape).expand(num_parts, -1, -1))
 
     def _num_scale_rows(self, prefix: str) -> int | None:
         """Scales along the rows of stacked experts; None if their tensor has too few dimensions."""
@@ -318,6 +345,13 @@ class ExpertReader:
             )
         return self._num_scale_rows(name) == together
 
+    def _check_whole_blocks(self) -> None:
+        """Raise `ValueError` if a block of stacked scales could be one of gate and of up."""
+        high = self._block[0]
+        if high is not None and self.inner % high:
+            name = self.layout.stack(self.names.stacks[0])[1]
+            raise self.files.wrong(name, f"expected experts of a multiple of {high} rows, got {self.inner}")
+
     def _stacked_blocks(
         self,
         prefix: str,
@@ -331,7 +365,8 @@ class ExpertReader:
         fmt = self.layout.format
         fmt.check_columns(columns, f"{self.files.index}: columns of {prefix}")
         shape = rows, columns // fmt.block
-        quants, scales = self._read_stack(prefix, (*shape, fmt.quant_bytes(fmt.block)), shape, expert, empty)
+        quants = self._read_quants(prefix, (*shape, fmt.quant_bytes(fmt.block)), expert, empty)
+        scales = self._read_scales(prefix, shape, expert)
         return ExpertWeights(fmt, quants.view(1, rows, -1), swizzle_scales(scales[None]), gate_up=order)
 
     def _fused_fp8(
@@ -343,27 +378,22 @@ class ExpertReader:
         expert: int,
         empty: Callable[..., torch.Tensor],
     ) -> torch.Tensor | ExpertWeights:
-        """FP8 with scales of blocks or of the whole tensor, of gate and up apart unless blocks run on.
-
-        One scale of the whole tensor may be that of both.
-        """
-        layout, scale = self.layout, self.layout.stack(prefix)[1]
+        """FP8 with scales of blocks or of the whole tensor, of gate and up apart unless blocks run on."""
+        layout = self.layout
         if order is not None and self._blocks_run_on:
             order = None
         num_parts = 1 if order is None else 2
+        parts = self._read_quants(prefix, (rows, columns), expert, empty).view(num_parts, -1, columns)
+        rows //= num_parts
+        name, stored = self._scales_of_stack(prefix, rows, columns, num_parts, expert)
         high, wide = self._block
-        shared = high is None and self._num_scale_rows(prefix) == 1
-        high, wide = high or rows // num_parts, wide or columns
-        blocks_N, blocks_K = ceil_div(rows // num_parts, high), ceil_div(columns, wide)
-        shape = blocks_N if shared else num_parts * blocks_N, blocks_K
-        quants, stored = self._read_stack(prefix, (rows, columns), shape, expert, empty)
-        parts = quants.view(num_parts, -1, columns)
-        scales = stored.float().view(-1, blocks_N, blocks_K).expand(num_parts, -1, -1)
-        _clear(self.files, (scale,) * num_parts, parts, scales, high, wide)
-        if layout.dequantized or not keeps_scales(layout.format, parts.shape[1], columns, order):
+        high, wide = high or rows, wide or columns
+        scales = stored.float()
+        _clear(self.files, (name,) * num_parts, parts, scales, high, wide)
+        if layout.dequantized or not keeps_scales(layout.format, rows, columns, order):
             return dequantized(parts, scales, high, wide).flatten(0, 1)
-        blocks = in_blocks(scales, high, wide, parts.shape[1], columns).flatten(0, 1)
-        return ExpertWeights(layout.format, quants[None], blocks[None], gate_up=order)
+        blocks = in_blocks(scales, high, wide, rows, columns).flatten(0, 1)
+        return ExpertWeights(layout.format, parts.view(1, -1, columns), blocks[None], gate_up=order)
 
 
 def read_linear(
@@ -381,12 +411,14 @@ def begin_linears(
     columns: int,
     empty: Callable[..., torch.Tensor] = FRESH[0],
     order: GateUpOrder | None = None,
+    scales: StackedScales | None = None,
 ) -> Callable[[], torch.Tensor | ExpertWeights]:
     """Read one linear `[rows, columns]`, or gate and up, each with its own second-level scale.
 
-    `empty` allocates the quants. Calling the result gives `[len(prefixes) * rows, columns]`, gate and up in `order`:
-    bf16 or fp32, or weights of one expert. Weights in 128x128 blocks that `ExpertWeights` does not hold
-    (`keeps_scales`) come back dequantized to fp32, and so do weights in layouts that no format has.
+    `empty` allocates the quants. `scales` are the block scales where linears have none of their own. Calling the result
+    gives `[len(prefixes) * rows, columns]`, gate and up in `order`: bf16 or fp32, or weights of one expert. Weights in
+    128x128 blocks that `ExpertWeights` does not hold (`keeps_scales`) come back dequantized to fp32, and so do weights
+    in layouts that no format has.
     """
     if layout.packing in (Packing.GPTQ, Packing.AWQ):
         linears = [_read_transposed_integers(files, layout, prefix, rows, columns) for prefix in prefixes]
@@ -417,15 +449,18 @@ def begin_linears(
         zeros = _read_zero_points(files, layout, prefixes, rows, columns)
         if layout.packing is not None:
             quants = centred(unpacked(quants, layout.int_bits, columns), layout.int_bits)
-    scales = _read_scales(files, layout, prefixes, rows, columns)
+    names = [f"{prefix}.{layout.scale}" for prefix in prefixes]
+    if scales is None:
+        found = _read_scales(files, layout, prefixes, rows, columns)
+    else:
+        names, found = [scales.name] * len(prefixes), scales.scales
     second = None
     if layout.weight_scale is not None:
         second = torch.stack([read_weight_scale(files, prefix, layout.weight_scale) for prefix in prefixes])
         for prefix in (prefix for prefix, scale in zip(prefixes, second.tolist(), strict=True) if scale == 0):
             name = f"{prefix}.{layout.weight_scale.suffix}"
             warnings.warn(f"{files.path_of(name)}: tensor {name}: its linear is read as zeros", stacklevel=2)
-    names = [f"{prefix}.{layout.scale}" for prefix in prefixes]
-    made = functools.partial(_assemble, files, layout, names, quants, scales, second, order, zeros)
+    made = functools.partial(_assemble, files, layout, names, quants, found, second, order, zeros)
     if layout.column_scale is None:
         return made
     factors = _read_column_scales(files, layout.column_scale, prefixes, columns)

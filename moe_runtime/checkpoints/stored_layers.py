@@ -23,6 +23,8 @@ from moe_runtime.checkpoints.layouts import (
     QUANTIZED_DTYPES,
     SCALE_NAMES,
     SHORT_SCALE_NAME,
+    STACKED_SCALE,
+    STACKED_UNUSED,
     WEIGHT_NAMES,
     WeightLayout,
 )
@@ -249,6 +251,10 @@ class StoredLayers:
         linears = [prefix for expert in experts for prefix in names.linears(expert)]
         self._check_left_out(self.quantization, stored, linears)
         layout = layout_of(self.files, stored.layout, linears)
+        if layout is PLAIN and stored.layout.is_fp8 and f"{names.stacks[0]}_{STACKED_SCALE}" in self.files:
+            name, unused = f"{stored.layout.name}, stacked scales", STACKED_UNUSED
+            made = replace(stored.layout, name=name, scale=STACKED_SCALE, unused=unused, stacked_scales=True)
+            return replace(stored, layout=made)
         if layout is PLAIN and stored.layout is not PLAIN:
             quantized = (name for name in linears if self.files.entry(f"{name}.weight").dtype in QUANTIZED_DTYPES)
             if stored.layout.scale is not None and (first := next(quantized, None)) is not None:
@@ -275,8 +281,8 @@ class StoredLayers:
         plain = [(experts, rows, hidden), (experts, hidden, inner)]
         turned = found == transposed and found != plain
         if stored.layout.is_fp8 and self.files.entry(names.stacks[0]).dtype in stored.layout.quant_dtypes:
-            name, unused = f"{stored.layout.name}, fused{', transposed' if turned else ''}", ("activation_scale",)
-            made = replace(stored.layout, name=name, scale="scale_inv", unused=unused, stacked=True, fused=True)
+            name, unused = f"{stored.layout.name}, fused{', transposed' if turned else ''}", STACKED_UNUSED
+            made = replace(stored.layout, name=name, scale=STACKED_SCALE, unused=unused, stacked=True, fused=True)
             return replace(stored, layout=replace(made, transposed=turned))
         return StoredExperts(PLAIN_FUSED_TRANSPOSED if turned else PLAIN_FUSED, "bf16")
 

@@ -446,6 +446,44 @@ def test_fused_fp8_experts(
     check_converted(folder, folder / "converted", "mxfp4")
 
 
+@pytest.mark.parametrize("quantizer", [fp8_blocks, blocks_64, per_tensor])
+def test_fp8_experts_whose_scales_alone_are_stacked(quantizer: Quantizer, folder: Path, seed: int) -> None:
+    """As transformers saves what it has quantized to FP8 itself: quants as the model has them, scales as in memory."""
+    size = None if quantizer is per_tensor else [128, 128] if quantizer is fp8_blocks else [64, 32]
+    tensors = fused(folder, quantizer, one_scale=size is None)
+    written = {name: tensor for name, tensor in tensors.items() if ".experts." not in name or "_scale_inv" in name}
+    exact = {}
+    for name, parts in (("gate_up_proj", PARTS[:2]), ("down_proj", PARTS[2:])):
+        stack = f"model.layers.0.mlp.experts.{name}"
+        for expert in range(3):
+            quants, scales = tensors[stack][expert], tensors[f"{stack}_scale_inv"][expert]
+            want = torch.from_numpy(product({"weight": quants, "weight_scale": scales})).chunk(len(parts))
+            halves = quants.view(torch.uint8).chunk(len(parts))
+            for part, half, value in zip(parts, halves, want, strict=True):
+                written[f"{prefix_of(expert, part)}weight"], exact[prefix_of(expert, part)] = half.view(E4M3), value
+    rewrite(folder, written, quantization_config=FP8 | {"weight_block_size": size})
+    for prefix, got in values(folder).items():
+        assert_same_bits(got, exact[prefix].float())
+    held(folder, seed, exact, ("bf16", "bf16") if quantizer is blocks_64 else ("fp8_block", "fp8_block"))
+    check_converted(folder, folder / "converted", "mxfp4")
+    with_nan = written | {f"{stack}_scale_inv": torch.full_like(written[f"{stack}_scale_inv"], torch.nan)}
+    rewrite(folder, with_nan)
+    with pytest.raises(ValueError, match=r"tensor model\..*\.experts\.down_proj_scale_inv: expected finite scales"):
+        values(folder)
+
+
+def test_stacked_scales_of_blocks_that_could_be_of_gate_and_up_are_named(folder: Path) -> None:
+    write_qwen3_moe_checkpoint(folder, CONFIG.replace(intermediate_size=192), seed=0)
+    tensors = quantize_experts(folder, fp8_blocks, quantization_config=FP8)
+    written = {name: tensor for name, tensor in tensors.items() if "weight_scale_inv" not in name}
+    for name, shape in (("gate_up_proj", (3, 3, 2)), ("down_proj", (3, 2, 2))):
+        written[f"model.layers.0.mlp.experts.{name}_scale_inv"] = torch.ones(shape)
+    rewrite(folder, written)
+    message = r"gate_up_proj_scale_inv: expected experts of a multiple of 128 rows, got 192"
+    with pytest.raises(ValueError, match=message):
+        values(folder)
+
+
 @pytest.mark.parametrize("inner", [128, 176])
 def test_fused_fp8_experts_of_one_scale(inner: int, folder: Path, seed: int) -> None:
     """As Mistral Small 4 has them: gate and up share a scale in bf16; static ones of inputs are not used."""
