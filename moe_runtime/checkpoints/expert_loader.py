@@ -62,13 +62,15 @@ class ExpertLoader:
         `shown` asks for a bar on a terminal. Raises `ValueError` as `Checkpoint.experts`.
         """
 
-        def read(ids: Sequence[int]) -> Experts:
-            buffers = checkpoint.quant_buffers(layer, self._config.weight_format, len(ids), self._context.device)
+        def read(some: Sequence[int]) -> Experts:
+            buffers = checkpoint.quant_buffers(layer, self._config.weight_format, len(some), self._context.device)
             text = f"rank {self._context.rank}: layer {layer} of {checkpoint.folder.name}"
             # Closed before `checkpoint`, also after an error: its reader uses them until then.
             biases = self._config.expert_bias
-            with closing(checkpoint.experts(layer, ids, buffers, biases=biases)) as experts:
-                return self.make(with_progress(experts, text, len(ids), shown=shown), len(ids), buffers)
+            with closing(checkpoint.experts(layer, some, buffers, biases=biases)) as experts:
+                made = self._unpacked(with_progress(experts, text, len(some), shown=shown), len(some), buffers)
+            # In the form of all of them, of which they may be a part.
+            return made.prepacked() if len(ids) <= MAX_PREPACKED_EXPERTS else made
 
         if not checkpoint.keep_in_host_memory:
             return read(ids)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import moe_runtime
-from moe_runtime.checkpoints import files, kept_experts, kept_files
+from moe_runtime.checkpoints import expert_loader, files, kept_experts, kept_files
 from moe_runtime.checkpoints.checkpoint import Checkpoint
 from moe_runtime.checkpoints.conversion import convert_checkpoint
 from moe_runtime.checkpoints.expert_loader import ExpertLoader
@@ -146,6 +146,19 @@ def test_prepacked_weights(weights: str, checkpoint: Path, monkeypatch: pytest.M
     assert_same_experts(experts_of(load(checkpoint, weights)), expected)
     spoil(checkpoint)
     assert_same_experts(experts_of(load(checkpoint, weights)), expected)
+
+
+def test_more_experts_than_are_prepacked(checkpoint: Path, kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that have no copy are read in the form of all, which are too many to be prepacked."""
+    monkeypatch.setattr(expert_loader, "MAX_PREPACKED_EXPERTS", EXPERTS - 1)
+    monkeypatch.setattr(PrepackedWeights, "wanted", staticmethod(lambda w, engine: w.num_experts < EXPERTS))
+    expected = experts_of(load(checkpoint, "nvfp4", keep=False))
+    assert not isinstance(expected.gate_up, PrepackedWeights)
+    assert_same_experts(experts_of(load(checkpoint, "nvfp4")), expected)
+    for path in files_in(kept)[::2]:
+        path.unlink()
+    assert_same_experts(experts_of(load(checkpoint, "nvfp4")), expected)
+    assert len(files_in(kept)) == EXPERTS
 
 
 def test_biases(tmp_path: Path, kept: Path) -> None:
