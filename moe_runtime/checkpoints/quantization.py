@@ -155,7 +155,10 @@ class Quantization:
         A config with a single scheme needs no look at each linear: the tensors show which are left out of it.
         """
         quant_config = self.quant_config or {}
-        if quant_config.get("quant_method") not in ("modelopt", "compressed-tensors", "fp8"):
+        method, by_pattern = quant_config.get("quant_method"), quant_config.get("dynamic")
+        if method in ("gptq", "awq") and by_pattern and any(by_pattern.values()):
+            self.stored(names)
+        if method not in ("modelopt", "compressed-tensors", "fp8"):
             return
         groups = quant_config.get("config_groups") or {}
         if len(groups) < 2 and not quant_config.get("quantized_layers") and not quant_config.get("transform_config"):
@@ -164,7 +167,7 @@ class Quantization:
         # A group without targets means all linears.
         less = {key: group for key, group in near.items() if group["targets"] or not groups[key].get("targets")}
         short = {**quant_config, "config_groups": less}
-        if quant_config["quant_method"] == "compressed-tensors":
+        if method == "compressed-tensors":
             short["ignore"] = _within(block, quant_config.get("ignore"))
         self._check_work(short, len(names))
         quick = replace(self, quant_config=short)

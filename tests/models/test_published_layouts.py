@@ -810,6 +810,15 @@ def test_what_is_not_read_names_the_key(said: dict[str, Any], message: str, fold
         checkpoint.stored_of(0)
 
 
+def test_settings_of_one_expert_are_named(folder: Path) -> None:
+    """Its tensors are those of the others, and it is not the first."""
+    said = GPTQ | {"group_size": 32, "dynamic": {"-:.*gate$": {}, r".*\.experts\.2\.up_proj$": {"desc_act": True}}}
+    quantize_experts(folder, gptq, quantization_config=said)
+    message = r"\.desc_act of model\.layers\.0\.mlp\.experts\.2\.up_proj: expected False, got True"
+    with Checkpoint(folder) as checkpoint, pytest.raises(ValueError, match=message):
+        checkpoint.stored_of(0)
+
+
 def test_groups_that_do_not_fit_are_named(folder: Path) -> None:
     quantize_experts(folder, int4, quantization_config=of_int4(group_size=96))
     with pytest.raises(ValueError, match=r"columns of .*gate_proj: expected a multiple of 96, got 256"):
