@@ -9,6 +9,7 @@ With `P` the map of tokens to rows (a row for each token and expert), dispatch i
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any, Protocol
 
 import torch
@@ -91,6 +92,8 @@ class DispatchedRows:
 
     rows: torch.Tensor
     group_offsets: torch.Tensor
+    _exchange: DispatchedRows
+    """This without `rows`, for autograd: a graph that keeps its own result lives until the garbage collector runs."""
 
     def __init__(self, dispatchers: tuple[TokenDispatcher, RoutingDispatcher], topk_idx: torch.Tensor) -> None:
         self._dispatcher, self._entries = dispatchers
@@ -191,8 +194,10 @@ class DifferentiableDispatcher:
         """
         check_is_tensor("x", x)
         check_is_tensor("topk_idx", topk_idx)
-        dispatched = DispatchedRows((self._dispatcher, self._entries), topk_idx.clone())
-        dispatched.rows = dispatch_rows(x, dispatched)
+        exchange = DispatchedRows((self._dispatcher, self._entries), topk_idx.clone())
+        rows = dispatch_rows(x, exchange)
+        dispatched = copy(exchange)
+        dispatched.rows, dispatched._exchange = rows, exchange
         return dispatched
 
     def combine(
@@ -212,4 +217,4 @@ class DifferentiableDispatcher:
         check_kind("dispatched", dispatched, DispatchedRows)
         if dispatched._dispatcher is not self._dispatcher:
             raise ValueError("dispatched: it belongs to another dispatcher")
-        return combine_rows(expert_output, topk_weights, dispatched)
+        return combine_rows(expert_output, topk_weights, dispatched._exchange)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import weakref
 from itertools import pairwise
 from typing import Any
 
@@ -127,6 +129,34 @@ def _bounds(rank: int, world: int) -> tuple[int, int]:
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_training_in_bf16_is_the_dense_model(world: int, get_pool: Any, seed: int) -> None:
     get_pool(world).run(train, [5, 0, 7, 1], seed)
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("backward", [False, True])
+def test_rows_end_with_their_last_user(backward: bool, seed: int) -> None:
+    """They are large, and the garbage collector does not know how full a GPU is."""
+    with ExpertParallelContext() as context:
+        dispatcher = DifferentiableDispatcher(
+            context, hidden_size=HIDDEN, num_experts=EXPERTS, top_k=TOP_K, max_tokens_per_rank=TOKENS
+        )
+        g = torch.Generator().manual_seed(seed)
+        x = torch.randn(TOKENS, HIDDEN, generator=g).to(torch.bfloat16).requires_grad_()
+        weights = torch.rand(TOKENS, TOP_K, generator=g).requires_grad_()
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            dispatched = dispatcher.dispatch(x, routing(seed, TOKENS))
+            rows = weakref.ref(dispatched.rows)
+            y = dispatcher.combine(torch.tanh(dispatched.rows), dispatched, weights)
+            if backward:
+                y.sum().backward()
+            else:
+                del y
+            del dispatched
+            assert rows() is None
+        finally:
+            if was_enabled:
+                gc.enable()
 
 
 def train_over_hosts(rank: int, world: int, ranks_per_host: int, *step: Any) -> None:
