@@ -320,8 +320,10 @@ class TokenDispatcher:
         Raises: as `dispatch`.
         """
         if topk_weights is not None or (self._routing_only is not None and _is_combined(handle)):
+            with self._guard:
+                self._check_handle(handle)
+                rows, _ = self._expert_output(expert_output, handle)
             renewed = self.renew(handle, topk_weights)
-            rows = expert_output.rows if isinstance(expert_output, CombineSink) else expert_output
             assert self._routing_only is not None
             return self._routing_only.combine(rows, renewed, shared=shared)
         with self._guard:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moe_runtime.comm.errors import MoERuntimeError
-from moe_runtime.dispatcher.handle import DispatchHandle
+from moe_runtime.dispatcher.handle import CombineSink, DispatchHandle
 from moe_runtime.kernels.exchange import cuda, plan
 from moe_runtime.kernels.exchange.padded_rows import PaddedRows, PaddedScales
 from tests.emulator import MOST_SCHEDULES, Emulator
@@ -270,6 +270,14 @@ def test_handles_are_used_once_unless_asked_for(device: torch.device, seed: int)
     handle = own.dispatch_send(mine.x, mine.topk_idx, mine.topk_weights)
     with pytest.raises(ValueError, match="handle: expected dispatch_recv of it first"):
         own.renew(handle)
+
+
+def test_rows_of_a_later_combine_are_of_its_handle(device: torch.device, seed: int) -> None:
+    data = inputs_of(seed)[0].to(device)
+    own = Ranks(1, device, "torch", **SETTINGS, reusable_handles=True).dispatchers[0]
+    first, second = (own.dispatch(data.x, data.topk_idx, data.topk_weights).handle for _ in range(2))
+    with pytest.raises(ValueError, match="expert_output: expected a CombineSink of the same handle"):
+        own.combine(CombineSink(first), second, topk_weights=data.topk_weights)
 
 
 def padded_of(dispatcher: Any) -> PaddedRows:
