@@ -326,6 +326,9 @@ class TokenDispatcher:
             renewed = self.renew(handle, topk_weights)
             assert self._routing_only is not None
             return self._routing_only.combine(rows, renewed, shared=shared)
+        combiner = self._combiner_of(handle)
+        if combiner is not self:
+            return combiner.combine(expert_output, handle, shared=shared)
         with self._guard:
             self._check_handle(handle)
             rows, order = self._expert_output(expert_output, handle)
@@ -338,8 +341,9 @@ class TokenDispatcher:
     def renew(self, handle: DispatchHandle, topk_weights: torch.Tensor | None = None) -> DispatchHandle:
         """A handle for one more combine of the rows of `handle`: sends its routing alone, in a step of its own.
 
-        Collective. `handle` may be of any earlier dispatch. `combine` calls it by itself for a handle that was combined
-        before, and with `topk_weights`; not for one of a dispatch before the last two that never was.
+        Collective. `combine`, or `combine_send` and `combine_recv`, take what it returns. `handle` may be of any
+        earlier dispatch. `combine` calls it by itself for a handle that was combined before, and with `topk_weights`;
+        not for one of a dispatch before the last two that never was.
 
         Args:
             handle: of this dispatcher, made with `reusable_handles`.
@@ -514,6 +518,9 @@ class TokenDispatcher:
 
         `out`, bf16 `[T, H]` and contiguous, is what `combine_recv` will write and return; None for a new tensor.
         """
+        combiner = self._combiner_of(handle)
+        if combiner is not self:
+            return combiner.combine_send(expert_output, handle, out=out)
         with self._guard:
             self._check_handle(handle)
             rows, _ = self._expert_output(expert_output, handle)
@@ -571,6 +578,9 @@ class TokenDispatcher:
         After a failure the result is NaN. Where partial results are awaited token by token, tokens that were complete
         before the failure keep their sums.
         """
+        combiner = self._combiner_of(handle)
+        if combiner is not self:
+            return combiner.combine_recv(handle, shared=shared)
         with self._guard:
             self._check_handle(handle)
             check_shared(self.geometry, self.context.device, shared, handle.num_tokens)
@@ -593,6 +603,13 @@ class TokenDispatcher:
         if handle.topk_idx is None or handle.topk_weights is None:
             raise ValueError("handle: expected one of a dispatcher with reusable_handles=True")
         return handle.topk_idx, handle.topk_weights
+
+    def _combiner_of(self, handle: object) -> TokenDispatcher:
+        """Whose combine takes `handle`: with one of `renew`, that of the dispatcher of routing alone."""
+        routing = self._routing_only
+        if routing is not None and isinstance(handle, DispatchHandle) and handle.geometry is routing.geometry:
+            return routing
+        return self
 
     def _took_steps_as(self, other: TokenDispatcher) -> None:
         """Wait for peers as long as `other`, which this one replaces after the death of a rank.

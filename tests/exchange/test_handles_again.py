@@ -272,6 +272,23 @@ def test_handles_are_used_once_unless_asked_for(device: torch.device, seed: int)
         own.renew(handle)
 
 
+def test_renewed_handles_are_combined_by_their_dispatcher(device: torch.device, seed: int) -> None:
+    """As `combine` does with a handle that was combined before, in one call and in two halves."""
+    data, g = inputs_of(seed)[0].to(device), torch.Generator().manual_seed(seed)
+    own = Ranks(1, device, "torch", **SETTINGS, reusable_handles=True).dispatchers[0]
+    later = torch.rand(data.topk_weights.shape, generator=g).to(device)
+    handle = own.dispatch(data.x, data.topk_idx, data.topk_weights).handle
+    output = torch.randn(own.geometry.row_capacity, HIDDEN, generator=g).to(device, torch.bfloat16)
+    wanted = own.combine(output, handle, topk_weights=later)
+    assert_same_bits(own.combine(output, own.renew(handle, later)), wanted, "at once")
+    renewed, out = own.renew(handle, later), torch.empty_like(wanted)
+    own.combine_send(output, renewed, out=out)
+    assert own.combine_recv(renewed) is out
+    assert_same_bits(out, wanted, "in halves")
+    with pytest.raises(ValueError, match="handle: it belongs to another dispatcher"):
+        own.combine(output, renewed)
+
+
 def test_rows_of_a_later_combine_are_of_its_handle(device: torch.device, seed: int) -> None:
     data = inputs_of(seed)[0].to(device)
     own = Ranks(1, device, "torch", **SETTINGS, reusable_handles=True).dispatchers[0]
