@@ -18,7 +18,8 @@ class PaddedScales(IntEnum):
     COLUMNS = 1
     """fp32 `[E, S, V]`, strides `(V S, 1, S)`."""
     PACKED_COLUMNS = 2
-    """int32 `[E, S, V / 4]`, the exponents of four fp32 powers of two each (UE8M0), strides `(V / 4 S, 1, S)`."""
+    """int32 `[E, S, V / 4]`, the exponents of four fp32 powers of two each (UE8M0), strides `(V / 4 S, 1, S)`; `V` is a
+    multiple of 4."""
     ROWS = 3
     """uint8 `[E, S, V]`, contiguous: bytes as they are in the record."""
     SWIZZLED = 4
@@ -51,7 +52,7 @@ class PaddedRows:
     `E` local experts, `S = W * max_tokens` rows of each.
 
     Attributes:
-        rows: uint8 `[E, S, bytes of a row]`.
+        rows: uint8 `[E, S, bytes of a row]`, a multiple of 8 bytes.
         scales: as `kind` says; None for rows without scales.
         kind: how scales lie.
         num_scales: `V`, of a row; 0 without scales.

@@ -237,9 +237,14 @@ def check_padded(
     check_kind("out", out, PaddedRows)
     record, experts = geometry.record, geometry.num_local_experts
     num_bytes = record.format.quant_bytes(geometry.hidden)
-    if out.rows.shape[:2] != (experts, geometry.num_slots) or not 0 < out.rows.shape[2] <= num_bytes:
+    fits = out.rows.ndim == 3 and out.rows.shape[:2] == (experts, geometry.num_slots)
+    if not fits or not 0 < out.rows.shape[2] <= num_bytes:
         expected = f"[{experts}, {geometry.num_slots}, {num_bytes}]"
         raise ValueError(f"out.rows: expected {expected}, got {list(out.rows.shape)}")
+    if out.rows.shape[2] % 8:
+        raise ValueError(f"out.rows: expected rows of a multiple of 8 bytes, got {out.rows.shape[2]}")
+    if out.kind == PaddedScales.PACKED_COLUMNS and out.num_scales % 4:
+        raise ValueError(f"out.num_scales: expected a multiple of 4, the scales of a word, got {out.num_scales}")
     slots, ranks = geometry.num_slots, geometry.world_size
     for name, shape, dtype in (
         ("rows", tuple(out.rows.shape), torch.uint8),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -295,6 +296,27 @@ def test_rows_of_a_later_combine_are_of_its_handle(device: torch.device, seed: i
     first, second = (own.dispatch(data.x, data.topk_idx, data.topk_weights).handle for _ in range(2))
     with pytest.raises(ValueError, match="expert_output: expected a CombineSink of the same handle"):
         own.combine(CombineSink(first), second, topk_weights=data.topk_weights)
+
+
+@pytest.mark.parametrize(
+    ("rows", "scales", "wrong"),
+    [
+        ((12,), 0, "out.rows: expected rows of a multiple of 8 bytes, got 12"),
+        ((), 0, r"out.rows: expected \[7, 5, 512\], got \[7, 5\]"),
+        ((128,), 6, "out.num_scales: expected a multiple of 4, the scales of a word, got 6"),
+    ],
+)
+def test_padded_rows_that_kernels_would_cut_are_refused(
+    rows: tuple[int, ...], scales: int, wrong: str, device: torch.device, seed: int
+) -> None:
+    data = inputs_of(seed)[0].to(device)
+    own = Ranks(1, device, "torch", **SETTINGS, mode="gathered").dispatchers[0]
+    handle = own.dispatch_send(data.x, data.topk_idx, data.topk_weights)
+    kind = PaddedScales.PACKED_COLUMNS if scales else PaddedScales.NONE
+    out = PaddedRows.allocate(EXPERTS, TOKENS, 16, 1, TOP_K, device=device, kind=kind, num_scales=scales)
+    out = replace(out, rows=torch.zeros(EXPERTS, TOKENS, *rows, dtype=torch.uint8, device=device))
+    with pytest.raises(ValueError, match=wrong):
+        own.dispatch_recv_padded(handle, out)
 
 
 def padded_of(dispatcher: Any) -> PaddedRows:
