@@ -453,10 +453,16 @@ extern "C" __global__ void __launch_bounds__(32 * WAITING + 32, 1)
     bool failed = false;
     int arrived = 0;  // parts of the tokens
     auto await_part = [&](int part) {
-      // Words that nobody has written are those of epoch 0.
+      // Not all epochs raise these flags: one of long ago may seem to be ahead. Words that nobody has written are those
+      // of epoch 0.
       const bool early = part < early_parts && epoch != 0;
-      const int* a = early ? progress + part * WORLD : flag;
-      failed = await(x, own, lane < WORLD, a, epoch, flag, epoch, COMBINE_RECV, epoch, early);
+      const int* of_part = early ? progress + part * WORLD : flag;
+      bool wants = lane < WORLD;
+      auto behind = [&] {
+        wants = wants && load_acquire(of_part) != epoch && (!early || load_acquire(flag) != epoch);
+        return wants;
+      };
+      failed = await_while(x, own, behind, COMBINE_RECV, epoch);
       // What the flags stand for must be visible to the copy engine, too.
       asm volatile("fence.proxy.async.global;" ::: "memory");
       arrived = part + 1;
@@ -474,7 +480,7 @@ extern "C" __global__ void __launch_bounds__(32 * WAITING + 32, 1)
         // Words that nobody has written are those of epoch 0.
         const u32 partials = __ballot_sync(ALL, lane < WORLD && epoch != 0 && load_acquire(of_token) == epoch);
         if (__popc(partials) == parts) return false;
-        return lane < WORLD && ahead(load_acquire(flag), epoch) < 0;
+        return lane < WORLD && load_acquire(flag) != epoch;
       };
       failed = await_while(x, own, behind, COMBINE_RECV, epoch);
       asm volatile("fence.proxy.async.global;" ::: "memory");

@@ -173,15 +173,15 @@ extern "C" __global__ void __launch_bounds__(TEAM* TEAMS, MAX_THREADS / (TEAM * 
     bool failed = x.failed();
     if (first) {
       if (glance.trouble()) adopt_aborts(x), failed = true;
-      ready = __ballot_sync(ALL, !AWAIT_READY || ahead(entered, epoch) >= 0 || ahead(combined[half], epoch - 2) >= 0);
+      ready = __ballot_sync(ALL, !AWAIT_READY || ahead(entered, epoch) >= 0 || combined_before(combined[half], epoch));
       // This block writes count and flag on every peer.
       if (blockIdx.x == 0 && team == 0) peers = everyone;
     }
     if (PER_TOKEN_FLAGS) peers = everyone;
     const u32 wanted = peers & ~ready;
     if (wanted != 0) {
-      failed |= await(x, own, wanted >> lane & 1, own + READY + peer, epoch, own + COMBINE_FLAG + half * WORLD + peer,
-                      epoch - 2, DISPATCH_SEND, epoch);
+      failed |= await_free(x, own, wanted >> lane & 1, own + READY + peer, own + COMBINE_FLAG + half * WORLD + peer,
+                           DISPATCH_SEND, epoch);
       ready |= wanted;
     }
     failed = __any_sync(ALL, failed) != 0;

@@ -114,8 +114,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     failed = true;
   }
   if (own_tokens) {
-    failed |= await(x, own, lane < WORLD, own + READY + peer, epoch, own + COMBINE_FLAG + half * WORLD + peer,
-                    epoch - 2, DISPATCH_SEND, epoch);
+    failed |= await_free(x, own, lane < WORLD, own + READY + peer, own + COMBINE_FLAG + half * WORLD + peer,
+                         DISPATCH_SEND, epoch);
     failed = __any_sync(ALL, failed) != 0;
   }
   // Flags raised without data must come after the abort messages.

@@ -115,7 +115,7 @@ extern "C" __global__ void __launch_bounds__(OWN_TOKENS)
   if (warp == 0) {
     const u32 free = await_some([&] {
       return ahead(load_acquire(own + READY + peer), epoch) >= 0 ||
-             ahead(load_acquire(own + COMBINE_FLAG + half * WORLD + peer), epoch - 2) >= 0;
+             combined_before(load_acquire(own + COMBINE_FLAG + half * WORLD + peer), epoch);
     });
     if (lane == 0) shared_mask = free;
   }

@@ -69,7 +69,7 @@ __device__ __forceinline__ bool await_chunk(const Exchange& x, const int* own, c
     const int first = first_slot / max_tokens, last = last_slot / max_tokens;
     check_handle(x, epoch_ptr, epoch);
     const int* flag = own + DISPATCH_FLAG + (epoch & 1) * WORLD + min(lane, WORLD - 1);
-    failed = await(x, own, lane >= first && lane <= last, flag, epoch, flag, epoch, DISPATCH_RECV, epoch);
+    failed = await(x, own, lane >= first && lane <= last, flag, epoch, DISPATCH_RECV, epoch);
   }
   // One warp has looked: the answer is block-uniform.
   return __syncthreads_or(failed) == 0;

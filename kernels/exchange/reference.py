@@ -54,9 +54,13 @@ def _partials(context: ExchangeMemory, geometry: ExchangeGeometry, rank: int, ha
     return flat.view(geometry.max_tokens, geometry.parts, geometry.partial_bytes)
 
 
-def _ahead(word: int, epoch: int) -> bool:
-    """`word - epoch >= 0` in wrapping int32 arithmetic."""
-    return ((word - epoch) & 0xFFFFFFFF) < 0x80000000
+ANY_AHEAD = 0x7FFFFFFF
+"""Most that a flag can be ahead of an epoch, in wrapping int32 arithmetic."""
+
+
+def _ahead(word: int, epoch: int, most: int = ANY_AHEAD) -> bool:
+    """`0 <= word - epoch <= most` in wrapping int32 arithmetic."""
+    return ((word - epoch) & 0xFFFFFFFF) <= most
 
 
 def next_epoch(epoch: int) -> int:
@@ -107,16 +111,17 @@ def adopt_aborts(context: ExchangeMemory) -> None:
 
 def _wait(
     context: ExchangeMemory,
-    words: list[tuple[int, int]],
+    words: list[tuple[int, int, int]],
     peer: int,
     phase: Phase,
     epoch: int,
     timeout_ns: int,
     watch: Watch | None = None,
 ) -> None:
-    """Wait until one of `(word, epoch)` is reached, an abort comes, or the clock runs out (recorded as a timeout).
+    """Wait until one of `words` is reached, an abort comes, or the clock runs out (recorded as a timeout).
 
-    `watch` looks meanwhile at what all peers signal.
+    `words` are a word, an epoch, and by how much the word may be ahead of it: by `ANY_AHEAD` if all epochs raise this
+    flag, else a flag of long ago may seem to be ahead. `watch` looks meanwhile at what all peers signal.
     """
     own: Any = context.heap.peer_tensor("signals", context.rank).view(torch.int32)
     latch: Any = context.latch
@@ -125,7 +130,7 @@ def _wait(
         # Looked at thousands of times: an element of an array is there ten times sooner than one of a tensor.
         own, codes, latch = own.numpy(), codes.numpy(), latch.numpy()
     began, spins = time.monotonic_ns(), 0
-    while int(latch[0]) == 0 and not any(_ahead(int(own[word]), value) for word, value in words):
+    while int(latch[0]) == 0 and not any(_ahead(int(own[word]), *reached) for word, *reached in words):
         if codes.any():
             adopt_aborts(context)
         if watch is not None:
@@ -242,8 +247,9 @@ def await_ready(context: ExchangeMemory, geometry: ExchangeGeometry, epoch: int,
     layout = context.signals_layout
     if context.heap.directly_mapped:
         for peer in range(geometry.world_size):
-            ready = (layout.ready + peer, epoch)
-            combined = (layout.combine_flag + (epoch & 1) * geometry.world_size + peer, epoch - 2)
+            ready = (layout.ready + peer, epoch, ANY_AHEAD)
+            # A flag that nobody has written is one ahead of the epoch before the first of its half.
+            combined = (layout.combine_flag + (epoch & 1) * geometry.world_size + peer, epoch - 2, 1)
             _wait(context, [ready, combined], peer, Phase.DISPATCH_SEND, epoch, timeout_ns)
     adopt_aborts(context)
 
@@ -328,7 +334,7 @@ def dispatch_recv(
     if waits is not None:
         watch = Watch(_signals_of(context, context.rank), epoch, geometry.world_size, flags, layout.ready)
     for source in range(geometry.world_size):
-        _wait(context, [(flags + source, epoch)], source, Phase.DISPATCH_RECV, epoch, timeout_ns, watch)
+        _wait(context, [(flags + source, epoch, ANY_AHEAD)], source, Phase.DISPATCH_RECV, epoch, timeout_ns, watch)
     if waits is not None and watch is not None and int(context.latch[0]) == 0:
         count_dispatch_waits(waits, watch, geometry.rank, epoch)
 
@@ -515,7 +521,7 @@ def combine_recv(
     if waits is not None:
         watch = Watch(_signals_of(context, context.rank), epoch, geometry.world_size, flags)
     for peer in range(geometry.world_size):
-        _wait(context, [(flags + peer, epoch)], peer, Phase.COMBINE_RECV, epoch, timeout_ns, watch)
+        _wait(context, [(flags + peer, epoch, 0)], peer, Phase.COMBINE_RECV, epoch, timeout_ns, watch)
     if int(context.latch[0]) != 0:
         y_TH.fill_(float("nan"))
         return

@@ -132,7 +132,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) dispatch_counts(
     if (lane < WORLD) store_release(row_of(peer, rank) + FLAG, number);
     __syncwarp();
     const int* flag = row_of(rank, peer) + FLAG;
-    failed = await(x, own, lane < WORLD, flag, number, flag, number, DISPATCH_SEND, epoch);
+    failed = await(x, own, lane < WORLD, flag, number, DISPATCH_SEND, epoch);
     const int most = __reduce_max_sync(ALL, lane < WORLD ? load_relaxed(row_of(rank, peer) + TOKENS) : 0);
     const int rows = __reduce_add_sync(ALL, lane < WORLD ? load_relaxed(row_of(rank, peer) + COUNTS + rank) : 0);
     if (lane == 0) {

@@ -94,7 +94,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
   bool there = advance();
   if (there) stages.load(rows + static_cast<long long>(row) * ROW_BYTES, ROW_BYTES);
   const int* ready = own + READY + peer;
-  const bool failed = await(x, own, lane < WORLD && lane != rank, ready, epoch, ready, epoch, COMBINE_SEND, epoch);
+  const bool failed = await(x, own, lane < WORLD && lane != rank, ready, epoch, COMBINE_SEND, epoch);
   if (failed) await_abort_sent(x);
   else if (blockIdx.x == 0 && warp == 0 && lane < WORLD)
     store_relaxed(words_of_lane + half * WORLD + rank + TOKEN_COUNT, tag_of(count_tag, epoch));  // no token comes

@@ -102,8 +102,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS + 32, 1)
     advance(token, slot);
     if (token < num_tokens) stages.load(tokens + static_cast<long long>(token) * TOKEN_BYTES, TOKEN_BYTES);
     // Peers no longer read this half: they have entered this epoch, or combined the one that used the half before.
-    const bool failed = await(x, own, lane < WORLD && lane != rank, own + READY + peer, epoch,
-                              own + COMBINE_FLAG + half * WORLD + peer, epoch - 2, DISPATCH_SEND, epoch);
+    const bool failed = await_free(x, own, lane < WORLD && lane != rank, own + READY + peer,
+                                   own + COMBINE_FLAG + half * WORLD + peer, DISPATCH_SEND, epoch);
     if (failed) await_abort_sent(x);
     else if (blockIdx.x == 0 && warp == 0 && lane < WORLD)
       store_relaxed(words_of_lane + half * WORLD + rank + TOKEN_COUNT,

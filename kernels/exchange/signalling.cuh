@@ -49,6 +49,13 @@ __device__ __forceinline__ int ahead(int epoch, int of) {
   return static_cast<int>(static_cast<u32>(epoch) - static_cast<u32>(of));
 }
 
+// Whether a combine flag says that the last epoch in the half of `epoch` was combined. Not all epochs are: a flag of
+// long ago may seem to be ahead. One that nobody has written is 0, one ahead of what there was before epoch 1.
+__device__ __forceinline__ bool combined_before(int flag, int epoch) {
+  const int by = ahead(flag, epoch);
+  return by == -2 || by == -1;
+}
+
 // Records the first failure of this rank, its own or one learned from rank `origin`, in the error record, and sends an
 // abort message to every peer. Later failures change nothing.
 __device__ __forceinline__ void record_failure_of(const Exchange& x, int code, int about, int phase, int epoch,
@@ -152,14 +159,20 @@ __device__ __forceinline__ bool await_while(const Exchange& x, const int* own, I
   return trouble;
 }
 
-// Waits, in each lane with `wants`, until flag `a` has reached `of_a` or flag `b` has reached `of_b`, as `await_while`
-// does. `exact` is for a flag `a` that not all kernels raise: its value of long ago may seem to be ahead.
-__device__ __forceinline__ bool await(const Exchange& x, const int* own, bool wants, const int* a, int of_a,
-                                      const int* b, int of_b, int phase, int epoch, bool exact = false) {
+// Waits, in each lane with `wants`, until `flag`, which all epochs raise, has reached `of`, as `await_while` does.
+__device__ __forceinline__ bool await(const Exchange& x, const int* own, bool wants, const int* flag, int of, int phase,
+                                      int epoch) {
+  auto behind = [&] { return wants = wants && ahead(load_acquire(flag), of) < 0; };
+  return await_while(x, own, behind, phase, epoch);
+}
+
+// Waits, in each lane with `wants`, until its rank no longer reads the half of `epoch`: it has entered this epoch, or
+// has combined the one that used the half before.
+__device__ __forceinline__ bool await_free(const Exchange& x, const int* own, bool wants, const int* ready,
+                                           const int* combined, int phase, int epoch) {
   auto behind = [&] {
     if (!wants) return false;
-    const int seen = load_acquire(a);
-    wants = (exact ? seen != of_a : ahead(seen, of_a) < 0) && (a == b || ahead(load_acquire(b), of_b) < 0);
+    wants = ahead(load_acquire(ready), epoch) < 0 && !combined_before(load_acquire(combined), epoch);
     return wants;
   };
   return await_while(x, own, behind, phase, epoch);

@@ -293,7 +293,7 @@ WRONG = {
         r"const bool good = await_chunk\([^;]*;",
         "const bool good = __syncthreads_or(0) == 0;",
     ),
-    "words of long ago": (r"(await\([^;]*), early\);", r"\1, false);"),
+    "words of long ago": (r"load_acquire\(of_part\) != epoch", "ahead(load_acquire(of_part), epoch) < 0"),
 }
 """What is written instead in translated kernels, as regular expressions."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +21,7 @@ from moe_runtime.comm.errors import (
 from moe_runtime.dispatcher.handle import CombineSink, DispatchHandle
 from moe_runtime.dispatcher.token_dispatcher import TokenDispatcher
 from tests.support.exchange_data import RankInput, rank_input
+from tests.support.token_parts import tokens_in_parts
 from tests.support.virtual_exchange import (
     ENGINES,
     SETTINGS,
@@ -110,6 +113,44 @@ def test_results_after_a_failure_are_nan(engine: str, device: torch.device, seed
         synchronize(device)
         ranks.contexts[0].check()
     assert y is not None and y.isnan().all()
+
+
+@pytest.fixture(params=["each token", "parts"])
+def summed(request: pytest.FixtureRequest) -> Iterator[None]:
+    """How `combine_recv` waits: for the partial results of each token, or for parts of the tokens."""
+    with tokens_in_parts() if request.param == "parts" else nullcontext():
+        yield
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.usefixtures("summed")
+def test_combine_flags_of_long_ago_are_not_ahead(engine: str, device: torch.device, seed: int) -> None:
+    """A flag that 2^31 dispatches have left alone, since nobody has combined them."""
+    inputs = [rank_input(seed, rank, 5, 256, 7, 3).to(device) for rank in range(2)]
+    for epoch in (2, 3, 2 - 2**31, 3 - 2**31):
+        for phase in (Phase.DISPATCH_SEND, Phase.COMBINE_RECV):
+            ranks = Ranks(2, device, engine, mode="contiguous", **SETTINGS)
+            for context in ranks.contexts:
+                layout, signals = context.signals_layout, context.signals
+                context.timeout_ns = context.startup_timeout_ns = 500_000_000
+                context.epoch.fill_(epoch)
+                signals[layout.ready : layout.ready + 2] = epoch + (phase == Phase.COMBINE_RECV)
+                for last in (epoch, epoch - 1):
+                    first = layout.dispatch_flag + last % 2 * 2
+                    signals[first : first + 2] = last
+            own = ranks.dispatchers[0]
+            if phase == Phase.COMBINE_RECV:
+                arrived = ranks.dispatch(inputs)[0]
+                own.combine_send(expert_rows(arrived, 256, seed, torch.bfloat16), arrived.handle)
+            with pytest.raises(PeerTimeoutError, match="rank 1") as caught:
+                if phase == Phase.COMBINE_RECV:
+                    own.combine_recv(arrived.handle)
+                else:
+                    # The peer may still read what came in the dispatch before the last.
+                    own.dispatch_send(inputs[0].x, inputs[0].topk_idx, inputs[0].topk_weights)
+                synchronize(device)
+                ranks.contexts[0].check()
+            assert caught.value.phase == phase, epoch
 
 
 def test_a_dispatcher_wants_a_context() -> None:

@@ -470,6 +470,22 @@ def test_ranks_that_run_ahead(in_a_ring: bool, emulator: Emulator, seed: int) ->
     run_on(exchanges(3, 128, 8), emulator, seed, in_a_ring=in_a_ring)
 
 
+def test_ranks_that_run_ahead_after_2_31_steps(emulator: Emulator, seed: int) -> None:
+    """No step of these kernels raises combine flags. By then those seem to be ahead."""
+    emulator.edit = slowed
+    for turn in range(3):
+        ranks = exchanges(3, 128, 8)
+        for exchange in ranks:
+            context, epoch = exchange.context, 3 - 2**31
+            layout = context.signals_layout
+            context.epoch.fill_(epoch)
+            context.signals[layout.ready : layout.ready + 3] = epoch
+            for last in (epoch, epoch - 1):
+                first = layout.dispatch_flag + last % 2 * 3
+                context.signals[first : first + 3] = last
+        run_on(ranks, emulator, seed + turn, in_a_ring=True)
+
+
 MISTAKES = {
     "flags before records have landed": (r"bulk_await<BEHIND>\(\);", ";"),
     "the last flags before records have landed": (r"bulk_await\(\);(\s*\S+ )", r";\1"),

@@ -99,14 +99,14 @@ class Recorder:
             assert value == (self.count + tag_of(0, self.epoch) if name == "token_count" else self.epoch)
             self.stores.append((self.epoch, {cell}))
 
-    def on_wait(self, words: list[tuple[int, int]]) -> None:
+    def on_wait(self, words: list[tuple[int, int, int]]) -> None:
         def cell(word: int) -> tuple[str, int, int, int]:
             if word >= self.layout.ready:
                 return ("ready", 0, 0, word - self.layout.ready)
             name = "combine_flag" if word >= self.layout.combine_flag else "dispatch_flag"
             return (name, 0, *divmod(word - getattr(self.layout, name), self.world))
 
-        self.waits.append((self.epoch, tuple((cell(word), least) for word, least in words)))
+        self.waits.append((self.epoch, tuple((cell(word), least) for word, least, _ in words)))
 
 
 def modelled(world: int, has_tokens: bool, last: int) -> tuple[Trace, Trace]:

@@ -50,11 +50,11 @@ def hooked(
     dispatcher: TokenDispatcher,
     on_store: OnStore,
     on_phase: Callable[[str, bool], None],
-    on_wait: Callable[[list[tuple[int, int]]], None] = lambda words: None,
+    on_wait: Callable[[list[tuple[int, int, int]]], None] = lambda words: None,
 ) -> Iterator[None]:
     """Tell of this rank's stores, and of the begin (False) and end (True) of each phase, while steps run.
 
-    `on_wait` hears what the torch reference waits for: `(word, epoch)`, of which one suffices.
+    `on_wait` hears what the torch reference waits for: the words of `reference._wait`, of which one suffices.
     """
     context = dispatcher.context
     running = [""]
@@ -88,7 +88,7 @@ def hooked(
     def reference_words(ctx: ExpertParallelContext, peer: int) -> Told:
         return Told(words(ctx, peer), lambda at, value: signal(peer, at, int(value)))
 
-    def reference_wait(ctx: Any, awaited: list[tuple[int, int]], *args: Any) -> None:
+    def reference_wait(ctx: Any, awaited: list[tuple[int, int, int]], *args: Any) -> None:
         on_wait(awaited)
         wait(ctx, awaited, *args)
 

@@ -31,7 +31,7 @@ names who failed first.
 are not among the turns of a `Finding`:
 
     enters            dispatch_send.cu: from the start to `launch_dependents`
-    stores the count  dispatch_send.cu: `failed_or_ready` of block 0, with `await` of signalling.cuh and TOKEN_COUNT
+    stores the count  dispatch_send.cu: `failed_or_ready` of block 0, with `await_free` of signalling.cuh, TOKEN_COUNT
     sends token       dispatch_send.cu: the loop over tokens and, after `bulk_await` and `fence_system`, their flags
     holds back        dispatch_send.cu: `failed_or_ready` where it returns true, with `await_abort_sent`; the last block
     raises its flags  dispatch_send.cu: the block that is `last_to_arrive`, with DISPATCH_FLAG
@@ -40,7 +40,7 @@ are not among the turns of a `Finding`:
     reads all         dispatch_recv.cu: the rest of `recv_permute`, with `check_sources`
     uses rows         a GEMM that gathers rows where they landed
     sends partial     combine.cu: `combine_send`, with COMBINE_FLAG
-    finds (a peer's)  combine.cu: `combine_recv` and its `await`, with the `Glance` after the flags
+    finds (a peer's)  combine.cu: `combine_recv` and its `await_while`, with the `Glance` after the flags
     sums partial      combine.cu: the rest of `combine_recv`
     fails             `record_failure`: what a rank finds wrong itself, in whatever it waits for or sends
     waits too long    `too_late`, where a rank is dead
@@ -502,7 +502,7 @@ class Machine:
         return self.sends[at]
 
     def _awaited(self, state: State, at: At) -> list[State]:
-        """What memory may show once all may be written to: `await` for `wanted` in `failed_or_ready`."""
+        """What memory may show once all may be written to: `await_free` for `wanted` in `failed_or_ready`."""
         states = [state]
         for peer in self.others(at.rank):
             if self.rules.await_everyone or self.goes_any(at.rank, at.epoch, peer):
