@@ -408,7 +408,7 @@ class Buffer(GroupBuffer):
             zero_copy: whether the rows are in the tensor of `get_next_low_latency_combine_buffer`, not in `x`.
             async_finish: whether the current stream goes on; the caller waits for the event.
             return_recv_hook: whether the call only sends, and the hook receives.
-            out: bf16 `[T, H]`, written and returned; None for a new tensor.
+            out: bf16 `[T, H]`, at a multiple of 16 bytes, written and returned; None for a new tensor.
             combine_wait_recv_cost_stats: must be None: waits are not measured.
 
         Returns:
@@ -436,6 +436,8 @@ class Buffer(GroupBuffer):
             out = torch.empty(handle.num_tokens, exchange.hidden, dtype=torch.bfloat16, device=self.device)
         elif not check_matrix("out", out, self.device, BF16, handle.num_tokens, exchange.hidden).is_contiguous():
             raise ValueError(f"out: expected a contiguous tensor, got strides {list(out.stride())}")
+        elif out.data_ptr() % 16:
+            raise ValueError(f"out: expected memory at a multiple of 16 bytes, got {out.data_ptr():#x}")
         if rows.requires_grad or topk_weights.requires_grad:
             rows, topk_weights = rows.detach(), topk_weights.detach()
         with self._comm.running(async_finish, None):

@@ -210,10 +210,11 @@ def check_gsf(geometry: ExchangeGeometry, device: torch.device, gsf: torch.Tenso
 
 
 def check_out(geometry: ExchangeGeometry, device: torch.device, out: torch.Tensor, num_tokens: int) -> None:
-    """`out` is bf16 `[num_tokens, H]` and contiguous."""
+    """`out` is bf16 `[num_tokens, H]`, contiguous, at a multiple of 16 bytes: kernels store as many at a time."""
     _check_place("out", out, device)
     _check_shape("out", out, (num_tokens, geometry.output_hidden), BF16)
     _check_contiguous("out", out)
+    _check_aligned("out", out)
 
 
 @cache
@@ -255,6 +256,7 @@ def check_padded(
     ):
         _check_place(f"out.{name}", getattr(out, name), device)
         _check_shape(f"out.{name}", getattr(out, name), shape, (dtype,))
+    _check_aligned("out.rows", out.rows)
     if out.scales is not None:
         shape, strides, dtype = _layout_of_scales(out.kind, experts, slots, out.num_scales)
         _check_place("out.scales", out.scales, device)
@@ -281,6 +283,11 @@ def _check_matrix(name: str, tensor: torch.Tensor, shape: tuple[int, int], dtype
 def _check_contiguous(name: str, tensor: torch.Tensor) -> None:
     if not tensor.is_contiguous():
         raise ValueError(f"{name}: expected a contiguous tensor, got strides {list(tensor.stride())}")
+
+
+def _check_aligned(name: str, tensor: torch.Tensor) -> None:
+    if tensor.data_ptr() % 16:
+        raise ValueError(f"{name}: expected memory at a multiple of 16 bytes, got {tensor.data_ptr():#x}")
 
 
 def _check_shape(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:

@@ -516,7 +516,8 @@ class TokenDispatcher:
     ) -> None:
         """First half of `combine`: reduce here and send the partial results home.
 
-        `out`, bf16 `[T, H]` and contiguous, is what `combine_recv` will write and return; None for a new tensor.
+        `out` is what `combine_recv` will write and return: bf16 `[T, H]`, contiguous, at a multiple of 16 bytes; None
+        for a new tensor.
         """
         combiner = self._combiner_of(handle)
         if combiner is not self:

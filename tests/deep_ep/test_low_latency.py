@@ -260,6 +260,9 @@ def wrong_calls(rank: int, world: int) -> None:
         "x: expected bf16 .* on cpu, got .* on meta": lambda: combine(rows.to("meta")),
         r"out: expected shape \[5, 256\]": lambda: combine(out=out),
         "out: expected a contiguous tensor": lambda: combine(out=out[:, ::2]),
+        "out: expected memory at a multiple of 16 bytes": lambda: combine(
+            out=out.view(-1)[4 : 4 + 5 * 256].view(5, 256)
+        ),
         "out: expected torch.bfloat16": lambda: combine(out=torch.empty(5, 256)),
         "async_finish: expected True or False": lambda: combine(async_finish="no"),
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -20,6 +21,7 @@ from moe_runtime.comm.errors import (
 )
 from moe_runtime.dispatcher.handle import CombineSink, DispatchHandle
 from moe_runtime.dispatcher.token_dispatcher import TokenDispatcher
+from moe_runtime.kernels.exchange.padded_rows import PaddedRows
 from tests.support.exchange_data import RankInput, rank_input
 from tests.support.token_parts import tokens_in_parts
 from tests.support.virtual_exchange import (
@@ -183,6 +185,22 @@ def test_on_one_rank_a_handle_is_good_after_a_wrong_argument(device: torch.devic
     with pytest.raises(ValueError, match="shared: expected a tensor, got list"):
         dispatcher.combine_recv(arrived.handle, shared=[1])  # type: ignore[arg-type]
     assert not dispatcher.combine_recv(arrived.handle).any()
+
+
+def test_memory_into_which_kernels_could_not_store_is_refused(device: torch.device, seed: int) -> None:
+    """They store 16 bytes at a time, which a GPU does not forgive elsewhere."""
+    data = rank_input(seed, 0, 5, 256, 7, 3).to(device)
+    dispatcher = Ranks(1, device, "torch", **SETTINGS).dispatchers[0]
+    arrived = dispatcher.dispatch(data.x, data.topk_idx, data.topk_weights)
+    out = torch.zeros(4 + 5 * 256, dtype=torch.bfloat16, device=device)[4:].view(5, 256)
+    with pytest.raises(ValueError, match=r"^out: expected memory at a multiple of 16 bytes"):
+        dispatcher.combine_send(expert_rows(arrived, 256, seed, torch.bfloat16), arrived.handle, out=out)
+    dispatcher = Ranks(1, device, "torch", mode="gathered", **SETTINGS).dispatchers[0]
+    padded = PaddedRows.allocate(7, 5, 512, 1, 3, device=device)
+    rows = torch.zeros(8 + 7 * 5 * 512, dtype=torch.uint8, device=device)[8:].view(7, 5, 512)
+    handle = dispatcher.dispatch_send(data.x, data.topk_idx, data.topk_weights)
+    with pytest.raises(ValueError, match=r"^out\.rows: expected memory at a multiple of 16 bytes"):
+        dispatcher.dispatch_recv_padded(handle, replace(padded, rows=rows))
 
 
 def test_no_expert_output_is_told_to_the_peers(device: torch.device, seed: int) -> None:
