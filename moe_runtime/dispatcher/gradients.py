@@ -136,9 +136,9 @@ class DispatchedRows:
         geometry = self._dispatcher._exchange.geometry  # over several hosts of the ranks of this one
         record, first = geometry.record, second_half_row(context, geometry)
         slots = torch.arange(geometry.num_slots, device=handle.epoch.device) + (handle.epoch & 1) * first
-        landed = landing_records(context, geometry)[slots]
-        weights = landed[:, record.weights_offset : record.weights_offset + 4 * record.top_k]
-        return self._by_row(weights.contiguous().view(torch.float32), arrived.capacity)
+        landed = landing_records(context, geometry)
+        weights = landed[:, record.weights_offset : record.weights_offset + 4 * record.top_k][slots]
+        return self._by_row(weights.view(torch.float32), arrived.capacity)
 
     def _by_row(self, entries: torch.Tensor, num_rows: int) -> torch.Tensor:
         """`[R]` of `entries` `[S, K]`, 0 for rows that are none's."""

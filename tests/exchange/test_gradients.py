@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.dispatcher.gradients import DifferentiableDispatcher, combine_rows, dispatch_rows
@@ -157,6 +158,38 @@ def test_rows_end_with_their_last_user(backward: bool, seed: int) -> None:
         finally:
             if was_enabled:
                 gc.enable()
+
+
+class _Gathered(TorchDispatchMode):
+    """Notes the bytes of what is gathered by an index."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        if function is torch.ops.aten.index.Tensor:
+            self.sizes.append(found.numel() * found.element_size())
+        return found
+
+
+@pytest.mark.cpu_only
+def test_weights_of_rows_are_gathered_without_their_records(seed: int) -> None:
+    """Which are a thousand times larger, of all tokens of all ranks."""
+    with ExpertParallelContext() as context:
+        dispatcher = DifferentiableDispatcher(
+            context, hidden_size=HIDDEN, num_experts=EXPERTS, top_k=TOP_K, max_tokens_per_rank=TOKENS
+        )
+        x, ids = torch.ones(TOKENS, HIDDEN, dtype=torch.bfloat16), routing(seed, TOKENS)
+        weights = torch.rand(TOKENS, TOP_K, generator=torch.Generator().manual_seed(seed))
+        dispatched = dispatcher.dispatch(x, ids)
+        arrived = dispatcher._dispatcher.dispatch(x, ids, weights)
+        with _Gathered() as gathered:
+            of_rows = dispatched._row_weights(arrived)
+        assert gathered.sizes == [4 * TOP_K * TOKENS]
+        order = [float(weights[t, k]) for e in range(EXPERTS) for t, k in (ids == e).nonzero().tolist()]
+        assert of_rows.tolist() == order + [0.0] * (len(of_rows) - len(order))
 
 
 def train_over_hosts(rank: int, world: int, ranks_per_host: int, *step: Any) -> None:
