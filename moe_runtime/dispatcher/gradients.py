@@ -55,13 +55,14 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor, exchange: RowExchange) -> torch.Tensor:
-        ctx.exchange = exchange
-        ctx.save_for_backward(rows, weights)
+        ctx.exchange, ctx.dtype = exchange, rows.dtype
+        # Rows are for the gradient of weights alone.
+        ctx.save_for_backward(weights, rows if ctx.needs_input_grad[1] else None)
         return exchange.sums_of(rows, weights)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
-        rows, weights = ctx.saved_tensors
+        weights, rows = ctx.saved_tensors
         dy_rows, row_weights = ctx.exchange.rows_of(grads[0].contiguous(), weights)
         d_weights = None
         if ctx.needs_input_grad[1]:
@@ -69,7 +70,7 @@ class _Combine(torch.autograd.Function):
             # Rows that no token has may hold anything, and `dy_rows` is 0 there.
             products = torch.where(dy_rows != 0, dy_rows.to(wide) * rows.to(wide), 0.0)
             d_weights = ctx.exchange.entries_of(products.sum(dim=1)).to(weights.dtype)
-        return (dy_rows * row_weights[:, None]).to(rows.dtype), d_weights, None
+        return (dy_rows * row_weights[:, None]).to(ctx.dtype), d_weights, None
 
 
 def dispatch_rows(x: torch.Tensor, exchange: RowExchange) -> torch.Tensor:

@@ -160,6 +160,22 @@ def test_rows_end_with_their_last_user(backward: bool, seed: int) -> None:
                 gc.enable()
 
 
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("trains_weights", [False, True])
+def test_rows_are_kept_for_the_gradient_of_weights_alone(trains_weights: bool, seed: int) -> None:
+    exchange = Model(routing(seed, 4), 4 * TOP_K)
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(4 * TOP_K, 5, generator=g, dtype=torch.float64, requires_grad=True)
+    weights = torch.rand(4, TOP_K, generator=g, dtype=torch.float64, requires_grad=trains_weights)
+    rows = x * 2
+    last_seen, y = weakref.ref(rows), combine_rows(rows, weights, exchange)
+    del rows
+    assert (last_seen() is not None) is trains_weights
+    (dx,) = torch.autograd.grad(y.sum(), x)
+    wanted = exchange.rows_of(torch.full_like(y, 2.0), weights.detach())
+    assert wanted[1] is not None and torch.equal(dx, wanted[0] * wanted[1][:, None])
+
+
 class _Gathered(TorchDispatchMode):
     """Notes the bytes of what is gathered by an index."""
 
