@@ -77,7 +77,9 @@ def _join_started_ranks(place: torch.device, limit: timedelta) -> None:
     rank = _number_of_environment("RANK", 0, world_size - 1)
     store = store_of_environment(rank, limit)
     start = RankGroup._at_start(store, rank, world_size, limit.total_seconds())
-    group: dict[str, Any] = {"store": dist.PrefixStore("default_pg", store), "rank": rank, "world_size": world_size}
+    # The agent's store outlives a group that is destroyed, with the addresses that its ranks had.
+    ours = dist.PrefixStore(f"{start._prefix}/default_pg", store)
+    group: dict[str, Any] = {"store": ours, "rank": rank, "world_size": world_size}
     try:
         start.barrier("init_from_env")
         with start.connecting("init_from_env", "connect"):

@@ -27,7 +27,7 @@ from moe_runtime.comm.transport import choose_transport
 from moe_runtime.config import ParallelConfig
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.resilience.newcomer import newcomers_group
-from tests.support.pool import WITHOUT_ONE_S, run_once
+from tests.support.pool import PATIENCE_S, WITHOUT_ONE_S, run_once
 from tests.unit.test_readme import FENCE, README
 
 CPU = torch.device("cpu")
@@ -135,6 +135,27 @@ def test_environment_of_torchrun() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for outcome in run_once(join_like_torchrun, 2, store.port):
         assert outcome.result == ("cpu", "gloo", [0, 1]), outcome
+
+
+def join_again(rank: int, world: int, port: int) -> list[list[int]]:
+    """What ranks that join, leave and join again tell each other each time."""
+    dist.destroy_process_group()
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True")
+    told = []
+    for turn in range(3):
+        init_from_env("cpu", timeout_s=PATIENCE_S)
+        numbers = [torch.zeros(1, dtype=torch.int64) for _ in range(world)]
+        dist.all_gather(numbers, torch.tensor([10 * turn + rank]))
+        told.append([int(number) for number in numbers])
+        dist.destroy_process_group()
+    return told
+
+
+def test_ranks_join_again_where_the_store_stays() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for outcome in run_once(join_again, 2, store.port):
+        assert outcome.result == [[0, 1], [10, 11], [20, 21]], outcome
 
 
 @pytest.mark.parametrize(
