@@ -15,7 +15,7 @@ import torch.distributed as dist
 from moe_runtime.comm.errors import Phase, StoreLostError, reason_of
 from moe_runtime.comm.group_members import MAX_SECONDS
 from moe_runtime.comm.rank_group import CONNECTED_S, RankGroup
-from moe_runtime.comm.store_calls import calls_of
+from moe_runtime.comm.store_calls import StoreCalls, StoreSilentError, calls_of
 from moe_runtime.support.arguments import check_choice, check_integer, check_seconds
 
 
@@ -54,7 +54,7 @@ def init_from_env(device: str | None = None, *, timeout_s: float = 120.0) -> tor
             is wrong.
         PeerTimeoutError: naming the ranks that did not come.
         PeerAbortedError: naming a rank that gave up.
-        StoreLostError: the store of `MASTER_ADDR` and `MASTER_PORT` cannot be reached, or is gone.
+        StoreLostError: the store of `MASTER_ADDR` and `MASTER_PORT` cannot be reached or hosted, or is gone.
     """
     limit = timedelta(seconds=check_seconds("timeout_s", timeout_s, MAX_SECONDS))
     check_choice("device", device, ("cpu", "cuda", None))
@@ -108,22 +108,39 @@ def store_of_environment(rank: int, limit: timedelta, *, is_there: bool = False)
         raise ValueError("MASTER_ADDR: expected the address of rank 0 in the environment, got none")
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if rank == 0 and not by_agent and not is_there:
-        # Not `wait_for_workers`, which does not say who is missing.
-        return dist.TCPStore(address, port, is_master=True, timeout=limit, wait_for_workers=False, multi_tenant=True)
-    deadline = time.monotonic() + limit.total_seconds()
-    while True:
         try:
-            # A client tries twice, with a pause between, and takes up to three times as long as it is told.
-            store = dist.TCPStore(address, port, is_master=False, timeout=limit / 6, wait_for_workers=False)
-            break
+            # Not `wait_for_workers`, which does not say who is missing.
+            return dist.TCPStore(
+                address, port, is_master=True, timeout=limit, wait_for_workers=False, multi_tenant=True
+            )
         except RuntimeError as error:
-            if time.monotonic() > deadline:
-                name = "torchrun's agent" if by_agent else "rank 0"
-                message = (
-                    f"init_from_env: rank {rank} cannot reach the store at {address}:{port} within "
-                    f"{limit.total_seconds():g} s, {name}, which hosts it, is not there: {error}"
+            message = f"init_from_env: rank 0 cannot host the store at {address}:{port}: {error}"
+            raise StoreLostError(message, 0, Phase.START_UP) from error
+    deadline = time.monotonic() + limit.total_seconds()
+    # On a thread: a client waits without end where a connection is taken and nothing is answered.
+    calls = StoreCalls()
+    try:
+        while True:
+            try:
+                # A client tries twice, with a pause between, and takes up to three times as long as it is told.
+                store = calls.run(
+                    lambda: dist.TCPStore(address, port, is_master=False, timeout=limit / 6, wait_for_workers=False),
+                    max(deadline - time.monotonic(), 0.0),
+                    answer_s=CONNECTED_S,
                 )
-                raise StoreLostError(message, -1 if by_agent else 0, Phase.START_UP) from error
+                break
+            except RuntimeError as error:
+                if time.monotonic() > deadline:
+                    name = "torchrun's agent" if by_agent else "rank 0"
+                    silent = isinstance(error, StoreSilentError)
+                    state = "may be stopped, or another program has the port" if silent else "is not there"
+                    message = (
+                        f"init_from_env: rank {rank} cannot reach the store at {address}:{port} within "
+                        f"{limit.total_seconds():g} s, {name}, which hosts it, {state}: {error}"
+                    )
+                    raise StoreLostError(message, -1 if by_agent else 0, Phase.START_UP) from error
+    finally:
+        calls.end()
     store.set_timeout(limit)
     if not by_agent:
         return store

@@ -191,6 +191,23 @@ def test_a_store_that_nobody_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not dist.is_initialized()
 
 
+def test_what_takes_the_port_of_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes connections, and never answers: as a store whose process is stopped."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen(16)
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1]), "WORLD_SIZE": "2"}
+        for key, value in place.items():
+            monkeypatch.setenv(key, value)
+        monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+        for rank, message in ((0, "rank 0 cannot host the store at .*in use"), (1, "1 s, rank 0, .* another program")):
+            monkeypatch.setenv("RANK", str(rank))
+            with pytest.raises(StoreLostError, match=f"init_from_env: .*{message}") as caught:
+                init_from_env("cpu", timeout_s=1.0)
+            assert (caught.value.rank, caught.value.phase) == (0, Phase.START_UP)
+    assert not dist.is_initialized()
+
+
 def join_with(rank: int, world: int, port: int, how: str) -> tuple[int, str]:
     """Rank 1 does not come, or fails to connect."""
     dist.destroy_process_group()
