@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from queue import SimpleQueue
 from typing import Any, TypeVar, cast
 
@@ -29,6 +30,7 @@ class StoreCalls:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._pending: Future[Any] | None = None
+        self._until = 0.0
         self._work: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
         # A daemon, since a process must be able to end while a call has no answer.
         self.thread = threading.Thread(target=_serve, args=(self._work,), name="moe_runtime store", daemon=True)
@@ -38,15 +40,19 @@ class StoreCalls:
         """Return or raise as `work()`, which calls the store and waits there for at most `limit_s` in all.
 
         Other calls wait meanwhile. Raises `StoreSilentError` if `work` takes `answer_s` longer (default `ANSWER_S`),
-        and at once while an earlier call has no answer.
+        and at once while an earlier call has no answer. One whose caller was interrupted has its own time first: what
+        that caller then says, such as that it gives up, is not to be refused.
         """
         with self._lock:
+            if self._pending is not None:
+                wait([self._pending], max(self._until - time.monotonic(), 0.0))
             if self._pending is None or self._pending.done():
                 call: Future[Any] = Future()
-                self._pending = call
+                patience_s = limit_s + (ANSWER_S if answer_s is None else answer_s)
+                self._pending, self._until = call, time.monotonic() + patience_s
                 self._work.put((work, call))
                 try:
-                    return cast(T, call.result(limit_s + (ANSWER_S if answer_s is None else answer_s)))
+                    return cast(T, call.result(patience_s))
                 except TimeoutError:  # of the wait: errors of a store are RuntimeErrors
                     pass
                 finally:

@@ -468,6 +468,52 @@ def test_the_thread_of_a_store_ends_with_it() -> None:
     assert not thread.is_alive()
 
 
+class HeldStore(dist.Store):
+    """One behind a slow network: `check` says on `asked` that it has begun, and answers when it is `let` to."""
+
+    def __init__(self, store: dist.Store) -> None:
+        super().__init__()
+        self._store = store
+        self.asked, self.let = threading.Event(), threading.Event()
+
+    def check(self, keys: list[str]) -> bool:
+        self.asked.set()
+        assert self.let.wait(20)
+        return self._store.check(keys)
+
+    def get(self, key: str) -> bytes:
+        return self._store.get(key)
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._store.set(key, value)
+
+    def add(self, key: str, amount: int) -> int:
+        return self._store.add(key, amount)
+
+
+def test_a_rank_that_is_interrupted_in_a_call_of_the_store_is_heard() -> None:
+    store = dist.HashStore()
+    held = HeldStore(store)
+    group = RankGroup._at_start(held, 1, 2, 20.0)
+    main = threading.get_ident()
+
+    def interrupt() -> None:
+        assert held.asked.wait(20)
+        signal.pthread_kill(main, signal.SIGINT)
+
+    interrupting = threading.Thread(target=interrupt)
+    interrupting.start()
+    with pytest.raises(KeyboardInterrupt) as caught:
+        group.barrier("step")
+    interrupting.join()
+    answering = threading.Timer(0.2, held.let.set)
+    answering.start()
+    group.leave("interrupted", caught.value)
+    answering.join()
+    left = RankGroup._at_start(store, 0, 2, 20.0).who_left("step")
+    assert isinstance(left, PeerAbortedError) and str(left) == "step: rank 1 gave up: interrupted"
+
+
 def test_threads_that_come_at_once_get_the_same_calls_of_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of two would let a call through while one of the other has no answer."""
 
