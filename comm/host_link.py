@@ -22,14 +22,12 @@ import torch.distributed as dist
 from moe_runtime.comm.errors import MoERuntimeError, PeerAbortedError, PeerTimeoutError, Phase, StepMismatchError
 from moe_runtime.comm.host_watch import HostWatch
 from moe_runtime.comm.hosts import Hosts
+from moe_runtime.comm.left_groups import keep_until
 from moe_runtime.comm.rank_group import ROLL_CALL_S, RankGroup
 from moe_runtime.comm.suspects import Suspects
 
 GRAPHS_SINCE = (2, 30, 4)
 """The NCCL from which on no replay of a graph over several hosts is known to hang."""
-
-_LEFT: list[Any] = []
-"""Exchanges under way of ranks that have failed, with their groups: destroying a group waits for them."""
 
 _HEADER_BYTES = 32
 """Before each chunk over gloo, int64: phase, part, bytes of the chunk, and whether it is of a rank that has failed."""
@@ -291,14 +289,15 @@ class GlooLink(HostLink):
 
     def post(self, outgoing: Chunks, incoming: Chunks, phase: Phase, part: int, limit_s: float) -> None:
         with contextlib.suppress(MoERuntimeError):
-            _LEFT.append((self._gloo, self._begin(outgoing, incoming, phase, part, limit_s, failed=True)))
+            exchange = self._begin(outgoing, incoming, phase, part, limit_s, failed=True)
+            keep_until(exchange.ended, self._gloo, exchange)
 
     def leave(self) -> None:
         # Its connections close with the last reference, which ends at once what peers wait for in vain. That would wait
         # for an exchange under way.
         under_way, self._under_way = [exchange for exchange in self._under_way if not exchange.ended()], []
         if under_way:
-            _LEFT.append((self._gloo, under_way))
+            keep_until(lambda: all(exchange.ended() for exchange in under_way), self._gloo, under_way)
         self._gloo = None
 
     def close(self, *, failed: bool) -> None:

@@ -19,6 +19,7 @@ from moe_runtime.comm.errors import (
     StoreLostError,
     reason_of,
 )
+from moe_runtime.comm.left_groups import keep_until
 from moe_runtime.comm.messages import Reader
 from moe_runtime.comm.rank_group import LOOK_S, RankGroup, read_answers
 
@@ -27,9 +28,6 @@ _GRACE_S = 1.0
 
 _BACKSTOP_S = 30.0
 """How much later than this rank gloo may give up. At a limit of its own it ends connections without a reason."""
-
-_LEFT: list[Any] = []
-"""Groups whose exchange could not be ended: destroying a group waits for it."""
 
 
 class NumberExchange:
@@ -91,7 +89,7 @@ class NumberExchange:
                 with contextlib.suppress(RuntimeError):
                     work.wait(timedelta(seconds=_GRACE_S))
                 if not work.is_completed():
-                    _LEFT.append(gloo)
+                    keep_until(work.is_completed, gloo)
 
     def close(self) -> None:
         """Free the connections. No rank is in `gather`."""

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from moe_runtime.comm import messages
 from moe_runtime.comm.errors import MoERuntimeError, PeerTimeoutError, Phase, StoreLostError, reason_of
 from moe_runtime.comm.group_members import MAX_SECONDS, POLL_S, GroupMembers, unwrapped
+from moe_runtime.comm.left_groups import free_ended
 from moe_runtime.comm.messages import MAX_BYTES, Reader, hexadecimal
 from moe_runtime.comm.store_calls import StoreSilentError, calls_of
 from moe_runtime.support.arguments import check_seconds
@@ -280,6 +281,7 @@ class RankGroup(GroupMembers):
 
         Raises `PeerTimeoutError` if that takes longer than the group's timeout, or a connection fails.
         """
+        free_ended()
         store, limit = dist.PrefixStore(key, self._own_connection(what)), timedelta(seconds=self.timeout_s)
         with self.connecting(what, key):
             return calls_of(store).run(

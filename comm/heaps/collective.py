@@ -20,6 +20,7 @@ import torch.distributed as dist
 from moe_runtime.comm.errors import MoERuntimeError, PeerTimeoutError, Phase, StepMismatchError
 from moe_runtime.comm.heaps.heap import GroupHeap
 from moe_runtime.comm.heaps.private_heap import aligned_zeros
+from moe_runtime.comm.left_groups import keep_until
 from moe_runtime.comm.messages import hexadecimal, integer, row
 from moe_runtime.comm.rank_group import ROLL_CALL_S, RankGroup
 from moe_runtime.comm.signals import SignalLayout
@@ -35,9 +36,6 @@ _KEY_BYTES = 8
 """Of the random key under which the ranks of a heap connect."""
 
 _POLL_S = 1e-4
-
-_LEFT: set[Any] = set()
-"""Groups with exchanges still running after a failure. They are kept, since destroying a group waits for them."""
 
 
 class CollectiveHeap(GroupHeap):
@@ -82,7 +80,8 @@ class CollectiveHeap(GroupHeap):
                 gloo = None
         finally:
             if gloo is not None:
-                _LEFT.add(gloo)
+                # Peers may still read from its connections.
+                keep_until(lambda: True, gloo)
             self._bases.clear()
 
 
@@ -237,9 +236,9 @@ class CollectiveTransport:
         header = self._header((Phase.HOST, 0, NO_EXCHANGE, 0), [0] * self.heap.world_size)
         answer = torch.empty_like(header)
         work = self._start(answer, header, None, None, limit)
-        if self._nccl is None:
-            _LEFT.add(self.heap.gloo)
         # The exchange runs on in the background, so its tensors must stay alive.
+        if self._nccl is None:
+            keep_until(work.is_completed, self.heap.gloo, header, answer)
         self._posted.append((work, header, answer))
 
     def settle(self, limit: float) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from moe_runtime.comm import left_groups
 from moe_runtime.comm.errors import (
     ErrorCode,
     MoERuntimeError,
@@ -232,7 +233,7 @@ def combine_by(context: ExpertParallelContext, part_index: torch.Tensor, timeout
 
 def free_the_groups() -> None:
     """As the end of a process does, this waits for exchanges that go on: half an hour by the limit of a group."""
-    collective._LEFT.clear()
+    left_groups._LEFT.clear()
     dist.destroy_process_group()
     gc.collect()
 
@@ -256,6 +257,39 @@ def test_who_gives_up_waits_for_nobody_forever() -> None:
     outcomes = run_once(give_up_alone, 2)
     assert outcomes[0].error is None, outcomes[0].trace
     assert outcomes[0].result < PATIENCE_S
+
+
+def fail_again_and_again(rank: int, world: int, transport: str) -> list[int]:
+    """Files that are open after each of several contexts, in which a rank gave up between two steps."""
+    config = MoELayerConfig(hidden_size=64, intermediate_size=64, num_experts=4, top_k=2, max_tokens_per_rank=8)
+    opened = []
+    with pytest.MonkeyPatch.context() as patch:
+        if transport == "hierarchical":
+            patch.setenv("MOE_RUNTIME_HOST", f"host of rank {rank}")
+        for attempt in range(9):
+            context = ExpertParallelContext(
+                device="cpu", transport=transport, timeout_s=PATIENCE_S, startup_timeout_s=PATIENCE_S
+            )
+            layer = MoELayer(config, context)
+            layer.load_random(seed=0)
+            x = torch.zeros(4, 64, dtype=torch.bfloat16)
+            layer(x)
+            if rank == attempt % world:
+                context.abort("enough")
+            else:
+                with pytest.raises(PeerAbortedError, match="enough"):
+                    layer(x)
+            context.close()
+            del context, layer
+            gc.collect()
+            opened.append(len(os.listdir("/proc/self/fd")))
+    return opened
+
+
+@pytest.mark.parametrize("transport", ["collective", "hierarchical"])
+def test_contexts_that_fail_leave_no_connections(transport: str, get_pool) -> None:
+    for opened in get_pool(2).run(fail_again_and_again, transport):
+        assert opened[-1] - opened[2] < 6, f"a connection or more for each failure: {opened}"
 
 
 def give_up_between_steps(rank: int, world: int, how: str) -> list[float]:
