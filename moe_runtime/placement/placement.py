@@ -183,7 +183,7 @@ def plan_placement(load: Sequence[float], num_ranks: int, slots_per_rank: int) -
     The global policy of EPLB (github.com/deepseek-ai/EPLB) in two steps. First, each slot beyond one per expert goes to
     the expert with the largest load per replica. Then replicas are packed, largest load first, each onto the least
     loaded rank that has a free slot and not yet that expert. If there is none, an expert that is already placed moves.
-    Ties go to the lowest id and rank.
+    Ties go to the expert with fewer replicas, then to the lowest id and rank.
 
     Args:
         load: of each expert, in any unit, such as the tokens of `MoELayer.count_steps` summed over ranks.
@@ -273,13 +273,14 @@ def _replicate(loads: list[float], num_ranks: int, spare: int) -> list[int]:
     """Number of replicas of each expert, 1 to `num_ranks`, that minimizes the largest load per replica."""
     replicas = [1] * len(loads)
     if num_ranks > 1:
-        heap = [(-value, expert) for expert, value in enumerate(loads)]
+        # Ties go to the expert with fewer replicas: else the first ones without load would be on every rank.
+        heap = [(-value, 1, expert) for expert, value in enumerate(loads)]
         heapq.heapify(heap)
         for _ in range(spare):
-            _, expert = heapq.heappop(heap)
-            replicas[expert] += 1
-            if replicas[expert] < num_ranks:
-                heapq.heappush(heap, (-loads[expert] / replicas[expert], expert))
+            *_, expert = heapq.heappop(heap)
+            count = replicas[expert] = replicas[expert] + 1
+            if count < num_ranks:
+                heapq.heappush(heap, (-loads[expert] / count, count, expert))
     return replicas
 
 

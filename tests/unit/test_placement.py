@@ -117,6 +117,14 @@ def test_ties_go_to_the_lowest_expert_and_rank() -> None:
     assert plan_placement([0, 0, 0, 0], 2, 2).slot_experts == (0, 2, 1, 3)
 
 
+@given(experts=st.integers(2, 40), ranks=st.integers(2, 8), data=st.data())
+def test_experts_without_load_share_what_slots_are_left(experts: int, ranks: int, data: st.DataObject) -> None:
+    """Such as those of a layer that has not run: whatever its load will be, replicas of few of them help little."""
+    slots = data.draw(st.integers(-(-experts // ranks), experts))
+    counts = [len(slots_of) for slots_of in plan_placement([0] * experts, ranks, slots).replicas]
+    assert max(counts) - min(counts) <= 1
+
+
 def test_a_spare_slot_goes_where_the_load_per_replica_is_largest() -> None:
     """10 is 5 on two ranks, still more than 4."""
     assert plan_placement([10, 4], 4, 1).slot_experts.count(0) == 3
