@@ -6,6 +6,7 @@ Layers `register` what they need, then `allocate()` makes it once; `check()` rai
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace, TracebackType
@@ -562,10 +563,13 @@ class ExpertParallelContext(AbortableContext):
         """Free the heap; collective and in order, unless something has failed: then no peer is waited for.
 
         Waits for another thread that is in a step. Tensors and pointers of the heap must not be used afterwards. Safe
-        to call twice.
+        to call twice. A forked child only takes its copy as closed: its parent goes on.
 
         Raises `ValueError` if the step of another thread does not end within `startup_timeout_s`.
         """
+        if os.getpid() != self._process:
+            self.closed = True
+            return
         if not self.thread_lock.acquire(timeout=self.startup_timeout_s):
             raise ValueError("context: another thread is in a step of it")
         try:

@@ -30,6 +30,7 @@ from moe_runtime.comm.errors import (
 from moe_runtime.comm.failures import find_failure
 from moe_runtime.comm.heaps.private_heap import PrivateHeap
 from moe_runtime.comm.heaps.shared_heap import SharedHeap
+from moe_runtime.comm.messages import integer
 from moe_runtime.comm.signals import (
     ABORT_WORDS,
     COUNT_BITS,
@@ -590,6 +591,26 @@ def close_after_an_abort(rank: int, world: int) -> float:
 
 def test_close_after_an_abort_waits_for_nobody(get_pool) -> None:
     assert max(get_pool(2).run(close_after_an_abort)) < 10
+
+
+def fork_in_the_block(rank: int, world: int) -> list[int]:
+    """What the ranks tell each other in the block after a child that rank 0 has forked there has left it."""
+    with ExpertParallelContext(device="cpu", timeout_s=PATIENCE_S, startup_timeout_s=PATIENCE_S) as context:
+        context.allocate()
+        assert context.group is not None
+        if rank == 0:
+            if (child := os.fork()) == 0:
+                try:
+                    signal.alarm(5)  # It has no thread that makes calls of the store, so each would take longer.
+                    context.__exit__(SystemExit, SystemExit(), None)
+                finally:
+                    os._exit(0 if context.closed else 1)
+            assert os.waitpid(child, 0) == (child, 0)
+        return context.group.gather("after it", rank, integer())
+
+
+def test_a_forked_child_closes_nothing(get_pool) -> None:
+    assert get_pool(2).run(fork_in_the_block) == [[0, 1], [0, 1]]
 
 
 def never_comes(rank: int, world: int, stage: str) -> float:
