@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
 
 from moe_runtime.checkpoints.loading import populated
 from moe_runtime.experts import Experts
-from moe_runtime.kernels.gemm.expanded_weights import StoredWeights
 
 
 def tensors_of(experts: Experts) -> dict[str, torch.Tensor]:
     """The tensors of the weights by name, such as `gate_up.quants`; slots are the first dimension of each."""
     parts = {"gate_up": experts.gate_up, "down": experts.down}
-    return {f"{part}.{name}": tensor for part, w in parts.items() for name, tensor in _tensors(w).items()}
+    return {f"{part}.{name}": tensor for part, w in parts.items() for name, tensor in w._tensors.items()}
 
 
 def rows_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -50,16 +48,6 @@ def put(target: Experts, slots: Sequence[int], source: Experts) -> None:
             into[slot].copy_(row)
 
 
-def _tensors(weights: StoredWeights) -> dict[str, torch.Tensor]:
-    values = {field.name: getattr(weights, field.name) for field in fields(weights)}
-    return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
-
-
 def _changed(experts: Experts, change: Callable[[torch.Tensor], torch.Tensor]) -> Experts:
     """`experts` with what `change` makes of each tensor of their weights."""
-
-    def changed(weights: StoredWeights) -> StoredWeights:
-        made: dict[str, Any] = {name: change(tensor) for name, tensor in _tensors(weights).items()}
-        return replace(weights, **made)
-
-    return replace(experts, gate_up=changed(experts.gate_up), down=changed(experts.down))
+    return replace(experts, gate_up=experts.gate_up._each(change), down=experts.down._each(change))
