@@ -171,9 +171,9 @@ def _run(
                 f"max_tokens_per_rank: {limit}, got {x_TH.shape[0]} tokens; load the model inside "
                 "experts_settings(max_tokens_per_rank=...) with more"
             )
-    steps = 1 if most_tokens is None else steps_for(most_tokens, limit)[0]
+    steps = (1, None) if most_tokens is None else steps_for(most_tokens, limit)
     topk_idx, own_TH = routes_of(built.num_experts, built.identity_experts, x_TH, topk_idx, topk_weights)
-    y_TH = run_in_steps(layer, x_TH, topk_idx, topk_weights, steps)
+    y_TH = run_in_steps(layer, x_TH, topk_idx, topk_weights, *steps)
     return y_TH if own_TH is None else y_TH + own_TH
 
 

@@ -22,6 +22,7 @@ from transformers.distributed import DistributedConfig
 import moe_runtime.integrations.transformers  # noqa: F401  (registers)
 from moe_runtime.comm.errors import RoutingError
 from moe_runtime.config import ParallelConfig
+from moe_runtime.dispatcher.token_dispatcher import TokenDispatcher
 from moe_runtime.experts import activation_of
 from moe_runtime.integrations.expert_modules import describe_experts
 from moe_runtime.integrations.transformers_registry import _BUILT, _SHARED, NAME, close_experts, experts_settings
@@ -104,6 +105,40 @@ def test_transformers_spreads_a_model(
         for number, ((x, idx, weights), y) in enumerate(calls):
             expected = experts[number % len(experts)](x.double(), idx, weights.double())
             assert relative_error(y, expected)[0] <= error_bound("bf16")
+
+
+def sizes_of_rank(rank: int, world: int, path: Path, ids: list[torch.Tensor], buckets: tuple[int, ...]) -> Any:
+    """Logits of each call of a model whose ranks share the tokens, and the sizes of the steps of all calls."""
+    with experts_settings(max_tokens_per_rank=16, token_buckets=buckets, parallel=LIMITS), without_accelerate():
+        config = DistributedConfig(ep_size=2, tp_size=2, ep_implementation=NAME)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, distributed_config=config)
+    taken = []
+
+    def send(dispatcher: TokenDispatcher, *args: Any, own: Any = TokenDispatcher._dispatch_send, **named: Any) -> Any:
+        taken.append(dispatcher.geometry.max_tokens)
+        return own(dispatcher, *args, **named)
+
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TokenDispatcher, "_dispatch_send", send)
+        logits = [model(each).logits for each in ids]
+    close_experts(model)
+    return logits, taken, len(tiny_models.moe_blocks(model))
+
+
+def test_ranks_that_share_tokens_take_the_size_that_has_room_for_a_part(
+    get_pool: Any, tmp_path: Path, seed: int
+) -> None:
+    """Parts of 1, 3 and 20 tokens: sizes of 2 and 4, and two steps of 10 in the largest."""
+    tiny_models.tiny_model("qwen3_moe", seed).bfloat16().save_pretrained(tmp_path)
+    generator = torch.Generator().manual_seed(seed)
+    ids = [torch.randint(3, 96, (1, count), generator=generator) for count in (1, 5, 39)]
+    plain = get_pool(2).run(sizes_of_rank, tmp_path, ids, (), timeout=120.0)
+    for (logits, taken, layers), (expected, *_) in zip(
+        get_pool(2).run(sizes_of_rank, tmp_path, ids, (2, 4), timeout=120.0), plain, strict=True
+    ):
+        assert taken == [2] * layers + [4] * layers + [16] * 2 * layers
+        for answer, wanted in zip(logits, expected, strict=True):
+            assert_same_bits(answer, wanted)
 
 
 def too_many_of_rank(rank: int, world: int, path: Path) -> str:
