@@ -34,7 +34,7 @@ from moe_runtime.integrations.expert_modules import DescribedExperts, routes_of
 from moe_runtime.integrations.replayed_routes import ReplayedRoutes, RoutedBlock
 from moe_runtime.integrations.shared_tokens import run_in_steps, steps_for
 from moe_runtime.integrations.transformers_models import MoEBlock, check_read, model_config_of, moe_blocks
-from moe_runtime.integrations.transformers_registry import layer_fields
+from moe_runtime.integrations.transformers_registry import check_overrides, layer_fields
 from moe_runtime.layer import MoELayer
 from moe_runtime.observation.counters import LayerCounts
 from moe_runtime.observation.routes import RecordedRoutes
@@ -98,8 +98,9 @@ def apply_expert_parallel(
             process that takes the place of a rank; it is closed with what is returned, and after an error. It has
             layers of this model alone.
         overrides: further fields of `MoELayerConfig`, such as `token_buckets` or `intermediate_gsf`, and `top_k` where
-            no block of the model says it. Inside `join` each call takes the smallest bucket that holds the tokens of
-            every rank.
+            no block of the model says it. Of router and shared expert the model has its own: they are compared with a
+            `Checkpoint` that has routers, and refused without one. Inside `join` each call takes the smallest bucket
+            that holds the tokens of every rank.
 
     Returns:
         The expert-parallel part of the model; close it in the end, or use it as a context manager.
@@ -123,6 +124,8 @@ def apply_expert_parallel(
             if not (experts is None or isinstance(experts, Checkpoint) or callable(experts)):
                 kinds = "a Checkpoint, a callable or None"
                 raise ValueError(f"experts: expected {kinds}, got {type(experts).__name__}")
+            if not (isinstance(experts, Checkpoint) and experts.routers):
+                check_overrides(overrides)
             model_config = model_config_of(model)
             blocks = moe_blocks(model, has_weights=experts is None)
             numbers = [block.number for block in blocks]

@@ -45,11 +45,14 @@ from moe_runtime.integrations.layer_settings import (
 from moe_runtime.integrations.shared_tokens import gather_parts, part_of, run_in_steps, steps_for
 from moe_runtime.kernels.formats.number_formats import ceil_div
 from moe_runtime.layer import MoELayer
-from moe_runtime.support.arguments import check_integer, check_kind
+from moe_runtime.support.arguments import check_integer, check_kind, describe
 from moe_runtime.support.compiling import not_compiled
 
 NAME = "moe_runtime"
 """What `set_experts_implementation` and `ep_implementation` are given."""
+
+OF_THE_MODEL = ("router", "shared_expert")
+"""Fields of `MoELayerConfig` that no layer here has: a model keeps its own."""
 
 _current = LayerSettings()
 
@@ -74,11 +77,13 @@ def experts_settings(
         token_format, weight_format, combine_format: as in `MoELayerConfig`. There is no checkpoint here: `token_format`
             is bf16 if `auto`, and `weight_format` is `token_format` if None or `auto`.
         parallel: transport (between ranks), engine and time limits; the defaults of `ParallelConfig` if None.
-        overrides: further fields of `MoELayerConfig`, such as `token_buckets`.
+        overrides: further fields of `MoELayerConfig`, such as `token_buckets`; no router and no shared expert, of which
+            the model has its own.
 
     Raises `ValueError` naming a wrong argument; what does not fit a model is refused when its first layer is made.
     """
     check_integer("max_tokens_per_rank", max_tokens_per_rank, 1, 2**31 - 1)
+    check_overrides(overrides)
     fields = {
         "max_tokens_per_rank": max_tokens_per_rank,
         "token_format": token_format,
@@ -87,6 +92,13 @@ def experts_settings(
         **overrides,
     }
     return _in_force(checked_settings(parallel, fields))
+
+
+def check_overrides(overrides: Mapping[str, object]) -> None:
+    """Raise `ValueError` for a field that is not the layer's: one with a shared expert would add random weights."""
+    for name in OF_THE_MODEL:
+        if overrides.get(name) is not None:
+            raise ValueError(f"{name}: expected none, the model keeps its own, got {describe(overrides[name])}")
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from moe_runtime.checkpoints.checkpoint import Checkpoint
 from moe_runtime.checkpoints.conversion import convert_checkpoint
 from moe_runtime.checkpoints.quantization import EXPERTS_KEY
 from moe_runtime.comm.errors import PeerAbortedError, PeerTimeoutError
-from moe_runtime.config import MoELayerConfig, ParallelConfig
+from moe_runtime.config import MoELayerConfig, ParallelConfig, RouterConfig, SharedExpertConfig
 from moe_runtime.integrations.expert_modules import describe_experts
 from moe_runtime.integrations.transformers import ExpertParallel, apply_expert_parallel
 from moe_runtime.integrations.transformers_models import without_experts
@@ -663,6 +663,11 @@ def test_arguments_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     model = tiny_models.tiny_model("mixtral", 0).bfloat16()
     with pytest.raises(ValueError, match=r"top_k: the model says 3, got 2"):
         apply_expert_parallel(model, max_tokens_per_rank=8, top_k=2)
+    with pytest.raises(ValueError, match="shared_expert: expected none, the model keeps its own, got SharedExp"):
+        shared = SharedExpertConfig(intermediate_size=32)
+        apply_expert_parallel(model, max_tokens_per_rank=8, shared_expert=shared)
+    with pytest.raises(ValueError, match="router: expected none, the model keeps its own, got RouterConfig"):
+        apply_expert_parallel(model, max_tokens_per_rank=8, router=RouterConfig(kind="sigmoid"))
     with pytest.raises(ValueError, match="weight_format: expected nvfp4, got mxfp8 with nvfp4 tokens"):
         apply_expert_parallel(model, max_tokens_per_rank=8, token_format="nvfp4", weight_format="mxfp8")
     with pytest.raises(ValueError, match=r"^mesh: expected a DeviceMesh or a ProcessGroup, got str"):

@@ -21,7 +21,7 @@ from transformers.distributed import DistributedConfig
 
 import moe_runtime.integrations.transformers  # noqa: F401  (registers)
 from moe_runtime.comm.errors import RoutingError
-from moe_runtime.config import ParallelConfig
+from moe_runtime.config import ParallelConfig, RouterConfig, SharedExpertConfig
 from moe_runtime.dispatcher.token_dispatcher import TokenDispatcher
 from moe_runtime.experts import activation_of
 from moe_runtime.integrations.expert_modules import describe_experts
@@ -333,6 +333,10 @@ def test_calls_that_do_not_fit_are_refused() -> None:
                 experts_settings(max_tokens_per_rank=most)
         with pytest.raises(ValueError, match=r"^nonsense: unknown key"):
             experts_settings(nonsense=1)
+        with pytest.raises(ValueError, match=r"^shared_expert: expected none, the model keeps its own, got"):
+            experts_settings(shared_expert=SharedExpertConfig(intermediate_size=32))
+        with pytest.raises(ValueError, match=r"^router: expected none, the model keeps its own, got"):
+            experts_settings(router=RouterConfig())
         with pytest.raises(ValueError, match=r"^weight_format: expected .*, got mxfp4 with nvfp4 tokens"):
             experts_settings(token_format="nvfp4", weight_format="mxfp4")
         with pytest.raises(ValueError, match=r"^parallel: expected a ParallelConfig"):
