@@ -1,6 +1,6 @@
 """What this machine has, and what the runtime would use of it; reserves nothing.
 
-`[torchrun …] -m moe_runtime.launch.doctor [--config NAME] [--world-size N [--hosts N]] [--json]` shows versions,
+`[torchrun …] -m moe_runtime.launch.doctor [--config NAME [--world-size N [--hosts N]]] [--json]` shows versions,
 devices, the engine and the transport that would be used and why not the others, limits on shared memory, the bytes
 that each rank would reserve in every token format, and the kernels of the exchange and of the experts (`--hopper`: on
 an H100 or H200, wherever this runs). Under torchrun all ranks agree on the transport and rank 0 prints.
@@ -486,8 +486,9 @@ def work(options: argparse.Namespace) -> int:
     if options.hosts is not None and (options.world_size is None or options.world_size % max(options.hosts, 1)):
         raise ValueError(f"--hosts: expected a divisor of --world-size, got {options.hosts}")
     config = load_config(options.config) if options.config else None
-    if config is None and (options.tokens or options.hopper):
-        raise ValueError(f"--{'tokens' if options.tokens else 'hopper'}: expected it with --config")
+    for name in ("tokens", "hopper", "world_size"):
+        if config is None and getattr(options, name):
+            raise ValueError(f"--{name.replace('_', '-')}: expected it with --config")
     parallel = environment.with_options(config.parallel if config else ParallelConfig(), options)
     device = init_from_env(timeout_s=parallel.startup_timeout_s)
     group = RankGroup(timeout_s=parallel.startup_timeout_s)

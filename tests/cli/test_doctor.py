@@ -211,6 +211,8 @@ def test_a_format_that_does_not_fit_says_why() -> None:
         (("--world-size", "0"), "--world-size: expected at least 1, got 0"),
         (("--tokens", "5"), "--tokens: expected it with --config"),
         (("--hopper",), "--hopper: expected it with --config"),
+        (("--world-size", "4"), "--world-size: expected it with --config"),
+        (("--world-size", "4", "--hosts", "2"), "--world-size: expected it with --config"),
     ],
 )
 def test_bad_arguments(arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
