@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -36,6 +38,14 @@ class PostExpertNorm(FixedDtypes):
         """
         check_is_tensor("weight", weight)
         copy_checked({"weight": (self.scale, 1.0 + weight if weight.is_floating_point() else weight)})
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *how: Any
+    ) -> None:
+        # In place also where `assign` is asked for: the experts hold the tensor with which they were loaded.
+        assign = local_metadata.get("assign_to_params_buffers", False) and self.scale.is_meta
+        local_metadata = {**local_metadata, "assign_to_params_buffers": assign}
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *how)
 
     @property
     def norm(self) -> ExpertNorm:

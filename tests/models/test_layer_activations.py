@@ -216,6 +216,22 @@ def test_layers_with_a_norm_after_each_expert(
     assert relative_error(y, exact(c, seed, torch.cat(xs), route))[0] > bound
 
 
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_norm_of_a_state_dict_counts(assign: bool, device: torch.device, rng: torch.Generator) -> None:
+    """Also one that is assigned, though the experts were loaded before."""
+    x = torch.randn(9, 128, generator=rng).bfloat16().to(device)
+    layers = [MoELayer(config({}, post_expert_norm={"eps": 1e-5}), ExpertParallelContext(device=device)) for _ in "ab"]
+    for layer in layers:
+        layer.load_random(1)
+        assert layer.post_expert_norm is not None
+        layer.post_expert_norm.load(torch.randn(128, generator=rng).to(device))
+    other, layer = layers
+    before, wanted = layer(x), other(x)
+    assert not torch.equal(before, wanted)
+    layer.load_state_dict({name: value.double() for name, value in other.state_dict().items()}, assign=assign)
+    assert_same_bits(layer(x), wanted)
+
+
 def test_weights_with_a_gate_do_not_fit_without_one(device: torch.device) -> None:
     c = config(ACTIVATIONS["relu2"])
     with ExpertParallelContext(device=device) as context:
