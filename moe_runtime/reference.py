@@ -182,7 +182,7 @@ def rounding_error(fmt: str | TokenFormat) -> float:
     In `mxfp4` the largest of 32 values is only known to reach 3 of the 6, and the 31 others may all lie between 0 and
     0.5, where a number has mean square `0.5^2 / 3` and its error `0.5^2 / 12`. With `e^2` from above for the largest:
 
-        rounding_error^2 = (31 * 0.5^2 / 12 + 9 * e^2) / (31 * 0.5^2 / 3 + 9)      mxfp4 0.2571
+        rounding_error^2 = (31 * 0.5^2 / 12 + 9 * e^2) / (31 * 0.5^2 / 3 + 9)      mxfp4 0.2569
     """
     fmt = weight_format_named(fmt)
     spacing = fmt.epsilon
