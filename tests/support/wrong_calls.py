@@ -32,6 +32,7 @@ from typing import Any
 
 import torch
 
+from moe_runtime.checkpoints.kept_files import VARIABLE
 from moe_runtime.comm.errors import StaleHandleError
 from moe_runtime.dispatcher import TokenDispatcher
 from tests.support.call_verdicts import (
@@ -271,7 +272,8 @@ class _Batch:
         numbers = [str(self.seed), str(self.start), str(self.end - self.start)]
         command = [sys.executable, "-X", "faulthandler", "-m", "tests.support.wrong_calls", "--child", *numbers]
         with self.output.open("w") as out, (self.folder / f"{self.start}.err").open("w") as err:
-            environment = os.environ | {"OMP_NUM_THREADS": "1"}
+            # What a call keeps in host memory goes with the folder.
+            environment = os.environ | {"OMP_NUM_THREADS": "1", VARIABLE: str(self.folder / "kept")}
             environment.pop("TRITON_INTERPRET", None)
             self.process = subprocess.Popen(
                 [*command, str(self.progress)], stdout=out, stderr=err, env=environment, start_new_session=True

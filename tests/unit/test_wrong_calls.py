@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,6 +33,7 @@ from moe_runtime import (
     imbalance,
     ops,
 )
+from moe_runtime.checkpoints.kept_files import VARIABLE
 from moe_runtime.comm.heaps.private_heap import PrivateHeap
 from moe_runtime.integrations import ExpertParallel
 from moe_runtime.kernels.formats.number_formats import NVFP4, FormatCode, format_named
@@ -105,6 +107,14 @@ def test_wrong_calls(fixed: bool, seed: int) -> None:
     assert outcome.counts.total() > 50
     faults = [f"{fault}\n    --seed {seed} --only {index}" for index, fault in outcome.faults]
     assert not faults, "repeat with python -m tests.support.wrong_calls:\n" + "\n".join(faults)
+
+
+def test_wrong_calls_leave_no_weights_in_host_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Calls with `keep_in_host_memory` are accepted: what they keep lies in a folder that goes with the run."""
+    started: list[dict[str, str]] = []
+    monkeypatch.setattr(wrong_calls.subprocess, "Popen", lambda command, **how: started.append(how["env"]))
+    wrong_calls._Batch(0, 0, 1, tmp_path)
+    assert Path(started[0][VARIABLE]).is_relative_to(tmp_path)
 
 
 SPARSE = torch.ones(3, HIDDEN).to_sparse()
