@@ -47,6 +47,10 @@ class LaunchOrder:
       partial sums, for which `combine_recv` needs no end of `combine_send`. With the output of a shared expert, which
       has no flag, `combine_recv` waits first. The waits and their fences are in `signalling.cuh`.
 
+    One read is of what may not be there yet: `is_stale` (`signalling.cuh`) compares a handle's epoch with the last one.
+    The kernel before stores at most one epoch more, so the answer is open only where the last epoch that can be seen is
+    one ahead of the handle's. There it waits, and reads again.
+
     Each of them waits before it ends (rule 1).
 
     What a kernel stores while the one before it runs must lie in other memory than that one uses: outputs are allocated
