@@ -40,6 +40,8 @@ kernels = $(1:%=tests/kernels/test_%.py)
 ENGINES := $(call models,engine_* transformers* vllm_* expert_modules greedy_families published_kinds read_or_refused)
 LAYERS := $(call models,layer* rebalance* experts full_size_layers step token_buckets)
 CHECKPOINTS := $(filter-out $(ENGINES) $(LAYERS),$(call models,*))
+# These skip where there are no sources of engines.
+READ_SOURCES := $(call models,engine_parts engine_signatures) tests/deep_ep/test_callers.py
 # Cheap, and of each subject what most mistakes break.
 QUICK := $(call unit,arguments config formats import_graph placement router weights) $(call models,checkpoint layer) \
     $(call exchange,num_sms one_rank one_rank_emulated) $(call kernels,bits gemm_arguments gemm_plan op_arguments swizzle)
@@ -82,8 +84,10 @@ test-engines: $(STAMP) ## transformers models, adapters of vLLM and SGLang
 test-tools: $(STAMP) ## programs, docs, packaging, import graph
 	$(PYTEST) tests/cli $(call unit,examples import_graph packaging readme subjects)
 
-# Its own conftest alone: that of the other tests sets up what engines must not have.
-engine-test: $(ENGINE_STAMP) ## the adapters inside vLLM and SGLang on CPUs, installed into .venv-engine
+# Its own conftest alone: that of the other tests sets up what engines must not have. Before, what only reads sources.
+engine-test: $(STAMP) $(ENGINE_STAMP) ## the adapters inside vLLM and SGLang on CPUs, installed into .venv-engine
+	site=$$($(ENGINE_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
+		MOE_RUNTIME_VLLM_SOURCES=$$site MOE_RUNTIME_SGLANG_SOURCES=$$site $(BIN)/python -m pytest $(READ_SOURCES)
 	$(ENGINE_VENV)/bin/python -m pytest tests/engine --confcutdir=tests/engine --timeout 900
 
 setup: $(STAMP) ## install into .venv

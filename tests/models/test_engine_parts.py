@@ -11,7 +11,7 @@ import importlib.util
 import logging
 from abc import ABC, abstractmethod
 from types import SimpleNamespace
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast, overload
 
 import pytest
 import torch
@@ -48,6 +48,7 @@ def test_vllm_s_own_classes_with_the_adapter(seed: int) -> None:
     sources = sources_of("vllm")
     space: dict[str, Any] = {"nn": nn, "torch": torch, "logger": logging.getLogger("vllm"), "cast": cast}
     space |= {"op_registry": {}, "op_registry_oot": {}, "ABC": ABC, "abstractmethod": abstractmethod}
+    space |= {"overload": overload, "Literal": Literal}
     space = sources.run("vllm.model_executor.custom_op", ["PluggableLayer"], space)
     space = sources.run(f"{QUANTIZATION}.base_config", ["QuantizeMethodBase"], space)
     space = sources.run(f"{FUSED}.fused_moe_method_base", ["FusedMoEMethodBase"], space)
@@ -61,7 +62,7 @@ def test_vllm_s_own_classes_with_the_adapter(seed: int) -> None:
             raise AssertionError("vLLM's own method must not run")
 
     space["UnquantizedFusedMoEMethod"] = Unquantized
-    kept = {"_get_quant_method", "_ensure_moe_quant_config_init", "forward_modular", "expert_map"}
+    kept = {"_get_quant_method", "_ensure_moe_quant_config_init", "forward_modular", "expert_map", "weight_loader"}
     space = sources.run(f"{FUSED}.routed_experts", ["RoutedExperts"], space, kept)
     runner_parts = {"_quant_method", "_fused_output_is_reduced", "do_naive_dispatch_combine"}
     space["MoERunnerInterface"] = object
@@ -94,6 +95,8 @@ def test_vllm_s_own_classes_with_the_adapter(seed: int) -> None:
         layer._ensure_moe_quant_config_init()
         found = layer.forward_modular(x=x, topk_weights=weights, topk_ids=ids)
         assert layer.expert_map is None
+        with pytest.raises(ValueError, match="load_weights: expected reload_weights"):
+            layer.weight_loader(layer.w13_weight, data.gate[0], "w13_weight", "w1", 0)
     assert runner._fused_output_is_reduced and not runner.do_naive_dispatch_combine
     assert relative_error(found, plain_moe(data, x, ids, weights))[0] <= error_bound("bf16")
 

@@ -87,6 +87,7 @@ def hooks_of_vllm(sources: Sources) -> None:
         own = {each.name for each in sources.find(module, name).body if hasattr(each, "name")}
         assert name == "RoutedExperts" or not own & {"_get_quant_method", "forward_modular", "__new__"}, name
     assert sources.parameters(base, "RoutedExperts._get_quant_method") == ["prefix", "quant_config", "moe_config"]
+    assert sources.parameters(base, "RoutedExperts.weight_loader")[0] == "param"
     made = ast.unparse(sources.find(base, "RoutedExperts.__init__"))
     chosen = made.find("self._get_quant_method")
     for checked in ("activation", "swiglu_limit", "swiglu_alpha", "swiglu_beta", "apply_router_weight_on_input"):
@@ -309,6 +310,7 @@ ALTERED = [
     ("vllm.model_executor.model_loader.base_loader", "vllm_config: VllmConfig, model", "config: VllmConfig, model"),
     (f"{FUSED}.runner.moe_runner", "static_forward_context[prefix] = layer", "static_layers[prefix] = layer"),
     (f"{FUSED}.routed_experts", "moe_config: FusedMoEConfig,\n    ) -> F", "config: FusedMoEConfig,\n    ) -> F"),
+    (f"{FUSED}.routed_experts", "def weight_loader(", "def load_weight("),
     (f"{FUSED}.routed_experts", '"_expert_map"', '"_map"'),
     (f"{FUSED}.routed_experts", "self.swiglu_limit", "self.limit"),
     (f"{FUSED}.config", "max_num_tokens: int =", "most_tokens: int ="),
