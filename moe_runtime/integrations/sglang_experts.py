@@ -37,6 +37,9 @@ MAX_TOKENS = 8192
 RUNNERS = ("triton", "marlin", "deep_gemm")
 """Values of `--moe-runner-backend` with which SGLang loads weights in the layout and sizes of the checkpoint."""
 
+LOADED_LATER = ("sharded_state", "presharded", "remote_instance")
+"""Values of `--load-format` with which SGLang processes weights before it has loaded them, or never."""
+
 NO_UPDATES = "expected no update of weights, the experts run in moe_runtime"
 _LOG = logging.getLogger(__name__)
 
@@ -146,7 +149,7 @@ def check(layer: Any, config: Any) -> None:
     context = import_module("sglang.srt.runtime_context")
     a2a = import_module("sglang.srt.layers.moe").get_moe_a2a_backend()
     runner = "none" if config.runner_backend is None else config.runner_backend.value
-    execution, parallel = context.get_exec(), context.get_parallel()
+    execution, parallel, model = context.get_exec(), context.get_parallel(), context.get_model()
     refusals = {
         f"--moe-a2a-backend: expected none or flashinfer, got {a2a.value}": not (a2a.is_none() or a2a.is_flashinfer()),
         f"--moe-runner-backend: expected one of {', '.join(RUNNERS)}, got {runner}": runner not in RUNNERS,
@@ -157,6 +160,8 @@ def check(layer: Any, config: Any) -> None:
         "--enable-two-batch-overlap: expected one batch at a time": execution.overlap.enable_two_batch_overlap,
         "--enable-paged-experts: expected experts that stay on the GPU": execution.moe.enable_paged_experts,
         "--kt-weight-path: expected experts that stay on the GPU": execution.moe.kt_weight_path is not None,
+        f"--load-format: expected weights of a checkpoint, got {model.load_format}": _is_loaded_later(model),
+        f"--weight-cache-mode: expected off, got {model.weight_cache_mode}": model.weight_cache_mode != "off",
         "--enable-lora: expected a model without": context.get_lora().enable_lora,
         "--disable-shared-experts-fusion: expected it": layer.num_fused_shared_experts > 0,
         "apply_router_weight_on_input: expected a model without": config.apply_router_weight_on_input,
@@ -168,6 +173,12 @@ def check(layer: Any, config: Any) -> None:
     for refusal, applies in refusals.items():
         if applies:
             raise ValueError(f"{name_of(layer)}: {refusal}")
+
+
+def _is_loaded_later(model: Any) -> bool:
+    """Whether layers would be taken over before their weights are there; `model` has SGLang's options of the model."""
+    from_store = model.load_format == "remote" and str(model.model_path).startswith("redis://")
+    return from_store or model.load_format in LOADED_LATER
 
 
 def build(layers: EngineLayers, layer: Any, quant_method: Any) -> EngineExperts:

@@ -596,6 +596,11 @@ def test_sglang_on_two_ranks(backend: str, get_pool: Any, seed: int) -> None:
         ({}, {"settings": {"dwdp_size": 2}}, "--dwdp-size"),
         ({}, {"settings": {"enable_eplb": True}}, "--enable-eplb"),
         ({}, {"settings": {"enable_two_batch_overlap": True}}, "--enable-two-batch-overlap"),
+        ({}, {"settings": {"load_format": "sharded_state"}}, "--load-format"),
+        ({}, {"settings": {"load_format": "presharded"}}, "--load-format: .*, got presharded"),
+        ({}, {"settings": {"load_format": "remote_instance"}}, "--load-format"),
+        ({}, {"settings": {"load_format": "remote", "model_path": "redis://host/model"}}, "--load-format"),
+        ({}, {"settings": {"weight_cache_mode": "client"}}, "--weight-cache-mode"),
         ({}, {"settings": {"enable_lora": True}}, "--enable-lora"),
         ({}, {"settings": {"enable_paged_experts": True}}, "--enable-paged-experts"),
         ({}, {"settings": {"kt_weight_path": "/experts"}}, "--kt-weight-path"),
@@ -612,6 +617,13 @@ def test_what_sglang_must_not_ask(changes: Any, settings: Any, complaint: str) -
     layer = sglang_layer({}, **changes)
     with sglang_modules(**settings), pytest.raises(ValueError, match=rf"model\.layers\.0\.mlp\.experts: {complaint}"):
         taken_over_sglang(layers_of(), layer)
+
+
+@pytest.mark.parametrize("path", ["s3://bucket/model", "/redis/model"])
+def test_what_sglang_may_load_from(path: str) -> None:
+    """What it processes once it has loaded it."""
+    with sglang_modules(settings={"load_format": "remote", "model_path": path}):
+        taken_over_sglang(layers_of(), sglang_layer({}))
 
 
 @pytest.mark.parametrize(

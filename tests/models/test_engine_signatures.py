@@ -232,13 +232,17 @@ def step_of_sglang(sources: Sources) -> None:
     assert "get_moe_a2a_backend" in sources.exported(f"{SRT}.layers.moe")
     assert {"is_none", "is_flashinfer"} <= sources.members(f"{SRT}.layers.moe.utils", "MoeA2ABackend")
     context = f"{SRT}.runtime_context"
-    assert {"get_exec", "get_parallel", "get_lora"} <= sources.exported(context)
+    assert {"get_exec", "get_parallel", "get_lora", "get_model"} <= sources.exported(context)
     for name in ("moe_ep_group", "moe_dp_size", "attn_tp_size"):
         assert name in sources.text(context), name
     fields = f"{SRT}.arg_groups.fields"
     assert "enable_eplb" in sources.members(f"{fields}.exec_", "ExecMoe")
     assert {"enable_paged_experts", "kt_weight_path"} <= sources.members(f"{fields}.exec_", "ExecMoe")
     assert "enable_two_batch_overlap" in sources.members(f"{fields}.exec_", "ExecOverlap")
+    assert {"load_format", "weight_cache_mode", "model_path"} <= sources.members(f"{fields}.model", "Model")
+    # So that a draft's format counts while the draft is made.
+    assert "get_model().override(load_format=load_format)" in sources.text(f"{SRT}.model_executor.model_runner")
+    assert set(sglang_experts.LOADED_LATER) <= sources.constants(f"{SRT}.configs.load_config", "LoadFormat")
     updates = f"{SRT}.model_executor.model_runner_components.weight_updater"
     assert 'getattr(module, "_derived_weight_cache_error", None)' in sources.text(updates)
     assert "self.zero_expert_type" in sources.text(f"{SRT}.models.longcat_flash")
@@ -249,6 +253,7 @@ def step_of_sglang(sources: Sources) -> None:
         "layers.quantization.unquant": "get_lora().enable_lora",
         "distributed.parallel_state": "get_parallel().moe_ep_group",
         "layers.moe.utils": "get_parallel().dwdp_size",
+        "model_executor.model_runner_components.load_model_utils": "get_model().weight_cache_mode",
     }
     for module, read in users.items():
         assert read in sources.text(f"{SRT}.{module}"), read

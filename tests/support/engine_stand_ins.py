@@ -399,7 +399,8 @@ def sglang_modules(
     of_moe: dict[str, Any] = {"enable_eplb": False, "enable_paged_experts": False, "kt_weight_path": None}
     switches = of_moe | dict.fromkeys(("enable_two_batch_overlap", "enable_lora"), False)
     sizes = dict.fromkeys(("moe_dp_size", "dwdp_size", "attn_tp_size"), 1)
-    settings = {**switches, **sizes, **(settings or {})}
+    of_model = {"load_format": "auto", "weight_cache_mode": "off", "model_path": "/model"}
+    settings = {**switches, **sizes, **of_model, **(settings or {})}
     execution = SimpleNamespace(
         moe=SimpleNamespace(**{name: settings[name] for name in of_moe}),
         overlap=SimpleNamespace(enable_two_batch_overlap=settings["enable_two_batch_overlap"]),
@@ -417,6 +418,7 @@ def sglang_modules(
         "sglang.srt.runtime_context": {
             "get_exec": lambda: execution,
             "get_parallel": lambda: parallel,
+            "get_model": lambda: SimpleNamespace(**{name: settings[name] for name in of_model}),
             "get_lora": lambda: SimpleNamespace(enable_lora=settings["enable_lora"]),
         },
         "sglang.srt.layers.moe": {"get_moe_a2a_backend": lambda: A2ABackend(value=backend)},
