@@ -160,6 +160,9 @@ def check(layer: Any, config: Any) -> None:
         "--enable-two-batch-overlap: expected one batch at a time": execution.overlap.enable_two_batch_overlap,
         "--enable-paged-experts: expected experts that stay on the GPU": execution.moe.enable_paged_experts,
         "--kt-weight-path: expected experts that stay on the GPU": execution.moe.kt_weight_path is not None,
+        "--cpu-offload-gb, --offload-group-size: expected none, since experts stay on the GPU": (
+            execution.offload.cpu_offload_gb > 0 or execution.offload.offload_group_size > 0
+        ),
         f"--load-format: expected weights of a checkpoint, got {model.load_format}": _is_loaded_later(model),
         f"--weight-cache-mode: expected off, got {model.weight_cache_mode}": model.weight_cache_mode != "off",
         "--enable-lora: expected a model without": context.get_lora().enable_lora,

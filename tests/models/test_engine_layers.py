@@ -596,6 +596,8 @@ def test_sglang_on_two_ranks(backend: str, get_pool: Any, seed: int) -> None:
         ({}, {"settings": {"dwdp_size": 2}}, "--dwdp-size"),
         ({}, {"settings": {"enable_eplb": True}}, "--enable-eplb"),
         ({}, {"settings": {"enable_two_batch_overlap": True}}, "--enable-two-batch-overlap"),
+        ({}, {"settings": {"cpu_offload_gb": 2}}, "--cpu-offload-gb"),
+        ({}, {"settings": {"offload_group_size": 4}}, "--cpu-offload-gb, --offload-group-size"),
         ({}, {"settings": {"load_format": "sharded_state"}}, "--load-format"),
         ({}, {"settings": {"load_format": "presharded"}}, "--load-format: .*, got presharded"),
         ({}, {"settings": {"load_format": "remote_instance"}}, "--load-format"),

@@ -239,6 +239,7 @@ def step_of_sglang(sources: Sources) -> None:
     assert "enable_eplb" in sources.members(f"{fields}.exec_", "ExecMoe")
     assert {"enable_paged_experts", "kt_weight_path"} <= sources.members(f"{fields}.exec_", "ExecMoe")
     assert "enable_two_batch_overlap" in sources.members(f"{fields}.exec_", "ExecOverlap")
+    assert {"cpu_offload_gb", "offload_group_size"} <= sources.members(f"{fields}.exec_", "ExecOffload")
     assert {"load_format", "weight_cache_mode", "model_path"} <= sources.members(f"{fields}.model", "Model")
     # So that a draft's format counts while the draft is made.
     assert "get_model().override(load_format=load_format)" in sources.text(f"{SRT}.model_executor.model_runner")
@@ -253,6 +254,7 @@ def step_of_sglang(sources: Sources) -> None:
         "layers.quantization.unquant": "get_lora().enable_lora",
         "distributed.parallel_state": "get_parallel().moe_ep_group",
         "layers.moe.utils": "get_parallel().dwdp_size",
+        "utils.offloader": "if get_exec().offload.offload_group_size > 0:",
         "model_executor.model_runner_components.load_model_utils": "get_model().weight_cache_mode",
     }
     for module, read in users.items():

@@ -399,11 +399,13 @@ def sglang_modules(
     of_moe: dict[str, Any] = {"enable_eplb": False, "enable_paged_experts": False, "kt_weight_path": None}
     switches = of_moe | dict.fromkeys(("enable_two_batch_overlap", "enable_lora"), False)
     sizes = dict.fromkeys(("moe_dp_size", "dwdp_size", "attn_tp_size"), 1)
+    of_offload = {"cpu_offload_gb": 0, "offload_group_size": -1}
     of_model = {"load_format": "auto", "weight_cache_mode": "off", "model_path": "/model"}
-    settings = {**switches, **sizes, **of_model, **(settings or {})}
+    settings = {**switches, **sizes, **of_offload, **of_model, **(settings or {})}
     execution = SimpleNamespace(
         moe=SimpleNamespace(**{name: settings[name] for name in of_moe}),
         overlap=SimpleNamespace(enable_two_batch_overlap=settings["enable_two_batch_overlap"]),
+        offload=SimpleNamespace(**{name: settings[name] for name in of_offload}),
     )
     parallel = SimpleNamespace(
         moe_ep_group=SimpleNamespace(device_group=ep_group),
