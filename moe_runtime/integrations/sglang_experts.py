@@ -75,9 +75,17 @@ def take_over(layers: EngineLayers, moe_runner_config: Any, quant_method: Any) -
     check(config.layer, config)
     activation_of(config, name_of(config.layer), False)  # Before any weight is loaded.
     replace_members(quant_method, RunsExperts, layers)
+    a2a, on_cpu = import_module("sglang.srt.layers.moe").get_moe_a2a_backend(), _lies_on_cpu(config.layer)
+    if a2a.is_flashinfer() and not on_cpu:
+        # Else some models apply it to complete results, and others leave it to the layer. On CPUs top-k has no way.
+        quant_method.fuse_routed_scaling_factor_in_topk = True
     # SGLang looks for it before it writes weights of a running model, and answers with it.
     config.layer._derived_weight_cache_error = f"{name_of(config.layer)}: {NO_UPDATES}"
     return _passing_dispatcher()
+
+
+def _lies_on_cpu(layer: Any) -> bool:
+    return all(parameter.device.type == "cpu" for parameter in layer.parameters())
 
 
 def mark_zero_experts(model: Any) -> None:
@@ -129,14 +137,20 @@ class RunsExperts:
             topk = topk.to_standard()
         if not checker.format_is_standard(topk):
             raise ValueError(f"{name_of(layer)}: expected ids and weights of the top-k, got {type(topk).__name__}")
-        weights, factor = topk.topk_weights, layer.moe_runner_config.routed_scaling_factor
-        x = dispatch_output.hidden_states
-        # On CPUs models apply it, and no runner of SGLang does.
-        applied = layer.should_fuse_routed_scaling_factor_in_topk or x.device.type == "cpu"
-        if factor not in (None, 1.0) and not applied:
+        x, weights = dispatch_output.hidden_states, topk.topk_weights
+        factor = factor_left(layer, x.device)
+        if factor != 1.0:
             weights = weights * factor
         y = self.moe_runtime_experts(x, topk.topk_ids, weights, most_tokens(x.shape[0]))
         return import_module("sglang.srt.layers.moe.token_dispatcher.standard").StandardCombineInput(hidden_states=y)
+
+
+def factor_left(layer: Any, device: torch.device) -> float:
+    """What is left of SGLang's factor of routing weights to its runner, for tokens on `device`."""
+    # On CPUs models apply it, and no runner of SGLang does.
+    applied = layer.should_fuse_routed_scaling_factor_in_topk or device.type == "cpu"
+    factor = layer.moe_runner_config.routed_scaling_factor
+    return 1.0 if factor is None or applied else float(factor)
 
 
 def name_of(layer: Any) -> str:

@@ -11,7 +11,7 @@ import importlib.util
 import logging
 from abc import ABC, abstractmethod
 from types import SimpleNamespace
-from typing import Any, Literal, NamedTuple, cast, overload
+from typing import Any, Literal, NamedTuple, Optional, cast, overload
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from torch import nn
 
 from moe_runtime.config import ActivationConfig, ParallelConfig
 from moe_runtime.integrations import sglang_experts, vllm_experts
+from moe_runtime.integrations.engine_layers import EngineLayers
 from moe_runtime.integrations.layer_settings import LayerSettings
 from moe_runtime.kernels.formats.scale_blocks import expert_starts
 from moe_runtime.reference import error_bound, relative_error
@@ -155,6 +156,35 @@ def test_sglang_s_own_hooks_with_the_adapter(seed: int, caplog: pytest.LogCaptur
         dispatched = dispatcher.dispatch(hidden_states=x, topk_output=TopK(weights, ids))
         found = dispatcher.combine(combine_input=method.apply(layer=layer, dispatch_output=dispatched))  # type: ignore[attr-defined]
     assert relative_error(found, plain_moe(data, x, ids, weights))[0] <= error_bound("bf16")
+
+
+@pytest.mark.parametrize("backend", ["none", "flashinfer"])
+def test_sglang_s_models_scale_results_once(backend: str, rng: torch.Generator) -> None:
+    """On GPUs: by the top-k, the layer, or DeepSeek's model, which does so behind results that are complete."""
+    sources = sources_of("sglang")
+    layer_module, model = f"{SRT}.layers.moe.fused_moe_triton.layer", f"{SRT}.models.deepseek_v2"
+    given = {"ModelOptNvFp4FusedMoEMethod": type("NvFp4", (), {}), "Fp8MoEMethod": type("Fp8", (), {})}
+    decide = sources.run(layer_module, ["_fuses_routed_scaling_factor_in_topk"], given)
+    behind = sources.run(model, ["_scale_routed_and_add_shared"], {"torch": torch, "Optional": Optional})
+    runner = SimpleNamespace(
+        **{f"is_{name}": lambda: False for name in ("cutlass", "flashinfer_trtllm", "flashinfer_trtllm_routed")}
+    )
+    layer = sglang_layer({"w13_weight": torch.empty(1, device="meta")}, routed_scaling_factor=2.5)
+    method = given["Fp8MoEMethod"]()
+    with sglang_modules(backend=backend):
+        sglang_experts.take_over(EngineLayers(LayerSettings(LIMITS, {})), layer.moe_runner_config, method)
+    fused = decide["_fuses_routed_scaling_factor_in_topk"](method, runner)
+    layer.should_fuse_routed_scaling_factor_in_topk = fused
+    results = torch.randn(5, 8, generator=rng)
+    found = results * (2.5 if fused else 1.0) * sglang_experts.factor_left(layer, torch.device("cuda"))
+    if backend == "flashinfer":
+        found = behind["_scale_routed_and_add_shared"](found, None, routed_scaling_factor=2.5, fused_in_topk=fused)
+    torch.testing.assert_close(found, results * 2.5)
+    assert "or get_moe_a2a_backend().is_flashinfer()" in ast.unparse(sources.find(model, "DeepseekV2MoE.__init__"))
+    assert "_scale_routed_and_add_shared" in ast.unparse(sources.find(model, "DeepseekV2MoE.forward_deepep"))
+    assert "_scale_routed_and_add_shared" not in ast.unparse(sources.find(model, "DeepseekV2MoE.forward_normal"))
+    made = ast.unparse(sources.find(layer_module, "FusedMoE.__init__"))
+    assert made.find("create_moe_dispatcher(") < made.find("_fuses_routed_scaling_factor_in_topk(")
 
 
 CREATED: list[tuple[str, str, dict[str, Any], str, str | None]] = [
