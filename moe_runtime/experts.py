@@ -158,6 +158,8 @@ class Experts:
             The output; rows that no active group owns are not written.
         """
         assert self.intermediate_format is not None
+        if self.norm is not None and isinstance(out, torch.Tensor) and out.dtype != torch.bfloat16:
+            raise ValueError(f"out: expected torch.bfloat16 with a norm, got {out.dtype}")
         with phase("gate_up"):
             hidden = grouped_gemm_swiglu(
                 rows,

@@ -7,10 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from moe_runtime.experts import Experts
 from moe_runtime.kernels.gemm.expert_norm import ExpertNorm, expert_norm
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
+from moe_runtime.kernels.gemm.weights import GateUpOrder
 from tests.support.comparison import assert_same_bits
-from tests.support.gemm_cases import ENGINES, make_rows
+from tests.support.gemm_cases import ENGINES, make_rows, random_weights
 from tests.support.gemm_checks import poisoned
 
 engines = pytest.mark.parametrize("engine", ENGINES)
@@ -94,3 +96,18 @@ def test_wrong_arguments_are_named(rng: torch.Generator) -> None:
     ):
         with pytest.raises(ValueError, match=f"^{message}"):
             ExpertNorm(scale, eps)
+
+
+def test_a_result_that_has_no_norm_is_refused_before_it_is_written(rng: torch.Generator) -> None:
+    cpu = torch.device("cpu")
+    gate_up = random_weights("bf16", 3, 32, 16, rng, cpu, gate_up=GateUpOrder.GATE_UP)
+    down = random_weights("bf16", 3, 16, 16, rng, cpu)
+    experts = Experts(gate_up, down, norm=ExpertNorm(torch.ones(16), 1e-6))
+    a = groups([4], rng, cpu)
+    for dtype in (torch.float32, torch.float16):
+        out = poisoned(a.capacity, 16, dtype, cpu)
+        before = out.clone()
+        with pytest.raises(ValueError, match=rf"^out: expected torch\.bfloat16 with a norm, got {dtype}"):
+            experts(a, out)
+        assert_same_bits(out, before, str(dtype))
+    assert experts(a, poisoned(a.capacity, 16, torch.bfloat16, cpu))[:4].isfinite().all()
