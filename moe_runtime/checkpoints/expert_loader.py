@@ -34,6 +34,15 @@ class ExpertLoader:
     def __init__(self, config: MoELayerConfig, context: ExpertParallelContext, norm: PostExpertNorm | None) -> None:
         self._config, self._context, self._norm = config, context, norm
 
+    def _in_order(self, experts: Experts, count: int) -> Experts:
+        """`experts`, of a rank with `count`, in the order that the GPU's kernels read, unless they are too many.
+
+        Where ranks go on after a death one may come to hold all experts. Their order must be the same for any number of
+        experts then: what is loaded again, and what ranks send each other, goes among others.
+        """
+        most = count if self._context.recovery is None else self._config.num_experts
+        return experts.prepacked() if most <= MAX_PREPACKED_EXPERTS else experts
+
     def make(
         self,
         experts: Iterable[ExpertTensors | tuple[torch.Tensor, torch.Tensor]],
@@ -44,12 +53,11 @@ class ExpertLoader:
 
         Raises `ValueError` as `moe_runtime.checkpoints.loading.quantize_experts`, and what `experts` raises.
         """
-        return self._unpacked(experts, count, buffers).prepacked()
+        return self._in_order(self._unpacked(experts, count, buffers), count)
 
     def none(self, count: int) -> Experts:
         """Weights of zero experts, in the order and with the tensors that `make` gives to `count` experts."""
-        none = self._unpacked((), 0, FRESH)
-        return none.prepacked() if count <= MAX_PREPACKED_EXPERTS else none
+        return self._in_order(self._unpacked((), 0, FRESH), count)
 
     def random(self, seed: int, ids: Sequence[int]) -> Experts:
         """The experts `ids`, as `moe_runtime.build.random_expert` draws them on the layer's device."""
@@ -70,7 +78,7 @@ class ExpertLoader:
             with closing(checkpoint.experts(layer, some, buffers, biases=biases)) as experts:
                 made = self._unpacked(with_progress(experts, text, len(some), shown=shown), len(some), buffers)
             # In the form of all of them, of which they may be a part.
-            return made.prepacked() if len(ids) <= MAX_PREPACKED_EXPERTS else made
+            return self._in_order(made, len(ids))
 
         if not checkpoint.keep_in_host_memory:
             return read(ids)

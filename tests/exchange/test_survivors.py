@@ -19,12 +19,18 @@ import torch
 import torch.distributed as dist
 
 from moe_runtime.build import random_expert
+from moe_runtime.checkpoints import expert_loader
 from moe_runtime.comm.errors import ExpertsLostError, MoERuntimeError, RankRemovedError
 from moe_runtime.comm.heaps.private_heap import PrivateHeap
 from moe_runtime.comm.rank_group import RankGroup
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.dispatcher.token_dispatcher import TokenDispatcher
 from moe_runtime.kernels.formats.scale_blocks import expert_starts
+from moe_runtime.kernels.gemm import grouped_gemm
+from moe_runtime.kernels.gemm.expanded_weights import StoredWeights
+from moe_runtime.kernels.gemm.plan import GemmPlan
+from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
+from moe_runtime.kernels.gemm.weights import ExpertWeights
 from moe_runtime.launch.common.qwen3_checkpoint import write_qwen3_moe_checkpoint
 from moe_runtime.layer import MoELayer
 from moe_runtime.observation.metrics import metrics_text
@@ -182,6 +188,22 @@ def lose_experts(rank: int, world: int, folder: str, fmt: str, lost: str) -> tup
         return results, layer.without_expert
 
 
+def lose_of_many(rank: int, world: int, folder: str, most: int) -> list[Step]:
+    """`lose_experts` as on GPUs, which multiply at most `most` experts in the order of their kernels."""
+    expert_loader.MAX_PREPACKED_EXPERTS = most
+    PrepackedWeights.wanted = staticmethod(  # type: ignore[method-assign]
+        lambda w, engine="auto": w.num_experts <= most
+    )
+    multiply = grouped_gemm._readable
+
+    def checked(w: StoredWeights, how: GemmPlan) -> StoredWeights:
+        assert isinstance(w, ExpertWeights) or w.num_experts <= most, "more than the kernels take"
+        return multiply(w, how)
+
+    grouped_gemm._readable = checked
+    return lose_experts(rank, world, folder, "nvfp4", "wait")[0]
+
+
 def routed_without(gone: set[int], given: RankInput) -> RankInput:
     """The routing without experts that are gone, in plain loops."""
     ids, weights = given.topk_idx.clone(), given.topk_weights.clone()
@@ -221,6 +243,22 @@ def test_experts_without_a_replica_are_loaded_again(fmt: str, lost: str, tmp_pat
         assert choices == count and (tokens > 0) == (lost == "drop") and tokens <= choices
     # Rank 0 may see at once, or in its next step, that all have loaded; both go over in the step after that.
     assert all_dropped[0] == all_dropped[1] and all_dropped[0] in ends
+
+
+@pytest.mark.parametrize("most", [3, 4])
+def test_more_experts_than_are_prepacked(most: int, tmp_path: Path) -> None:
+    """On a rank before the death, or on all ranks after it alone: their order in memory is the same all the time."""
+    write_qwen3_moe_checkpoint(tmp_path, config(), seed=0)
+    outcomes = run_once(lose_of_many, 3, str(tmp_path), most)
+    starts = expert_starts(EXPERTS, 3)
+    assert [last - first for first, last in pairwise(starts)] == [4, 3, 3]
+    held = [range(*pair) for pair in pairwise(starts)]
+    whole = expected_steps((0, 1, 2), None, tmp_path, "nvfp4", set())
+    after = expected_steps((0, 2), refill([held[0], held[2]], EXPERTS), tmp_path, "nvfp4", set())
+    for number, rank in enumerate((0, 2)):
+        assert outcomes[rank].error is None, outcomes[rank].trace
+        for step, (_, _, y) in enumerate(outcomes[rank].result):
+            assert_same_bits(y, whole[step][rank] if step < DEATH else after[step][number], f"rank {rank}, step {step}")
 
 
 def expected_steps(
