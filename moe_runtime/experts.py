@@ -16,7 +16,7 @@ from moe_runtime.kernels.gemm.expanded_weights import ExpandedWeights, StoredWei
 from moe_runtime.kernels.gemm.expert_norm import ExpertNorm, expert_norm
 from moe_runtime.kernels.gemm.grouped_gemm import BoundExperts, bind_experts, grouped_gemm, grouped_gemm_swiglu
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
-from moe_runtime.kernels.gemm.plan import GemmPlan, GemmProblem, plan_gemm
+from moe_runtime.kernels.gemm.plan import GemmPlan, GemmProblem, holds_tokens, plan_gemm
 from moe_runtime.kernels.gemm.prepacked import MAX_PREPACKED_EXPERTS, RESULT_FORMATS, PrepackedWeights
 from moe_runtime.kernels.gemm.weights import SILU, Activation, ActivationFunction, ExpertWeights, GateUpOrder
 from moe_runtime.kernels.runtime import Engine, resolve_engine
@@ -279,7 +279,9 @@ def plan_experts(
         gathered=not geometry.contiguous,
         expanded_from=expanded,
     )
+    first = plan_gemm(gate_up)
     dequantized = gate_up.prepacked and unit_columns(inner) * UNIT == inner
+    by_rows = dequantized and first.dequant is not None and holds_tokens(inner, weights, first.dequant.shape)
     down = gate_up._replace(
         token_format=between,
         n=hidden,
@@ -288,5 +290,6 @@ def plan_experts(
         prepacked=prepacks,
         gathered=False,
         dequantized=dequantized,
+        dequantized_rows=by_rows,
     )
-    return plan_gemm(gate_up), plan_gemm(down)
+    return first, plan_gemm(down)

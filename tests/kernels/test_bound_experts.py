@@ -6,16 +6,20 @@ import copy
 import pickle
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from cuda.bindings import driver
 
-from moe_runtime.experts import Experts
+from moe_runtime.config import MoELayerConfig
+from moe_runtime.context.memory import layer_geometry
+from moe_runtime.experts import Experts, plan_experts
 from moe_runtime.kernels import nvrtc
 from moe_runtime.kernels.gemm import dequant_gemm, grouped_gemm, tma_gemm
-from moe_runtime.kernels.gemm.expanded_weights import ExpandedWeights
+from moe_runtime.kernels.gemm.expanded_weights import ExpandedWeights, StoredWeights
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
+from moe_runtime.kernels.gemm.plan import GemmPlan
 from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
 from moe_runtime.kernels.launch_order import LaunchOrder
 from tests.emulator import Emulator, needs_emulator
@@ -126,3 +130,59 @@ def test_the_first_step_of_a_size_is_checked(emulator: Emulator, rng: torch.Gene
     with pytest.raises(ValueError, match=r"^a.format: expected"):
         experts._run(rows_of("fp8_block", [2, 0, 1], rng), torch.empty(a.capacity, HIDDEN))
     assert not experts._bound and not emulator.launched
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 40, 400])
+@pytest.mark.parametrize(
+    ("weights", "token"),
+    [
+        ("nvfp4", "nvfp4"),
+        ("nvfp4", "bf16"),
+        ("mxfp4", "mxfp8"),
+        ("mxfp8", "mxfp8"),
+        ("fp8_block", None),
+        ("bf16", None),
+        ("mxfp4", "fp8_block"),
+    ],
+)
+def test_what_doctor_prints_is_what_a_step_runs(
+    weights: str,
+    token: str | None,
+    tokens: int,
+    emulator: Emulator,
+    rng: torch.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`plan_experts` has the plans of both products, also of a second one whose rows come in bf16."""
+    found: list[GemmPlan] = []
+    product = grouped_gemm._product
+
+    def recorded(a: GroupedRows, w: StoredWeights, how: GemmPlan, *more: Any) -> Any:
+        found.append(how)
+        return product(a, w, how, *more)
+
+    monkeypatch.setattr(grouped_gemm, "_product", recorded)
+    for inner in (96, 128):
+        config = MoELayerConfig(
+            hidden_size=HIDDEN,
+            intermediate_size=inner,
+            num_experts=8,
+            top_k=2,
+            max_tokens_per_rank=tokens,
+            weight_format=weights,
+            token_format=token or weights,
+            fp4_multiplied_in="fp8" if token == "fp8_block" else "bf16",
+        )
+        geometry = layer_geometry(config, 1)
+        gate_up = random_weights(weights, 8, 2 * inner, HIDDEN, rng, CPU, gate_up=True)
+        down = random_weights(weights, 8, HIDDEN, inner, rng, CPU)
+        if weights in (*PACKED, "mxfp4"):
+            prepack = ExpandedWeights.prepack if token == "fp8_block" else PrepackedWeights.prepack
+            gate_up, down = map(prepack, (gate_up, down))
+        experts = Experts(gate_up, down, intermediate_format=config.intermediate_format)
+        sizes = [geometry.row_capacity, *[0] * 7]
+        a = make_rows(config.token_format, sizes, HIDDEN, rng, CPU, num_experts=8, gather=not geometry.contiguous)
+        a = replace(a, expected_rows=geometry.expected_rows)
+        found.clear()
+        assert experts._bind(a, torch.empty(a.capacity, HIDDEN, dtype=torch.bfloat16)) is not None
+        assert tuple(found) == plan_experts(config, geometry, "cuda", None, 2)
