@@ -464,7 +464,8 @@ def fold_into_fp8(
     `mxfp8` none changes while the exponents of a block of 128x128 are close. The scale of the block is the expert scale
     times the smallest power of two (from 2^-126 on) with which no number exceeds 448. Where rows of gate and of up
     share a block and differ in their expert scales, the larger one counts, and numbers of the others are first
-    multiplied by the ratio, in fp32.
+    multiplied by the ratio, in fp32. A block becomes NaN if it holds a NaN, or a product beyond fp32, such as that of
+    an `mxfp4` quant of 4 and a scale of 2^126.
 
     Args:
         w: weights in `nvfp4`, `mxfp4` or `mxfp8`.
