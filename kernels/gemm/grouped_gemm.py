@@ -291,6 +291,8 @@ def grouped_gemm(
         raise ValueError("w.gate_up: expected None: prepacked weights with gate_up are in the order of the activation")
     out = check_out(a, w, out, out_dtype)
     plan = _plan(a, w, engine, num_sms, out=out)
+    if w.num_experts == 0:
+        return out
     raw = _readable(w, plan)
     if isinstance(raw, PrepackedWeights):
         dequant_gemm.multiply(a, raw, plan, out=out)
@@ -345,6 +347,8 @@ def grouped_gemm_swiglu(
     check_operands(a, w)
     check_activation(w, activation)
     plan = _plan(a, w, engine, num_sms, out_format=format_named(out_format), activation=activation)
+    if w.num_experts == 0:
+        return Intermediate.of(w, activation, out_format, out_gsf).empty(a)
     raw = _readable(w, plan)
     if isinstance(w, ExpandedWeights) and raw is not w:
         activation = expanded_activation(activation)
@@ -557,7 +561,7 @@ def _launch(
     out_code: int,
     activation: Activation | None,
 ) -> None:
-    if a.capacity == 0 or a.num_groups == 0 or w.num_experts == 0:
+    if a.capacity == 0 or a.num_groups == 0:
         return
     assert plan.triton is not None
     rows = _operand(a.rows, w.format.element_bits == 4 and not plan.native)

@@ -186,3 +186,18 @@ def test_what_doctor_prints_is_what_a_step_runs(
         found.clear()
         assert experts._bind(a, torch.empty(a.capacity, HIDDEN, dtype=torch.bfloat16)) is not None
         assert tuple(found) == plan_experts(config, geometry, "cuda", None, 2)
+
+
+@pytest.mark.parametrize("name", [*PACKED, "expanded", "fp8_block", "bf16"])
+def test_a_rank_without_experts_does_nothing(
+    name: str, emulator: Emulator, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Restoring none of them would take copies from the host in each step, which no graph can hold."""
+    for kind, restores in ((PrepackedWeights, "restore"), (ExpandedWeights, "expand")):
+        monkeypatch.setattr(kind, restores, lambda self, **_: pytest.fail("restored"))
+    whole = experts_of(name, rng)
+    none = replace(whole, gate_up=whole.gate_up._each(lambda t: t[:0]), down=whole.down._each(lambda t: t[:0]))
+    for groups in (0, 2):
+        a = make_rows(whole.gate_up.format, [0] * groups, HIDDEN, rng, CPU, num_experts=1, spare=9)
+        assert (ran(none, a) == 7).all() and (called(none, a) == 7).all()
+    assert emulator.runs == 0
