@@ -161,7 +161,8 @@ class LowLatencyExchange:
         """bf16 `[E_local, W * max, H]`, made when it is first asked for: where callers put rows for `zero_copy`."""
         if len(self._scratch) == self._scratch_at:
             shape = (self.num_local_experts, self.num_slots, self.hidden)
-            self._scratch.append(torch.empty(shape, dtype=torch.bfloat16, device=self.context.device))
+            with torch.inference_mode(False):  # it stays, and callers write it in any mode
+                self._scratch.append(torch.empty(shape, dtype=torch.bfloat16, device=self.context.device))
         return self._scratch[self._scratch_at]
 
     def leave_scratch(self) -> None:

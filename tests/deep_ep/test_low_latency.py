@@ -238,6 +238,30 @@ def test_rows_of_a_combine_that_goes_on_are_left_alone(get_pool: Any) -> None:
     get_pool(2).run(combine_twice)
 
 
+def first_asked_for_in_inference_mode(rank: int, world: int) -> None:
+    """An engine warms up in another mode than it serves in. Both write the same memory."""
+    buffer = Buffer(dist.group.WORLD, 0, 10**8, low_latency_mode=True, explicitly_destroy=True)
+    x, ids, weights = tokens_of(5, rank, 5, 256)
+    for async_finish in (False, True):
+        places, sums = [], []
+        for mode in (True, False):
+            with torch.inference_mode(mode):
+                got, _, handle, _, _ = buffer.low_latency_dispatch(x, ids, MOST, EXPERTS, use_fp8=False)
+                assert isinstance(got, torch.Tensor)
+                rows = buffer.get_next_low_latency_combine_buffer(handle)
+                rows.copy_(got)
+                y = buffer.low_latency_combine(got, ids, weights, handle, zero_copy=True, async_finish=async_finish)[0]
+                sums.append(y)
+                places.append(rows.data_ptr())
+        assert torch.equal(*sums) and (places[0] == places[1]) != async_finish
+    buffer.destroy()
+
+
+@pytest.mark.cpu_only
+def test_rows_for_zero_copy_may_be_written_in_any_mode(get_pool: Any) -> None:
+    get_pool(2).run(first_asked_for_in_inference_mode)
+
+
 def wrong_calls(rank: int, world: int) -> None:
     """Refused by the rank that makes them before anything is sent: right calls go on."""
     buffer = Buffer(dist.group.WORLD, 0, 10**8, low_latency_mode=True, explicitly_destroy=True)
