@@ -403,7 +403,7 @@ class Buffer(GroupBuffer):
             x: bf16 `[E_local, W * max, H]`.
             topk_idx: int64 `[T, K]` of the dispatch; an entry that is -1 now has no part in the sum.
             topk_weights: fp32 `[T, K]`.
-            handle: of the dispatch; it may be combined several times.
+            handle: of the dispatch, whose hook has been called; it may be combined several times.
             use_logfmt: must be False.
             zero_copy: whether the rows are in the tensor of `get_next_low_latency_combine_buffer`, not in `x`.
             async_finish: whether the current stream goes on; the caller waits for the event.
@@ -424,6 +424,8 @@ class Buffer(GroupBuffer):
         if async_finish and return_recv_hook:
             raise ValueError("async_finish: expected False with return_recv_hook")
         check_kind("handle", handle, LowLatencyHandle)
+        if not handle.is_received:
+            raise ValueError("handle: expected the hook of its dispatch to be called first, which receives the rows")
         exchange = handle.exchange
         check_matrix("topk_idx", topk_idx, self.device, IDS, handle.num_tokens, exchange.top_k)
         check_matrix("topk_weights", topk_weights, self.device, FP32, handle.num_tokens, exchange.top_k)

@@ -70,6 +70,11 @@ class LowLatencyHandle(tuple[object, ...]):
         """Of this rank."""
         return self.native.num_tokens
 
+    @property
+    def is_received(self) -> bool:
+        """Whether the rows have been received: not before the hook of the dispatch, if it gave one."""
+        return self.native._ended
+
 
 class LowLatencyExchange:
     """Dispatch and combine of low latency for one set of sizes. All calls are collective, none waits for the host.

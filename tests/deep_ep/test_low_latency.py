@@ -262,6 +262,28 @@ def test_rows_for_zero_copy_may_be_written_in_any_mode(get_pool: Any) -> None:
     get_pool(2).run(first_asked_for_in_inference_mode)
 
 
+def combine_before_the_hook(rank: int, world: int) -> None:
+    """Where the rows are is not known yet: refused, and the hook and a right combine go on."""
+    buffer = Buffer(dist.group.WORLD, 0, 10**8, low_latency_mode=True, explicitly_destroy=True)
+    torch.manual_seed(rank)
+    x, ids, weights = torch.randn(MOST, 128).bfloat16(), torch.arange(MOST)[:, None], torch.ones(MOST, 1)
+    for _ in range(2):
+        got, _, handle, _, hook = buffer.low_latency_dispatch(
+            x, ids, MOST, EXPERTS, use_fp8=False, return_recv_hook=True
+        )
+        assert isinstance(got, torch.Tensor) and hook is not None
+        with pytest.raises(ValueError, match=r"^handle: expected the hook of its dispatch to be called first"):
+            buffer.low_latency_combine(got, ids, weights, handle)
+        hook()
+        assert torch.equal(buffer.low_latency_combine(got, ids, weights, handle)[0], x)
+    buffer.destroy()
+
+
+@pytest.mark.cpu_only
+def test_a_combine_before_the_hook_is_refused(get_pool: Any) -> None:
+    get_pool(2).run(combine_before_the_hook)
+
+
 def wrong_calls(rank: int, world: int) -> None:
     """Refused by the rank that makes them before anything is sent: right calls go on."""
     buffer = Buffer(dist.group.WORLD, 0, 10**8, low_latency_mode=True, explicitly_destroy=True)
