@@ -35,6 +35,9 @@ def install_alias(checkout: str | Path | None = None) -> None:
         raise ValueError(f"install_alias: expected to come before any import of {NAME}, got {loaded}")
     for module in (*MODULES, *OTHER_NAMES):
         sys.modules[NAME + module] = importlib.import_module(OURS + OTHER_NAMES.get(module, module))
+    for module in OTHER_NAMES:  # of no module here, so that no import has made them attributes of their packages
+        package, _, name = (NAME + module).rpartition(".")
+        setattr(sys.modules[package], name, sys.modules[NAME + module])
     if checkout is not None:
         sys.modules[NAME + ".utils"].__path__.append(str(Path(checkout).resolve() / NAME / "utils"))
 
