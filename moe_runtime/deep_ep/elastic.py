@@ -44,6 +44,8 @@ BUFFER_ALIGNMENT = 2 << 20
 """What DeepEP rounds sizes of buffers up to."""
 MOST = 2**31 - 1
 """Of numbers that kernels get as int32."""
+STARTUP_S = 120.0
+"""How long the first call of each kind waits for a peer at least: it may compile."""
 OVERLAPPED_SMS = 24
 """SMs with which an exchange beside other kernels takes about a third longer than with all (docs/deep_ep.md)."""
 
@@ -76,7 +78,8 @@ class ElasticBuffer(GroupBuffer):
         prefer_overlap_with_compute: what `get_theoretical_num_sms` follows.
         sl_idx, num_allocated_qps: kept, without effect: there are no queue pairs.
         num_cpu_timeout_secs: kept, without effect: the host waits for its kernels.
-        num_gpu_timeout_secs: how long a call waits for a peer; the first of each kind, which may compile, for 120 s.
+        num_gpu_timeout_secs: how long a call waits for a peer; the first of each kind, which may compile, for 120 s at
+            least.
         explicitly_destroy: whether `destroy` will be called. It frees memory on all ranks together.
 
     Raises `ValueError` for an argument of a wrong kind.
@@ -120,7 +123,8 @@ class ElasticBuffer(GroupBuffer):
                 raise ValueError("num_bytes: expected it, or num_max_tokens_per_rank and hidden")
             num_bytes = self.get_buffer_size_hint(group, num_max_tokens_per_rank, hidden)
         self.num_bytes = check_integer("num_bytes", num_bytes, 0, 2**60)
-        super().__init__(group, bool(check_bit("explicitly_destroy", explicitly_destroy)), timeout_s=seconds)
+        timeouts = {"timeout_s": seconds, "startup_timeout_s": max(STARTUP_S, seconds)}
+        super().__init__(group, bool(check_bit("explicitly_destroy", explicitly_destroy)), **timeouts)
         self.num_max_tokens_per_rank, self.num_allocated_qps = num_max_tokens_per_rank, num_allocated_qps or 1
         self.rank_idx, self.num_ranks = self.group.rank(), self.group.size()
         self.num_scaleout_ranks, self.num_scaleup_ranks = self.get_logical_domain_size()

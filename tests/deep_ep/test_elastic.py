@@ -565,6 +565,25 @@ def test_peers_learn_of_a_rank_with_too_many_tokens(sync: bool, get_pool: Any) -
     assert peer.startswith("PeerAbortedError") and "rank 1" in peer and "num_max_tokens_per_rank" in peer
 
 
+def limits(rank: int, world: int) -> list[tuple[float, float]]:
+    """Seconds for which a call waits for a peer, and the first of its kind, by what was asked for."""
+    found = []
+    for asked in (3, 100, 1800.5):
+        buffer = a_buffer(num_gpu_timeout_secs=asked)
+        buffer.barrier()  # whose memory is its own
+        (found_here,) = {(each.timeout_ns / 1e9, each.startup_timeout_ns / 1e9) for each in buffer._contexts}
+        found.append(found_here)
+        buffer.destroy()
+    return found
+
+
+@pytest.mark.cpu_only
+def test_the_first_call_waits_for_no_less_than_later_ones(get_pool: Any) -> None:
+    """Engines ask for half an hour, since a peer may compile its model's kernels before its first call."""
+    for found in get_pool(2).run(limits):
+        assert found == [(3, 120), (100, 120), (1800.5, 1800.5)]
+
+
 def die(rank: int, world: int, last: int, seed: int) -> None:
     """Rank 1 dies before its call `last`, after a round of calls: the first of each kind wait for longer."""
     buffer, mine = a_buffer(num_gpu_timeout_secs=3), random_tokens(seed, rank, 6)
