@@ -376,11 +376,11 @@ class Buffer(GroupBuffer):
             step = exchange.dispatch_send(x.detach() if x.requires_grad else x, topk_idx, payload, gsf)
             if not return_recv_hook:
                 step.finish(statistics)
-        rows, tokens = step.rows, step.tokens
-        used = (x, topk_idx, rows.rows, rows.scales, rows.counts, rows.source_tokens, rows.layout_range, rows.positions)
-        event = self._comm.finish(async_finish, async_finish, (*used, statistics, gsf))
+        rows, tokens, handle = step.rows, step.tokens, step.handle
+        made = rows.rows, rows.scales, rows.counts, rows.source_tokens, rows.layout_range, *handle.tensors
+        event = self._comm.finish(async_finish, async_finish, (x, topk_idx, *made, statistics, gsf))
         hook = self._comm.on_this_stream(functools.partial(step.finish, statistics)) if return_recv_hook else None
-        return tokens, rows.counts, step.handle, event, hook
+        return tokens, rows.counts, handle, event, hook
 
     def low_latency_combine(
         self,
@@ -448,8 +448,7 @@ class Buffer(GroupBuffer):
                 exchange.combine_recv(renewed)
         if zero_copy and async_finish:
             exchange.leave_scratch()
-        read = handle.positions, handle.native.epoch
-        event = self._comm.finish(async_finish, async_finish, (x, topk_idx, topk_weights, *read, out))
+        event = self._comm.finish(async_finish, async_finish, (x, topk_idx, topk_weights, *handle.tensors, out))
         receive = functools.partial(exchange.combine_recv, renewed)
         return out, event, self._comm.on_this_stream(receive) if return_recv_hook else None
 

@@ -71,6 +71,11 @@ class LowLatencyHandle(tuple[object, ...]):
         return self.native.num_tokens
 
     @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """What kernels of combines read."""
+        return self.positions, self.native.epoch
+
+    @property
     def is_received(self) -> bool:
         """Whether the rows have been received: not before the hook of the dispatch, if it gave one."""
         return self.native._ended

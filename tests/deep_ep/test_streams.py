@@ -62,8 +62,8 @@ def beside(rank: int, world: int, seed: int) -> dict[str, list[int]]:
     found["combine"] = stream.lacks([rows, *handle.tensors])  # type: ignore[list-item]
     gsf = torch.tensor(3.0)
     how: dict[str, Any] = {"use_fp8": False, "use_nvfp4": True, "x_global_scale": gsf, "async_finish": True}
-    buffer.low_latency_dispatch(x, idx, MOST, EXPERTS, **how)
-    found["low-latency dispatch"] = stream.lacks([x, idx, gsf])
+    low = buffer.low_latency_dispatch(x, idx, MOST, EXPERTS, **how)[2]
+    found["low-latency dispatch"] = stream.lacks([x, idx, gsf, low.positions, low.native.epoch])
     got, _, low, _, _ = buffer.low_latency_dispatch(x, idx, MOST, EXPERTS, use_fp8=False)
     buffer.low_latency_combine(got, idx, weights, low, async_finish=True)  # type: ignore[arg-type]
     found["low-latency combine"] = stream.lacks([got, low.positions, low.native.epoch])  # type: ignore[list-item]
