@@ -56,7 +56,8 @@ class Buffer(GroupBuffer):
         num_qps_per_rank: kept, without effect: there are no queue pairs.
         allow_nvlink_for_low_latency_mode: must be True: there is nothing else.
         allow_mnnvl: kept, without effect.
-        explicitly_destroy: whether `destroy` will be called. It frees memory on all ranks together.
+        explicitly_destroy: whether `destroy` will be called. It frees memory on all ranks together. On GPUs nothing
+            else does before the process ends.
         enable_shrink: must be False: ranks cannot be masked.
         comm: must be None.
 

@@ -80,7 +80,8 @@ class ElasticBuffer(GroupBuffer):
         num_cpu_timeout_secs: kept, without effect: the host waits for its kernels.
         num_gpu_timeout_secs: how long a call waits for a peer; the first of each kind, which may compile, for 120 s at
             least.
-        explicitly_destroy: whether `destroy` will be called. It frees memory on all ranks together.
+        explicitly_destroy: whether `destroy` will be called. It frees memory on all ranks together. On GPUs nothing
+            else does before the process ends.
 
     Raises `ValueError` for an argument of a wrong kind.
     """
