@@ -26,6 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--checkout", metavar="FOLDER", help="of DeepEP, whose tests/elastic are to run that way")
     arguments = parser.parse_args(argv)
     if arguments.write_alias is None:
+        if arguments.checkout is not None:
+            parser.error("--checkout: expected together with --write-alias")
         print(HOW)
         return 0
     try:

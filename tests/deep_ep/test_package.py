@@ -57,6 +57,15 @@ def test_a_package_deep_ep_is_written_only_where_asked_for(tmp_path: Path, capsy
     assert main(["--write-alias", str(tmp_path), "--checkout", str(tmp_path / "checkout")]) == 0
     result = run(tmp_path, "import deep_ep; from deep_ep.utils import math, refs; assert refs.HERE and math.safe_div")
     assert result.returncode == 0, result.stderr
+    # A checkout that is none, or that nothing is written for.
+    (tmp_path / "new").mkdir()
+    with pytest.raises(ValueError, match=r"^checkout: expected one of DeepEP with deep_ep/utils, got .*new"):
+        alias.write_alias(tmp_path / "new", tmp_path / "new")
+    for wrong in (["--checkout", str(tmp_path / "checkout")], ["--write-alias", str(tmp_path), "--checkout", "none"]):
+        with pytest.raises(SystemExit):
+            main(wrong)
+        assert "checkout: expected" in capsys.readouterr().err
+    assert not list((tmp_path / "new").iterdir())
     (tmp_path / "other" / "deep_ep").mkdir(parents=True)
     with pytest.raises(ValueError, match="folder: expected one without another deep_ep"):
         alias.write_alias(tmp_path / "other")
