@@ -323,8 +323,8 @@ class Buffer(GroupBuffer):
     ) -> tuple[Tokens, torch.Tensor, LowLatencyHandle, EventOverlap, Callable[[], object] | None]:
         """Send tokens to the rows of their experts. Collective; does not wait for the host, can be captured.
 
-        Between this call and its combine, or its hook where that comes later, one other dispatch or combine may be
-        called: memory has two halves.
+        Between this call and its hook one other dispatch or combine may be called, as between a combine and its hook:
+        memory has two halves. The combine may come at any time.
 
         Args:
             x: bf16 `[T, H]`, `T` at most the limit, `H` a multiple of 128 (512 with `use_ue8m0`).

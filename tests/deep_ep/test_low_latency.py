@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from moe_runtime.comm.errors import MoERuntimeError
 from moe_runtime.deep_ep import Buffer
 from moe_runtime.deep_ep.utils.math import per_token_cast_back
 from moe_runtime.kernels.exchange import reference
@@ -282,6 +283,44 @@ def combine_before_the_hook(rank: int, world: int) -> None:
 @pytest.mark.cpu_only
 def test_a_combine_before_the_hook_is_refused(get_pool: Any) -> None:
     get_pool(2).run(combine_before_the_hook)
+
+
+def combine_late(rank: int, world: int) -> str:
+    """Handles may be combined in any order, as late as one likes; hooks come before the second next call."""
+    buffer = Buffer(dist.group.WORLD, 0, 10**8, low_latency_mode=True, explicitly_destroy=True)
+    torch.manual_seed(rank)
+    ids, weights = torch.arange(MOST)[:, None], torch.ones(MOST, 1)
+
+    def dispatch() -> tuple[torch.Tensor, Any, Any]:
+        x = torch.randn(MOST, 128).bfloat16()
+        got, _, handle, _, _ = buffer.low_latency_dispatch(x, ids, MOST, EXPERTS, use_fp8=False)
+        return x, got, handle
+
+    brought = [dispatch() for _ in range(4)]
+    for x, got, handle in (*brought, *reversed(brought)):
+        assert torch.equal(buffer.low_latency_combine(got, ids, weights, handle)[0], x)
+    (x, got, handle), other = brought[:2]
+    y, _, hook = buffer.low_latency_combine(got, ids, weights, handle, return_recv_hook=True)
+    buffer.low_latency_combine(other[1], ids, weights, other[2])
+    assert hook is not None
+    hook()
+    assert torch.equal(y, x)
+    _, _, hook = buffer.low_latency_combine(got, ids, weights, handle, return_recv_hook=True)
+    assert hook is not None
+    try:
+        dispatch()
+        # A peer may have come to its hook already, and tell this rank here.
+        buffer.low_latency_combine(other[1], ids, weights, other[2])
+        hook()
+    except MoERuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.cpu_only
+def test_combines_may_come_late_and_hooks_may_not(get_pool: Any) -> None:
+    for found in get_pool(2).run(combine_late):
+        assert found.startswith("StaleHandleError") and "combine_recv" in found
 
 
 def wrong_calls(rank: int, world: int) -> None:
