@@ -137,16 +137,17 @@ def check_layer(
     layer: MoELayer, checkpoint: Checkpoint, number: int, x_TH: torch.Tensor, routes: Any, y_TH: torch.Tensor
 ) -> LayerCheck:
     """Compare `y_TH`, the layer's answer to `x_TH` with `routes` (ids and weights), with float64."""
-    config = layer.config
+    config, reader = layer.config, checkpoint.reader(number)
+    reader.check_names()  # once: `Checkpoint.experts` would look through all names again for each expert
 
     def stored_expert(expert: int) -> ExpertTensors:
-        (one,) = checkpoint.experts(number, [expert])
+        one = reader.expert(expert)
         if config.weight_format != "bf16":
             return one
         return one._replace(gate_up=dense(one.gate_up).bfloat16(), down=dense(one.down).bfloat16())
 
     reference_TH = cases.layer_reference(layer, stored_expert, x_TH, *routes)
-    exact = config.weight_format == "bf16" or checkpoint.reader(number).holds(weight_format_named(config.weight_format))
+    exact = config.weight_format == "bf16" or reader.holds(weight_format_named(config.weight_format))
     return LayerCheck(
         layer=number,
         stored=checkpoint.stored_of(number).layout.name,

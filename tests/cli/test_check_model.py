@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 
 import transformers
 
+from moe_runtime.checkpoints.readers import ExpertReader
 from moe_runtime.launch import check_model
 from moe_runtime.launch.research import published_layers
 from moe_runtime.launch.research.published_layers import LayerSizes, write_deepseek_nvfp4, write_gpt_oss_mxfp4
@@ -67,6 +68,20 @@ def test_a_whole_model_on_two_ranks(tmp_path: Path, seed: int) -> None:
     errors = [result["checks"][0]["error"] for result in found["results"]]
     assert errors[0] != errors[1], "each rank brings tokens of its own"
     assert f"generated {','.join(map(str, found['results'][0]['generation']['tokens']))}" in done.stdout
+
+
+def test_a_check_looks_through_the_names_once(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which a large checkpoint has some 270 thousand, and 384 experts in a layer."""
+    folder, looks = save(tmp_path / "model", "qwen3_moe", seed), []
+    check_names = ExpertReader.check_names
+
+    def counted(reader: ExpertReader) -> None:
+        looks.append(reader.names.block)
+        check_names(reader)
+
+    monkeypatch.setattr(ExpertReader, "check_names", counted)
+    assert run(folder, "--layer", 1) == 0
+    assert looks == ["model.layers.1.mlp.experts"] * 2, "to load them and to check them"
 
 
 def test_one_layer_of_each_kind_is_checked(tmp_path: Path, seed: int) -> None:
