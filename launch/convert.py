@@ -38,7 +38,8 @@ def read_calibrations(
             index = name.removeprefix("layers.")
             if index == name or not index.isdecimal() or entry.dtype not in ("BF16", "F32"):
                 raise ValueError(f"{tokens}: tensor {name}: expected layers.0, layers.1, ... of BF16 or F32")
-            names[int(index)] = name
+            if (other := names.setdefault(int(index), name)) != name:
+                raise ValueError(f"{tokens}: tensors {other} and {name}: expected one for each layer")
         with Checkpoint(source, ignore_keys=ignore_keys) as checkpoint:
             check_calibrated(checkpoint, weight_format, names)
         for layer, name in names.items():

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+import moe_runtime
 from moe_runtime.checkpoints.calibration import Calibration
 from moe_runtime.checkpoints.checkpoint import Checkpoint
 from moe_runtime.checkpoints.converted_experts import (
@@ -87,7 +88,8 @@ def convert_checkpoint(
     files and folders, are left out.
 
     A resumed conversion recognizes its source by the JSON files and by the dtype, shape and first 4096 bytes of each
-    tensor, so another copy will do. A change after these bytes goes unnoticed and mixes old and new shards.
+    tensor, so another copy will do. A change after these bytes goes unnoticed and mixes old and new shards. Another
+    version of moe_runtime does not resume it.
 
     Args:
         source: a folder that `Checkpoint` reads. Nobody may write to it until the conversion ends.
@@ -193,7 +195,8 @@ class _Conversion:
         scales = {layer: [c.token_gsf, c.intermediate_gsf] for layer, c in sorted(self.calibrations.items())}
         # Two trainings of one model have the same JSON files, and often the same routers.
         source = [self.checkpoint.digests(), self.shards, self.checkpoint.files.beginnings()]
-        what = [self.layout.name, source, scales]
+        # Other versions may quantize into other bits.
+        what = [moe_runtime.__version__, self.layout.name, source, scales]
         return hashlib.sha256(json.dumps(what).encode()).hexdigest()
 
     def check_target(self) -> list[str]:
@@ -211,7 +214,8 @@ class _Conversion:
             file = SafetensorsFile(path)
             file.close()
             if file.metadata.get(PLAN_KEY) != self.plan:
-                raise ValueError(f"{path}: expected nothing, or a shard that the same conversion wrote")
+                wrote = f"the same conversion wrote, with moe_runtime {moe_runtime.__version__}"
+                raise ValueError(f"{path}: expected nothing, or a shard that {wrote}")
         if left != list(self.shards):
             return left
         for path in (self.target / CONFIG_FILE, self.target / INDEX_FILE):

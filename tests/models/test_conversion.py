@@ -429,6 +429,16 @@ def test_an_interrupted_conversion_goes_on(source: Path, tmp_path: Path) -> None
     assert contents(target) == contents(whole)
 
 
+def test_another_version_does_not_go_on(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may quantize into other bits."""
+    with pytest.raises(Stopped):
+        convert_checkpoint(source, tmp_path / "target", "nvfp4", progress=stopping(8))
+    assert list((tmp_path / "target").glob("*.safetensors"))
+    monkeypatch.setattr("moe_runtime.__version__", "9.8.7")
+    with pytest.raises(ValueError, match=r"a shard that the same conversion wrote, with moe_runtime 9\.8\.7"):
+        convert_checkpoint(source, tmp_path / "target", "nvfp4")
+
+
 def test_a_stopped_conversion_writes_nothing_later(source: Path, tmp_path: Path) -> None:
     """Its error, which somebody may keep, keeps no shard open that another conversion is going to write."""
     whole, target = tmp_path / "whole", tmp_path / "target"
@@ -540,6 +550,9 @@ def test_the_program_calibrates(
     save_file({"tokens": x["layers.0"]}, tokens)
     assert convert.main([str(source), str(tmp_path / "again"), "--calibrate", str(tokens)]) == 2
     assert f"{tokens}: tensor tokens: expected layers.0, layers.1" in capsys.readouterr().err
+    save_file(x | {"layers.00": x["layers.1"].clone()}, tokens)
+    assert convert.main([str(source), str(tmp_path / "again"), "--calibrate", str(tokens)]) == 2
+    assert f"{tokens}: tensors layers.0 and layers.00: expected one for each layer" in capsys.readouterr().err
     save_file({"layers.0": x["layers.0"]}, tokens)
     assert convert.main([str(source), str(tmp_path / "again"), "--calibrate", str(tokens)]) == 2
     assert "calibrations: expected those of layers [0, 1], got [0]" in capsys.readouterr().err
