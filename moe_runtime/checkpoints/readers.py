@@ -458,8 +458,7 @@ def begin_linears(
     if layout.weight_scale is not None:
         second = torch.stack([read_weight_scale(files, prefix, layout.weight_scale) for prefix in prefixes])
         for prefix in (prefix for prefix, scale in zip(prefixes, second.tolist(), strict=True) if scale == 0):
-            name = f"{prefix}.{layout.weight_scale.suffix}"
-            warnings.warn(f"{files.path_of(name)}: tensor {name}: its linear is read as zeros", stacklevel=2)
+            _warn_of_zeros(files, f"{prefix}.{layout.weight_scale.suffix}")
     made = functools.partial(_assemble, files, layout, names, quants, found, second, order, zeros)
     if layout.column_scale is None:
         return made
@@ -483,6 +482,11 @@ def _assemble(
         scales.view(torch.uint8)[second == 0] = 0
     for name, part in zip(names, scales, strict=True):
         check_no_nan(files, name, part)
+    if not layout.is_fp8 and "U8" not in layout.scale_dtypes:  # a byte of UE8M0 is a power of two
+        known = [False] * len(names) if second is None else (second == 0).tolist()
+        for name, part, is_known in zip(names, scales, known, strict=True):
+            if not is_known and not part.view(torch.uint8).numpy().any():
+                _warn_of_zeros(files, name)
     fmt = layout.quant_format
     rows, columns = quants.shape[1:]
     high, wide = layout.grid or (WEIGHT_BLOCK_N, fmt.block)
@@ -507,6 +511,10 @@ def _assemble(
     return ExpertWeights(fmt, stack_rows(quants, order)[None], blocks, second, gate_up=order)
 
 
+def _warn_of_zeros(files: TensorFiles, name: str) -> None:
+    warnings.warn(f"{files.path_of(name)}: tensor {name}: its linear is read as zeros", stacklevel=3)
+
+
 def _clear(
     files: TensorFiles, names: Sequence[str], quants: torch.Tensor, scales: torch.Tensor, high: int, wide: int
 ) -> None:
@@ -516,7 +524,7 @@ def _clear(
         return
     for name, part in zip(names, dead, strict=True):
         if part.all():
-            warnings.warn(f"{files.path_of(name)}: tensor {name}: its linear is read as zeros", stacklevel=2)
+            _warn_of_zeros(files, name)
     quants.view(torch.uint8).masked_fill_(spread(dead, high, wide, *quants.shape[1:]), 0)
 
 

@@ -280,6 +280,22 @@ def test_experts_whose_weights_are_all_zero(parts: tuple[str, ...], block_scale:
     assert layer.config.intermediate_gsf == (torch.ones(()) / largest).item()
 
 
+def test_block_scales_that_are_all_zero(folder: Path) -> None:
+    """Their linear is 0 whatever its second-level scale; one block of zeros needs no warning."""
+    made = quantize_experts(folder, modelopt_nvfp4, quantization_config=MODELOPT)
+    name = linear(1, "up_proj", "weight_scale")
+    made[name].view(torch.uint8)[...] = 0
+    made[linear(2, "up_proj", "weight_scale")].view(torch.uint8)[0] = 0
+    rewrite(folder, made)
+    with pytest.warns(
+        UserWarning, match=rf"{SINGLE_FILE}: tensor {re.escape(name)}: its linear is read as zeros"
+    ) as seen:
+        values = projections(folder)
+    assert len(seen) == 1
+    for one in values:
+        assert (one.prefix == linear(1, "up_proj", "")) == bool((one.value == 0).all())
+
+
 def test_what_compressed_tensors_writes_of_zeros_is_read_as_zeros(folder: Path) -> None:
     """Its scale for them is 1; an infinite one, as other writers have it, means the same."""
     pytest.importorskip("compressed_tensors")
