@@ -29,6 +29,9 @@ if sys.platform == "linux":
 _NAME = "moe_runtime-heap"
 """Shown in /proc, so that no other program's memory is taken for that of a heap."""
 
+RESERVED_AT_ONCE = 4 << 20
+"""Bytes, which take some milliseconds."""
+
 
 @dataclass(frozen=True)
 class Room:
@@ -221,7 +224,10 @@ def check_file(status: os.stat_result, num_bytes: int) -> None:
 def reserve_file(descriptor: int, num_bytes: int) -> None:
     """Fill an empty file with `num_bytes` allocated zero bytes: stores to a sparse file may end in SIGBUS."""
     if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(descriptor, 0, num_bytes)
+        # In parts: many a Linux undoes a call on tmpfs that a signal interrupts, and Python repeats it. Where a
+        # profiler's signals come more often than all bytes take, that would never end.
+        for start in range(0, num_bytes, RESERVED_AT_ONCE):
+            os.posix_fallocate(descriptor, start, min(RESERVED_AT_ONCE, num_bytes - start))
         return
     chunk = bytes(1 << 20)
     for start in range(0, num_bytes, len(chunk)):

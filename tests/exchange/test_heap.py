@@ -449,6 +449,26 @@ def ours(path: str) -> set[str]:
     return {name for name in os.listdir(path) if name.startswith("moe_runtime")}
 
 
+def test_signals_do_not_keep_memory_from_being_reserved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A profiler's, every few milliseconds: a call that one interrupts is undone, and has to begin again."""
+    if not hasattr(os, "posix_fallocate"):
+        pytest.skip("no posix_fallocate here")
+    asked: list[tuple[int, int]] = []
+    reserve = os.posix_fallocate
+
+    def reserved(descriptor: int, start: int, num_bytes: int) -> None:
+        asked.append((start, num_bytes))
+        reserve(descriptor, start, num_bytes)
+
+    monkeypatch.setattr(os, "posix_fallocate", reserved)
+    num_bytes = 9 * (1 << 20) + 5
+    with open(tmp_path / "file", "w+b") as file:
+        shared_memory.reserve_file(file.fileno(), num_bytes)
+        assert os.fstat(file.fileno()).st_size == num_bytes
+    assert max(count for _, count in asked) <= 4 << 20, "some milliseconds"
+    assert [start for start, _ in asked] == [sum(count for _, count in asked[:n]) for n in range(len(asked))]
+
+
 @pytest.mark.parametrize("native", [True, False])
 def test_reserved_bytes_are_there(native: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not native:
