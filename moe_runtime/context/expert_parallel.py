@@ -5,6 +5,7 @@ Layers `register` what they need, then `allocate()` makes it once; `check()` rai
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from moe_runtime.comm.errors import PeerAbortedError, PeerTimeoutError, Phase, reason_of
+from moe_runtime.comm.errors import MoERuntimeError, PeerAbortedError, PeerTimeoutError, Phase, reason_of
 from moe_runtime.comm.group_members import MAX_SECONDS
 from moe_runtime.comm.heaps.collective import CollectiveHeap, CollectiveTransport
 from moe_runtime.comm.heaps.heap import SymmetricHeap
@@ -136,23 +137,30 @@ class ExpertParallelContext(AbortableContext):
         on_failure: str = "abort",
         lost_experts: str = "wait",
     ) -> None:
-        check_flag("one_memory", one_memory)
-        check_choice("on_failure", on_failure, ("abort", "continue"))
-        check_choice("lost_experts", lost_experts, ("wait", "drop"))
+        alone = isinstance(transport, str) and transport == "private"
+        try:
+            check_flag("one_memory", one_memory)
+            check_choice("on_failure", on_failure, ("abort", "continue"))
+            check_choice("lost_experts", lost_experts, ("wait", "drop"))
+            self.timeout_s = check_seconds("timeout_s", timeout_s, MAX_SECONDS)
+            self.startup_timeout_s = check_seconds("startup_timeout_s", startup_timeout_s, MAX_SECONDS)
+            if link is not None and heap is None:
+                raise ValueError("link: expected None without heap")
+            if heap is not None and on_failure == "continue":
+                raise ValueError("on_failure: expected 'abort' with heap, whose ranks meet in no store")
+        except ValueError as error:
+            if heap is None and not isinstance(group, RankGroup):
+                # Peers that are making this group would wait, and number the next ones otherwise than this rank.
+                with contextlib.suppress(ValueError, MoERuntimeError):
+                    RankGroup(group, alone=alone).leave(reason_of(error), error)
+            raise
         self.lost_experts = lost_experts
-        self.timeout_s = check_seconds("timeout_s", timeout_s, MAX_SECONDS)
-        self.startup_timeout_s = check_seconds("startup_timeout_s", startup_timeout_s, MAX_SECONDS)
         self.timeout_ns = int(self.timeout_s * 1e9)
         self.startup_timeout_ns = int(self.startup_timeout_s * 1e9)
         self.group: RankGroup | None = None
         self.transport_reasons: dict[str, str] = {}
-        if link is not None and heap is None:
-            raise ValueError("link: expected None without heap")
-        if heap is not None and on_failure == "continue":
-            raise ValueError("on_failure: expected 'abort' with heap, whose ranks meet in no store")
         newcomer = isinstance(group, RankGroup)
         if heap is None:
-            alone = isinstance(transport, str) and transport == "private"
             ranks = (
                 group
                 if isinstance(group, RankGroup)

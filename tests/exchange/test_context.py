@@ -514,6 +514,20 @@ def test_layers_after_the_first_step_must_agree_too(get_pool) -> None:
         assert str(outcome.error) == "agree: ranks disagree on top_p (layer 1): rank 0: 0.5, rank 1: 'not given'"
 
 
+def begin_wrong(rank: int, world: int) -> None:
+    error: type[Exception] = ValueError if rank == 1 else PeerAbortedError
+    for wrong in ({"timeout_s": -1.0}, {"startup_timeout_s": 0.0}, {"on_failure": "retry"}):
+        with pytest.raises(error, match=next(iter(wrong))):
+            ExpertParallelContext(device="cpu", **(wrong if rank == 1 else {"startup_timeout_s": PATIENCE_S}))
+        dist.barrier()  # all have given up before one tries again
+    with ExpertParallelContext(device="cpu", startup_timeout_s=PATIENCE_S) as context:
+        context.allocate()
+
+
+def test_a_wrong_argument_of_one_rank_is_heard_and_ranks_meet_again(get_pool) -> None:
+    get_pool(2).run(begin_wrong)
+
+
 def fail_on_rank_1(rank: int, world: int, stage: str) -> float:
     start = time.monotonic()
     arguments = {"device": "meta"} if rank == 1 and stage == "construct" else {"device": "cpu"}
