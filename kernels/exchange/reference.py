@@ -519,7 +519,7 @@ def combine_recv(
     _check_fresh(context, epoch, Phase.COMBINE_RECV)
     flags, watch = context.signals_layout.combine_flag + half * geometry.world_size, None
     if waits is not None:
-        watch = Watch(_signals_of(context, context.rank), epoch, geometry.world_size, flags)
+        watch = Watch(_signals_of(context, context.rank), epoch, geometry.world_size, flags, most=0)
     for peer in range(geometry.world_size):
         _wait(context, [(flags + peer, epoch, 0)], peer, Phase.COMBINE_RECV, epoch, timeout_ns, watch)
     if int(context.latch[0]) != 0:

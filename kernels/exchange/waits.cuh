@@ -12,16 +12,18 @@ struct Watch {
   long long began, entered = 0, sent = 0;
   bool complete = true;
 
-  // Looks until each lane's `sent_flag` has reached `epoch`, or something has failed, which other blocks record. For a
+  // Looks until each lane's `sent_flag` has reached `epoch`, or something has failed, which other blocks record. Flags
+  // are ahead of it by `most` at most: where not all epochs raise them, one of long ago may seem to be ahead. For a
   // whole warp.
   __device__ __forceinline__ Watch(const Exchange& x, const int* own, const int* entered_flag, const int* sent_flag,
-                                   int epoch)
+                                   int epoch, u32 most)
       : began(clock_ns()) {
+    const auto has_reached = [&](int flag) { return static_cast<u32>(ahead(flag, epoch)) <= most; };
     for (int spin = 1; complete && __any_sync(ALL, sent == 0); ++spin) {
       const long long now = clock_ns();
       // In this order: who has sent has entered.
-      const bool has_sent = ahead(load_acquire(sent_flag), epoch) >= 0;
-      if (entered == 0 && ahead(load_relaxed(entered_flag), epoch) >= 0) entered = now;
+      const bool has_sent = has_reached(load_acquire(sent_flag));
+      if (entered == 0 && has_reached(load_relaxed(entered_flag))) entered = now;
       if (sent == 0 && has_sent) sent = now;
       if (spin % 16 == 0) complete = !Glance(x, own).trouble() && !__any_sync(ALL, now - began > x.timeout_ns);
     }
@@ -45,7 +47,7 @@ __device__ __forceinline__ void count_dispatch_waits(const Exchange& x, const in
                                                      int epoch, long long* words) {
   if (threadIdx.x >= 32) return;
   const int lane = threadIdx.x, peer = min(lane, WORLD - 1);
-  const Watch seen(x, own, own + entered + peer, own + sent + peer, epoch);
+  const Watch seen(x, own, own + entered + peer, own + sent + peer, epoch, 0x7FFFFFFF);
   if (!seen.complete) return;
   const long long waited = seen.waited(x.rank);
   if (lane == 0) words[BEGAN + (epoch & 1)] = seen.began;
@@ -60,7 +62,7 @@ __device__ __forceinline__ void count_combine_waits(const Exchange& x, const int
                                                     long long* words) {
   if (threadIdx.x >= 32) return;
   const int lane = threadIdx.x, peer = min(lane, WORLD - 1);
-  const Watch seen(x, own, own + sent + peer, own + sent + peer, epoch);
+  const Watch seen(x, own, own + sent + peer, own + sent + peer, epoch, 0);
   if (!seen.complete) return;
   const long long waited = seen.waited(x.rank);
   long long last = seen.sent;

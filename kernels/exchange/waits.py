@@ -29,10 +29,20 @@ class Watch:
         world_size: `W`.
         sent: the first word of a flag of `W` ranks; seen once it has reached `epoch`.
         entered: the same, for an earlier one; None for `sent`.
+        most: by how much they may be ahead of `epoch`. Where not all epochs raise them, one of long ago may seem to be.
     """
 
-    def __init__(self, own: torch.Tensor, epoch: int, world_size: int, sent: int, entered: int | None = None) -> None:
-        self._own, self._epoch, self._world = own, epoch, world_size
+    def __init__(
+        self,
+        own: torch.Tensor,
+        epoch: int,
+        world_size: int,
+        sent: int,
+        entered: int | None = None,
+        *,
+        most: int = 0x7FFFFFFF,
+    ) -> None:
+        self._own, self._epoch, self._world, self._most = own, epoch, world_size, most
         self._words = {"sent": sent, "entered": sent if entered is None else entered}
         self._seen: dict[str, list[int]] = {name: [0] * world_size for name in self._words}
         self.began = time.monotonic_ns()
@@ -44,7 +54,7 @@ class Watch:
         for name, first in self._words.items():  # in this order: who has sent has entered
             values = self._own[first : first + self._world].tolist()
             for rank, value in enumerate(values):
-                if not self._seen[name][rank] and (value - self._epoch) & 0xFFFFFFFF < 0x80000000:
+                if not self._seen[name][rank] and (value - self._epoch) & 0xFFFFFFFF <= self._most:
                     self._seen[name][rank] = now
 
     @property

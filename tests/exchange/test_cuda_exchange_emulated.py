@@ -292,6 +292,35 @@ def test_a_rank_that_has_entered_and_does_not_send_is_told_apart(emulator: Emula
     assert named is not None and (named.rank, named.cause) == (slow, SLOW_TO_SEND), str(named)
 
 
+def test_a_combine_flag_of_long_ago_is_not_taken_for_one_of_this_step(
+    emulator: Emulator, seed: int, shrink: Shrink
+) -> None:
+    """It may seem to be ahead, since not all epochs raise it."""
+    shrink(seed)
+    steps, slow = [step._replace(combined=True) for step in random_steps(seed, 2)], seed % WORLD
+    references, kernels = references_and_kernels(mode="contiguous", token_format="nvfp4")
+    outputs = random_outputs(references, seed)
+    waits = [LayerWaits(own.context, {12: own}) for own in kernels.dispatchers]
+    for context in kernels.contexts:
+        first = context.signals_layout.combine_flag
+        context.heap.tensor("signals").view(torch.int32)[first : first + 2 * WORLD] = 1 << 30
+    pause, paused = f"if (rank == {slow}) for (int i = 0; i < 500; ++i) load_relaxed(epoch_ptr);", 0
+
+    def edit(text: str) -> str:
+        nonlocal paused
+        text, times = re.subn(r"(signal\(\d+ \+ half \* \d+, counter, false\);)", rf"{pause} \1", text)
+        paused += times
+        return text
+
+    emulator.edit = edit
+    found = all_at_once(kernels, steps, outputs, emulator)
+    assert paused
+    assert_same_results(found, one_after_the_other(references, steps, outputs))
+    for rank, of_rank in enumerate(waits):
+        peer = of_rank.read()[12].peers[slow]
+        assert rank == slow or peer.combine_ns > 10**5, "no more than the lanes' clocks differ by"
+
+
 WRONG = {
     "a row is overwritten while it is read": (r"barrier_wait\(empty \+ 8 \* place\.index, place\.parity \^ 1\);", ""),
     "lanes wait for another round": (r"(index, place\.parity \^ 1\);\n)    __syncwarp\(\);", r"\1"),
