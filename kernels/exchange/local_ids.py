@@ -28,7 +28,7 @@ def local_ids(
     """int32 or int64 `[T, K]`: `id - first` of the experts `first .. first + num_local - 1`, and -1 of others.
 
     A route whose weight is NaN counts as none, -1. An id that none of the `num_experts` has becomes `num_local`, which
-    a dispatch over `num_local` experts refuses.
+    a dispatch over `num_local` experts refuses. With all experts here it stays, so that the error names it.
 
     Args:
         topk_idx: int32 or int64 `[T, K]`, contiguous.

@@ -51,7 +51,7 @@ def test_local_ids(
 def test_all_experts_here(engine: str, device: torch.device, seed: int) -> None:
     """Ids stay as they are, wrong ones too, and routes with NaN weights are none."""
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(-1, NUM_EXPERTS + 1, (33, 4), generator=generator, dtype=torch.int32)
+    ids = torch.randint(-5, NUM_EXPERTS + 5, (33, 4), generator=generator, dtype=torch.int32)
     weights = torch.randn(33, 4, generator=generator)
     weights[::5] = float("nan")
     found = local_ids(ids.to(device), weights.to(device), NUM_EXPERTS, 0, NUM_EXPERTS, engine)
