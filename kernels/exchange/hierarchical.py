@@ -32,7 +32,7 @@ import torch
 
 from moe_runtime.comm.errors import ErrorCode, Phase
 from moe_runtime.comm.hosts import Hosts
-from moe_runtime.comm.signals import ERROR_WORDS, WITHOUT_SIGN, exchange_of, tag_of
+from moe_runtime.comm.signals import COUNT_BITS, ERROR_WORDS, WITHOUT_SIGN, exchange_of, tag_of
 from moe_runtime.kernels.exchange import reference
 from moe_runtime.kernels.exchange.geometry import ExchangeGeometry
 from moe_runtime.kernels.exchange.interface import ExchangeMemory
@@ -87,12 +87,17 @@ class HostGeometry:
     @cached_property
     def local(self) -> ExchangeGeometry:
         hosts, flat = self.hosts, self.flat
+        if (slots := hosts.num_hosts * self.slots) >= 1 << COUNT_BITS:
+            raise ValueError(
+                f"max_tokens_per_rank: expected slots for less than {1 << COUNT_BITS} tokens of a rail (they are "
+                f"counted in {COUNT_BITS} bits), got {slots} on {hosts.num_hosts} hosts: set host_capacity"
+            )
         return replace(
             flat,
             rank=hosts.local_rank,
             world_size=hosts.ranks_per_host,
             num_experts=self.host_starts[hosts.host + 1] - self.first_expert,
-            max_tokens=hosts.num_hosts * self.slots,
+            max_tokens=slots,
             combine_format=BF16,
             own_rows=False,
         )

@@ -54,7 +54,7 @@ class CopyGeometry(ABC):
 
     Attributes:
         rank, world_size: this rank and all.
-        num_sms: most SMs that the kernel that sends and the one that receives take together; None is all.
+        num_sms: most SMs that the kernel that sends and the one that receives take together, at least 2; None is all.
         sm_shared_bytes: shared memory of an SM. Ranks may differ in it.
     """
 
@@ -97,7 +97,7 @@ class CopyGeometry(ABC):
     def most_blocks(self, sms: int, *, sends: bool) -> int:
         """Of the kernel that sends or of the other one, on a GPU of `sms` SMs.
 
-        Where SMs are limited each kernel has its half of them.
+        Where SMs are limited each kernel has its half of them, at least one.
         """
         if self.num_sms is None:
             return sms

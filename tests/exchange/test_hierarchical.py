@@ -24,6 +24,7 @@ from moe_runtime.comm.errors import (
 from moe_runtime.comm.hosts import Hosts, find_hosts
 from moe_runtime.config import MoELayerConfig
 from moe_runtime.context.expert_parallel import ExpertParallelContext
+from moe_runtime.context.memory import reserved_bytes
 from moe_runtime.kernels.exchange import hierarchical
 from moe_runtime.kernels.exchange.hierarchical import PART_TOKENS, HostGeometry
 from moe_runtime.kernels.formats.number_formats import FORMATS
@@ -294,6 +295,18 @@ def count_bytes(rank: int, world: int, per_host: int) -> list[int]:
 def test_the_bytes_between_hosts_are_those_of_the_formula(get_pool: Any) -> None:
     """One record for each token and host, whatever the number of its ranks there, and one sum back."""
     assert len({tuple(sent) for sent in get_pool(4).run(count_bytes, 2)}) == 1
+
+
+def test_tokens_of_a_rail_that_cannot_be_counted_are_refused() -> None:
+    """Their number would run over into that of the exchange."""
+    many = 1 << 21
+    sizes = {"hidden_size": 64, "intermediate_size": 32, "num_experts": 4, "top_k": 1, "max_tokens_per_rank": many}
+    wide = MoELayerConfig(**sizes, token_format="bf16")
+    said = rf"max_tokens_per_rank: expected .* less than 4194304 .*, got {2 * many + 2} on 2 hosts"
+    with pytest.raises(ValueError, match=said):
+        reserved_bytes(wide, 4, num_hosts=2)
+    assert reserved_bytes(wide.replace(host_capacity=many - 2), 4, num_hosts=2)["link"] > 0
+    assert reserved_bytes(wide, 4)["landing"] > 0
 
 
 def test_hosts_are_found_or_refused_with_a_reason() -> None:
