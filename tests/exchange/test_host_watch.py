@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from moe_runtime.comm import host_watch, rank_group
+from moe_runtime.comm import host_watch, rank_group, store_calls
 from moe_runtime.comm.errors import MoERuntimeError, Phase, StoreLostError
 from moe_runtime.comm.host_watch import EXIT_CODE, PARTED, HostWatch
 from moe_runtime.comm.hosts import Hosts
@@ -94,13 +94,18 @@ def test_a_rank_that_is_gone_is_named(how: str) -> None:
 
 
 class Beats:
-    """A board of two ranks that this test writes: `silent` as of a store without answers, `stands` of a dead rank 1."""
+    """A board of two ranks that this test writes: `silent` as of a store without answers, `stands` of a dead rank 1.
+
+    Also the clock of the watch, which stands still but for `passes`: no test depends on how busy the machine is.
+    """
 
     def __init__(self) -> None:
         self.silent = self.stands = False
         self.words = {0: b"", 1: b"0"}
+        self.now, self.puts = 0.0, 0
 
     def put(self, word: bytes) -> None:
+        self.puts += 1
         if self.silent:
             raise StoreLostError("the store is silent", 0, Phase.START_UP)
         self.words[0] = word
@@ -110,16 +115,25 @@ class Beats:
             self.words[1] = self.words[0]
         return dict(self.words)
 
+    def passes(self, seconds: float) -> None:
+        """Let time pass, and the watch look at least once since."""
+        self.now += seconds
+        before, deadline = self.puts, time.monotonic() + PATIENCE_S
+        while self.puts < before + 3 and time.monotonic() < deadline:  # one may be under way
+            time.sleep(0.005)
+        assert self.puts >= before + 3
+
 
 @pytest.fixture
 def beats(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Beats, list[MoERuntimeError]]]:
     """What a watch of 1 s, and of 2 s for its store, sees; and what it finds."""
-    monkeypatch.setattr(host_watch, "BEAT_S", 0.05)
     board, found = Beats(), list[MoERuntimeError]()
+    monkeypatch.setattr(host_watch, "BEAT_S", 0.01)
+    monkeypatch.setattr(host_watch, "time", SimpleNamespace(monotonic=lambda: board.now))
     group: Any = SimpleNamespace(who_left=lambda what: None, number_board=lambda name: board)
     suspects: Any = SimpleNamespace(accuse=lambda rank, gone: None)
     watch = HostWatch(Hosts(2, 1, 0, 0), group, group, suspects, 1.0, 2.0, found.append, lambda: None)
-    time.sleep(0.3)
+    board.passes(0.3)
     yield board, found
     watch.stop(in_order=False)
 
@@ -133,12 +147,13 @@ def wait_for(found: list[MoERuntimeError]) -> None:
 def test_nobody_is_missed_while_the_store_is_silent(beats: tuple[Beats, list[MoERuntimeError]]) -> None:
     board, found = beats
     board.silent = board.stands = True
-    time.sleep(1.3)
+    board.passes(1.3)
     assert not found
     # It says the same as before at first: the other rank could not write meanwhile.
     board.silent = False
-    time.sleep(0.3)
+    board.passes(0.3)
     assert not found
+    board.now += 0.8
     wait_for(found)
     assert [str(error) for error in found] == ["rank 0: rank 1 (host 1) has given no sign of life for 1 s"]
 
@@ -146,8 +161,9 @@ def test_nobody_is_missed_while_the_store_is_silent(beats: tuple[Beats, list[MoE
 def test_a_store_that_stays_silent_is_a_failure_of_its_own(beats: tuple[Beats, list[MoERuntimeError]]) -> None:
     board, found = beats
     board.silent = True
-    time.sleep(1.3)
+    board.passes(1.3)
     assert not found
+    board.now += 0.8
     wait_for(found)
     assert [(type(error), str(error)) for error in found] == [(StoreLostError, "the store is silent")]
 
@@ -155,9 +171,9 @@ def test_a_store_that_stays_silent_is_a_failure_of_its_own(beats: tuple[Beats, l
 def test_nobody_misses_the_store_once_all_others_have_parted(beats: tuple[Beats, list[MoERuntimeError]]) -> None:
     board, found = beats
     board.words[1] = PARTED
-    time.sleep(0.5)
+    board.passes(0.5)
     board.silent = True
-    time.sleep(2.6)
+    board.passes(2.6)
     assert not found
 
 
@@ -206,5 +222,5 @@ def test_a_board_gives_up_on_a_store_that_does_not_answer(monkeypatch: pytest.Mo
     for ask in (lambda: board.put(b"1"), board.read):
         with pytest.raises(StoreLostError, match=r"^words: rank 0 gets no answer from the group's store"):
             ask()
-    assert time.monotonic() - start < 2.0
+    assert time.monotonic() - start < store_calls.ANSWER_S
     never.set()

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from moe_runtime.comm import group_members, messages, store_calls
+from moe_runtime.comm import group_members, messages, rank_group, store_calls
 from moe_runtime.comm.bootstrap import init_from_env
 from moe_runtime.comm.errors import MoERuntimeError, PeerAbortedError, PeerTimeoutError, Phase, StoreLostError
 from moe_runtime.comm.group_members import resolve_group
@@ -340,6 +340,7 @@ class SlowStore(dist.TCPStore):
 
 def part_from_the_host(rank: int, world: int) -> bool:
     """Rank 0 hosts the store and ends at once, while the others still read what all have answered."""
+    rank_group.PARTING_S = PATIENCE_S  # on a busy machine reads take longer than they sleep
     group = RankGroup(timeout_s=PATIENCE_S)
     port = [0]
     if rank == 0:
