@@ -136,9 +136,8 @@ def run_formats(context: ExpertParallelContext, checkpoint: Path, console: Conso
     ]
     run = RunConfig(layer=layers["bf16"].config, checkpoint=CheckpointConfig(path=str(checkpoint)))
     x_TH, idx_TK, weights_TK = (torch.cat(parts) for parts in zip(*inputs, strict=True))
-    reference_TH = cases.layer_reference(
-        layers["bf16"], cases.expert_source(run, context.device), x_TH, idx_TK, weights_TK
-    )
+    with cases.expert_source(run, context.device) as source:
+        reference_TH = cases.layer_reference(layers["bf16"], source, x_TH, idx_TK, weights_TK)
     results = {}
     for fmt, layer in layers.items():
         outputs, times = [], PhaseTimes(context.device)

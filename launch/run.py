@@ -84,7 +84,8 @@ def run_steps(
     x_TH, idx_TK, weights_TK = (
         torch.cat([part[:check_tokens] for part in parts]) for parts in zip(*inputs, strict=True)
     )
-    reference_TH = cases.layer_reference(layer, cases.expert_source(run, x_TH.device), x_TH, idx_TK, weights_TK)
+    with cases.expert_source(run, x_TH.device) as experts:
+        reference_TH = cases.layer_reference(layer, experts, x_TH, idx_TK, weights_TK)
     frobenius, largest = relative_error(torch.cat(outputs), reference_TH)
     ids = torch.cat([idx.flatten() for _, idx, _ in inputs[1:]]).long()
     return RankResult(

@@ -100,8 +100,8 @@ class Baselines:
     ) -> torch.Tensor:
         """`cases.layer_reference`, kept under `key`, which identifies these tokens in the run."""
         if key not in self._references:
-            experts = cases.expert_source(self._run, layer.context.device)
-            self._references[key] = cases.layer_reference(layer, experts, x_TH, topk_idx_TK, topk_weights_TK)
+            with cases.expert_source(self._run, layer.context.device) as experts:
+                self._references[key] = cases.layer_reference(layer, experts, x_TH, topk_idx_TK, topk_weights_TK)
         return self._references[key]
 
     def torch_layer(self, layer: MoELayer) -> TorchLayer:
@@ -109,14 +109,15 @@ class Baselines:
         if self._torch_layer is None:
             assert layer.experts is not None
             config, device = layer.config, layer.context.device
-            self._torch_layer = TorchLayer(
-                cases.expert_source(self._run, device),
-                layer.local_experts,
-                config.hidden_size,
-                config.intermediate_size,
-                layer.experts.activation,
-                device,
-            )
+            with cases.expert_source(self._run, device) as experts:
+                self._torch_layer = TorchLayer(
+                    experts,
+                    layer.local_experts,
+                    config.hidden_size,
+                    config.intermediate_size,
+                    layer.experts.activation,
+                    device,
+                )
         return self._torch_layer
 
 

@@ -5,7 +5,8 @@ Shape letters: `T` tokens of a rank, `H` hidden size, `E` experts of the layer, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -54,18 +55,20 @@ def step_inputs(
     return x_TH, *draws.routing(kind, seed, rank, step, num_tokens, config.num_experts, config.top_k, device)
 
 
-def expert_source(run: RunConfig, device: torch.device) -> ExpertSource:
-    """A function that gives any expert of the layer that `run` describes, before this run quantizes it on `device`."""
+@contextmanager
+def expert_source(run: RunConfig, device: torch.device) -> Iterator[ExpertSource]:
+    """A function that gives any expert of the layer that `run` describes, before this run quantizes it on `device`.
+
+    It is good inside the `with` statement: files are opened, and their names looked through, once for all experts.
+    """
     checkpoint = run.checkpoint
     if checkpoint is None:
-        return lambda expert: random_expert(run.layer, run.seed, expert, device)
-
-    def read(expert: int) -> ExpertTensors:
-        with Checkpoint(checkpoint.path, ignore_keys=checkpoint.ignore_keys) as files:
-            (one,) = files.experts(checkpoint.layer, range(expert, expert + 1))
-            return one
-
-    return read
+        yield lambda expert: random_expert(run.layer, run.seed, expert, device)
+        return
+    with Checkpoint(checkpoint.path, ignore_keys=checkpoint.ignore_keys) as files:
+        reader = files.reader(checkpoint.layer)
+        reader.check_names()
+        yield reader.expert
 
 
 def layer_reference(

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from moe_runtime.build import random_expert
-from moe_runtime.config import RunConfig, load_config
+from moe_runtime.checkpoints.checkpoint import Checkpoint
+from moe_runtime.checkpoints.readers import dense
+from moe_runtime.config import CheckpointConfig, RunConfig, load_config
 from moe_runtime.kernels.formats.number_formats import FORMATS
 from moe_runtime.kernels.formats.quantize import quantize_rows
 from moe_runtime.launch.benchmarks import checks, layer_operations, timing
 from moe_runtime.launch.benchmarks.timing import TOTAL, measure, steps_of_iteration
 from moe_runtime.launch.common import cases, draws
+from moe_runtime.launch.common.qwen3_checkpoint import write_qwen3_moe_checkpoint
 from moe_runtime.layer import MoELayer
 from moe_runtime.reference import moe_reference
 from moe_runtime.virtual import virtual_contexts
@@ -63,13 +67,37 @@ def test_reference_one_expert_at_a_time_is_the_reference(device: torch.device, s
         layer.load_random(seed)
         x_TH, idx_TK, weights_TK = cases.step_inputs(layer, "uniform", seed, 0, 0, 7)
         idx_TK[2, 1] = -1
-        experts = cases.expert_source(RunConfig(layer=config, seed=seed), context.device)
-        found = cases.layer_reference(layer, experts, x_TH, idx_TK, weights_TK)
+        with cases.expert_source(RunConfig(layer=config, seed=seed), context.device) as experts:
+            found = cases.layer_reference(layer, experts, x_TH, idx_TK, weights_TK)
     gate_up, down = (
         torch.stack(w) for w in zip(*(random_expert(config, seed, e, device)[:2] for e in range(5)), strict=True)
     )
     expected = moe_reference(x_TH.cpu(), idx_TK.cpu(), weights_TK.cpu(), gate_up.cpu(), down.cpu())
     torch.testing.assert_close(found.cpu(), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_checkpoint_is_opened_once_for_all_experts(
+    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A large one has some 270 thousand names, which take half a second."""
+    config = load_config("tiny_cpu").layer.replace(num_experts=5, top_k=3)
+    write_qwen3_moe_checkpoint(tmp_path, config, seed)
+    opened: list[Checkpoint] = []
+
+    class Counted(Checkpoint):
+        def __enter__(self) -> Checkpoint:
+            opened.append(self)
+            return self
+
+    monkeypatch.setattr(cases, "Checkpoint", Counted)
+    run = RunConfig(layer=config, checkpoint=CheckpointConfig(path=str(tmp_path)))
+    with cases.expert_source(run, torch.device("cpu")) as experts:
+        found = [experts(expert) for expert in range(5)]
+    assert len(opened) == 1
+    with Checkpoint(tmp_path) as checkpoint:
+        for one, wanted in zip(found, checkpoint.experts(0, range(5)), strict=True):
+            assert torch.equal(dense(one.gate_up), dense(wanted.gate_up))
+            assert torch.equal(dense(one.down), dense(wanted.down))
 
 
 @pytest.mark.parametrize("fmt", FORMATS)

@@ -456,7 +456,8 @@ def test_a_caller_can_say_that_a_key_has_no_influence(tmp_path: Path, caplog: py
     assert run.checkpoint is not None and run.checkpoint.ignore_keys == tuple(keys)
     with ExpertParallelContext(device="cpu") as context:
         MoELayer.from_run_config(run, context)
-    expert_source(run, torch.device("cpu"))(0)
+    with expert_source(run, torch.device("cpu")) as experts:
+        experts(0)
 
 
 @pytest.mark.parametrize("keys", ["router_new", 5, [3], None, {"router_new": 1}])
