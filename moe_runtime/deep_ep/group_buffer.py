@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any, NoReturn
 
 import torch
@@ -63,13 +64,18 @@ class GroupBuffer:
         return self._new_context() if spare is None else spare
 
     def destroy(self) -> None:
-        """Free the memory, on all ranks together. Raises `ValueError` without `explicitly_destroy`."""
+        """Free the memory, on all ranks together.
+
+        Raises `ValueError` without `explicitly_destroy`, and what a context raises that cannot be closed, after all
+        others have been.
+        """
         if not self.explicitly_destroy:
             raise ValueError("explicitly_destroy: expected True for a Buffer that is to be destroyed")
         if not self._destroyed:
             self._destroyed = True
-            for context in self._contexts:
-                context.close()
+            with ExitStack() as closing:
+                for context in reversed(self._contexts):  # closed in the order in which they were made
+                    closing.callback(context.close)
 
     def get_comm_stream(self) -> torch.cuda.Stream:
         """The stream of calls that run beside the current one. Raises `ValueError` on CPUs."""

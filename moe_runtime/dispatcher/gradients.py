@@ -156,7 +156,9 @@ class DifferentiableDispatcher:
     """Dispatch and combine in bf16 that autograd knows, for training.
 
     Gradients travel by the same exchange: each rank has to call `backward` (or `torch.autograd.grad`) of what it
-    dispatched and combined, in the same order as its peers, also a rank without tokens.
+    dispatched and combined, in the same order as its peers, also a rank without tokens. Which of `x`, experts' outputs
+    and `topk_weights` require grad must be equal on all ranks: each gradient takes an exchange, which others would await
+    until the limit.
 
     Args: as of `TokenDispatcher`.
     """

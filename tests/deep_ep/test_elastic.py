@@ -608,3 +608,27 @@ def test_survivors_name_a_rank_that_dies(seed: int) -> None:
     survivor, dead = run_once(die, 2, 6 + seed % 6, seed)
     assert dead.exitcode == -signal.SIGKILL
     assert isinstance(survivor.error, MoERuntimeError) and "rank 1" in str(survivor.error), survivor.trace
+
+
+def close_all(rank: int, world: int) -> None:
+    buffer = a_buffer()
+    buffer.barrier()  # whose memory is its own
+    first, second = buffer._contexts
+    closed: list[int] = []
+
+    def close(number: int, own: Any) -> None:
+        closed.append(number)
+        own()
+        if number == 0:
+            raise RuntimeError("first")
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="first"):
+        for number, context in enumerate((first, second)):
+            patch.setattr(context, "close", partial(close, number, context.close))
+        buffer.destroy()
+    assert closed == [0, 1] and first.closed and second.closed
+
+
+@pytest.mark.cpu_only
+def test_destroy_closes_all_that_it_can(get_pool: Any) -> None:
+    get_pool(2).run(close_all)
