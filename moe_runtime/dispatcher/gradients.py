@@ -157,8 +157,8 @@ class DifferentiableDispatcher:
 
     Gradients travel by the same exchange: each rank has to call `backward` (or `torch.autograd.grad`) of what it
     dispatched and combined, in the same order as its peers, also a rank without tokens. Which of `x`, experts' outputs
-    and `topk_weights` require grad must be equal on all ranks: each gradient takes an exchange, which others would await
-    until the limit.
+    and `topk_weights` require grad must be equal on all ranks: each gradient takes an exchange, which others would
+    await until the limit.
 
     Args: as of `TokenDispatcher`.
     """
