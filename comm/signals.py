@@ -50,6 +50,15 @@ NUM_COUNTERS = PLACING + 1
 are known, and `dispatch_send` resets it."""
 
 
+ANY_AHEAD = 0x7FFFFFFF
+"""Most that a flag can be ahead of an epoch, in wrapping int32 arithmetic."""
+
+
+def has_reached(flag: int, epoch: int, most: int = ANY_AHEAD) -> bool:
+    """`0 <= flag - epoch <= most` in wrapping int32 arithmetic."""
+    return ((flag - epoch) & 0xFFFFFFFF) <= most
+
+
 def count_tag_of(exchange_id: int) -> int:
     """The bits of `token_count` above the number of tokens, but for the turn of the epoch."""
     return exchange_id % EXCHANGES << COUNT_BITS

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from moe_runtime.comm.errors import ErrorCode, Phase
-from moe_runtime.comm.signals import ABORT_WORDS, WITHOUT_SIGN, exchange_of, tag_of
+from moe_runtime.comm.signals import ABORT_WORDS, ANY_AHEAD, WITHOUT_SIGN, exchange_of, has_reached, tag_of
 from moe_runtime.kernels.exchange.geometry import ExchangeGeometry
 from moe_runtime.kernels.exchange.interface import ExchangeMemory, RecvBuffers
 from moe_runtime.kernels.exchange.landing import LandedTokens
@@ -52,15 +52,6 @@ def _partials(context: ExchangeMemory, geometry: ExchangeGeometry, rank: int, ha
     num_bytes = geometry.max_tokens * geometry.parts * geometry.partial_bytes
     flat = _half(context, "combine", rank, half * context.half_bytes["combine"], num_bytes)
     return flat.view(geometry.max_tokens, geometry.parts, geometry.partial_bytes)
-
-
-ANY_AHEAD = 0x7FFFFFFF
-"""Most that a flag can be ahead of an epoch, in wrapping int32 arithmetic."""
-
-
-def _ahead(word: int, epoch: int, most: int = ANY_AHEAD) -> bool:
-    """`0 <= word - epoch <= most` in wrapping int32 arithmetic."""
-    return ((word - epoch) & 0xFFFFFFFF) <= most
 
 
 def next_epoch(epoch: int) -> int:
@@ -130,7 +121,7 @@ def _wait(
         # Looked at thousands of times: an element of an array is there ten times sooner than one of a tensor.
         own, codes, latch = own.numpy(), codes.numpy(), latch.numpy()
     began, spins = time.monotonic_ns(), 0
-    while int(latch[0]) == 0 and not any(_ahead(int(own[word]), *reached) for word, *reached in words):
+    while int(latch[0]) == 0 and not any(has_reached(int(own[word]), *wanted) for word, *wanted in words):
         if codes.any():
             adopt_aborts(context)
         if watch is not None:

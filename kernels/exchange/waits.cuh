@@ -4,6 +4,7 @@
 // All times are of this GPU's clock. A wait begins when the flag of this rank itself is there: until then its own
 // kernels send.
 
+constexpr u32 ANY_AHEAD = 0x7FFFFFFF;  // most that a flag can be ahead of an epoch
 constexpr int STEPS = 0, STEP_NS = 1, BEGAN = 2, HEAD = 4;
 enum { DISPATCH_NS, DISPATCH_MAX, DISPATCH_WAITS, LATE_NS, COMBINE_NS, COMBINE_MAX, COMBINE_WAITS, FIELDS };
 
@@ -47,7 +48,7 @@ __device__ __forceinline__ void count_dispatch_waits(const Exchange& x, const in
                                                      int epoch, long long* words) {
   if (threadIdx.x >= 32) return;
   const int lane = threadIdx.x, peer = min(lane, WORLD - 1);
-  const Watch seen(x, own, own + entered + peer, own + sent + peer, epoch, 0x7FFFFFFF);
+  const Watch seen(x, own, own + entered + peer, own + sent + peer, epoch, ANY_AHEAD);
   if (!seen.complete) return;
   const long long waited = seen.waited(x.rank);
   if (lane == 0) words[BEGAN + (epoch & 1)] = seen.began;

@@ -16,6 +16,8 @@ import time
 
 import torch
 
+from moe_runtime.comm.signals import ANY_AHEAD, has_reached
+
 STEPS, STEP_NS, BEGAN, _, HEAD = range(5)
 DISPATCH_NS, DISPATCH_MAX, DISPATCH_WAITS, LATE_NS, COMBINE_NS, COMBINE_MAX, COMBINE_WAITS, FIELDS = range(8)
 
@@ -40,7 +42,7 @@ class Watch:
         sent: int,
         entered: int | None = None,
         *,
-        most: int = 0x7FFFFFFF,
+        most: int = ANY_AHEAD,
     ) -> None:
         self._own, self._epoch, self._world, self._most = own, epoch, world_size, most
         self._words = {"sent": sent, "entered": sent if entered is None else entered}
@@ -54,7 +56,7 @@ class Watch:
         for name, first in self._words.items():  # in this order: who has sent has entered
             values = self._own[first : first + self._world].tolist()
             for rank, value in enumerate(values):
-                if not self._seen[name][rank] and (value - self._epoch) & 0xFFFFFFFF <= self._most:
+                if not self._seen[name][rank] and has_reached(value, self._epoch, self._most):
                     self._seen[name][rank] = now
 
     @property

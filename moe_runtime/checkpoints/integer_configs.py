@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moe_runtime.checkpoints.layouts import Packing, transposed_integers
-from moe_runtime.checkpoints.patterns import matches
+from moe_runtime.checkpoints.patterns import matches, pattern_of
 from moe_runtime.checkpoints.stored_experts import (
     Method,
     Refuse,
@@ -103,13 +103,13 @@ def _check_no_other_settings(at: str, quant_config: Mapping[str, Any], name: str
 
     The first pattern that matches it counts. One with `-:` leaves it out, which the tensors show.
     """
-    for pattern, settings in mapping(at, quant_config.get("dynamic") or {}).items():
+    for signed, settings in mapping(at, quant_config.get("dynamic") or {}).items():
         try:
-            found = matches(pattern.removeprefix("-:").removeprefix("+:"), name)
+            found = matches(pattern_of(signed), name)
         except ValueError as error:
-            raise ValueError(f"{at}: {describe(pattern)}: {error}") from None
-        if found and not pattern.startswith("-:"):
-            where = f"{at}[{json.dumps(pattern)}]"
+            raise ValueError(f"{at}: {describe(signed)}: {error}") from None
+        if found and not signed.startswith("-:"):
+            where = f"{at}[{json.dumps(signed)}]"
             for key, value in mapping(where, settings).items():
                 expect(f"{where}.{key} of {name}", value, quant_config.get(key))
         if found:

@@ -92,6 +92,11 @@ def check_work(config: Mapping[str, Any], num_names: int) -> None:
             raise ValueError(f"targets: expected patterns of at most {most} steps in all, got more")
 
 
+def pattern_of(key: str) -> str:
+    """The pattern of a key of GPTQ's `dynamic`, which may begin with a sign: `-:` or `+:`."""
+    return key.removeprefix("-:").removeprefix("+:")
+
+
 def _texts(config: Mapping[str, Any]) -> Iterable[str]:
     """The names and patterns in the lists of a config, wherever they stand, and one text for each group of them."""
     left: list[Any] = [config]
@@ -103,7 +108,7 @@ def _texts(config: Mapping[str, Any]) -> Iterable[str]:
                 if isinstance(item.get(key), list):
                     yield from (text for text in item[key] if isinstance(text, str))
             if isinstance(item.get(_BY_PATTERN), Mapping):
-                yield from (f"{_PREFIX}{key.removeprefix('-:').removeprefix('+:')}" for key in item[_BY_PATTERN])
+                yield from (f"{_PREFIX}{pattern_of(key)}" for key in item[_BY_PATTERN])
             if isinstance(item.get("config_groups"), Mapping):
                 yield from item["config_groups"]
         elif isinstance(item, list):

@@ -252,9 +252,7 @@ class StoredLayers:
         self._check_left_out(self.quantization, stored, linears)
         layout = layout_of(self.files, stored.layout, linears)
         if layout is PLAIN and stored.layout.is_fp8 and f"{names.stacks[0]}_{STACKED_SCALE}" in self.files:
-            name, unused = f"{stored.layout.name}, stacked scales", STACKED_UNUSED
-            made = replace(stored.layout, name=name, scale=STACKED_SCALE, unused=unused, stacked_scales=True)
-            return replace(stored, layout=made)
+            return _with_stacked_scales(stored, "stacked scales", stacked_scales=True)
         if layout is PLAIN and stored.layout is not PLAIN:
             quantized = (name for name in linears if self.files.entry(f"{name}.weight").dtype in QUANTIZED_DTYPES)
             if stored.layout.scale is not None and (first := next(quantized, None)) is not None:
@@ -281,9 +279,8 @@ class StoredLayers:
         plain = [(experts, rows, hidden), (experts, hidden, inner)]
         turned = found == transposed and found != plain
         if stored.layout.is_fp8 and self.files.entry(names.stacks[0]).dtype in stored.layout.quant_dtypes:
-            name, unused = f"{stored.layout.name}, fused{', transposed' if turned else ''}", STACKED_UNUSED
-            made = replace(stored.layout, name=name, scale=STACKED_SCALE, unused=unused, stacked=True, fused=True)
-            return replace(stored, layout=replace(made, transposed=turned))
+            how = "fused, transposed" if turned else "fused"
+            return _with_stacked_scales(stored, how, stacked=True, fused=True, transposed=turned)
         return StoredExperts(PLAIN_FUSED_TRANSPOSED if turned else PLAIN_FUSED, "bf16")
 
     def _check_agrees(self, stored: StoredExperts, linear: str) -> None:
@@ -363,3 +360,9 @@ class StoredLayers:
             ignore_keys=self.ignore_keys,
             **fields,
         )
+
+
+def _with_stacked_scales(stored: StoredExperts, how: str, **ways: Any) -> StoredExperts:
+    """FP8 experts of a layer whose scales share a tensor: `how` ends the layout's name, `ways` are fields of it."""
+    name = f"{stored.layout.name}, {how}"
+    return replace(stored, layout=replace(stored.layout, name=name, scale=STACKED_SCALE, unused=STACKED_UNUSED, **ways))

@@ -33,6 +33,7 @@ from moe_runtime.deep_ep.low_latency import LowLatencyExchange, LowLatencyHandle
 from moe_runtime.deep_ep.normal import NormalExchange
 from moe_runtime.deep_ep.normal_handle import Form, NormalHandle, Tokens, as_sent
 from moe_runtime.deep_ep.sizes import FP8_BLOCK_SIZE, Config, low_latency_bytes
+from moe_runtime.dispatcher.arguments import check_out
 from moe_runtime.kernels.exchange.layout import dispatch_layout
 from moe_runtime.kernels.exchange.plan import exchange_engine
 from moe_runtime.kernels.formats.number_formats import align
@@ -437,10 +438,8 @@ class Buffer(GroupBuffer):
             raise ValueError(f"x: expected bf16 {list(shape)} on {self.device}, got {found}")
         if out is None:
             out = torch.empty(handle.num_tokens, exchange.hidden, dtype=torch.bfloat16, device=self.device)
-        elif not check_matrix("out", out, self.device, BF16, handle.num_tokens, exchange.hidden).is_contiguous():
-            raise ValueError(f"out: expected a contiguous tensor, got strides {list(out.stride())}")
-        elif out.data_ptr() % 16:
-            raise ValueError(f"out: expected memory at a multiple of 16 bytes, got {out.data_ptr():#x}")
+        else:
+            check_out(handle.native.geometry, self.device, out, handle.num_tokens)
         if rows.requires_grad or topk_weights.requires_grad:
             rows, topk_weights = rows.detach(), topk_weights.detach()
         with self._comm.running(async_finish, None):
