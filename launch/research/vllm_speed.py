@@ -9,8 +9,8 @@ gives the time of each kernel in a step, and that of the experts. What vLLM says
 The scheduler is paused until all prompts of a call have reached it. Else vLLM, whose engine core is a process of its
 own, begins a step with those that have come by then, and a prefill takes two or three steps, as it happens.
 
-Engines take longer to start than to be timed. With `--turns` all of them start together and are timed in turns: a case
-whose engine is up takes a lock, and waits until no other case of runs with that file is still starting.
+Engines take longer to start than to be timed. With `--turns` all of them start together, and take turns once all are
+up: a case has a lock while it times a batch. So others are timed soon before and after, with as many engines beside.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from importlib import import_module
 from pathlib import Path
@@ -146,17 +146,36 @@ def is_starting(marker: Path) -> bool:
     return True
 
 
-@contextmanager
-def turn(file: Path, marker: Path) -> Iterator[float]:
-    """The turn of the case that `marker` is of, whose engine is up; gives the seconds that it waited."""
-    begun = time.perf_counter()
-    marker.unlink(missing_ok=True)
-    with file.open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        # With the lock in hand: who waited long for it may find that another run has begun.
-        while any(is_starting(each) for each in marker.parent.iterdir()):
-            time.sleep(POLL_S)
-        yield time.perf_counter() - begun
+class Turns:
+    """Of a case whose engine is up, by a lock on the file of `--turns`. Without one nobody waits.
+
+    Attributes:
+        waited_s: seconds that it has waited for its turns.
+    """
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        self._file = None if job["turns"] is None else Path(job["turns"])
+        self.waited_s = 0.0
+        if self._file is not None:
+            self._marker = Path(job["starting"])
+            self._marker.unlink(missing_ok=True)
+
+    @contextmanager
+    def next(self) -> Iterator[None]:
+        """A turn, which begins when no case of runs with that file is still starting."""
+        if self._file is None:
+            yield
+            return
+        begun = time.perf_counter()
+        with self._file.open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            # With the lock in hand: who waited long for it may find that another run has begun.
+            while any(is_starting(each) for each in self._marker.parent.iterdir()):
+                time.sleep(POLL_S)
+            self.waited_s += time.perf_counter() - begun
+            yield
+        # Else the lock would be taken again before those who wait for it have woken up.
+        time.sleep(POLL_S)
 
 
 def run_case(job: dict[str, Any], file: Path) -> None:
@@ -164,11 +183,11 @@ def run_case(job: dict[str, Any], file: Path) -> None:
     begun = time.perf_counter()
     llm = import_module("vllm").LLM(**engine_arguments(job))
     found: dict[str, Any] = {"startup_s": round(time.perf_counter() - begun, 1)}
-    with ExitStack() as held:
-        if job["turns"] is not None:
-            waited = held.enter_context(turn(Path(job["turns"]), Path(job["starting"])))
-            found["waited_s"] = round(waited, 1)
-        environment.write_json(file, found | measure(llm, job))  # whole, or not there
+    turns = Turns(job)
+    found |= measure(llm, job, turns)
+    if job["turns"] is not None:
+        found["waited_s"] = round(turns.waited_s, 1)
+    environment.write_json(file, found)  # whole, or not there
 
 
 def engine_arguments(job: dict[str, Any]) -> dict[str, Any]:
@@ -201,15 +220,16 @@ def engine_arguments(job: dict[str, Any]) -> dict[str, Any]:
     return arguments | mode | job["engine"]
 
 
-def measure(llm: Any, job: dict[str, Any]) -> dict[str, Any]:
-    """Log-probabilities, then times, then profiles."""
+def measure(llm: Any, job: dict[str, Any], turns: Turns) -> dict[str, Any]:
+    """Log-probabilities, then times, then profiles, each in a turn."""
     draw, profile = random.Random(3), Path(job["profile"])
 
     def prompts(lengths: list[int]) -> list[list[int]]:
         return [[draw.randrange(3, job["vocabulary"]) for _ in range(length)] for length in lengths]
 
     found: dict[str, Any] = {}
-    _, answers = ask(llm, prompts(list(COMPARED)), max_tokens=1, prompt_logprobs=1)
+    with turns.next():
+        _, answers = ask(llm, prompts(list(COMPARED)), max_tokens=1, prompt_logprobs=1)
     found["logprobs"] = [
         step[token].logprob
         for answer in answers
@@ -221,17 +241,19 @@ def measure(llm: Any, job: dict[str, Any]) -> dict[str, Any]:
     for batch in job["batches"]:
         some, steps = prompts([PROMPT_TOKENS] * batch), job["steps"]
         counts = FIRST_STEPS, FIRST_STEPS + steps
-        # The whole length: some kernels of vLLM are tuned when they first see one.
-        ask(llm, some, max_tokens=counts[1])
-        short, long = zip(
-            *([ask(llm, some, max_tokens=count)[0] for count in counts] for _ in range(job["repeats"])), strict=True
-        )
+        with turns.next():
+            # The whole length: some kernels of vLLM are tuned when they first see one.
+            ask(llm, some, max_tokens=counts[1])
+            short, long = zip(
+                *([ask(llm, some, max_tokens=count)[0] for count in counts] for _ in range(job["repeats"])), strict=True
+            )
         before = min(short)
         times.append(_times("decode", batch, batch, [(each - before) / steps for each in long]))
         times.append(_times("whole", batch, batch * counts[1], list(long)))
     taken = []
-    for _ in range(2 * job["repeats"] + 1):
-        taken.append(ask(llm, prompts([PREFILL[1]] * PREFILL[0]), max_tokens=1)[0])
+    with turns.next():
+        for _ in range(2 * job["repeats"] + 1):
+            taken.append(ask(llm, prompts([PREFILL[1]] * PREFILL[0]), max_tokens=1)[0])
     times.append(_times("prefill", PREFILL[0], PREFILL[0] * PREFILL[1], taken[1:]))
     if job["profiled"]:
         # A prefill, then decode steps whose prompts have one token, so that the first step is like the others.
@@ -239,12 +261,13 @@ def measure(llm: Any, job: dict[str, Any]) -> dict[str, Any]:
         kinds += [("decode", batch, prompts([1] * batch), PROFILED_STEPS) for batch in job["profiled"]]
         found["profiles"] = []
         for phase, batch, some, steps in kinds:
-            ask(llm, some, max_tokens=steps)
             shutil.rmtree(profile, ignore_errors=True)
             profile.mkdir(parents=True)
-            llm.start_profile()
-            ask(llm, some, max_tokens=steps)
-            llm.stop_profile()
+            with turns.next():
+                ask(llm, some, max_tokens=steps)
+                llm.start_profile()
+                ask(llm, some, max_tokens=steps)
+                llm.stop_profile()
             found["profiles"].append({"phase": phase, "batch": batch} | kernel_times(profile, own_kernels(), steps))
     return found
 
@@ -487,8 +510,9 @@ def main(arguments: list[str] | None = None) -> int:
         "--turns",
         type=Path,
         metavar="FILE",
-        help="start the cases at the same time, all on the same GPUs, and time one after another, by a lock on FILE; "
-        "runs at the same time with one FILE, each with a --folder of its own, take turns too. GPU memory has to be "
+        help="start the cases at the same time, all on the same GPUs, and time a batch of one and then of another, by "
+        "a lock on FILE; runs at the same time with one FILE, each with a --folder of its own, take turns too. GPU "
+        "memory has to be "
         """enough for all engines: --engine '{"gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 4000000000}' """
         "(without the second, vLLM takes what others allocate while it starts for its own)",
     )
