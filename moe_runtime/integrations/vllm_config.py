@@ -63,6 +63,8 @@ def refusals(config: Any) -> Iterator[str]:
         yield "--cpu-offload-gb, --offload-group-size: expected 0, since experts that are taken over stay on the GPU"
     if parallel.use_ubatching:
         yield "--enable-dbo, --ubatch-size: expected a run without, since one thread at a time is in a step"
+    if config.load_config.load_format == "tensorizer":
+        yield "--load-format: expected one with which vLLM processes weights after loading them, got tensorizer"
     if config.lora_config is not None:
         yield "--enable-lora: expected a run without"
     if str(config.model_config.dtype) != "torch.bfloat16":

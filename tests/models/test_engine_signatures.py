@@ -150,6 +150,7 @@ def engine_of_vllm(sources: Sources) -> None:
     assert set(vars(stand_in.parallel_config)) <= sources.members("vllm.config.parallel", "ParallelConfig")
     assert set(vars(stand_in.model_config)) <= sources.members("vllm.config.model", "ModelConfig")
     assert "cudagraph_capture_sizes" in sources.members("vllm.config.compilation", "CompilationConfig")
+    assert set(vars(stand_in.load_config)) <= sources.members("vllm.config.load", "LoadConfig")
     assert {"VllmConfig", "get_current_vllm_config"} <= sources.exported("vllm.config")
     arguments = "vllm.engine.arg_utils"
     assert sources.parameters(arguments, "EngineArgs.create_engine_config") == ["usage_context", "headless"]

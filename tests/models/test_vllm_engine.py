@@ -310,6 +310,7 @@ def test_workers_of_ray_get_the_variable(monkeypatch: pytest.MonkeyPatch) -> Non
         ({"cpu_offload_gb": 4.0}, "--cpu-offload-gb, --offload-group-size: expected 0"),
         ({"offload_group_size": 8}, "--cpu-offload-gb, --offload-group-size: expected 0"),
         ({"use_ubatching": True}, "--enable-dbo, --ubatch-size: expected a run without"),
+        ({"load_format": "tensorizer"}, "--load-format: .* got tensorizer"),
         ({"lora_config": object()}, "--enable-lora: expected a run without"),
         ({"dtype": torch.float16}, "--dtype: expected bfloat16, got float16"),
     ],

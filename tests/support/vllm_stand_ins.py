@@ -44,6 +44,7 @@ class VllmConfig:
             uva=SimpleNamespace(cpu_offload_gb=offload["cpu_offload_gb"]),
             prefetch=SimpleNamespace(offload_group_size=offload["offload_group_size"]),
         )
+        self.load_config = SimpleNamespace(load_format=changes.pop("load_format", "auto"))
         draft = changes.pop("num_speculative_tokens", None)
         self.speculative_config = None if draft is None else SimpleNamespace(num_speculative_tokens=draft)
         self.lora_config = changes.pop("lora_config", None)
