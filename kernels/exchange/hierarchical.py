@@ -103,6 +103,11 @@ class HostGeometry:
         )
 
     @cached_property
+    def between_hosts(self) -> ExchangeGeometry:
+        """Of the hosts, each of which is a rank: what `pack` sends by on GPUs."""
+        return replace(self.flat, rank=self.hosts.host, world_size=self.hosts.num_hosts)
+
+    @cached_property
     def tokens(self) -> int:
         """Most tokens of a chunk."""
         return min(self.flat.max_tokens, self.capacity or self.flat.max_tokens)

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from functools import cache, partial
 
 import torch
@@ -15,7 +14,6 @@ from moe_runtime.comm.errors import ErrorCode, Phase
 from moe_runtime.comm.signals import ERROR_WORDS, SignalLayout
 from moe_runtime.kernels.bound_kernel import launch
 from moe_runtime.kernels.exchange import cuda
-from moe_runtime.kernels.exchange.geometry import ExchangeGeometry
 from moe_runtime.kernels.exchange.hierarchical import (
     COUNT,
     HostGeometry,
@@ -77,13 +75,6 @@ def _shared_bytes(geometry: HostGeometry) -> int:
     return _warps(geometry) * geometry.flat.record.record_bytes
 
 
-@cache
-def _to_hosts(geometry: HostGeometry) -> ExchangeGeometry:
-    """What `dispatch_send` takes for the exchange: each host is a rank."""
-    hosts = geometry.hosts
-    return replace(geometry.flat, rank=hosts.host, world_size=hosts.num_hosts)
-
-
 class _Pointers:
     """int64 addresses for kernels; they are made once for each memory.
 
@@ -129,7 +120,7 @@ class _Pointers:
             "landing_half": 0,
             "token_flags_half": 0,
         }
-        of_sender = _to_hosts(geometry), device, memory_of_sender
+        of_sender = geometry.between_hosts, device, memory_of_sender
         self.sender = cache(partial(cuda.bind_sender, *of_sender, await_ready=False))
 
 

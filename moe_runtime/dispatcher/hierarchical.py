@@ -62,6 +62,8 @@ class HierarchicalExchange(LocalExchange):
     ) -> None:
         assert context.link_buffers is not None and context.link is not None
         kernels, why_not = exchange_engine(context.engine, context.device, host_geometry.local)
+        if kernels == "cuda":
+            kernels, why_not = exchange_engine(context.engine, context.device, host_geometry.between_hosts)
         if kernels == "torch" and context.device.type == "cuda" and context.engine != "torch":
             raise ValueError(f"transport: hierarchical cannot run here, {why_not}; ask for collective")
         super().__init__(context, host_geometry.local, exchange_id, backend)

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
+from moe_runtime.comm.hosts import Hosts
 from moe_runtime.dispatcher.exchange import Exchange, LocalExchange, OneRankExchange
 from moe_runtime.dispatcher.hierarchical import HierarchicalExchange
 from moe_runtime.dispatcher.token_dispatcher import RoutingDispatcher, TokenDispatcher
 from moe_runtime.kernels.exchange import cuda, reference
+from moe_runtime.kernels.exchange.hierarchical import HostGeometry
+from moe_runtime.kernels.exchange.plan import plan_exchange
+from moe_runtime.launch.research.aot_exchange import sample_geometry
 from moe_runtime.virtual import virtual_contexts
 from tests.support.exchange_data import rank_input
 from tests.support.virtual_exchange import SETTINGS
@@ -36,6 +44,20 @@ def test_the_exchange_follows_the_memory_between_ranks(
     exchange = dispatcher._exchange
     assert type(exchange) is expected and exchange.backend is kernels
     assert exchange.geometry.world_size == ranks // hosts
+
+
+@pytest.mark.parametrize(("num_hosts", "ranks_per_host", "num_experts"), [(33, 8, 264), (2, 32, 24576)])
+def test_more_hosts_or_experts_of_a_host_than_the_sender_takes_are_refused(
+    num_hosts: int, ranks_per_host: int, num_experts: int
+) -> None:
+    """The kernels within a host take them: the one that sends to hosts, for which each is a rank, does not."""
+    hosts = Hosts(num_hosts, ranks_per_host, 0, 0)
+    flat = replace(sample_geometry("bf16"), rank=0, world_size=hosts.world_size, num_experts=num_experts)
+    geometry = HostGeometry(hosts, flat)
+    assert plan_exchange(geometry.local) is not None
+    context: Any = SimpleNamespace(link=object(), link_buffers=object(), engine="cuda", device=torch.device("cuda"))
+    with pytest.raises(ValueError, match=r"^transport: hierarchical cannot run here, no kernels take these sizes"):
+        HierarchicalExchange(context, geometry, 0, cuda)  # type: ignore[arg-type]
 
 
 def test_a_handle_that_was_made_for_rows_takes_no_stage_itself(seed: int) -> None:
