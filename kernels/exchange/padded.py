@@ -25,6 +25,9 @@ COLUMNS = tl.constexpr(int(PaddedScales.COLUMNS))
 PACKED_COLUMNS = tl.constexpr(int(PaddedScales.PACKED_COLUMNS))
 ROWS = tl.constexpr(int(PaddedScales.ROWS))
 
+MOST_AT_ONCE = 4096
+"""Most of `rows_at_once`, 16 for each thread. Registers hold few more, and a block of Triton has 2^20 at most."""
+
 
 def place_padded_rows(landed: LandedTokens, scales_at: int, out: PaddedRows, statistics: torch.Tensor | None) -> None:
     """Fill `out`; add each expert's rows to int32 `statistics` `[E]`. Does not wait for the host.
@@ -59,10 +62,15 @@ def place_padded_rows(landed: LandedTokens, scales_at: int, out: PaddedRows, sta
             out.num_scales,
             out.kind,
         ),
-        S_PAD=padded(slots),
+        AT_ONCE=rows_at_once(slots),
         HAS_STATISTICS=statistics is not None,
         num_warps=8,
     )
+
+
+def rows_at_once(slots: int) -> int:
+    """Rows of an expert that a program looks at together, of at most `slots`."""
+    return min(MOST_AT_ONCE, padded(slots))
 
 
 @cache
@@ -84,6 +92,7 @@ def _constexprs(
         "K": top_k,
         "K_PAD": padded(top_k),
         "WORLD": world_size,
+        "WORLD_PAD": padded(world_size),
         "NUM_SCALES": num_scales // 4 if kind == PaddedScales.PACKED_COLUMNS else num_scales,
         "SCALES_PAD": padded(max(num_scales, 1)),
         "KIND": int(kind),
@@ -116,10 +125,11 @@ def _dispatch_place_kernel(
     K: tl.constexpr,
     K_PAD: tl.constexpr,
     WORLD: tl.constexpr,
+    WORLD_PAD: tl.constexpr,
     NUM_SCALES: tl.constexpr,
     SCALES_PAD: tl.constexpr,
     KIND: tl.constexpr,
-    S_PAD: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     HAS_STATISTICS: tl.constexpr,
 ):
     program = tl.program_id(0)
@@ -182,15 +192,17 @@ def _dispatch_place_kernel(
         tl.store(counts_ptr + e, count)
         if HAS_STATISTICS:
             tl.store(statistics_ptr + e, tl.load(statistics_ptr + e) + count)
-        i = tl.arange(0, S_PAD)
-        slot_of = tl.load(row_index_ptr + begin + i, mask=i < count, other=0) - first
-        source = tl.where(i < count, slot_of // max_tokens, WORLD)
-        before = begin * 0
-        for rank in range(WORLD):
-            rows = tl.sum((source == rank).to(tl.int32), axis=0)
-            packed = (before.to(tl.int64) << 32) | rows.to(tl.int64)
-            tl.store(layout_range_ptr + e * WORLD + rank, packed)
-            before += rows
+        r = tl.arange(0, WORLD_PAD)
+        of_source = tl.zeros([WORLD_PAD], tl.int32)
+        for start in range(0, count, AT_ONCE):
+            i = start + tl.arange(0, AT_ONCE)
+            slot_of = tl.load(row_index_ptr + begin + i, mask=i < count, other=0) - first
+            source = tl.where(i < count, slot_of // max_tokens, WORLD)
+            for rank in range(WORLD):
+                of_source += tl.where(r == rank, tl.sum((source == rank).to(tl.int32), axis=0), 0)
+        before = tl.cumsum(of_source, axis=0) - of_source
+        packed = (before.to(tl.int64) << 32) | of_source.to(tl.int64)
+        tl.store(layout_range_ptr + e * WORLD + r, packed, mask=r < WORLD)
 
 
 @torch.inference_mode()  # memory that was made in this mode may not be changed outside it

@@ -216,13 +216,13 @@ def _of_hosts(fmt: str, archs: tuple[int, ...]) -> Iterator[CudaCase]:
             yield CudaCase(kernel, fmt, hierarchical_cuda.FILE, kernel, defines, archs, copies, shared_bytes)
 
 
-def _padded(fmt: TokenFormat, kind: PaddedScales) -> AotCase:
+def _padded(fmt: TokenFormat, kind: PaddedScales, slots: int = 1024) -> AotCase:
     record = RecordLayout(fmt, 7168, 8)
     num_scales = fmt.scale_columns(7168)
     constexprs = padded._constexprs(record, record.scales_offset, fmt.quant_bytes(7168), 8, 8, num_scales, kind)
     scales = {"scales_ptr": "*u8" if kind.scale_bytes == 1 else "*i32"}
     types = {"records_ptr": "*u8", "rows_ptr": "*u8", "layout_range_ptr": "*i64", **scales}
-    values = {**constexprs, "S_PAD": 1024, "HAS_STATISTICS": True}
+    values = {**constexprs, "AT_ONCE": padded.rows_at_once(slots), "HAS_STATISTICS": True}
     return row_case("dispatch_place", fmt.name, padded._dispatch_place_kernel, values, types)
 
 
@@ -237,6 +237,7 @@ _PAYLOAD_TYPES = {
 def _rows() -> Iterator[AotCase]:
     """Kernels that copy rows before and after an exchange."""
     yield _padded(BF16, PaddedScales.NONE)
+    yield _padded(BF16, PaddedScales.NONE, slots=2**21)
     yield _padded(FP8_BLOCK, PaddedScales.COLUMNS)
     yield _padded(FP8_BLOCK, PaddedScales.PACKED_COLUMNS)
     yield _padded(MXFP8, PaddedScales.ROWS)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from moe_runtime.comm.errors import MoERuntimeError
 from moe_runtime.deep_ep import Buffer
 from moe_runtime.deep_ep.utils.math import per_token_cast_back
-from moe_runtime.kernels.exchange import reference
+from moe_runtime.kernels.exchange import padded, reference
 from moe_runtime.kernels.exchange.padded import place_padded_rows
 from moe_runtime.kernels.formats.quantize import quantize_rows
 from tests.support.exchange_data import repeated_ids
@@ -198,18 +198,22 @@ def test_each_entry_of_a_token_is_a_row_where_it_names_an_expert_twice(world: in
     get_pool(world).run(dispatch_and_combine, [5, 0, 6, 1], 512, seed, True)
 
 
-def interpreted(rank: int, world: int, counts: list[int], hidden: int, seed: int, repeats: bool) -> None:
+def interpreted(
+    rank: int, world: int, counts: list[int], hidden: int, seed: int, repeats: bool, at_once: int
+) -> None:
     """The torch exchange, with rows placed by the kernel that the CUDA exchange places many tokens by."""
-    with patch.object(reference, "place_reference", place_padded_rows):
+    with patch.object(reference, "place_reference", place_padded_rows), patch.object(padded, "MOST_AT_ONCE", at_once):
         dispatch_and_combine(rank, world, counts, hidden, seed, repeats)
         small_formats(rank, world, counts, hidden, seed, repeats)
 
 
 @pytest.mark.cpu_only
 @pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("repeats", [False, True])
-def test_interpreted_kernels_place_the_same_rows(world: int, repeats: bool, get_pool: Any, seed: int) -> None:
-    get_pool(world).run(interpreted, [3, 1], 512, seed, repeats)
+@pytest.mark.parametrize(("repeats", "at_once"), [(False, 4096), (True, 4096), (True, 2)])
+def test_interpreted_kernels_place_the_same_rows(
+    world: int, repeats: bool, at_once: int, get_pool: Any, seed: int
+) -> None:
+    get_pool(world).run(interpreted, [3, 1], 512, seed, repeats, at_once)
 
 
 def combine_twice(rank: int, world: int) -> None:
