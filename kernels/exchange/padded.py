@@ -182,8 +182,9 @@ def _dispatch_place_kernel(
                         elif KIND == ROWS:
                             tl.store(scales_ptr + chosen.to(tl.int64) * NUM_SCALES + v, scale, mask=there)
                         else:
-                            of_expert = (slots + 127) // 128 * ((NUM_SCALES + 3) // 4 * 512)
-                            to = scales_ptr + e * of_expert + swizzled_offset(i, v, NUM_SCALES)
+                            block = e * ((slots + 127) // 128)  # as int64, which is multiplied below
+                            to = scales_ptr + block * ((NUM_SCALES + 3) // 4 * 512)
+                            to += swizzled_offset(i.to(tl.int64), v, NUM_SCALES)
                             tl.store(to, scale, mask=there)
     else:
         e = program - slots

@@ -388,15 +388,17 @@ def _dispatch_pack_kernel(
             tl.store(to.to(tl.pointer_type(tl.int64)) + start + column, value, mask=inside)
         if NUM_SCALES > 0:
             v = tl.arange(0, SCALES_PAD)
-            at = scales_ptr.to(tl.pointer_type(tl.int32)) + row * scale_row + v * scale_column
+            at = scales_ptr.to(tl.pointer_type(tl.int32)) + row * scale_row + v.to(tl.int64) * scale_column
             value = tl.load(at, mask=v < NUM_SCALES, other=0)
             tl.store((to + TOKEN_BYTES).to(tl.pointer_type(tl.int32)) + v, value, mask=v < NUM_SCALES)
         if K > 0:
             k = tl.arange(0, K_PAD)
-            ids = tl.load(ids_ptr.to(tl.pointer_type(tl.int64)) + row * id_row + k * id_column, mask=k < K, other=-1)
+            column = k.to(tl.int64)
+            at = ids_ptr.to(tl.pointer_type(tl.int64)) + row * id_row + column * id_column
+            ids = tl.load(at, mask=k < K, other=-1)
             behind = (to + TOKEN_BYTES + 4 * NUM_SCALES).to(tl.pointer_type(tl.int32))
             tl.store(behind + k, ids.to(tl.int32), mask=k < K)
-            at = weights_ptr.to(tl.pointer_type(tl.int32)) + row * weight_row + k * weight_column
+            at = weights_ptr.to(tl.pointer_type(tl.int32)) + row * weight_row + column * weight_column
             tl.store(behind + K + k, tl.load(at, mask=k < K, other=0), mask=k < K)
 
 

@@ -198,9 +198,7 @@ def test_each_entry_of_a_token_is_a_row_where_it_names_an_expert_twice(world: in
     get_pool(world).run(dispatch_and_combine, [5, 0, 6, 1], 512, seed, True)
 
 
-def interpreted(
-    rank: int, world: int, counts: list[int], hidden: int, seed: int, repeats: bool, at_once: int
-) -> None:
+def interpreted(rank: int, world: int, counts: list[int], hidden: int, seed: int, repeats: bool, at_once: int) -> None:
     """The torch exchange, with rows placed by the kernel that the CUDA exchange places many tokens by."""
     with patch.object(reference, "place_reference", place_padded_rows), patch.object(padded, "MOST_AT_ONCE", at_once):
         dispatch_and_combine(rank, world, counts, hidden, seed, repeats)
