@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from moe_runtime.comm.signals import COUNT_BITS
 from moe_runtime.kernels.exchange.record import RecordLayout
 from moe_runtime.kernels.formats.number_formats import FP8_BLOCK, TokenFormat, align, ceil_div
 from moe_runtime.kernels.formats.scale_blocks import expert_starts
@@ -205,3 +206,8 @@ def worst_case_rows(num_experts: int, world_size: int, top_k: int, max_tokens: i
     """(token, expert) rows that arrive at one rank at most: every token of every rank, on all its local experts."""
     most_local = ceil_div(num_experts, world_size)
     return world_size * max_tokens * min(top_k, most_local)
+
+
+def most_tokens(world_size: int, top_k: int) -> int:
+    """Tokens of a rank in a step at most: rows are counted in int32, tokens in `COUNT_BITS` bits."""
+    return min((2**31 - 1) // (world_size * top_k), 2**COUNT_BITS - 1)

@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from moe_runtime.kernels.exchange.geometry import ExchangeGeometry, worst_case_rows
+from moe_runtime.kernels.exchange.geometry import ExchangeGeometry, most_tokens, worst_case_rows
 from moe_runtime.kernels.exchange.payload import WORD, PayloadLayout
 from moe_runtime.kernels.exchange.record import RecordLayout
 from moe_runtime.kernels.formats.number_formats import BF16, FP8_BLOCK, TokenFormat, align, ceil_div
@@ -92,10 +92,15 @@ def combine_bytes(hidden: int, num_ranks: int, tokens: int) -> int:
 
 @cache
 def normal_tokens(num_bytes: int, hidden: int, num_ranks: int) -> int:
-    """Most tokens of a rank in one step of normal mode for which `num_bytes` suffice; 0 where none fits."""
+    """Most tokens of a rank in one step of normal mode for which `num_bytes` suffice; 0 where none fits.
+
+    A step has at most those that exchanges of entries for ranks, and for experts, can count.
+    """
     fixed = normal_bytes(hidden, num_ranks, 1)
     each = normal_bytes(hidden, num_ranks, 2) - fixed
-    return max(0, (num_bytes - fixed) // each + 1) if num_bytes >= fixed else 0
+    if num_bytes < fixed:
+        return 0
+    return min((num_bytes - fixed) // each + 1, most_tokens(num_ranks, max(num_ranks, MOST_TOP_K)))
 
 
 def low_latency_bytes(tokens: int, hidden: int, num_ranks: int, num_experts: int, top_k: int = MOST_TOP_K) -> int:

@@ -10,7 +10,7 @@ import torch
 from moe_runtime.comm.signals import COUNT_BITS
 from moe_runtime.config import MAX_EXPERTS, ModeName, resolve_mode, rows_per_expert
 from moe_runtime.context.expert_parallel import ExpertParallelContext
-from moe_runtime.kernels.exchange.geometry import ExchangeGeometry, RouterIds, worst_case_rows
+from moe_runtime.kernels.exchange.geometry import ExchangeGeometry, RouterIds, most_tokens, worst_case_rows
 from moe_runtime.kernels.exchange.padded_rows import PaddedRows, PaddedScales
 from moe_runtime.kernels.exchange.plan import sm_shared_bytes
 from moe_runtime.kernels.exchange.record import RecordLayout
@@ -91,7 +91,7 @@ def exchange_geometry(
         wire.check_columns(output_size, "output_size")
     if wire.has_row_scale:
         raise ValueError(f"combine_format: expected bf16, fp8_block or mxfp8, got {wire.name}")
-    most = min((2**31 - 1) // (context.world_size * top_k), 2**COUNT_BITS - 1)
+    most = most_tokens(context.world_size, top_k)
     if max_tokens_per_rank > most:
         raise ValueError(
             f"max_tokens_per_rank: expected at most {most}, with {context.world_size} ranks and top_k = {top_k} "

@@ -14,8 +14,10 @@ from moe_runtime.comm.errors import PeerAbortedError
 from moe_runtime.deep_ep import Buffer, EventHandle, EventOverlap, alias, sizes
 from moe_runtime.deep_ep.__main__ import main
 from moe_runtime.deep_ep.utils import math, testing
+from moe_runtime.dispatcher.token_dispatcher import RoutingDispatcher, TokenDispatcher
 from moe_runtime.kernels.formats.number_formats import FP8_BLOCK
 from moe_runtime.launch import doctor
+from moe_runtime.virtual import virtual_contexts
 from tests.support.programs import python_path, without_interpreter
 from tests.support.spawner import interpreter
 
@@ -107,6 +109,24 @@ def test_the_bytes_of_both_modes_hold_what_they_say(ranks: int) -> None:
     hint = Buffer.get_low_latency_rdma_size_hint(128, hidden, ranks, 256)
     assert hint >= sizes.low_latency_bytes(128, hidden, ranks, 256, 8)
     assert sizes.padded_bytes(128, hidden, ranks, 256, FP8_BLOCK) == 256 * 128 * (7168 + 4 * 56 + 4)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 17, 31])
+def test_a_step_of_a_buffer_of_many_bytes_has_no_more_tokens_than_an_exchange_takes(ranks: int) -> None:
+    """8 GB are room for 4.4 million tokens of 128 elements of a rank alone."""
+    tokens = sizes.normal_tokens(2**45, 128, ranks)
+    assert tokens == sizes.normal_tokens(2**46, 128, ranks)
+    context = virtual_contexts(ranks, engine="torch")[0]
+    exchange = {"hidden_size": sizes.normal_words(128), "max_tokens_per_rank": tokens, "output_size": 128}
+    TokenDispatcher(context, num_experts=ranks, top_k=ranks, **exchange)
+    RoutingDispatcher(
+        context,
+        num_experts=64,
+        top_k=sizes.MOST_TOP_K,
+        max_tokens_per_rank=tokens,
+        output_size=128,
+        accepts_repeats=True,
+    )
 
 
 def test_the_doctor_tells_the_bytes(capsys: pytest.CaptureFixture[str]) -> None:
