@@ -239,8 +239,8 @@ def error_bound(
        them smaller, since independent parts add in quadrature. A norm after each expert (`post_expert_norm`) rounds
        its row to bf16 twice more: times `(1 + e_bf16^2)^2`. To divide a row by its norm takes away the part of its
        error that lies along it. It weights rows alike: rows of one layer, sums of many terms, have nearly equal norms.
-       With `several_hosts` partial sums of ranks are bf16, and each host's sum of them is rounded to the combine
-       format: times `1 + e_bf16^2`.
+       With `several_hosts` partial sums of ranks are bf16, and so is each host's sum of them, which is rounded to the
+       combine format: times `1 + e_bf16^2`, and once more where that format is not bf16.
 
     Accumulation in fp32 (about 2^-20) is far below all of these, and so is a limit on the function, which kernels meet
     within 1.28 * 2^-24. A clamp (`limit`, of gate or its function) or a softcap at several times the root mean square
@@ -269,5 +269,5 @@ def error_bound(
     if post_expert_norm:
         returned *= growth(BF16) ** 2
     if several_hosts:
-        returned *= growth(BF16)
+        returned *= growth(BF16) if weight_format_named(combine_format) == BF16 else growth(BF16) ** 2
     return math.sqrt(returned - 1)

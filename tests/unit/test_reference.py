@@ -314,3 +314,11 @@ def test_bounds_grow_with_coarser_formats_and_know_their_defaults() -> None:
     assert bound("nvfp4", intermediate_format="mxfp8") < bound("nvfp4")
     # In bf16 only roundings of results count: four of them.
     assert bound("bf16") == pytest.approx(2 * rounding_error("bf16"), rel=1e-4)
+
+
+@pytest.mark.parametrize(("combine", "roundings"), [("bf16", 1), ("fp8_block", 2), ("mxfp8", 2)])
+def test_the_bound_of_several_hosts_counts_each_rounding(combine: str, roundings: int) -> None:
+    """To bf16: of partial sums, and of a host's sum before it is quantized."""
+    one_host, several = (error_bound("nvfp4", combine_format=combine, several_hosts=hosts) for hosts in (False, True))
+    expected = (1 + one_host**2) * (1 + rounding_error("bf16") ** 2) ** roundings
+    assert 1 + several**2 == pytest.approx(expected, rel=1e-12)
