@@ -115,12 +115,12 @@ class MoELayer(LayerParts):
         """Run the layer on this rank's tokens. Collective.
 
         Args:
-            x: bf16 `[..., H]`, at most `max_tokens_per_rank` tokens, 0 included.
+            x: bf16 `[..., H]`, last dimension contiguous, at most `max_tokens_per_rank` tokens, 0 included.
             topk_idx, topk_weights: int32 or int64, and fp32, `[T, K]`: a router's answer for the flattened tokens
                 (both or neither; without them the layer's own router is asked). -1 is unrouted. Ids are those of the
                 layer's experts, or as `router_ids` says.
-            shared: bf16 `[..., H]`, output of a shared expert, added first; only where the layer has no shared expert
-                of its own.
+            shared: bf16, of the shape of `x`, last dimension contiguous: output of a shared expert, added first; only
+                where the layer has no shared expert of its own.
             max_tokens: most tokens that any rank brings to this step; equal on all ranks. The step takes the smallest
                 of `config.all_token_buckets` that holds them, which changes its time and no bit. None is
                 `max_tokens_per_rank`; on a single rank, the tokens of `x`.
