@@ -41,7 +41,9 @@ def describe_failure(
     step = Phase(phase) if phase in list(Phase) else Phase.HOST
     where = f"rank {origin}, {step.name.lower()} of epoch {epoch}"
     if code == ErrorCode.ROUTING:
-        expert = details[0] - REFUSED_ID if details[0] >= REFUSED_ID // 2 else details[0]
+        # A placement refuses ids of at most half of it, either way.
+        refused = REFUSED_ID // 2 <= details[0] < REFUSED_ID + REFUSED_ID // 2
+        expert = details[0] - REFUSED_ID if refused else details[0]
         text = f"expert id {expert} of token {details[1]} of rank {about} is out of range or twice in its top-k"
         return RoutingError(f"{where}: {text}", about, step)
     if code == ErrorCode.CAPACITY:
