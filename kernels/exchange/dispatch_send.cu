@@ -115,7 +115,7 @@ __device__ __forceinline__ u32 route(const Exchange& x, const Entry& entry, int 
   const bool repeated = !REPEATS && in_range && (same & ((1u << lane) - 1));
   const u32 bad = __ballot_sync(ALL, repeated || (!REPEATS && entry.id < -1) || entry.id >= num_experts);
   if (bad && lane == __ffs(bad) - 1)
-    record_failure(x, ROUTING, x.rank, DISPATCH_SEND, epoch, static_cast<int>(entry.id), token);
+    record_failure(x, ROUTING, x.rank, DISPATCH_SEND, epoch, recorded_id(entry.id), token);
   __syncwarp();
   if (!in_range || repeated) expert = -1;
   const int owner = owner_of(expert, end_of_lane);

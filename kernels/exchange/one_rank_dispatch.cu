@@ -49,7 +49,7 @@ __device__ __noinline__ void record_bad_id(const Exchange x, const IDS* topk_idx
     bool bad = id < -1 || id >= EXPERTS;
     for (int before = entry / K * K; before < entry; ++before) bad |= id >= 0 && id_of(before) == id;
     if (!bad) continue;
-    record_failure(x, ROUTING, x.rank, DISPATCH_SEND, epoch, static_cast<int>(id), entry / K);
+    record_failure(x, ROUTING, x.rank, DISPATCH_SEND, epoch, recorded_id(id), entry / K);
     return;
   }
 }

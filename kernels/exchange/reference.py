@@ -249,8 +249,8 @@ def record_bad_id(context: ExchangeMemory, topk_idx_TK: torch.Tensor, bad: torch
     """Record the first of the ids that `bad` marks, if there is one."""
     if bool(bad.any()):
         token, entry = bad.nonzero()[0].tolist()
-        bad_id = int(topk_idx_TK[token, entry]) & 0xFFFFFFFF
-        bad_id = bad_id - (1 << 32) if bad_id >= 1 << 31 else bad_id
+        # A word holds 32 bits: cut off, an id far out of range would look like one of the layer.
+        bad_id = min(max(int(topk_idx_TK[token, entry]), -(2**31)), 2**31 - 1)
         record_failure(context, ErrorCode.ROUTING, context.rank, Phase.DISPATCH_SEND, epoch, bad_id, token)
 
 

@@ -80,6 +80,11 @@ __device__ __noinline__ void record_failure(const Exchange x, int code, int abou
   record_failure_of(x, code, about, phase, epoch, detail, detail2, x.rank);
 }
 
+// An expert id as a failure records it: the nearest int. One that is cut off could look like an id of the layer.
+__device__ __forceinline__ int recorded_id(long long id) {
+  return static_cast<int>(id > 0x7FFFFFFFll ? 0x7FFFFFFFll : id < -0x80000000ll ? -0x80000000ll : id);
+}
+
 // Waits until the abort messages of this rank's failure have been sent: another of its kernels may still be sending
 // them.
 __device__ __forceinline__ void await_abort_sent(const Exchange& x) {

@@ -261,7 +261,8 @@ def test_bad_ids_are_told_as_by_the_kernels_that_wait(what: str, emulator: Emula
     both.step(tokens(seed, 4), seed)
     data = tokens(seed + 1, 5)
     BAD_IDS[what](data.topk_idx)
-    both.fail(data, RoutingError)
+    text = both.fail(data, RoutingError)
+    assert what != "far" or f"expert id {2**31 - 1} of token 0 of rank 0" in text
 
 
 ROUTERS = [RouterIds(0, 10), RouterIds(0, 30), RouterIds(7, 30), RouterIds(20, 30)]
