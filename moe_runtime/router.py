@@ -7,6 +7,8 @@ Shape letters: `T` tokens, `H` hidden size, `E` experts of the layer, `K` expert
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import nn
 
@@ -235,6 +237,9 @@ class Router(FixedDtypes):
             renormalize=config.renormalize,
             scaling_factor=config.scaling_factor,
         )
+
+    if TYPE_CHECKING:  # that of nn.Module takes and gives Any
+        __call__ = forward
 
 
 def _stable_topk(values: torch.Tensor, k: int) -> torch.Tensor:

@@ -162,6 +162,26 @@ def test_public_names_agree() -> None:
         _ = moe_runtime.nothing  # type: ignore[attr-defined]
 
 
+@pytest.mark.timeout(600)  # without its cache mypy reads all of torch
+def test_a_users_type_checker_knows_what_calls_take_and_return(tmp_path: Path) -> None:
+    """`nn.Module.__call__` takes and gives Any: without a declaration of our own, `layer(x)` is checked nowhere."""
+    pytest.importorskip("mypy")
+    script = tmp_path / "script.py"
+    script.write_text("""
+from typing import assert_type
+import torch
+from moe_runtime import MoELayer, Router
+
+def step(layer: MoELayer, router: Router, x: torch.Tensor) -> None:
+    topk_idx, topk_weights = router(x)
+    assert_type(topk_idx, torch.Tensor)
+    assert_type(layer(x, topk_idx=topk_idx, topk_weights=topk_weights), torch.Tensor)
+    layer(x, topk_ids=topk_idx)  # type: ignore[call-arg]
+""")
+    options = ("--strict", "--follow-imports=silent", "--cache-dir", ROOT / ".cache" / "mypy")
+    run(sys.executable, "-m", "mypy", *options, script, cwd=tmp_path, MYPYPATH=str(ROOT))
+
+
 @pytest.mark.parametrize("name", LINKED)
 def test_linked_folders_are_never_packages_of_their_own(name: str) -> None:
     link = ROOT / "moe_runtime" / name
