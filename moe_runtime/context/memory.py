@@ -107,8 +107,9 @@ def expert_bytes(config: MoELayerConfig, world_size: int) -> int:
     """
     _check_sizes(config, world_size)
     fmt, total = weight_format_named(config.weight_format), 0
-    hidden, inner = config.hidden_size, config.intermediate_size
-    for rows, columns, order in ((2 * inner, hidden, GateUpOrder(config.activation.order)), (hidden, inner, None)):
+    hidden, inner, activation = config.hidden_size, config.intermediate_size, config.activation
+    gate_up_order = GateUpOrder(activation.order) if activation.gated else None
+    for rows, columns, order in ((activation.num_parts * inner, hidden, gate_up_order), (hidden, inner, None)):
         total += rows * fmt.quant_bytes(columns)
         if (shape := scales_shape(fmt, 1, rows, columns, order)) is not None and fmt.scale_dtype is not None:
             total += math.prod(shape) * fmt.scale_dtype.itemsize
@@ -117,7 +118,8 @@ def expert_bytes(config: MoELayerConfig, world_size: int) -> int:
 
 def staging_bytes(config: MoELayerConfig, num_ranks: int) -> int:
     """Bytes of region `staging`: words of the `num_ranks` of a host, and at most `CHUNK_BYTES` of an expert in bf16."""
-    expert_bytes = align_region(3 * config.hidden_size * config.intermediate_size * 2)
+    matrices = config.activation.num_parts + 1
+    expert_bytes = align_region(matrices * config.hidden_size * config.intermediate_size * 2)
     return staging_words_bytes(num_ranks) + min(expert_bytes, CHUNK_BYTES)
 
 

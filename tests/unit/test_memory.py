@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from moe_runtime.build import random_expert
 from moe_runtime.comm.heaps.private_heap import PrivateHeap
 from moe_runtime.config import MoELayerConfig
 from moe_runtime.context.expert_parallel import ExpertParallelContext
@@ -120,6 +121,27 @@ def test_experts_take_what_is_told(name: str, world_size: int) -> None:
     assert expert_bytes(config, world_size) == sum(t.numel() * t.element_size() for t in tensors)
     with pytest.raises(ValueError, match=r"world_size: expected a positive integer to [0-9]+, got 0"):
         expert_bytes(config, 0)
+
+
+@pytest.mark.parametrize("name", WEIGHT_FORMATS)
+@pytest.mark.parametrize("activation", [{}, {"order": "interleaved"}, {"function": "relu2", "gated": False}])
+def test_the_experts_of_a_layer_take_what_is_told(name: str, activation: dict[str, Any]) -> None:
+    sizes = {"hidden_size": 384, "intermediate_size": 320, "activation": activation}
+    config = make_config(weight_format=name, token_format="bf16" if "4" in name else name, **sizes)
+    with ExpertParallelContext(device="cpu") as context:
+        layer = MoELayer(config, context)
+        layer.load_experts(random_expert(config, 0, expert, context.device) for expert in layer.local_experts)
+        assert layer.experts is not None
+        weights = (layer.experts.gate_up, layer.experts.down)
+        tensors = [t for w in weights for t in (w.quants, w.scales) if t is not None]
+        assert expert_bytes(config, 1) == sum(t.nbytes for t in tensors)
+
+
+def test_an_expert_without_a_gate_is_staged_as_large_as_it_is() -> None:
+    # 2 matrices of 256 x 128 in bf16 instead of 3; behind 5 words of 4 ranks, aligned to 256.
+    ungated = make_config(activation={"function": "relu2", "gated": False})
+    assert reserved_bytes(make_config(), 4, placed=True)["staging"] == 256 + 3 * 256 * 128 * 2
+    assert reserved_bytes(ungated, 4, placed=True)["staging"] == 256 + 2 * 256 * 128 * 2
 
 
 @pytest.mark.parametrize("world_size", [0, -1, "2"])
