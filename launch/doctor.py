@@ -483,9 +483,11 @@ def _print_reserved(
 def work(options: argparse.Namespace) -> int:
     """Examine and print; 0. Collective."""
     environment.check_at_least(1, world_size=options.world_size, tokens=min(options.tokens, default=None))
-    if options.hosts is not None and (options.world_size is None or options.world_size % max(options.hosts, 1)):
-        raise ValueError(f"--hosts: expected a divisor of --world-size, got {options.hosts}")
-    config = load_config(options.config) if options.config else None
+    if options.hosts is not None and options.world_size is None:
+        raise ValueError("--hosts: expected it with --world-size")
+    if options.hosts is not None and (options.hosts < 1 or options.world_size % options.hosts):
+        raise ValueError(f"--hosts: expected a divisor of --world-size {options.world_size}, got {options.hosts}")
+    config = None if options.config is None else load_config(options.config)
     for name in ("tokens", "hopper", "world_size"):
         if config is None and getattr(options, name):
             raise ValueError(f"--{name.replace('_', '-')}: expected it with --config")

@@ -213,6 +213,11 @@ def test_a_format_that_does_not_fit_says_why() -> None:
         (("--hopper",), "--hopper: expected it with --config"),
         (("--world-size", "4"), "--world-size: expected it with --config"),
         (("--world-size", "4", "--hosts", "2"), "--world-size: expected it with --config"),
+        (("--config", ""), "expected a path that is not empty"),
+        (("--config", "tiny_cpu", "--hosts", "2"), "--hosts: expected it with --world-size"),
+        (("--world-size", "4", "--hosts", "0"), "--hosts: expected a divisor of --world-size 4, got 0"),
+        (("--world-size", "4", "--hosts", "-2"), "--hosts: expected a divisor of --world-size 4, got -2"),
+        (("--world-size", "4", "--hosts", "3"), "--hosts: expected a divisor of --world-size 4, got 3"),
     ],
 )
 def test_bad_arguments(arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
