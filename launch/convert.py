@@ -84,7 +84,7 @@ def work(options: argparse.Namespace) -> int:
         ignore_keys=options.ignore_key,
         progress=progress,
     )
-    console.print(f"{options.target}: experts in {options.format}", soft_wrap=True)
+    console.print(f"{options.target}: experts in {options.format}", markup=False, soft_wrap=True)
     return 0
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from moe_runtime.launch.benchmarks.bounds import EVEN
 from moe_runtime.launch.benchmarks.layer_report import PHASES_KIND, gpus_of
@@ -71,7 +72,7 @@ def show(report: Report, console: Console) -> None:
 def _layer_cells(result: Result) -> list[str]:
     median, smallest, largest = (result[f"{name}_us"] for name in ("median", "smallest", "largest"))
     check, memory, ratio = (result[name] for name in ("check", "memory", "ratio_to_torch"))
-    word = "" if check is None else "ok" if check["passed"] else "[red]FAILED[/red]"
+    word = "" if check is None else "ok" if check["passed"] else "FAILED"
     untimed = "-" if check is not None and not check["passed"] else ""
     return [
         result["operation"],
@@ -118,12 +119,15 @@ def number(value: float | None) -> str:
 
 
 def print_table(console: Console, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table, as wide as it needs: a terminal that breaks lines is easier to read than narrow columns."""
-    table = Table(title=title)
+    """Print a table, as wide as it needs: a terminal that breaks lines is easier to read than narrow columns.
+
+    Texts are shown as they are; a cell with a failure is red.
+    """
+    table = Table(title=Text(title))
     for column in columns:
         table.add_column(column, justify="left" if column in TEXTS else "right")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*(Text(cell, "red" if "FAILED" in cell else "") for cell in row))
     wide = console.options.update(width=MOST_COLUMNS)
     console.width = max(console.width, console.measure(table, options=wide).maximum)
     console.print(table)

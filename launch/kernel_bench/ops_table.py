@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from moe_runtime.launch.benchmarks.show import Report, Result
 from moe_runtime.launch.kernel_bench.show import commit_of, where
@@ -58,7 +59,7 @@ def print_operations(checked: Report, run: Report | None, console: Console) -> N
     for column in COLUMNS:
         table.add_column(column, overflow="fold")
     for line in cells(checked, run):
-        table.add_row(*(text.replace("`", "").replace("; ", "\n").replace(", ", "\n") for text in line))
+        table.add_row(*(Text(text.replace("`", "").replace("; ", "\n").replace(", ", "\n")) for text in line))
     console.print(table)
     for record in checked["compiled"]:
         for error in record["errors"]:
@@ -66,7 +67,7 @@ def print_operations(checked: Report, run: Report | None, console: Console) -> N
     if run is None:
         console.print("No run on a GPU is shown here: `kernel_bench ops --json FILE` makes one.")
     else:
-        console.print(f"Run on {where(run)}.", highlight=False)
+        console.print(f"Run on {where(run)}.", markup=False, highlight=False)
 
 
 def operations_markdown(checked: Report, run: Report, source: str) -> str:

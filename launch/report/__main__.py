@@ -16,11 +16,12 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from moe_runtime.launch.benchmarks.layer_report import baselines_of, key_of
 from moe_runtime.launch.benchmarks.show import Report
 from moe_runtime.launch.common import environment
 from moe_runtime.launch.kernel_bench.show import wide_console
 from moe_runtime.launch.report import pages, runs
-from moe_runtime.launch.report.compare import compare, differences
+from moe_runtime.launch.report.compare import compare, differences, sizes
 from moe_runtime.launch.report.plot import check_can_draw, draw, draw_layer, draw_roofline
 from moe_runtime.launch.report.runs import figures
 from moe_runtime.launch.report.show import show
@@ -50,6 +51,7 @@ def _with_times(file: Path) -> Report:
     report = runs.read(file)
     with runs.reading(file, "a run with times"):
         differences(report, report)
+        sizes(report)
         if not figures(report):
             raise ValueError("got no times")
     return report
@@ -99,8 +101,10 @@ def _check_drawable(report: Report) -> None:
     """Read the fields that every plot needs; raises as Python does where one is missing."""
     runs.ranks_of(report)
     runs.check_alike([report])
+    baselines_of(report["results"])
     for result in report["results"]:
-        _ = [result[name] for name in (*runs.KEY, "implementation", "median_us", "phases")]
+        hash(key_of(result))
+        _ = [result[name] for name in ("median_us", "phases")]
 
 
 def write_tables(options: argparse.Namespace) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from moe_runtime.launch.benchmarks.show import Report
@@ -31,7 +32,7 @@ def compare(a: Report, b: Report, console: Console) -> bool:
         places.append(place(first, second))
         ratio = "" if second.median_us is None or not first.median_us else f"{second.median_us / first.median_us:.3f}"
         spread = f"{_us(first.smallest_us)} - {_us(first.largest_us)}"
-        table.add_row(name, _us(first.median_us), spread, _us(second.median_us), ratio, places[-1])
+        table.add_row(escape(name), _us(first.median_us), spread, _us(second.median_us), ratio, places[-1])
     console.print(table)
     within, alone = places.count("within"), [len(own.keys() - both.keys()) for own in (mine, theirs)]
     console.print(

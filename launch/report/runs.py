@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -41,11 +42,19 @@ NAMED_BY = {
 
 @dataclass(frozen=True)
 class Figure:
-    """A time and its spread, in microseconds; all None where nothing was timed."""
+    """A time and its spread, in microseconds; all None where nothing was timed.
+
+    Raises `ValueError` for what was timed without a spread, and for what is no time.
+    """
 
     median_us: float | None
     smallest_us: float | None
     largest_us: float | None
+
+    def __post_init__(self) -> None:
+        times = (self.median_us, self.smallest_us, self.largest_us)
+        if self.median_us is not None and not all(isinstance(us, int | float) and 0 <= us < math.inf for us in times):
+            raise ValueError(f"expected a time in us with its spread, got {times}")
 
 
 @contextmanager
@@ -55,7 +64,7 @@ def reading(file: Path, what: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise ValueError(f"{file.name}: {error.strerror}") from None
-    except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RecursionError) as error:
         text = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
         raise ValueError(f"{file.name}: expected the JSON of {what}, {text}") from None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import re
 import shutil
 from collections.abc import Iterator
@@ -102,6 +103,24 @@ def test_other_files_are_refused_in_one_line(
     assert capsys.readouterr().err == "report: no.json: No such file or directory\n"
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("h200x2.json", torch_layer.NAME),
+        ("soak_h200x2_nvfp4.json", "NVIDIA H200"),
+        ("gemm_h200.json", "8x16"),
+        ("ops_checked.json", "grouped_matmul_dynamic_scaled_nvfp4"),
+    ],
+)
+def test_texts_of_a_run_are_shown_as_they_are(
+    name: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Brackets are no markup of the console."""
+    found = json.loads(json.dumps(load(name)).replace(text, "torch [/x]"))
+    assert report.main(["show", *write(tmp_path, a=found)]) == 0
+    assert "torch [/x]" in capsys.readouterr().out
+
+
 def test_json_has_a_line_for_each_result(tmp_path: Path) -> None:
     found = {"kind": "x", "results": [{"a": [1, 2]}, {"b": None}], "none": [], "environment": {"c": "\u00e9"}}
     write_json(tmp_path / "x.json", found)
@@ -163,6 +182,10 @@ def test_differences_of_the_machines_are_printed(tmp_path: Path, capsys: pytest.
         ("links_h200x4.json", lambda b: b.update(results=[]), "b.json: expected the JSON of a run with times"),
         ("links_h200x4.json", lambda b: b["results"][3].pop("median_us"), "KeyError: 'median_us'"),
         ("h200x2.json", lambda b: b.update(kind="phases"), "got kind phases"),
+        ("h200x2.json", lambda b: b["config"]["layer"].pop("top_k"), "b.json: expected the JSON of a run with times"),
+        ("links_h200x4.json", lambda b: b["results"][3].update(median_us="7"), "expected a time in us with its spread"),
+        ("links_h200x4.json", lambda b: b["results"][3].update(largest_us=None), "expected a time in us with its"),
+        ("links_h200x4.json", lambda b: b["results"][3].update(median_us=math.nan), "expected a time in us with its"),
         (
             "h200x2.json",
             lambda b: b.update(results=[dict(r, routing="one") for r in b["results"]]),
@@ -277,11 +300,15 @@ def test_committed_runs_are_drawn_small(tmp_path: Path, figures: dict[str, Any])
 def test_a_run_that_is_broken_is_left_out(
     tmp_path: Path, figures: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    files = write(tmp_path, good=run(2, result("layer", 8, 300.0)), links=load("links_h200x4.json"))
-    assert report.main(["plot", *files, str(tmp_path / "missing.json"), "--folder", str(tmp_path)]) == 1
+    good = run(2, result("layer", 8, 300.0))
+    listed = run(2, result("layer", 8, 300.0) | {"weight_format": []})
+    good, links, listed = write(tmp_path, good=good, links=load("links_h200x4.json"), listed=listed)
+    files = (good, links, str(tmp_path / "missing.json"), listed)
+    assert report.main(["plot", *files, "--folder", str(tmp_path)]) == 1
     said = capsys.readouterr()
     assert said.out.split() == [str(tmp_path / "times.svg")]
-    kind, missing = said.err.splitlines()
+    kind, missing, listed = said.err.splitlines()
+    assert listed.startswith("report: left out listed.json: expected the JSON of a whole run, TypeError: ")
     assert kind.startswith("report: left out links.json: expected the JSON of a run of kind layer or ")
     assert missing == "report: left out missing.json: No such file or directory"
     assert lines(figures["times"].axes[0]) == [([8], [300.0])]

@@ -517,7 +517,7 @@ def test_what_is_whole_outlasts_a_loss_of_power(source: Path, tmp_path: Path, mo
 
 
 def test_a_killed_program_goes_on(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    target = tmp_path / "target"
+    target = tmp_path / "[target]"  # brackets are no markup of the console
     command = [sys.executable, "-m", "moe_runtime.launch.convert", str(source), str(target), "--format", "mxfp4"]
     process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": python_path()})
     try:
@@ -528,7 +528,7 @@ def test_a_killed_program_goes_on(source: Path, tmp_path: Path, capsys: pytest.C
     finally:
         process.wait()
     assert convert.main([str(source), str(target), "--format", "mxfp4"]) == 0
-    assert "experts in mxfp4" in capsys.readouterr().out
+    assert f"{target}: experts in mxfp4" in capsys.readouterr().out
     convert_checkpoint(source, tmp_path / "whole", "mxfp4")
     assert contents(target) == contents(tmp_path / "whole")
 
