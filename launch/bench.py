@@ -76,9 +76,9 @@ def bench_layers(options: argparse.Namespace) -> int:
                 show(report, Console(highlight=False))
                 raise
     if record:
+        show(report, Console(highlight=False))
         if settings.trace is not None:
             settings.trace.write()
-        show(report, Console(highlight=False))
     return int(not report["passed"])
 
 

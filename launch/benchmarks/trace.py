@@ -73,9 +73,9 @@ class TraceFile:
         self._end_us += GAP_US
 
     def write(self) -> None:
-        """Write the file."""
+        """Write the file, as `environment.write_json`."""
         found = {"kind": KIND, "traceEvents": self._events, "displayTimeUnit": "ns"}
-        self.file.write_text(json.dumps(found) + "\n")
+        environment.write_json(self.file, found)
 
     def _process(self, rank: int, on: str) -> int:
         """The number of a line of the trace, which is named when it first comes up."""

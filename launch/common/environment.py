@@ -91,14 +91,22 @@ def with_options(parallel: ParallelConfig, options: argparse.Namespace) -> Paral
 
 
 def check_folder(option: str, file: Path | None) -> None:
-    """Raise `ValueError` naming the option unless its output file can be written: no folder, and in one that exists."""
+    """Raise `ValueError` naming the option unless `write_json` can write its file: no folder, in one that exists."""
     if file is None:
         return
-    if file.is_dir():
+    try:
+        is_folder = file.is_dir()
+    except OSError as error:  # a name that is too long
+        raise ValueError(f"{option}: {file}: {error.strerror}") from None
+    if is_folder:
         raise ValueError(f"{option}: expected a file, {file} is a folder")
-    if not (folder := file.resolve().parent).is_dir():
-        raise ValueError(f"{option}: no folder {file.parent}")
-    if not os.access(file if file.exists() else folder, os.W_OK):
+    target = Path(os.path.realpath(file))
+    if not target.parent.is_dir():
+        raise ValueError(f"{option}: no folder {target.parent if file.is_symlink() else file.parent}")
+    written = [target] if target.exists() else []
+    if not written or target.is_file():
+        written.append(target.parent)  # a file takes the place of the one before
+    if target.is_symlink() or not all(os.access(path, os.W_OK) for path in written):
         raise ValueError(f"{option}: {file} cannot be written")
 
 
@@ -214,7 +222,10 @@ def console_of(context: ExpertParallelContext) -> Console:
 
 
 def write_json(file: Path, data: Mapping[str, Any]) -> None:
-    """Write the JSON of a run, whole or not at all where it is a regular file: small, with a line for each result."""
+    """Write the JSON of a run, whole or not at all where it is a regular file: small, with a line for each result.
+
+    A link stays, and what it leads to is written.
+    """
     lines, dumps = [], partial(json.dumps, separators=(",", ":"))
     for name, value in data.items():
         text = dumps(value)
@@ -225,7 +236,7 @@ def write_json(file: Path, data: Mapping[str, Any]) -> None:
     if file.exists() and not file.is_file():
         file.write_text(text)
     else:
-        write_whole(file, text.encode())
+        write_whole(Path(os.path.realpath(file)), text.encode())
 
 
 def package_versions() -> dict[str, str | None]:

@@ -392,6 +392,36 @@ def test_files_that_cannot_be_written_are_told_before_the_work(tmp_path: Path, m
         environment.check_folder("--json", tmp_path / "new.json")
 
 
+def test_links_are_followed_and_circles_refused(tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    link, circle, lost = (tmp_path / name for name in ("link.json", "circle.json", "lost.json"))
+    link.symlink_to(tmp_path / "runs" / "a.json")
+    circle.symlink_to(circle)
+    lost.symlink_to(tmp_path / "no" / "a.json")
+    environment.check_folder("--json", link)
+    environment.write_json(link, {"a": 1})
+    assert link.is_symlink() and json.loads((tmp_path / "runs" / "a.json").read_text()) == {"a": 1}
+    assert [file.name for file in (tmp_path / "runs").iterdir()] == ["a.json"]
+    with pytest.raises(ValueError, match=r"--json: .*circle\.json cannot be written"):
+        environment.check_folder("--json", circle)
+    with pytest.raises(ValueError, match=rf"--json: no folder {tmp_path}/no$"):
+        environment.check_folder("--json", lost)
+    with pytest.raises(ValueError, match=r"--json: .*: File name too long"):
+        environment.check_folder("--json", tmp_path / ("a" * 300))
+
+
+def test_a_file_in_a_folder_that_cannot_be_written_is_told_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What replaces it needs a name beside it. A device is written in place."""
+    (tmp_path / "old.json").write_text("{}")
+    folders = (tmp_path, Path("/dev"))
+    monkeypatch.setattr(os, "access", lambda path, mode: path not in folders)
+    with pytest.raises(ValueError, match=r"--json: .*old\.json cannot be written"):
+        environment.check_folder("--json", tmp_path / "old.json")
+    environment.check_folder("--json", Path("/dev/null"))
+
+
 def test_a_results_file_is_written_whole_or_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     environment.write_json(file := tmp_path / "a.json", {"a": [1]})
     before = file.read_bytes()

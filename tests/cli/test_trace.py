@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from moe_runtime.launch import bench
 from moe_runtime.launch.benchmarks import layer_report, trace
 from tests.cli.test_launch import TINY, TWO_RANKS, program
 
@@ -57,3 +58,13 @@ def check_trace(found: dict[str, Any], recordings: int, results: list[dict[str, 
                 assert sum(durations) / trace.STEPS <= times["largest_us"] * (1 + 1e-9)
                 assert times["mean_us"] <= times["largest_us"]
             assert all(e["ts"] + e["dur"] <= end + 1e-3 for e in inside)
+
+
+@pytest.mark.cpu_only
+def test_a_trace_that_cannot_be_written_leaves_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "tiny.yaml"
+    config.write_text(TINY.format(layer="token_format: bf16"))
+    assert bench.main(["layer", "--config", str(config), "--trace", "/dev/full"]) == 1
+    said = capsys.readouterr()
+    assert "us in eager steps, mean over ranks: dispatch_send " in said.out
+    assert said.err.endswith("bench: OSError: [Errno 28] No space left on device\n")
