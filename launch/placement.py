@@ -11,12 +11,14 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from moe_runtime.comm.messages import unique_keys
@@ -34,7 +36,11 @@ ALONE = ""
 def read(option: str, file: Path) -> Any:
     """The JSON of `file`. Raises `ValueError` naming the option and the file."""
     try:
-        return json.loads(read_regular(file, 128 * MAX_TEXT_LENGTH), object_pairs_hook=unique_keys)
+        text = read_regular(file, 128 * MAX_TEXT_LENGTH)
+    except ValueError as error:
+        raise ValueError(f"{option}: {error}") from None
+    try:
+        return json.loads(text, object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{option}: {file}: {error}") from None
 
@@ -43,7 +49,7 @@ def read_loads(file: Path) -> dict[str, list[float]]:
     """Loads of experts by decoder layer, or by `ALONE`."""
     data = read("LOAD", file)
     loads = data if isinstance(data, dict) else {ALONE: data}
-    if not loads or not all(isinstance(load, list) and load for load in loads.values()):
+    if not loads or (data is loads and ALONE in loads) or not all(isinstance(v, list) and v for v in loads.values()):
         raise ValueError(f"LOAD: {file}: expected a list of numbers, or an object of such lists by decoder layer")
     for layer, load in loads.items():
         try:
@@ -80,7 +86,7 @@ def work(options: argparse.Namespace) -> int:
     environment.check_folder("--to", options.to)
     loads = read_loads(options.load)
     present: dict[str, Placement] = {}
-    if options.to is not None and options.to.resolve() == options.load.resolve():
+    if options.to is not None and os.path.realpath(options.to) == os.path.realpath(options.load):
         raise ValueError("--to: expected another file than LOAD")
     if options.present is not None:
         present = read_present(options.present, loads)
@@ -107,12 +113,12 @@ def work(options: argparse.Namespace) -> int:
             new = new.reordered_like(now) if costs[1] < costs[0] else now
             pairs = [zip(now.rank_experts(rank), new.rank_experts(rank), strict=True) for rank in range(ranks)]
             changes = f"{max(sum(a != b for a, b in pair) for pair in pairs)} of {slots}"
-        table.add_row(layer or "-", *(f"{cost:.2f}" for cost in costs), changes)
+        table.add_row(escape(layer) or "-", *(f"{cost:.2f}" for cost in costs), changes)
         planned[layer] = new
     Console(highlight=False).print(table)
     if options.to is not None:
         parts = {layer: json.loads(placement.to_json()) for layer, placement in planned.items()}
-        options.to.write_text(json.dumps(parts.get(ALONE, parts)) + "\n")
+        environment.write_json(options.to, parts.get(ALONE, parts))
     return 0
 
 

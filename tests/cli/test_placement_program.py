@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 from pathlib import Path
 
@@ -61,6 +63,31 @@ def test_the_layers_of_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str
     shared = written(tmp_path, "shared", json.loads(Placement.contiguous(8, 4).to_json()))
     assert placement.main([load, "--present", shared]) == 0
     assert [row[3] for row in rows(capsys)][1] == "0 of 2"
+
+
+def test_names_of_layers_are_no_markup_and_not_empty(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    to = tmp_path / "new.json"
+    load = written(tmp_path, "load", {"[/x]": LOAD})
+    assert placement.main([load, "--ranks", "2", "--to", str(to)]) == 0
+    assert rows(capsys)[0][0] == "[/x]" and list(json.loads(to.read_text())) == ["[/x]"]
+    # As if the file were of one layer, which was all that was written.
+    load = written(tmp_path, "load", {"": LOAD, "3": LOAD})
+    assert placement.main([load, "--ranks", "2", "--to", str(to)]) == 2
+    assert "LOAD: " in capsys.readouterr().err and list(json.loads(to.read_text())) == ["[/x]"]
+
+
+def test_a_placement_is_written_whole_or_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers may read the present one meanwhile."""
+    to, load = tmp_path / "new.json", written(tmp_path, "load", LOAD)
+    assert placement.main([load, "--ranks", "2", "--to", str(to)]) == 0
+    before = to.read_text()
+
+    def full(*given: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    assert placement.main([load, "--ranks", "4", "--to", str(to)]) == 1
+    assert to.read_text() == before
 
 
 def test_experts_that_no_placement_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
