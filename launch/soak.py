@@ -241,10 +241,13 @@ def report(
 def work(options: argparse.Namespace) -> int:
     """Run and report; 1 if anything was wrong."""
     run = environment.read_config(options)
+    if run.placement is not None:
+        raise ValueError("placement: a soak is of contiguous experts, expected a config without one")
     environment.check_at_least(1, steps=options.steps, tokens=options.tokens)
     environment.check_folder("--json", options.json)
     names = {"token_format": options.format, "combine_format": options.combine_format}
     changes: dict[str, Any] = {name: value for name, value in names.items() if value is not None}
+    changes["expert_row_capacity"] = None  # as `make_dispatchers`: the JSON has the config that ran
     if options.format is not None:
         run = run.replace(layer=cases.with_token_format(run.layer, changes.pop("token_format")))
     if options.tokens is not None:

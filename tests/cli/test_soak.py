@@ -206,6 +206,20 @@ def test_mistakes_are_one_line(arguments: tuple[str, ...], message: str, capsys:
     assert message in error and error.startswith("soak: ") and error.count("\n") == 1
 
 
+def test_the_json_has_the_config_that_ran(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A soak has room for every row whatever the config says, and does not take a placement for one that it checked."""
+    layer = "{hidden_size: 128, intermediate_size: 128, num_experts: 4, top_k: 2, max_tokens_per_rank: 8"
+    config, file = tmp_path / "config.yaml", tmp_path / "soak.json"
+    config.write_text(f"layer: {layer}, expert_row_capacity: 1}}\n")
+    assert soak.main(["--config", str(config), "--steps", "2", "--json", str(file)]) == 0
+    assert json.loads(file.read_text())["config"]["layer"]["expert_row_capacity"] is None
+    config.write_text(f"layer: {layer}}}\nplacement: {{spare_slots: 2}}\n")
+    assert soak.main(["--config", str(config), "--steps", "2"]) == 2
+    assert capsys.readouterr().err == (
+        "soak: placement: a soak is of contiguous experts, expected a config without one\n"
+    )
+
+
 def test_steps_are_of_every_kind_and_size(seed: int) -> None:
     with virtual_contexts(3)[1] as context:
         geometry = TokenDispatcher.from_config(context, config("bf16")).geometry
