@@ -89,7 +89,9 @@ def examine(
     this machine's. `num_hosts` is how many hosts the reserved bytes are for, by default those that are there.
     """
     transport = _transport(parallel, group, device)
-    comes_back = parallel.on_failure == "continue" and transport["name"] == "shared"
+    # A process alone needs no shared memory; those that it speaks for, on the CPUs of one host, do.
+    for_others = transport["name"] == "private" and world_size > 1 and num_hosts in (None, 1) and device.type == "cpu"
+    comes_back = parallel.on_failure == "continue" and (transport["name"] == "shared" or for_others)
     placed = comes_back or (placed and transport["name"] != "collective")
     if num_hosts is None:
         num_hosts = transport["hosts"] if world_size == group.world_size else 1

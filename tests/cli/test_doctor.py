@@ -193,6 +193,20 @@ def test_the_staging_of_a_placed_layer_is_told(tmp_path: Path, capsys: pytest.Ca
     assert doctor.main(["--config", "tiny_cpu"]) == 0 and "staging" not in capsys.readouterr().out
 
 
+@pytest.mark.cpu_only
+@pytest.mark.parametrize(("ranks", "hosts", "staged"), [(1, 1, False), (4, 1, True), (4, 2, False)])
+def test_one_process_tells_the_staging_of_ranks_that_can_come_back(
+    ranks: int, hosts: int, staged: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "config.yaml"
+    text = (ROOT / "configs" / "tiny_cpu.yaml").read_text()
+    file.write_text(text.replace("transport: auto", "transport: auto\n  on_failure: continue"))
+    assert doctor.main(["--config", str(file), "--world-size", str(ranks), "--hosts", str(hosts), "--json"]) == 0
+    (formats,) = json.loads(capsys.readouterr().out)["reserved_bytes"].values()
+    expected = reserved_bytes(load_config("tiny_cpu").layer, ranks, placed=staged, num_hosts=hosts)
+    assert formats[load_config("tiny_cpu").layer.token_format] == expected
+
+
 def test_a_format_that_does_not_fit_says_why() -> None:
     layer = load_config("tiny_cpu").layer.replace(
         token_format="bf16", weight_format=None, hidden_size=304, intermediate_size=96
