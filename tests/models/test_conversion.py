@@ -592,6 +592,11 @@ def test_the_writer_writes_what_the_library_reads(tmp_path: Path) -> None:
     back = load_file(path)
     for name, tensor in tensors.items():
         assert_same_bits(back[name], tensor.contiguous())
+    # The data begins where any dtype may lie, however long the names are.
+    for length in range(1, 9):
+        with TensorWriter(tmp_path / "names", {"x" * length: ("F32", (2,))}, {}) as writer:
+            writer.write("x" * length, torch.zeros(2))
+        assert (tmp_path / "names").stat().st_size % 8 == 0
     with TensorFiles(tmp_path) as files:
         assert files.names() == list(tensors)
     other = tmp_path / "other.safetensors"

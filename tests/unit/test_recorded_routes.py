@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from moe_runtime import MoELayer, RecordedRoutes
+from moe_runtime.observation.routes import StepRoutes
 from moe_runtime.virtual import VirtualRanks, virtual_contexts
 from tests.support.comparison import assert_same_bits
 from tests.support.exchange_data import EXPERTS, HIDDEN, TOKENS, TOP_K, config, placements, rank_input
@@ -26,7 +27,10 @@ def ring_of(steps: int, most: int, top_k: int, dtype: torch.dtype, device: torch
 def test_steps_take_one_place_after_the_other(
     ids_dtype: torch.dtype, ring_dtype: torch.dtype, settled: bool, engine: str, device: torch.device, seed: int
 ) -> None:
-    """Steps of no token, of a few, and of more than a block of the kernel takes; every third is read late."""
+    """Steps of no token, of a few, and of more than a block of the kernel takes; every third is read late.
+
+    What was read stays as it was when the ring comes round.
+    """
     steps, most, top_k, experts = 3, 500, 5, 20
     ring = ring_of(steps, most, top_k, ring_dtype, device)
     weights = torch.full(ring.shape, 77.0, device=device)
@@ -35,6 +39,7 @@ def test_steps_take_one_place_after_the_other(
     between = torch.zeros(1, device=device)
     generator = torch.Generator().manual_seed(seed)
     wanted: list[tuple[torch.Tensor, torch.Tensor]] = []
+    kept: list[StepRoutes] = []
     read = 0
     for step, tokens in enumerate((3, 0, 500, 1, 211, 2, 7, 400)):
         ids = torch.randint(-3, experts + 3, (tokens, top_k), generator=generator, dtype=ids_dtype)
@@ -47,7 +52,8 @@ def test_steps_take_one_place_after_the_other(
         if step in (1, 6):
             found = routes.read()
             assert [one.step for one in found] == list(range(max(read, step + 1 - steps), step + 1))
-            for one in found:
+            kept += found
+            for one in kept:
                 assert torch.equal(one.topk_idx.cpu(), wanted[one.step][0]) and one.topk_idx.dtype == torch.int32
                 assert one.topk_weights is not None and torch.equal(one.topk_weights.cpu(), wanted[one.step][1])
             read = step + 1
@@ -91,6 +97,13 @@ def test_warm_up_is_not_recorded(device: torch.device) -> None:
         layer(torch.zeros(3, HIDDEN, dtype=torch.bfloat16, device=device))
         (step,) = routes.read()
         assert step.topk_idx.shape == (3, TOP_K) and step.topk_weights is None
+
+
+def test_int16_has_ids_below_2_to_the_15(device: torch.device) -> None:
+    ring, sizes = ring_of(1, 1, 1, torch.int16, device), {"max_tokens": 1, "top_k": 1}
+    RecordedRoutes(ring, **sizes, num_experts=2**15, device=device, engine="torch")
+    with pytest.raises(ValueError, match=r"ids: expected torch.int32 for 32769 experts"):
+        RecordedRoutes(ring, **sizes, num_experts=2**15 + 1, device=device, engine="torch")
 
 
 RIGHT: dict[str, Any] = {"dtype": torch.int16, "shape": (2, TOKENS, TOP_K)}

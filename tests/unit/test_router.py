@@ -363,6 +363,10 @@ def test_bad_input_is_named() -> None:
         sigmoid_topk(torch.zeros(2, 4), 2, num_groups=4)
     with pytest.raises(ValueError, match="top_groups"):
         sigmoid_topk(torch.zeros(2, 4), 3, num_groups=2, top_groups=1)
+    # The first one would be broadcast.
+    for bias_E in (torch.zeros(1), torch.zeros(3), torch.zeros(4, dtype=torch.int32), torch.zeros(4, device="meta")):
+        with pytest.raises(ValueError, match=r"correction_bias: expected a float tensor \[4\] on cpu, got"):
+            sigmoid_topk(torch.zeros(2, 4), 2, correction_bias_E=bias_E)
     with pytest.raises(ValueError, match="logits"):
         softmax_topk(torch.zeros(4), 2)
 
