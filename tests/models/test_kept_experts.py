@@ -389,6 +389,14 @@ def test_folders_of_others_are_not_used(checkpoint: Path, kept: Path, caplog: py
         kept_layers()
 
 
+def test_copies_are_not_used_once_others_can_write_their_folder(checkpoint: Path, kept: Path) -> None:
+    load(checkpoint)
+    assert files_in(kept)
+    spoil(checkpoint)
+    kept.chmod(0o777)
+    assert_same_experts(experts_of(load(checkpoint)), experts_of(load(checkpoint, keep=False)))
+
+
 def test_a_folder_that_cannot_be_made(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
