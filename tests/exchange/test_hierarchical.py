@@ -31,7 +31,7 @@ from moe_runtime.kernels.formats.number_formats import FORMATS
 from moe_runtime.kernels.gemm.weights import SwiGLU
 from moe_runtime.layer import MoELayer
 from moe_runtime.reference import error_bound, moe_reference, relative_error
-from moe_runtime.virtual import VirtualRanks
+from moe_runtime.virtual import VirtualRanks, virtual_contexts
 from tests.exchange.test_distributed import STEPS, step_inputs, unit_tokens
 from tests.support.comparison import assert_same_bits
 from tests.support.exchange_data import EXPERTS, HIDDEN, LAYERS, TOKENS, TOP_K, config, rank_input
@@ -295,6 +295,17 @@ def count_bytes(rank: int, world: int, per_host: int) -> list[int]:
 def test_the_bytes_between_hosts_are_those_of_the_formula(get_pool: Any) -> None:
     """One record for each token and host, whatever the number of its ranks there, and one sum back."""
     assert len({tuple(sent) for sent in get_pool(4).run(count_bytes, 2)}) == 1
+
+
+def test_a_dispatch_before_the_last_one_was_received_is_refused() -> None:
+    """Its chunks would overwrite those that are under way."""
+    contexts = virtual_contexts(2, num_hosts=2, engine="torch", timeout_s=5)
+    dispatchers = [MoELayer(config(), context).dispatcher for context in contexts]
+    for rank, dispatcher in enumerate(dispatchers):
+        mine = rank_input(0, rank, 5, HIDDEN, EXPERTS, TOP_K)
+        dispatcher.dispatch_send(mine.x, mine.topk_idx, mine.topk_weights)
+    with pytest.raises(ValueError, match="over several hosts dispatch_recv of the step before comes first"):
+        dispatchers[1].dispatch_send(mine.x, mine.topk_idx, mine.topk_weights)
 
 
 def test_tokens_of_a_rail_that_cannot_be_counted_are_refused() -> None:
