@@ -252,6 +252,9 @@ def test_stages_come_in_order_and_a_sink_belongs_to_its_handle(device: torch.dev
         handle = send(dispatcher)
         dispatcher.combine_send(CombineSink(handle), handle)
     dispatcher = Ranks(1, device, "torch", **SETTINGS).dispatchers[0]
+    with pytest.raises(ValueError, match="handle: dispatch_recv was already called with it"):
+        dispatcher.dispatch_recv(dispatcher.dispatch_recv(send(dispatcher)).handle)
+    dispatcher = Ranks(1, device, "torch", **SETTINGS).dispatchers[0]
     with pytest.raises(ValueError, match="handle: expected combine_send to be called with it before combine_recv"):
         dispatcher.combine_recv(dispatcher.dispatch_recv(send(dispatcher)).handle)
     dispatcher = Ranks(1, device, "torch", **SETTINGS).dispatchers[0]
@@ -263,9 +266,19 @@ def test_stages_come_in_order_and_a_sink_belongs_to_its_handle(device: torch.dev
     sink.order = 1  # type: ignore[assignment]
     with pytest.raises(ValueError, match=r"expert_output\.order: expected a LaunchOrder, got int"):
         dispatcher.combine(sink, sink.handle)
-    ranks = Ranks(1, device, "torch", other_tokens=5, **SETTINGS)
-    with pytest.raises(ValueError, match="handle: it belongs to another dispatcher"):
-        ranks.others[0].dispatch_recv(send(ranks.dispatchers[0]))
+    for stage in ("dispatch_recv", "combine", "combine_send", "combine_recv"):
+        ranks = Ranks(1, device, "torch", other_tokens=5, **SETTINGS)
+        dispatcher = ranks.dispatchers[0]
+        handle = send(dispatcher)
+        arguments: tuple[object, ...] = (handle,)
+        if stage != "dispatch_recv":
+            sink = CombineSink(dispatcher.dispatch_recv(handle).handle)
+            if stage == "combine_recv":
+                dispatcher.combine_send(sink, handle)
+            else:
+                arguments = sink, handle
+        with pytest.raises(ValueError, match="handle: it belongs to another dispatcher"):
+            getattr(ranks.others[0], stage)(*arguments)
 
 
 @pytest.mark.parametrize("bad", [7, 99, -2, 2**40, "twice"])
