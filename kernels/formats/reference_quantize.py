@@ -145,8 +145,8 @@ def token_gsf(amax: torch.Tensor) -> torch.Tensor:
     """Encode scale of NVFP4 rows with fp32 maxima `[M]`: `min(div_rn(2688, amax), 2^100)`; 1 if 0 or not finite."""
     bits = magnitude_bits(amax)
     usable = (bits > 0) & (bits < INF_BITS)
-    divisor = amax.clamp(min=2.0**-89).masked_fill_(~usable, 1.0)
-    return clamp_gsf(torch.div(_constant(NVFP4_FULL_SCALE, amax), divisor)).masked_fill_(~usable, 1.0)
+    gsf = torch.div(_constant(NVFP4_FULL_SCALE, amax), amax.clamp(min=2.0**-89))
+    return clamp_gsf(gsf).masked_fill_(~usable, 1.0)
 
 
 def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
