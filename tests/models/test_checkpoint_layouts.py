@@ -392,6 +392,19 @@ def test_bad_quantized_tensors_are_named(change: Any, suffix: str, message: tupl
         read(folder)
 
 
+@pytest.mark.parametrize("projection", ["gate_proj", "up_proj"])
+@pytest.mark.parametrize(("suffix", "dtypes"), [("weight", "U8, got I8"), ("weight_scale", "F8_E4M3, got I8")])
+def test_both_linears_of_a_product_are_checked(projection: str, suffix: str, dtypes: str, folder: Path) -> None:
+    """Bytes of another type, and rows that are missing, are not taken for what they are not."""
+    quantize_experts(folder, modelopt_nvfp4, quantization_config=MODELOPT)
+    name = linear(2, projection, suffix)
+    tensor = load_file(folder / SINGLE_FILE)[name]
+    for bad, message in ((tensor.view(torch.int8), f"expected {dtypes}"), (tensor[:-1].clone(), "expected shape")):
+        replaced(name, bad)(folder)
+        with pytest.raises(ValueError, match=rf"tensor {name}:? {message}"):
+            read(folder)
+
+
 @pytest.mark.parametrize("code", [0x7F, 0xFF, 0x7E, 0xFE, 0x80])
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.uint8])
 def test_every_nan_of_block_scales_is_found_and_nothing_else(code: int, dtype: torch.dtype, tmp_path: Path) -> None:

@@ -375,6 +375,8 @@ def test_rows_are_gathered_where_experts_have_few(
     assert config.mode_on(ranks) == config.replace(max_tokens_per_rank=5000).mode_on(ranks, tokens) == mode
     with pytest.raises(ValueError, match="max_tokens: expected"):
         config.mode_on(ranks, tokens + 1)
+    with pytest.raises(ValueError, match="chosen_from: expected"):
+        config.mode_on(ranks, tokens, 127)
     assert layer_geometry(config, ranks).contiguous == (mode == "contiguous")
     context = virtual_contexts(ranks)[0]
     assert TokenDispatcher.from_config(context, config).geometry.contiguous == (mode == "contiguous")

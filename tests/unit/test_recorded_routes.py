@@ -99,13 +99,6 @@ def test_warm_up_is_not_recorded(device: torch.device) -> None:
         assert step.topk_idx.shape == (3, TOP_K) and step.topk_weights is None
 
 
-def test_int16_has_ids_below_2_to_the_15(device: torch.device) -> None:
-    ring, sizes = ring_of(1, 1, 1, torch.int16, device), {"max_tokens": 1, "top_k": 1}
-    RecordedRoutes(ring, **sizes, num_experts=2**15, device=device, engine="torch")
-    with pytest.raises(ValueError, match=r"ids: expected torch.int32 for 32769 experts"):
-        RecordedRoutes(ring, **sizes, num_experts=2**15 + 1, device=device, engine="torch")
-
-
 RIGHT: dict[str, Any] = {"dtype": torch.int16, "shape": (2, TOKENS, TOP_K)}
 
 
