@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from moe_runtime import MoELayer
+from moe_runtime.kernels.exchange.waits import HEAD
 from moe_runtime.observation.metrics import metrics_text
 from moe_runtime.virtual import VirtualRanks, virtual_contexts
 from tests.support.exchange_data import EXPERTS, HIDDEN, TOKENS, config, rank_input
@@ -60,6 +61,11 @@ def counted(seed: int, world: int = 2) -> tuple[list[MoELayer], VirtualRanks]:
 def test_all_counters_are_there(seed: int) -> None:
     layers, ranks = counted(seed)
     with ranks:
+        for layer in layers:
+            # Ranks that take turns in one process never wait.
+            assert layer.waits is not None
+            words = layer.waits.words.view(2, -1)[0, HEAD:]
+            words += torch.randint(1, 2**40, words.shape, generator=torch.Generator().manual_seed(seed))
         found = [read(metrics_text([layer])) for layer in layers]
         for rank, (samples, layer) in enumerate(zip(found, layers, strict=True)):
             on = f'layer="0",rank="{rank}"'
