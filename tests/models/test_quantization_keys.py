@@ -330,6 +330,7 @@ GROUP_0 = ("config_groups", "group_0")
             "sparsity_config",
         ),
         (changed("W4A16", "moe_sparsity_config", to={"method": "novice"}), "moe_sparsity_config"),
+        (changed("FP8 dynamic", *GROUP_0, "weights", "type", to="int"), "type"),
         (changed("FP8 dynamic", *GROUP_0, "weights", "group_size", to=64), "group_size"),
         (changed("FP8 dynamic", *GROUP_0, "weights", "symmetric", to=False), "symmetric"),
         (changed("FP8 dynamic", *GROUP_0, "weights", "strategy", to="group"), "strategy"),
