@@ -16,11 +16,13 @@ NAMES = tuple(name for name in ("qwen3", "glm4", "gpt_oss", "deepseek_v3") if na
 ON_TWO = tuple(name for name in ("qwen3", "deepseek_v3") if name in ASKED)
 """Those that run on two ranks too: without and with a shared expert."""
 
-CONTROL, FP8_CONTROL = 0.96 if torch.cuda.is_available() else 0.98, 0.7
+HAS_AVX512 = "avx512" in Path("/proc/cpuinfo").read_text()
+CONTROL, FP8_CONTROL = 0.96 if torch.cuda.is_available() else 0.98 if HAS_AVX512 else 0.95, 0.7
 """Factors of results of the experts that comparisons must notice.
 
 On GPUs vLLM itself differs more than on CPUs: on H200s by 0.037 between eager and compiled mode, and by 0.020 between
-one GPU and two, where the adapter differed from it by 0.012.
+one GPU and two, where the adapter differed from it by 0.012. On a CPU without AVX-512 it has other kernels, and the
+adapter differed from it by 0.012 to 0.019, where experts times 0.98 did by 0.016 to 0.021.
 """
 
 FP8_LIMIT = 0.1
