@@ -31,6 +31,8 @@ LOG = logging.getLogger("vllm.plugins.moe_runtime")
 LEAST_BUCKET = 8
 EAGER_STEP = 4
 """From one token bucket to the next where vLLM captures no graphs."""
+SHARDED_FORMATS = ("sharded_state", "runai_streamer_sharded")
+"""Of files that a worker wrote after its kernels had reordered weights, such as gate and up, often in equal shapes."""
 COPIED_BY_RAY = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
 """vLLM's list of variables that its workers under Ray get beside those with known beginnings."""
 
@@ -63,8 +65,11 @@ def refusals(config: Any) -> Iterator[str]:
         yield "--cpu-offload-gb, --offload-group-size: expected 0, since experts that are taken over stay on the GPU"
     if parallel.use_ubatching:
         yield "--enable-dbo, --ubatch-size: expected a run without, since one thread at a time is in a step"
-    if config.load_config.load_format == "tensorizer":
+    load_format = config.load_config.load_format
+    if load_format == "tensorizer":
         yield "--load-format: expected one with which vLLM processes weights after loading them, got tensorizer"
+    elif load_format in SHARDED_FORMATS:
+        yield f"--load-format: expected one of weights that no kernel of vLLM has reordered, got {load_format}"
     if config.lora_config is not None:
         yield "--enable-lora: expected a run without"
     if str(config.model_config.dtype) != "torch.bfloat16":

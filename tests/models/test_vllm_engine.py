@@ -311,6 +311,8 @@ def test_workers_of_ray_get_the_variable(monkeypatch: pytest.MonkeyPatch) -> Non
         ({"offload_group_size": 8}, "--cpu-offload-gb, --offload-group-size: expected 0"),
         ({"use_ubatching": True}, "--enable-dbo, --ubatch-size: expected a run without"),
         ({"load_format": "tensorizer"}, "--load-format: .* got tensorizer"),
+        ({"load_format": "sharded_state"}, "--load-format: .* got sharded_state"),
+        ({"load_format": "runai_streamer_sharded"}, "--load-format: .* got runai_streamer_sharded"),
         ({"lora_config": object()}, "--enable-lora: expected a run without"),
         ({"dtype": torch.float16}, "--dtype: expected bfloat16, got float16"),
     ],
