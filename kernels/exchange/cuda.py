@@ -36,6 +36,7 @@ from moe_runtime.kernels.exchange.geometry import ExchangeGeometry
 from moe_runtime.kernels.exchange.interface import (
     ExchangeMemory,
     RecvBuffers,
+    SentTokens,
     aligned,
     id_arguments,
     kept_by_memory,
@@ -90,26 +91,24 @@ def dispatch_send(
     geometry: ExchangeGeometry,
     count_tag: int,
     starts: torch.Tensor,
-    x_TH: torch.Tensor,
-    topk_idx_TK: torch.Tensor,
-    topk_weights_TK: torch.Tensor,
-    gsf: torch.Tensor | None,
+    tokens: SentTokens,
     handle_epoch: torch.Tensor,
     num_parts_T: torch.Tensor,
     timeout_ns: int,
     buffers: RecvBuffers | None = None,
 ) -> None:
     """See `interface.ExchangeBackend`."""
+    x_TH, topk_idx_TK, topk_weights_TK, gsf = tokens
     sender = _senders(context, geometry, topk_idx_TK.dtype == torch.int64, gsf is not None, buffers is not None)
     changing: dict[str, Argument] = {"starts": starts, "handle_epoch": handle_epoch, "num_parts": num_parts_T}
     if sender.own_rows is not None:
         assert buffers is not None and buffers.scratch is not None
-        x_TH = aligned(x_TH)  # a copy behind `place_own_rows` would not be awaited
+        # A copy behind `place_own_rows` would not be awaited.
+        tokens = aligned(x_TH), topk_idx_TK, topk_weights_TK, gsf
         scratch, num_tokens = Address(buffers.scratch.data_ptr() + sender.places_at), topk_idx_TK.shape[0]
         arguments = {"topk_idx": topk_idx_TK, "num_tokens": num_tokens, "starts": starts, "scratch": scratch}
         sender.own_rows.launch(arguments, num_tokens)
         changing |= {"scratch": scratch, "rows": buffers.rows, "scales": buffers.scales}
-    tokens = x_TH, topk_idx_TK, topk_weights_TK, gsf
     send_records(sender.dispatch_send, count_tag, tokens, changing, timeout_ns)
 
 
@@ -218,7 +217,7 @@ def bind_sender(
 def send_records(
     kernel: SizedKernel,
     count_tag: int,
-    tokens: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None],
+    tokens: SentTokens,
     changing: Mapping[str, Argument],
     timeout_ns: int,
 ) -> None:
@@ -226,7 +225,7 @@ def send_records(
 
     Args:
         kernel: of `bind_sender`.
-        tokens: `x_TH`, `topk_idx_TK`, `topk_weights_TK` and `gsf` of `ExchangeBackend.dispatch_send`.
+        tokens: of this rank.
         changing: `starts`, `handle_epoch` and `num_parts`; behind `place_own_rows`, the arguments of OWN_ROWS that are
             not bound.
         timeout_ns: how long to wait for a peer.

@@ -35,7 +35,7 @@ from moe_runtime.comm.hosts import Hosts
 from moe_runtime.comm.signals import COUNT_BITS, ERROR_WORDS, WITHOUT_SIGN, exchange_of, tag_of
 from moe_runtime.kernels.exchange import reference
 from moe_runtime.kernels.exchange.geometry import ExchangeGeometry
-from moe_runtime.kernels.exchange.interface import ExchangeMemory
+from moe_runtime.kernels.exchange.interface import ExchangeMemory, SentTokens
 from moe_runtime.kernels.exchange.record import NO_EXPERT
 from moe_runtime.kernels.formats.number_formats import BF16, QuantizedRows, align
 from moe_runtime.kernels.formats.reference_quantize import copy_as, dequantize_rows, f32_to_bf16_bits, quantize_rows
@@ -264,20 +264,18 @@ def pack(
     memory: ExchangeMemory,
     geometry: HostGeometry,
     link: LinkMemory,
-    x_TH: torch.Tensor,
-    topk_idx_TK: torch.Tensor,
-    topk_weights_TK: torch.Tensor,
-    gsf: torch.Tensor | None,
+    tokens: SentTokens,
     num_hosts_T: torch.Tensor,
 ) -> torch.Tensor | None:
     """Build the records of this rank's tokens in `records_out`, in the chunk of each host that holds their experts.
 
     Args:
-        x_TH, topk_idx_TK, topk_weights_TK, gsf: as for `ExchangeBackend.dispatch_send`.
+        tokens: of this rank.
         num_hosts_T: int32 `[T]`, receives the number of hosts that each token goes to.
 
     Returns int32 `[H, T]`, the slot of each token in the chunk of each host, -1 for none; None where that is the token.
     """
+    x_TH, topk_idx_TK, topk_weights_TK, gsf = tokens
     flat, epoch = geometry.flat, reference.next_epoch(int(memory.epoch[0]))
     ids, bad = reference.checked_ids(topk_idx_TK, flat.num_experts)
     reference.record_bad_id(memory, topk_idx_TK, bad, epoch)
@@ -289,8 +287,8 @@ def pack(
         records = reference.build_records(flat, rows, ids, topk_weights_TK)
         built = geometry.of_tokens
         for host, chunk in enumerate(link.staging if geometry.compacts else link.records_out):
-            tokens = goes_to[:, host].nonzero().flatten()
-            built.records(chunk)[tokens] = records[tokens]
+            chosen = goes_to[:, host].nonzero().flatten()
+            built.records(chunk)[chosen] = records[chosen]
             built.flags(chunk)[: len(goes_to)] = torch.where(goes_to[:, host], epoch, ~epoch).to(torch.int32)
     slots_HT = None
     if geometry.compacts:

@@ -22,7 +22,7 @@ from moe_runtime.kernels.exchange.hierarchical import (
     relayed,
     tokens_of,
 )
-from moe_runtime.kernels.exchange.interface import ExchangeMemory, aligned
+from moe_runtime.kernels.exchange.interface import ExchangeMemory, SentTokens, aligned
 from moe_runtime.kernels.exchange.macros import shared_macros, token_macros
 from moe_runtime.kernels.formats.number_formats import ceil_div
 from moe_runtime.kernels.nvrtc import Defines
@@ -135,21 +135,19 @@ def pack(
     memory: ExchangeMemory,
     geometry: HostGeometry,
     link: LinkMemory,
-    x_TH: torch.Tensor,
-    topk_idx_TK: torch.Tensor,
-    topk_weights_TK: torch.Tensor,
-    gsf: torch.Tensor | None,
+    tokens: SentTokens,
     num_hosts_T: torch.Tensor,
 ) -> torch.Tensor | None:
     """See `hierarchical.pack`."""
     table, words = _pointers(memory, geometry, link), link.words
+    x_TH, topk_idx_TK, _, gsf = tokens
     kernel = table.sender(ids_64=topk_idx_TK.dtype == torch.int64, static_gsf=gsf is not None)
     changing = {
         "starts": link.host_starts,
         "handle_epoch": words[FOUND + ERROR_WORDS :],
         "num_parts": num_hosts_T,
     }
-    cuda.send_records(kernel, link.count_tag, (x_TH, topk_idx_TK, topk_weights_TK, gsf), changing, timeout_ns=0)
+    cuda.send_records(kernel, link.count_tag, tokens, changing, timeout_ns=0)
     slots_HT = counts_H = None
     if geometry.compacts:
         slots_HT, counts_H = compact(geometry, link, words[EPOCH : EPOCH + 1], x_TH.shape[0])

@@ -91,6 +91,17 @@ def kept_by_memory(
     return kept
 
 
+SentTokens = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
+"""What a rank sends in a step: `x_TH, topk_idx_TK, topk_weights_TK, gsf`.
+
+x_TH: bf16 `[T, H]`, last dimension contiguous.
+topk_idx_TK: int32 or int64 `[T, K]`, contiguous; -1 is unrouted. An id out of range or repeated within a token counts
+    as unrouted and is recorded as `RoutingError`; see `ExchangeGeometry.accepts_repeats` and `router_ids` there.
+topk_weights_TK: fp32 `[T, K]`, contiguous.
+gsf: fp32 `[1]` static NVFP4 encode scale, or None for one per token.
+"""
+
+
 @dataclass(eq=False, slots=True)
 class RecvBuffers:
     """Uninitialised memory that `dispatch_recv` writes.
@@ -153,10 +164,7 @@ class ExchangeBackend(Protocol):
         geometry: ExchangeGeometry,
         count_tag: int,
         starts: torch.Tensor,
-        x_TH: torch.Tensor,
-        topk_idx_TK: torch.Tensor,
-        topk_weights_TK: torch.Tensor,
-        gsf: torch.Tensor | None,
+        tokens: SentTokens,
         handle_epoch: torch.Tensor,
         num_parts_T: torch.Tensor,
         timeout_ns: int,
@@ -166,12 +174,6 @@ class ExchangeBackend(Protocol):
 
         Args:
             starts: int32 `[W + 1]`, first expert id of each rank.
-            x_TH: bf16 `[T, H]`, last dimension contiguous.
-            topk_idx_TK: int32 or int64 `[T, K]`, contiguous; -1 is unrouted. An id out of range or repeated within a
-                token counts as unrouted and is recorded as `RoutingError`; see `ExchangeGeometry.accepts_repeats` and
-                `router_ids` there.
-            topk_weights_TK: fp32 `[T, K]`, contiguous.
-            gsf: fp32 `[1]` static NVFP4 encode scale, or None for one per token.
             handle_epoch: int32 `[1]`, receives the epoch of this dispatch.
             num_parts_T: int32 `[T]`, receives the number of ranks that each token goes to.
             timeout_ns: how long to wait for a peer.

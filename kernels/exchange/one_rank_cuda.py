@@ -12,6 +12,7 @@ from moe_runtime.kernels.exchange.geometry import ExchangeGeometry
 from moe_runtime.kernels.exchange.interface import (
     ExchangeMemory,
     RecvBuffers,
+    SentTokens,
     aligned,
     id_arguments,
     kept_by_memory,
@@ -39,15 +40,13 @@ class OneRankKernels:
         context: ExchangeMemory,
         geometry: ExchangeGeometry,
         count_tag: int,
-        x_TH: torch.Tensor,
-        topk_idx_TK: torch.Tensor,
-        topk_weights_TK: torch.Tensor,
-        gsf: torch.Tensor | None,
+        tokens: SentTokens,
         handle_epoch: torch.Tensor,
         num_parts_T: torch.Tensor,
         buffers: RecvBuffers,
     ) -> None:
         """`ExchangeBackend.dispatch_send` and `dispatch_recv`, with their arguments."""
+        x_TH, topk_idx_TK, topk_weights_TK, gsf = tokens
         x_TH, num_tokens, scales = aligned(x_TH), x_TH.shape[0], buffers.scales
         kernel = _dispatcher(context, geometry, topk_idx_TK.dtype == torch.int64, gsf is not None, scales is not None)
         arguments = {

@@ -14,7 +14,7 @@ import torch
 from moe_runtime.comm.errors import ErrorCode, Phase
 from moe_runtime.comm.signals import ABORT_WORDS, ANY_AHEAD, WITHOUT_SIGN, exchange_of, has_reached, tag_of
 from moe_runtime.kernels.exchange.geometry import ExchangeGeometry
-from moe_runtime.kernels.exchange.interface import ExchangeMemory, RecvBuffers
+from moe_runtime.kernels.exchange.interface import ExchangeMemory, RecvBuffers, SentTokens
 from moe_runtime.kernels.exchange.landing import LandedTokens
 from moe_runtime.kernels.exchange.padded import place_reference
 from moe_runtime.kernels.exchange.padded_rows import PaddedRows
@@ -195,16 +195,14 @@ def dispatch_send(
     geometry: ExchangeGeometry,
     count_tag: int,
     starts: torch.Tensor,
-    x_TH: torch.Tensor,
-    topk_idx_TK: torch.Tensor,
-    topk_weights_TK: torch.Tensor,
-    gsf: torch.Tensor | None,
+    tokens: SentTokens,
     handle_epoch: torch.Tensor,
     num_parts_T: torch.Tensor,
     timeout_ns: int,
     buffers: RecvBuffers | None = None,
 ) -> None:
     """See `interface.ExchangeBackend`."""
+    x_TH, topk_idx_TK, topk_weights_TK, gsf = tokens
     epoch = next_epoch(int(context.epoch[0]))
     half = epoch & 1
     enter(context, geometry, epoch)
@@ -218,8 +216,8 @@ def dispatch_send(
     if int(context.latch[0]) == 0 and num_tokens:
         records = build_records(geometry, quantized(geometry.token_format, x_TH, gsf), ids, topk_weights_TK)
         for peer in range(geometry.world_size):
-            tokens = goes_to[:, peer].nonzero().flatten()
-            store_records(context, geometry, peer, half, tokens, records[tokens], epoch)
+            chosen = goes_to[:, peer].nonzero().flatten()
+            store_records(context, geometry, peer, half, chosen, records[chosen], epoch)
     raise_flags(context, geometry, count_tag, epoch, num_tokens)
     handle_epoch[0] = epoch
 

@@ -16,16 +16,13 @@ from moe_runtime.comm.signals import count_tag_of
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.dispatcher.handle import DispatchHandle
 from moe_runtime.kernels.exchange.geometry import ExchangeGeometry
-from moe_runtime.kernels.exchange.interface import ExchangeBackend, ExchangeMemory, RecvBuffers
+from moe_runtime.kernels.exchange.interface import ExchangeBackend, ExchangeMemory, RecvBuffers, SentTokens
 from moe_runtime.kernels.exchange.landing import landing_rows, landing_scales
 from moe_runtime.kernels.exchange.one_rank_cuda import OneRankKernels
 from moe_runtime.kernels.exchange.padded_rows import PaddedRows
 from moe_runtime.kernels.exchange.reference import part_index
 from moe_runtime.kernels.formats.number_formats import ceil_div
 from moe_runtime.kernels.launch_order import LaunchOrder
-
-SentTokens = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
-"""Tokens, ids and weights of a step, and the encode scale, as `ExchangeBackend.dispatch_send` takes them."""
 
 
 class Exchange(ABC):
@@ -171,7 +168,7 @@ class LocalExchange(Exchange):
             self.geometry,
             self.count_tag,
             self.starts,
-            *tokens,
+            tokens,
             handle.epoch,
             handle.num_parts,
             handle.timeout_ns,
@@ -273,7 +270,7 @@ class OneRankExchange(LocalExchange):
         assert buffers is not None
         context.dispatches += 1
         written = handle.epoch, handle.num_parts, buffers
-        self._kernels.dispatch(self.memory, self.geometry, self.count_tag, *tokens, *written)
+        self._kernels.dispatch(self.memory, self.geometry, self.count_tag, tokens, *written)
         handle._received_in = context.dispatches
 
     def dispatch_recv(self, handle: DispatchHandle) -> None:

@@ -10,11 +10,11 @@ from moe_runtime.comm.errors import MoERuntimeError, Phase
 from moe_runtime.comm.host_link import Exchange as LinkExchange
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.context.peers import exchange_failed
-from moe_runtime.dispatcher.exchange import LocalExchange, SentTokens
+from moe_runtime.dispatcher.exchange import LocalExchange
 from moe_runtime.dispatcher.handle import DispatchHandle
 from moe_runtime.kernels.exchange import hierarchical, hierarchical_cuda
 from moe_runtime.kernels.exchange.hierarchical import HostGeometry, LinkMemory
-from moe_runtime.kernels.exchange.interface import ExchangeBackend
+from moe_runtime.kernels.exchange.interface import ExchangeBackend, SentTokens
 from moe_runtime.kernels.exchange.plan import exchange_engine
 
 
@@ -99,7 +99,7 @@ class HierarchicalExchange(LocalExchange):
         """Build records, start to send them, and send this rank's own tokens to the ranks of this host."""
         self._take("dispatch", "dispatch_recv")
         self.memory = self.context.memory
-        slots = self._parts.pack(self.memory, self.host_geometry, self._link_memory, *tokens, handle.num_parts)
+        slots = self._parts.pack(self.memory, self.host_geometry, self._link_memory, tokens, handle.num_parts)
         num_parts = torch.empty(self.geometry.max_tokens, dtype=torch.int32, device=self.context.device)
         handle._kept = step = HostStep(num_parts, slots)
         for part in range(len(self.host_geometry.parts)):

@@ -96,14 +96,14 @@ def launches(geometry: ExchangeGeometry, *, mapped: bool = True, shared: bool = 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(BoundKernel, "launch", record)
         pretend_sms(patch, 132)
-        cuda.dispatch_send(context, geometry, 0, none, x, none, none, None, none, none, 1)
+        cuda.dispatch_send(context, geometry, 0, none, (x, none, none, None), none, none, 1)
         cuda.dispatch_recv(context, geometry, 0, none, 1, buffers)
         cuda.combine_send(context, geometry, 0, none, x, none, none)
         cuda.combine_recv(context, geometry, none, none, x if shared else None, x, 1)
         few = x[: plan.ONE_RANK_TOKENS]
         alone = cuda.of_one_rank(geometry)
         if alone is not None:
-            alone.dispatch(context, geometry, 0, few, none, none, None, none, none, buffers)
+            alone.dispatch(context, geometry, 0, (few, none, none, None), none, none, buffers)
             alone.combine(context, geometry, few, none, none, few if shared else None, few)
     return found
 

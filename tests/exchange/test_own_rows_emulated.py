@@ -15,7 +15,7 @@ import torch
 
 from moe_runtime.comm.errors import CapacityError, RoutingError
 from moe_runtime.kernels.exchange import cuda, geometry, plan, reference
-from moe_runtime.kernels.exchange.interface import RecvBuffers
+from moe_runtime.kernels.exchange.interface import RecvBuffers, SentTokens
 from tests.emulator import Emulator, needs_emulator
 from tests.exchange.test_chunked_exchange_emulated import (
     CPU,
@@ -101,12 +101,12 @@ def placed(monkeypatch: pytest.MonkeyPatch) -> Placed:
     seen: Placed = []
     send = cuda.dispatch_send
 
-    def spied(context: Any, geometry: Any, tag: int, starts: Any, x_TH: torch.Tensor, *step: Any) -> None:
+    def spied(context: Any, geometry: Any, tag: int, starts: Any, tokens: SentTokens, *step: Any) -> None:
         buffers: RecvBuffers = step[-1]
         assert buffers.scratch is not None
         start = cuda._count_words(geometry) + geometry.max_tokens * geometry.top_k
-        seen.append((geometry.rank, buffers.scratch[start : start + x_TH.shape[0]]))
-        send(context, geometry, tag, starts, x_TH, *step)
+        seen.append((geometry.rank, buffers.scratch[start : start + tokens[0].shape[0]]))
+        send(context, geometry, tag, starts, tokens, *step)
 
     monkeypatch.setattr(cuda, "dispatch_send", spied)
     return seen
