@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
@@ -66,7 +65,7 @@ def even_input(seed: int, rank: int, count: int, experts: int, top_k: int, routi
     """Tokens of one length, so that no error counts for more than others."""
     drawn = rank_input(seed, rank, count, HIDDEN, experts, top_k, routing)
     x_TH = torch.nn.functional.normalize(drawn.x.float(), dim=1) * HIDDEN**0.5
-    return replace(drawn, x=x_TH.bfloat16())
+    return drawn._replace(x=x_TH.bfloat16())
 
 
 @pytest.mark.parametrize(
@@ -118,7 +117,7 @@ def test_torch_layer_is_the_reference(
     for y_TH, mine in zip(found, inputs, strict=True):
         assert y_TH.shape == mine.x.shape and y_TH.dtype == torch.bfloat16
     expected = moe_reference(
-        *(torch.cat(parts) for parts in zip(*((i.x, i.topk_idx, i.topk_weights) for i in inputs), strict=True)),
+        *(torch.cat(parts) for parts in zip(*inputs, strict=True)),
         gate_up,
         down,
         activation,

@@ -90,7 +90,7 @@ def used_too_late(seed: int, emulator: Emulator, monkeypatch: pytest.MonkeyPatch
     with emulator.together() as choose:
         for rank, (dispatcher, data) in enumerate(zip(kernels.dispatchers, inputs, strict=True)):
             choose(rank)
-            tokens = (data.x, data.topk_idx, data.topk_weights)
+            tokens = data
             handles = [dispatcher.dispatch_send(*(tensor[:0] for tensor in tokens)) for _ in range(3)]
             handles.append(dispatcher.dispatch_send(*tokens))
             found.append(dispatcher.dispatch_recv(handles[0 if rank == 1 else 3]))
@@ -137,7 +137,7 @@ def fails_ahead(seed: int, emulator: Emulator) -> None:
 
     def send(rank: int, step: int) -> DispatchHandle:
         data = steps[step][rank]
-        return kernels.dispatchers[rank].dispatch_send(data.x, data.topk_idx, data.topk_weights)
+        return kernels.dispatchers[rank].dispatch_send(*data)
 
     first = [send(rank, 0) for rank in range(2)]
     send(0, 1)

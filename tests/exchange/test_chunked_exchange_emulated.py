@@ -204,7 +204,7 @@ def dispatched(settings: Settings, inputs: list[RankInput], emulator: Emulator) 
     with emulator.together() as choose:
         for rank, (own, data) in enumerate(zip(kernels.dispatchers, inputs, strict=True)):
             choose(rank)
-            arrived.append(own.dispatch(data.x, data.topk_idx, data.topk_weights))
+            arrived.append(own.dispatch(*data))
     return arrived
 
 
@@ -280,7 +280,7 @@ def test_a_rank_in_another_exchange_is_named(draw_sizes: Draw, emulator: Emulato
         for rank, (own, other) in enumerate(zip(kernels.dispatchers, kernels.others, strict=True)):
             choose(rank)
             data = rank_input(seed, rank, 1, *sizes)
-            (other if rank == 1 else own).dispatch(data.x, data.topk_idx, data.topk_weights)
+            (other if rank == 1 else own).dispatch(*data)
     for context in kernels.contexts:
         with pytest.raises(StepMismatchError, match=r"rank 1 (was )?in (exchange )?1"):
             context.check()

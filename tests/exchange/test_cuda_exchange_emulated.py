@@ -112,9 +112,9 @@ def all_at_once(
                 data, y = step.inputs[rank], None
                 if stops is not None and (rank, number) == stops[:2]:
                     if stops[2]:
-                        own.dispatch_send(data.x, data.topk_idx, data.topk_weights)
+                        own.dispatch_send(*data)
                     break
-                arrived = own.dispatch(data.x, data.topk_idx, data.topk_weights)
+                arrived = own.dispatch(*data)
                 if step.combined:
                     y = own.combine(output, arrived.handle, shared=data.x if step.shared else None)
                 found[number].append((arrived, y))
@@ -498,11 +498,11 @@ def test_nothing_is_placed_among_tokens_for_another_exchange(
         late.topk_idx[:, 0], late.topk_idx[:, 1] = 3, -1
         with emulator.together() as choose:
             choose(0)
-            arrived = ranks.dispatchers[0].dispatch(own.x, own.topk_idx, own.topk_weights)
+            arrived = ranks.dispatchers[0].dispatch(*own)
             choose(1)
             for _ in range(6):
                 alone.dispatch(late.x[:8], late.topk_idx[:8], late.topk_weights[:8])
-            ranks.others[1].dispatch_send(late.x, late.topk_idx, late.topk_weights)
+            ranks.others[1].dispatch_send(*late)
         with pytest.raises(StepMismatchError, match=r"rank 1 was in exchange 1 of the context, rank 0 in 0"):
             ranks.contexts[0].check()
         assert arrived.group_scale_offsets is not None and not arrived.group_scale_offsets.any()
@@ -524,7 +524,7 @@ def run_unawaited_dispatches(emulator: Emulator, seed: int) -> None:
     with emulator.together() as choose:
         for rank, (dispatcher, data) in enumerate(zip(ranks.dispatchers, inputs, strict=True)):
             choose(rank)
-            tokens = (data.x, data.topk_idx, data.topk_weights)
+            tokens = data
             for _ in range(4):
                 arrived = dispatcher.dispatch(*(tensor[:0] for tensor in tokens))
                 dispatcher.combine(rows, arrived.handle)

@@ -116,7 +116,7 @@ def late_in_first_steps(rank: int, world: int, transport: str) -> None:
             mine = rank_input(0, rank, 3, HIDDEN, EXPERTS, TOP_K)
             context.allocate()
             time.sleep(late_s * rank)
-            arrived = dispatcher.dispatch(mine.x, mine.topk_idx, mine.topk_weights)
+            arrived = dispatcher.dispatch(*mine)
             time.sleep(late_s * rank)
             dispatcher.combine(foreseeable_output(arrived, rank), arrived.handle)
 
@@ -496,7 +496,7 @@ def die_in(rank: int, world: int, phase: str, seed: int) -> tuple[str, int, floa
     try:
         if rank == 2 and phase == "before dispatch":
             os.kill(os.getpid(), signal.SIGKILL)
-        step = send(layer, mine.x, mine.topk_idx, mine.topk_weights)
+        step = send(layer, *mine)
         if rank == 2 and phase == "after dispatch":
             os.kill(os.getpid(), signal.SIGKILL)
         compute(layer, step)

@@ -120,9 +120,9 @@ def run(
     def step(data: RankInput) -> torch.Tensor:
         if router is not None and not early:
             ids = local_ids(data.topk_idx, data.topk_weights, router.num_experts, first, EXPERTS, "torch")
-            data = replace(data, topk_idx=ids)
+            data = data._replace(topk_idx=ids)
         keep = own.can_keep_scales_in_record and isinstance(experts.gate_up, PrepackedWeights)
-        rows = own.dispatch(data.x, data.topk_idx, data.topk_weights, scales_in_record=keep)
+        rows = own.dispatch(*data, scales_in_record=keep)
         assert rows.handle._received_in is not None
         sink = CombineSink(rows.handle)
         sink.order = ONLY_ROWS_PENDING if early else IN_ORDER
@@ -151,7 +151,7 @@ def inputs(seed: int, ids: torch.dtype) -> list[RankInput]:
         rank_input(seed + i, 0, count, HIDDEN, EXPERTS, TOP_K, kind)
         for i, (count, kind) in enumerate([(1, "random"), (MOST, "random"), (2, "one"), (1, "none"), (2, "random")])
     ]
-    return [replace(data, topk_idx=data.topk_idx.to(ids)) for data in steps]
+    return [data._replace(topk_idx=data.topk_idx.to(ids)) for data in steps]
 
 
 def check(weights: str, tokens: str, ids: torch.dtype, seed: int, emulator: Emulator, schedules: int) -> None:
@@ -349,7 +349,7 @@ def test_the_routing_of_a_combine_is_read_early_only_where_it_is_settled(gpu: Em
     output = torch.randn(MOST * TOP_K, HIDDEN, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
 
     def combined(data: RankInput, settled: bool) -> torch.Tensor:
-        rows = own.dispatch(data.x, data.topk_idx, data.topk_weights)
+        rows = own.dispatch(*data)
         sink = CombineSink(rows.handle)
         sink.rows.copy_(output)
         sink.order = ONLY_ROWS_PENDING if settled else IN_ORDER

@@ -93,7 +93,7 @@ def test_tokens_and_ids_may_lie_apart(engine: str, device: torch.device, seed: i
         data.topk_idx.T.contiguous().T,
         data.topk_weights.T.contiguous().T,
     )
-    assert not any(t.is_contiguous() for t in (apart.x, apart.topk_idx, apart.topk_weights))
+    assert not any(t.is_contiguous() for t in apart)
     answers = []
     for brought in (data, apart):
         ranks = Ranks(1, device, engine, **SETTINGS, token_format="nvfp4")
@@ -256,7 +256,7 @@ def test_scales_may_be_left_where_they_were_sent(
         inputs = [rank_input(seed + step, r, t, 512, 7, 3).to(device) for r, t in enumerate(tokens)]
         wanted, handles = references.dispatch(inputs), []
         for own, data in zip(kernels.dispatchers, inputs, strict=True):
-            handles.append(own.dispatch_send(data.x, data.topk_idx, data.topk_weights, scales_in_record=True))
+            handles.append(own.dispatch_send(*data, scales_in_record=True))
         found = [own.dispatch_recv(handle) for own, handle in zip(kernels.dispatchers, handles, strict=True)]
         for rank, (a, b) in enumerate(zip(found, wanted, strict=True)):
             assert a.scales_in_record and not b.scales_in_record
@@ -282,7 +282,7 @@ def test_rows_that_are_expected_are_those_of_experts_chosen_alike(device: torch.
     sizes = {"hidden_size": 64, "num_experts": 7, "top_k": 3, "max_tokens_per_rank": 40}
     ranks = Ranks(3, device, "torch", token_format="bf16", **sizes)
     idx = torch.arange(40 * 3).view(40, 3)
-    inputs = [replace(rank_input(0, r, 40, 64, 7, 3), topk_idx=(idx + r) % 7).to(device) for r in range(3)]
+    inputs = [rank_input(0, r, 40, 64, 7, 3)._replace(topk_idx=(idx + r) % 7).to(device) for r in range(3)]
     for own, found in zip(ranks.dispatchers, ranks.dispatch(inputs), strict=True):
         share = own.geometry.num_local_experts / 7
         assert found.expected_rows == own.geometry.expected_rows == round(360 * share) < found.capacity
@@ -307,7 +307,7 @@ def test_scales_cannot_be_left_by_other_engines(device: torch.device, seed: int)
     ranks = Ranks(1, device, "torch", token_format="nvfp4", **sizes)
     data = rank_input(seed, 0, 2, 64, 2, 1).to(device)
     with pytest.raises(ValueError, match=r"^scales_in_record: expected False"):
-        ranks.dispatchers[0].dispatch_send(data.x, data.topk_idx, data.topk_weights, scales_in_record=True)
+        ranks.dispatchers[0].dispatch_send(*data, scales_in_record=True)
 
 
 @pytest.mark.parametrize("mode", ["gathered", "contiguous"])
@@ -382,7 +382,7 @@ def test_rows_may_be_parts_of_longer_ones(engine: str, device: torch.device, see
     inputs = [rank_input(seed, rank, 4, 256, 7, 3).to(device) for rank in range(2)]
     shared = [rank_input(seed + 1, rank, 4, 256, 7, 3).x.to(device) for rank in range(2)]
     references, ranks = Ranks(2, device, "torch", **settings), Ranks(2, device, engine, **settings)
-    wanted, found = references.dispatch(inputs), ranks.dispatch([replace(data, x=part(data.x)) for data in inputs])
+    wanted, found = references.dispatch(inputs), ranks.dispatch([data._replace(x=part(data.x)) for data in inputs])
     outputs = [expert_rows(a, 256, seed, torch.float32) for a in wanted]
     for a, b in zip(wanted, found, strict=True):
         total = int(a.group_offsets[-1])

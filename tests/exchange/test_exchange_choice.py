@@ -78,7 +78,7 @@ def test_views_of_what_has_landed_end_with_the_context(seed: int) -> None:
     context = virtual_contexts(1, engine="torch")[0]
     dispatcher = TokenDispatcher(context, **SETTINGS, token_format="nvfp4")  # type: ignore[arg-type]
     data = rank_input(seed, 0, 5, *(SETTINGS[name] for name in ("hidden_size", "num_experts", "top_k")))
-    first, second = (dispatcher.dispatch(data.x, data.topk_idx, data.topk_weights) for _ in range(2))
+    first, second = (dispatcher.dispatch(*data) for _ in range(2))
     assert first.rows is second.rows and first.row_index is not None
     context.close()
     assert not context.landing_views

@@ -45,12 +45,12 @@ def test_two_dispatches_may_be_in_flight_and_a_third_makes_the_first_stale(
     ranks = Ranks(1, device, engine, token_format="nvfp4", mode="gathered", **SETTINGS)
     dispatcher, context = ranks.dispatchers[0], ranks.contexts[0]
     data = [rank_input(seed + i, 0, 5, 256, 7, 3).to(device) for i in range(3)]
-    first, second = (dispatcher.dispatch(d.x, d.topk_idx, d.topk_weights) for d in data[:2])
+    first, second = (dispatcher.dispatch(*d) for d in data[:2])
     host = [rank_input(seed + i, 0, 5, 256, 7, 3) for i in range(3)]
     check_arrival(first, host[:1], range(7))
     check_arrival(second, host[1:2], range(7))
     dispatcher.combine(expert_rows(second, 256, seed, torch.bfloat16), second.handle)
-    third = dispatcher.dispatch(data[2].x, data[2].topk_idx, data[2].topk_weights)
+    third = dispatcher.dispatch(*data[2])
     check_arrival(third, host[2:], range(7))
     with pytest.raises(StaleHandleError, match="rank 0"):
         dispatcher.combine(expert_rows(first, 256, seed, torch.bfloat16), first.handle)
@@ -67,7 +67,7 @@ def test_a_third_dispatch_makes_the_first_stale_before_its_tokens_are_waited_for
     settings = {**SETTINGS, "max_tokens_per_rank": max_tokens}
     ranks = Ranks(1, device, engine, token_format="nvfp4", mode="gathered", **settings)
     data = [rank_input(seed + i, 0, max_tokens, 256, 7, 3).to(device) for i in range(3)]
-    first, *_ = (ranks.dispatchers[0].dispatch_send(d.x, d.topk_idx, d.topk_weights) for d in data)
+    first, *_ = (ranks.dispatchers[0].dispatch_send(*d) for d in data)
     with pytest.raises(StaleHandleError, match="rank 0") as caught:
         arrived = ranks.dispatchers[0].dispatch_recv(first)
         synchronize(device)
@@ -84,7 +84,7 @@ def test_the_first_step_of_a_layer_waits_longer_and_a_timeout_names_its_limit(
     for context in ranks.contexts:
         context.timeout_ns, context.startup_timeout_ns = 250_000_000, 500_000_000
     inputs = [rank_input(seed, r, 3, 256, 7, 3).to(device) for r in range(2)]
-    first = ranks.dispatchers[0].dispatch_send(inputs[0].x, inputs[0].topk_idx, inputs[0].topk_weights)
+    first = ranks.dispatchers[0].dispatch_send(*inputs[0])
     assert first.timeout_ns == 500_000_000
     with pytest.raises(PeerTimeoutError, match=r"rank 1 did not answer within 0\.5 s") as caught:
         ranks.dispatchers[0].dispatch_recv(first)
@@ -95,7 +95,7 @@ def test_the_first_step_of_a_layer_waits_longer_and_a_timeout_names_its_limit(
     ranks = Ranks(2, device, engine, **SETTINGS)
     arrived = ranks.dispatch(inputs)
     ranks.combine(arrived, [expert_rows(a, 256, seed, torch.bfloat16) for a in arrived])
-    later = ranks.dispatchers[0].dispatch_send(inputs[0].x, inputs[0].topk_idx, inputs[0].topk_weights)
+    later = ranks.dispatchers[0].dispatch_send(*inputs[0])
     assert later.timeout_ns == ranks.contexts[0].timeout_ns == 5 * 10**9
 
 
@@ -149,7 +149,7 @@ def test_combine_flags_of_long_ago_are_not_ahead(engine: str, device: torch.devi
                     own.combine_recv(arrived.handle)
                 else:
                     # The peer may still read what came in the dispatch before the last.
-                    own.dispatch_send(inputs[0].x, inputs[0].topk_idx, inputs[0].topk_weights)
+                    own.dispatch_send(*inputs[0])
                 synchronize(device)
                 ranks.contexts[0].check()
             assert caught.value.phase == phase, epoch
@@ -165,7 +165,7 @@ def test_a_dispatcher_wants_a_context() -> None:
 def test_a_handle_combines_once(device: torch.device, seed: int) -> None:
     ranks = Ranks(1, device, "torch", **SETTINGS)
     data = rank_input(seed, 0, 5, 256, 7, 3).to(device)
-    arrived = ranks.dispatchers[0].dispatch(data.x, data.topk_idx, data.topk_weights)
+    arrived = ranks.dispatchers[0].dispatch(*data)
     sink = CombineSink(arrived.handle)
     sink.rows.zero_()
     ranks.dispatchers[0].combine(sink, arrived.handle)
@@ -176,7 +176,7 @@ def test_a_handle_combines_once(device: torch.device, seed: int) -> None:
 def test_on_one_rank_a_handle_is_good_after_a_wrong_argument(device: torch.device, seed: int) -> None:
     dispatcher = Ranks(1, device, "torch", **SETTINGS).dispatchers[0]
     data = rank_input(seed, 0, 5, 256, 7, 3).to(device)
-    arrived = dispatcher.dispatch(data.x, data.topk_idx, data.topk_weights)
+    arrived = dispatcher.dispatch(*data)
     sink = CombineSink(arrived.handle)
     sink.rows.zero_()
     with pytest.raises(ValueError, match="expert_output: expected a tensor, got NoneType"):
@@ -191,14 +191,14 @@ def test_memory_into_which_kernels_could_not_store_is_refused(device: torch.devi
     """They store 16 bytes at a time, which a GPU does not forgive elsewhere."""
     data = rank_input(seed, 0, 5, 256, 7, 3).to(device)
     dispatcher = Ranks(1, device, "torch", **SETTINGS).dispatchers[0]
-    arrived = dispatcher.dispatch(data.x, data.topk_idx, data.topk_weights)
+    arrived = dispatcher.dispatch(*data)
     out = torch.zeros(4 + 5 * 256, dtype=torch.bfloat16, device=device)[4:].view(5, 256)
     with pytest.raises(ValueError, match=r"^out: expected memory at a multiple of 16 bytes"):
         dispatcher.combine_send(expert_rows(arrived, 256, seed, torch.bfloat16), arrived.handle, out=out)
     dispatcher = Ranks(1, device, "torch", mode="gathered", **SETTINGS).dispatchers[0]
     padded = PaddedRows.allocate(7, 5, 512, 1, 3, device=device)
     rows = torch.zeros(8 + 7 * 5 * 512, dtype=torch.uint8, device=device)[8:].view(7, 5, 512)
-    handle = dispatcher.dispatch_send(data.x, data.topk_idx, data.topk_weights)
+    handle = dispatcher.dispatch_send(*data)
     with pytest.raises(ValueError, match=r"^out\.rows: expected memory at a multiple of 16 bytes"):
         dispatcher.dispatch_recv_padded(handle, replace(padded, rows=rows))
 
@@ -207,7 +207,7 @@ def test_no_expert_output_is_told_to_the_peers(device: torch.device, seed: int) 
     ranks = Ranks(2, device, "torch", **SETTINGS)
     data = [rank_input(seed, rank, 5, 256, 7, 3).to(device) for rank in range(2)]
     pairs = list(zip(ranks.dispatchers, data, strict=True))
-    handles = [dispatcher.dispatch_send(i.x, i.topk_idx, i.topk_weights) for dispatcher, i in pairs]
+    handles = [dispatcher.dispatch_send(*i) for dispatcher, i in pairs]
     arrived = [dispatcher.dispatch_recv(h) for dispatcher, h in zip(ranks.dispatchers, handles, strict=True)]
     with pytest.raises(ValueError, match="expert_output: expected a tensor, got NoneType"):
         ranks.dispatchers[0].combine(None, arrived[0].handle)  # type: ignore[arg-type]
@@ -245,7 +245,7 @@ def test_stages_come_in_order_and_a_sink_belongs_to_its_handle(device: torch.dev
     data = rank_input(seed, 0, 5, 256, 7, 3).to(device)
 
     def send(dispatcher: TokenDispatcher) -> DispatchHandle:
-        return dispatcher.dispatch_send(data.x, data.topk_idx, data.topk_weights)
+        return dispatcher.dispatch_send(*data)
 
     dispatcher = Ranks(1, device, "torch", **SETTINGS).dispatchers[0]
     with pytest.raises(ValueError, match="handle: expected dispatch_recv to be called with it before combine_send"):
@@ -330,7 +330,7 @@ def test_a_capacity_of_just_what_arrives_suffices(engine: str, device: torch.dev
 def test_too_small_a_capacity_is_an_error_on_every_rank(engine: str, device: torch.device, seed: int) -> None:
     ranks = Ranks(2, device, engine, expert_row_capacity=4, **SETTINGS)
     inputs = [rank_input(seed, r, 5, 256, 7, 3, "one").to(device) for r in range(2)]
-    handles = [d.dispatch_send(i.x, i.topk_idx, i.topk_weights) for d, i in zip(ranks.dispatchers, inputs, strict=True)]
+    handles = [d.dispatch_send(*i) for d, i in zip(ranks.dispatchers, inputs, strict=True)]
     told = "30 rows arrived at rank 1, more than its expert_row_capacity of 4"
     with pytest.raises(CapacityError, match=told):
         ranks.dispatchers[1].dispatch_recv(handles[1])
@@ -343,7 +343,7 @@ def test_too_small_a_capacity_is_an_error_on_every_rank(engine: str, device: tor
 
 
 def wrong_calls(good: RankInput, device: torch.device) -> dict[str, tuple[RankInput, str]]:
-    x, idx, w = good.x, good.topk_idx, good.topk_weights
+    x, idx, w = good
     return {
         "x rank": (RankInput(x[0], idx, w), "x: expected"),
         "x width": (RankInput(x[:, :128], idx, w), "x: expected shape"),
@@ -365,7 +365,7 @@ def test_wrong_tokens_are_named(name: str, device: torch.device, seed: int) -> N
     ranks = Ranks(1, device, "torch", **SETTINGS)
     data, message = wrong_calls(rank_input(seed, 0, 5, 256, 7, 3).to(device), device)[name]
     with pytest.raises(ValueError, match=message):
-        ranks.dispatchers[0].dispatch(data.x, data.topk_idx, data.topk_weights)
+        ranks.dispatchers[0].dispatch(*data)
 
 
 @pytest.mark.parametrize(
@@ -421,7 +421,7 @@ def test_ranks_in_different_exchanges_are_told_of_it(
     arrived = ranks.dispatch(inputs)
     ranks.combine(arrived, [expert_rows(a, 256, seed, torch.bfloat16) for a in arrived])
     dispatchers = [ranks.others[r] if r == 1 else ranks.dispatchers[r] for r in range(3)]
-    handles = [d.dispatch_send(i.x, i.topk_idx, i.topk_weights) for d, i in zip(dispatchers, inputs, strict=True)]
+    handles = [d.dispatch_send(*i) for d, i in zip(dispatchers, inputs, strict=True)]
     text = (
         r"dispatch_recv of epoch 2: rank (1 was in exchange 1 of the context, rank [02] in 0|[02] .* rank 1 in 1): all"
     )

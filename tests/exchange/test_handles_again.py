@@ -118,7 +118,7 @@ def run_combines_again(emulator: Emulator, seed: int) -> None:  # noqa: F811
     with emulator.together() as choose:
         for rank, (own, output) in enumerate(zip(ranks.dispatchers, outputs, strict=True)):
             choose(rank)
-            got = own.dispatch(data[rank].x, data[rank].topk_idx, data[rank].topk_weights)
+            got = own.dispatch(*data[rank])
             for turn in range(4):
                 weights = None if turn % 2 == 0 else later[rank]
                 found[turn].append(own.combine(output, got.handle, topk_weights=weights))
@@ -192,7 +192,7 @@ def test_a_combine_that_awaits_tokens_names_who_does_not_come(
     with emulator.together() as choose:
         for rank, (own, output) in enumerate(zip(ranks.dispatchers, outputs, strict=True)):
             choose(rank)
-            got = own.dispatch(data[rank].x, data[rank].topk_idx, data[rank].topk_weights)
+            got = own.dispatch(*data[rank])
             if rank == 2 and stops_at == 0:
                 continue
             if rank == 2:
@@ -216,7 +216,7 @@ def test_rows_are_padded_for_each_expert(engine: str, fmt: str, device: torch.de
     slots = WORLD * TOKENS
     ranks = ranks_of(engine, device, token_format=fmt)
     placed = [i.to(device) for i in data]
-    handles = [d.dispatch_send(i.x, i.topk_idx, i.topk_weights) for d, i in zip(ranks.dispatchers, placed, strict=True)]
+    handles = [d.dispatch_send(*i) for d, i in zip(ranks.dispatchers, placed, strict=True)]
     plain = Ranks(WORLD, device, "torch", **{**SETTINGS, "token_format": fmt})
     wanted = plain.dispatch(placed)
     for rank, (dispatcher, handle, want) in enumerate(zip(ranks.dispatchers, handles, wanted, strict=True)):
@@ -268,7 +268,7 @@ def test_handles_are_used_once_unless_asked_for(device: torch.device, seed: int)
     with pytest.raises(ValueError, match="handle: expected one of a dispatcher with reusable_handles"):
         ranks.dispatchers[0].renew(arrived[0].handle)
     own, mine = Ranks(1, device, "torch", **SETTINGS, reusable_handles=True).dispatchers[0], data[0]
-    handle = own.dispatch_send(mine.x, mine.topk_idx, mine.topk_weights)
+    handle = own.dispatch_send(*mine)
     with pytest.raises(ValueError, match="handle: expected dispatch_recv of it first"):
         own.renew(handle)
 
@@ -278,7 +278,7 @@ def test_renewed_handles_are_combined_by_their_dispatcher(device: torch.device, 
     data, g = inputs_of(seed)[0].to(device), torch.Generator().manual_seed(seed)
     own = Ranks(1, device, "torch", **SETTINGS, reusable_handles=True).dispatchers[0]
     later = torch.rand(data.topk_weights.shape, generator=g).to(device)
-    handle = own.dispatch(data.x, data.topk_idx, data.topk_weights).handle
+    handle = own.dispatch(*data).handle
     output = torch.randn(own.geometry.row_capacity, HIDDEN, generator=g).to(device, torch.bfloat16)
     wanted = own.combine(output, handle, topk_weights=later)
     assert_same_bits(own.combine(output, own.renew(handle, later)), wanted, "at once")
@@ -293,7 +293,7 @@ def test_renewed_handles_are_combined_by_their_dispatcher(device: torch.device, 
 def test_rows_of_a_later_combine_are_of_its_handle(device: torch.device, seed: int) -> None:
     data = inputs_of(seed)[0].to(device)
     own = Ranks(1, device, "torch", **SETTINGS, reusable_handles=True).dispatchers[0]
-    first, second = (own.dispatch(data.x, data.topk_idx, data.topk_weights).handle for _ in range(2))
+    first, second = (own.dispatch(*data).handle for _ in range(2))
     with pytest.raises(ValueError, match="expert_output: expected a CombineSink of the same handle"):
         own.combine(CombineSink(first), second, topk_weights=data.topk_weights)
 
@@ -311,7 +311,7 @@ def test_padded_rows_that_kernels_would_cut_are_refused(
 ) -> None:
     data = inputs_of(seed)[0].to(device)
     own = Ranks(1, device, "torch", **SETTINGS, mode="gathered").dispatchers[0]
-    handle = own.dispatch_send(data.x, data.topk_idx, data.topk_weights)
+    handle = own.dispatch_send(*data)
     kind = PaddedScales.PACKED_COLUMNS if scales else PaddedScales.NONE
     out = PaddedRows.allocate(EXPERTS, TOKENS, 16, 1, TOP_K, device=device, kind=kind, num_scales=scales)
     out = replace(out, rows=torch.zeros(EXPERTS, TOKENS, *rows, dtype=torch.uint8, device=device))
@@ -341,7 +341,7 @@ def run_sends_ahead(emulator: Emulator, seed: int) -> None:  # noqa: F811
             choose(rank)
             for first in (0, 1, 3, 5):
                 data = [inputs[number][rank] for number in range(first, first + (2 if first else 1))]
-                handles = [own.dispatch_send(one.x, one.topk_idx, one.topk_weights) for one in data]
+                handles = [own.dispatch_send(*one) for one in data]
                 for handle in handles:
                     arrived[rank].append(padded_of(own))
                     own.dispatch_recv_padded(handle, arrived[rank][-1])
@@ -375,7 +375,7 @@ def run_combines_before_receiving(emulator: Emulator, seed: int) -> None:  # noq
             handles: list[DispatchHandle] = []
             for number, step in enumerate(inputs):
                 data = step[rank]
-                handles.append(own.dispatch_send(data.x, data.topk_idx, data.topk_weights))
+                handles.append(own.dispatch_send(*data))
                 if 0 < number < steps // 2:
                     combine_padded(own, inputs[number - 1][rank], handles[-2], arrived[rank][-1])
                 arrived[rank].append(padded_of(own))
@@ -466,7 +466,7 @@ def test_padded_steps_run_in_any_order(turn: int, emulator: Emulator, device: to
             choose(rank)
             for number, step in enumerate(inputs):
                 data = step[rank]
-                handle = own.dispatch_send(data.x, data.topk_idx, data.topk_weights)
+                handle = own.dispatch_send(*data)
                 out = padded_of(own)
                 own.dispatch_recv_padded(handle, out)
                 arrived[rank].append(out)

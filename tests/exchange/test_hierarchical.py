@@ -303,9 +303,9 @@ def test_a_dispatch_before_the_last_one_was_received_is_refused() -> None:
     dispatchers = [MoELayer(config(), context).dispatcher for context in contexts]
     for rank, dispatcher in enumerate(dispatchers):
         mine = rank_input(0, rank, 5, HIDDEN, EXPERTS, TOP_K)
-        dispatcher.dispatch_send(mine.x, mine.topk_idx, mine.topk_weights)
+        dispatcher.dispatch_send(*mine)
     with pytest.raises(ValueError, match="over several hosts dispatch_recv of the step before comes first"):
-        dispatchers[1].dispatch_send(mine.x, mine.topk_idx, mine.topk_weights)
+        dispatchers[1].dispatch_send(*mine)
 
 
 def test_tokens_of_a_rail_that_cannot_be_counted_are_refused() -> None:

@@ -61,7 +61,7 @@ class VirtualHosts:
     def dispatch(self, inputs: list[RankInput], layers: list[int] | None = None) -> list[DispatchedTokens]:
         self._leave_old_flags()
         chosen = [self.layers[0 if layers is None else layers[rank]][rank] for rank in range(len(inputs))]
-        handles = [d.dispatch_send(i.x, i.topk_idx, i.topk_weights) for d, i in zip(chosen, inputs, strict=True)]
+        handles = [d.dispatch_send(*i) for d, i in zip(chosen, inputs, strict=True)]
         for d, handle in zip(chosen, handles, strict=True):
             d._exchange.dispatch_forward(handle)
         return [d.dispatch_recv(handle) for d, handle in zip(chosen, handles, strict=True)]
@@ -151,7 +151,7 @@ def told_to(ranks: VirtualHosts, inputs: list[RankInput]) -> list[MoERuntimeErro
         for rank, (dispatcher, mine) in enumerate(zip(ranks.layers[0], inputs, strict=True)):
             try:
                 if stage == "dispatch_send":
-                    handles[rank] = dispatcher.dispatch_send(mine.x, mine.topk_idx, mine.topk_weights)
+                    handles[rank] = dispatcher.dispatch_send(*mine)
                 elif rank not in raised and stage == "dispatch_forward":
                     dispatcher._exchange.dispatch_forward(handles[rank])
                 elif rank not in raised:
@@ -206,9 +206,9 @@ def test_a_second_dispatch_must_wait_for_the_first(seed: int) -> None:
     ranks = VirtualHosts(2, 1, False)
     mine = inputs_of(seed, 0, 2)[0]
     dispatcher = ranks.layers[0][0]
-    dispatcher.dispatch_send(mine.x, mine.topk_idx, mine.topk_weights)
+    dispatcher.dispatch_send(*mine)
     with pytest.raises(ValueError, match="over several hosts dispatch_recv of the step before"):
-        dispatcher.dispatch_send(mine.x, mine.topk_idx, mine.topk_weights)
+        dispatcher.dispatch_send(*mine)
 
 
 @pytest.mark.parametrize("how", ["dispatch alone", "combine alone", "dispatch for combine"])
@@ -230,9 +230,9 @@ def test_virtual_ranks_out_of_turn_are_told_so(how: str, seed: int) -> None:
         error, text = StepMismatchError, r"rank 1 \(host 1\) was at dispatch_send, part 0"
     with pytest.raises(error, match=text) as caught:
         if how == "dispatch alone":
-            first.dispatch(inputs[0].x, inputs[0].topk_idx, inputs[0].topk_weights)
+            first.dispatch(*inputs[0])
         arrived = ranks.dispatch(inputs)
         if how == "dispatch for combine":
-            second.dispatch_send(inputs[1].x, inputs[1].topk_idx, inputs[1].topk_weights)
+            second.dispatch_send(*inputs[1])
         first.combine(rows(arrived)[0], arrived[0].handle)
     assert caught.value.rank == 1

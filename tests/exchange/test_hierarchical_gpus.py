@@ -75,7 +75,7 @@ def run_layers(rank: int, world: int, num_hosts: int, seed: int) -> dict[str, fl
             for d, data in enumerate(mine):
                 y = layer(data.x, topk_idx=data.topk_idx, topk_weights=data.topk_weights)
                 assert_same_bits(y, expected[d], f"layer {number}, draw {d}, eager")
-            held = RankInput(*(part.clone() for part in (mine[0].x, mine[0].topk_idx, mine[0].topk_weights)))
+            held = RankInput(*(part.clone() for part in mine[0]))
             layer(held.x, topk_idx=held.topk_idx, topk_weights=held.topk_weights)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):

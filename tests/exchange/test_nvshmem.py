@@ -203,7 +203,7 @@ def test_the_exchange_at_reference_size_equals_the_cpu_references(
     dispatchers = [TokenDispatcher(c, mode=mode, **settings) for c in virtual_contexts(WORLD, engine="torch")]  # type: ignore[arg-type]
     for step, counts in enumerate(cases.reference_counts(WORLD)):
         inputs = [cases.reference_input(seed + step, r, count, WORLD) for r, count in enumerate(counts)]
-        handles = [d.dispatch_send(i.x, i.topk_idx, i.topk_weights) for d, i in zip(dispatchers, inputs, strict=True)]
+        handles = [d.dispatch_send(*i) for d, i in zip(dispatchers, inputs, strict=True)]
         for rank, (d, handle) in enumerate(zip(dispatchers, handles, strict=True)):
             arrived = d.dispatch_recv(handle)
             for name, expected in cases.what_arrived(arrived).items():

@@ -41,7 +41,7 @@ def output_of(ranks: Ranks, seed: int, device: torch.device) -> torch.Tensor:
 def step(ranks: Ranks, data: RankInput, output: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """What comes of a step, and all that is left of its dispatch but what nobody has to write."""
     own = ranks.dispatchers[0]
-    arrived = own.dispatch(data.x, data.topk_idx, data.topk_weights)
+    arrived = own.dispatch(*data)
     there = torch.arange(arrived.capacity, device=data.x.device) < arrived.group_offsets[-1]
     rows = arrived.rows.view(torch.uint8)
     if arrived.row_index is not None:
@@ -64,7 +64,7 @@ def test_replays_with_other_tokens(
         waiting = Ranks(1, device, HOPPER, mode=mode, **settings)
     inputs, output = inputs_of(seed, count, device), output_of(ranks, seed, device)
     wanted = [[tensor.clone() for tensor in step(waiting, data, output)] for data in inputs]
-    static = RankInput(*(tensor.clone() for tensor in (inputs[0].x, inputs[0].topk_idx, inputs[0].topk_weights)))
+    static = RankInput(*(tensor.clone() for tensor in inputs[0]))
     step(ranks, static, output)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

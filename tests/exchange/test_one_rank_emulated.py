@@ -87,7 +87,7 @@ class Both:
     def dispatch(self, data: RankInput) -> tuple[DispatchedTokens, DispatchedTokens]:
         wanted = self.waiting.dispatchers[0].dispatch(data.x, self.numbered(data), data.topk_weights)
         self.emulator.launched.clear()
-        return wanted, self.alone.dispatchers[0].dispatch(data.x, data.topk_idx, data.topk_weights)
+        return wanted, self.alone.dispatchers[0].dispatch(*data)
 
     def combine(
         self, arrived: tuple[DispatchedTokens, DispatchedTokens], output: torch.Tensor, shared: torch.Tensor | None
@@ -321,7 +321,7 @@ def test_weights_that_are_nan_without_a_router(emulator: Emulator, seed: int) ->
     both, data = Both(emulator), tokens(seed, 9)
     data.topk_weights[::2] = torch.nan
     both.step(data, seed)
-    arrived = both.alone.dispatchers[0].dispatch(data.x, data.topk_idx, data.topk_weights)
+    arrived = both.alone.dispatchers[0].dispatch(*data)
     assert int(arrived.group_offsets[-1]) == int((data.topk_idx >= 0).sum())
 
 
@@ -330,7 +330,7 @@ def test_the_first_of_several_tokens_with_bad_ids_is_named(emulator: Emulator, s
     data.topk_idx[[40, 9, 63], 1] = 77
     own = Ranks(1, CPU, HOPPER, **SETTINGS).dispatchers[0]
     with pytest.raises(RoutingError, match=r"expert id 77 of token 9 of"):
-        own.dispatch(data.x, data.topk_idx, data.topk_weights)
+        own.dispatch(*data)
 
 
 def test_too_many_rows_are_told_as_by_the_kernels_that_wait(emulator: Emulator, seed: int) -> None:
@@ -364,7 +364,7 @@ def test_routing_that_is_sent_again(emulator: Emulator, seed: int) -> None:
             assert own._routing_only is not None
             own._routing_only._use(cuda)
         data = tokens(seed, 9)
-        arrived = own.dispatch(data.x, data.topk_idx, data.topk_weights)
+        arrived = own.dispatch(*data)
         output = expert_rows(arrived, SETTINGS["hidden_size"], seed, torch.bfloat16)
         first = own.combine(output, arrived.handle)
         again = own.combine(output, arrived.handle, topk_weights=data.topk_weights.flip(0).contiguous())
@@ -383,7 +383,7 @@ def run_padded(emulator: Emulator, seed: int) -> None:
     found = []
     with emulator.together():
         for some in (inputs[:1], inputs[1:2], inputs[2:4], inputs[4:]):
-            handles = [own.dispatch_send(data.x, data.topk_idx, data.topk_weights) for data in some]
+            handles = [own.dispatch_send(*data) for data in some]
             for handle in handles:
                 out = PaddedRows.allocate(experts, slots, 2 * hidden, 1, SETTINGS["top_k"], device=CPU)
                 own.dispatch_recv_padded(handle, out)
@@ -429,7 +429,7 @@ def run_together(emulator: Emulator, seed: int) -> None:
     found = []
     with emulator.together():
         for data in inputs:
-            arrived = ranks.dispatchers[0].dispatch(data.x, data.topk_idx, data.topk_weights)
+            arrived = ranks.dispatchers[0].dispatch(*data)
             found.append((arrived, ranks.dispatchers[0].combine(output, arrived.handle)))
     for step, (data, (arrived, y)) in enumerate(zip(inputs, found, strict=True)):
         wanted = reference.dispatch([data])

@@ -152,7 +152,7 @@ def test_all_own_rows_are_placed_where_ranks_wait_for_each_other(
     with emulator.together() as choose:
         for rank, (own, data) in enumerate(zip(kernels.dispatchers, inputs, strict=True)):
             choose(rank)
-            own.dispatch(data.x, data.topk_idx, data.topk_weights)
+            own.dispatch(*data)
     stayed = 0
     for rank, words in placed:
         stays = tokens_that_stay(kernels, rank, inputs[rank])
@@ -197,7 +197,7 @@ def test_more_rows_than_there_is_room_for(draw_sizes: Draw, emulator: Emulator, 
     with emulator.together() as choose:
         for rank, (own, data) in enumerate(zip(kernels.dispatchers, most_tokens(settings, seed), strict=True)):
             choose(rank)
-            own.dispatch(data.x, data.topk_idx, data.topk_weights)
+            own.dispatch(*data)
     for context in kernels.contexts:
         with pytest.raises(CapacityError, match="20"):
             context.check()

@@ -147,7 +147,7 @@ def test_statistics_of_two_steps_are_added_one_after_the_other(
         with emulator.together() as choose:
             for rank, own in enumerate(ranks.dispatchers):
                 choose(rank)
-                handles = [own.dispatch_send(i[rank].x, i[rank].topk_idx, i[rank].topk_weights) for i in steps]
+                handles = [own.dispatch_send(*i[rank]) for i in steps]
                 statistics.append(torch.zeros(own.geometry.num_local_experts, dtype=torch.int32))
                 outs.append([padded_of(own) for _ in handles])
                 for handle, out in zip(handles, outs[-1], strict=True):
@@ -174,7 +174,7 @@ def test_padded_rows_and_sums(
     """Rows, tokens, ranges and positions of each entry; then a combine in which each row differs."""
     inputs = [data.to(device) for data in inputs_of(seed, world)]
     ranks = padded_ranks(world, device, engine, token_format=fmt, sums_by_entry=by_entry)
-    handles = [d.dispatch_send(i.x, i.topk_idx, i.topk_weights) for d, i in zip(ranks.dispatchers, inputs, strict=True)]
+    handles = [d.dispatch_send(*i) for d, i in zip(ranks.dispatchers, inputs, strict=True)]
     outs = []
     for own, handle in zip(ranks.dispatchers, handles, strict=True):
         outs.append(padded_of(own))
@@ -260,7 +260,7 @@ def test_ids_past_the_last_expert_are_refused_as_ever(engine: str, device: torch
     data = rank_input(seed, 0, 3, HIDDEN, EXPERTS, TOP_K).to(device)
     data.topk_idx[1] = torch.tensor([2, EXPERTS, 2])
     with pytest.raises(RoutingError, match=f"expert id {EXPERTS} of token 1 of rank 0 is out of range"):
-        ranks.dispatchers[0].dispatch(data.x, data.topk_idx, data.topk_weights)
+        ranks.dispatchers[0].dispatch(*data)
         check(ranks.contexts[0])
 
 
@@ -273,7 +273,7 @@ def test_dispatchers_that_do_not_accept_repeats_refuse_them(
     data = rank_input(seed, 0, 3, HIDDEN, EXPERTS, TOP_K).to(device)
     data.topk_idx[1] = torch.tensor(ids)
     with pytest.raises(RoutingError, match=f"expert id {ids[1]} of token 1 of rank 0"):
-        ranks.dispatchers[0].dispatch(data.x, data.topk_idx, data.topk_weights)
+        ranks.dispatchers[0].dispatch(*data)
         check(ranks.contexts[0])
 
 

@@ -133,7 +133,7 @@ def lose(rank: int, world: int, replicated: bool) -> tuple[int, int]:
         assert [step.step for step in recorded] == [0, 1] and routes.overwritten == 0
         assert torch.equal(recorded[1].topk_idx, mine.topk_idx.int())
         with pytest.raises(ValueError, match=r"context: its ranks have changed .* \(generation 0, now 1\)"):
-            stale.dispatch(mine.x, mine.topk_idx, mine.topk_weights)
+            stale.dispatch(*mine)
         assert context.rank_states == {0: "in", 1: "out"} and context.members == (0,)
         return context.rank, context.steps_repeated
 

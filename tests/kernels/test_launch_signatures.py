@@ -90,7 +90,7 @@ def exchange(
             LayerWaits(dispatcher.context, {tokens: dispatcher})
         for shared in (False, True):
             data = rank_input(1, 0, tokens, 256, 7, 3, "random")
-            rows = dispatcher.dispatch(data.x, data.topk_idx, data.topk_weights)
+            rows = dispatcher.dispatch(*data)
             output = torch.zeros(rows.capacity, 256, dtype=torch.float32 if shared else torch.bfloat16)
             dispatcher.combine(output, rows.handle, shared=data.x if shared else None)
 
@@ -101,7 +101,7 @@ def padded_exchange() -> None:
     assert dispatcher._routing_only is not None
     dispatcher._routing_only._use(cuda)
     data = rank_input(1, 0, 5, 256, 7, 3, "random")
-    handle = dispatcher.dispatch_send(data.x, data.topk_idx, data.topk_weights)
+    handle = dispatcher.dispatch_send(*data)
     experts, rows = dispatcher.geometry.num_local_experts, dispatcher.geometry.num_slots
     out = PaddedRows.allocate(experts, rows, 512, 2, 3, device=CPU)
     dispatcher.dispatch_recv_padded(handle, out)

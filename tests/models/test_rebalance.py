@@ -263,7 +263,7 @@ def test_a_routing_error_names_the_id_that_the_router_gave(
         layer.context.allocate()
     mine = rank_input(seed, 0, 4, HIDDEN, EXPERTS, TOP_K).to(device)
     mine.topk_idx[2] = torch.tensor([9, ids[kind], -1])
-    send(layers[0], mine.x, mine.topk_idx, mine.topk_weights)
+    send(layers[0], *mine)
     for layer in layers:
         with pytest.raises(RoutingError, match=rf"expert id {ids[kind]} of token 2 of rank 0 is out of range or twice"):
             layer.context.check_peers()

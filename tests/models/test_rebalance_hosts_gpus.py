@@ -39,7 +39,7 @@ def replace_over_hosts(rank: int, world: int, num_hosts: int, seed: int) -> None
         for number, layer in enumerate(layers):
             size = layer.config.host_capacity or layer.config.max_tokens_per_rank
             inputs = [draw(seed, number, r, size).to(device) for r in range(world)]
-            mine = RankInput(*(part.clone() for part in vars(inputs[rank]).values()))
+            mine = RankInput(*(part.clone() for part in inputs[rank]))
             layer(mine.x, topk_idx=mine.topk_idx, topk_weights=mine.topk_weights)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):

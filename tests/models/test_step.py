@@ -37,10 +37,7 @@ def test_stages_one_by_one_are_the_whole(device: torch.device, seed: int) -> Non
     for order in ((0, 1, 2), (2, 0, 1)):
         with make(config("fp8_block"), seed, device) as ranks:
             layers = ranks.layers
-            steps = {
-                r: layers[r]._route(inputs[r].x, inputs[r].topk_idx, inputs[r].topk_weights, inputs[r].x.flip(0))
-                for r in order
-            }
+            steps = {r: layers[r]._route(*inputs[r], inputs[r].x.flip(0)) for r in order}
             for stage in layers[0]._stages:
                 for rank in order:
                     layers[rank]._run(steps[rank], (stage,))

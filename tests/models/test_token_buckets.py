@@ -195,7 +195,7 @@ def test_on_one_rank_the_tokens_of_a_step_are_known(device: torch.device, seed: 
             made.load_random(seed)
         for count, size in ((0, 3), (3, 3), (4, 20), (20, 20), (21, LARGEST)):
             data = rank_input(seed, 0, count, HIDDEN, EXPERTS, TOP_K).to(device)
-            sent = send(layer, data.x, data.topk_idx, data.topk_weights)
+            sent = send(layer, *data)
             assert sent.dispatcher is layer.dispatchers[size]
             compute(layer, sent)
             y = receive(layer, sent)

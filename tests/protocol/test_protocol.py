@@ -89,7 +89,7 @@ def run_rounds(
                 for i in (0, 1):
                     for inputs in steps if ahead and i == 0 else [] if ahead else [steps[i]]:
                         mine = inputs[rank]
-                        handles.append(watch.send(mine.x, mine.topk_idx, mine.topk_weights))
+                        handles.append(watch.send(*mine))
                     arrived = watch.has_arrived(handles[i])
                     check_arrival(arrived, steps[i], local)
                     if combined:

@@ -87,7 +87,7 @@ def lose_one(group: dist.ProcessGroup, death: str, seed: int) -> None:
         try:
             for number in range(1, DOOMED + 2):
                 inputs = step_inputs(seed, number, world, MOST)
-                arrived = dispatcher.dispatch(inputs[rank].x, inputs[rank].topk_idx, inputs[rank].topk_weights)
+                arrived = dispatcher.dispatch(*inputs[rank])
                 if combined:
                     y = dispatcher.combine(expert_rows(arrived, rank), arrived.handle)
                     assert_same_bits(y, expected_y(inputs, dispatcher.geometry), f"y of epoch {number}")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -59,8 +58,7 @@ def set_mode(layer: MoELayer, mode: ModeName) -> MoELayer:
     return layer
 
 
-@dataclass(frozen=True)
-class RankInput:
+class RankInput(NamedTuple):
     """What one rank brings to a step: bf16 `[T, H]`, int64 `[T, K]`, fp32 `[T, K]`."""
 
     x: torch.Tensor
@@ -68,7 +66,7 @@ class RankInput:
     topk_weights: torch.Tensor
 
     def to(self, device: torch.device) -> RankInput:
-        return RankInput(self.x.to(device), self.topk_idx.to(device), self.topk_weights.to(device))
+        return RankInput(*(part.to(device) for part in self))
 
 
 def rank_input(

@@ -487,7 +487,7 @@ def exchange_at_reference_size(
         dispatcher = TokenDispatcher(context, mode=mode, **settings)  # type: ignore[arg-type]
         for step, counts in enumerate(reference_counts(world)):
             mine = reference_input(seed + step, rank, counts[rank], world).to(context.device)
-            arrived = dispatcher.dispatch(mine.x, mine.topk_idx, mine.topk_weights)
+            arrived = dispatcher.dispatch(*mine)
             y = dispatcher.combine(foretold_rows(arrived, 7168, rank), arrived.handle)
             results.append({**what_arrived(arrived), "y": y.cpu()})
         context.check_peers()

@@ -113,9 +113,7 @@ class Ranks:
                 heap.tensor(region).fill_(0xCD)
 
     def dispatch(self, inputs: list[RankInput]) -> list[DispatchedTokens]:
-        handles = [
-            d.dispatch_send(i.x, i.topk_idx, i.topk_weights) for d, i in zip(self.dispatchers, inputs, strict=True)
-        ]
+        handles = [d.dispatch_send(*i) for d, i in zip(self.dispatchers, inputs, strict=True)]
         return [d.dispatch_recv(handle) for d, handle in zip(self.dispatchers, handles, strict=True)]
 
     def combine(

@@ -142,7 +142,7 @@ def test_python_calls_of_a_step(fmt: str, world: int, gpu: None) -> None:
         dispatcher, experts = layer.dispatchers[TOKENS], layer.experts
         assert experts is not None
         keep = layer.scales_in_record
-        rows = dispatcher.dispatch(data.x, data.topk_idx, data.topk_weights, scales_in_record=keep)
+        rows = dispatcher.dispatch(*data, scales_in_record=keep)
         out = torch.empty(rows.capacity, HIDDEN, dtype=torch.bfloat16)
         assert calls_of(lambda: experts._run(rows, out), f"{fmt}, experts") <= BUDGET_OF_EXPERTS
         assert len(experts._bound) == 1
@@ -157,6 +157,6 @@ def test_python_calls_of_an_engine(fmt: str, tokens: int, gpu: None) -> None:
     data = rank_input(1, 0, tokens, HIDDEN, 2 * EXPERTS, TOP_K, "random")
 
     def step() -> torch.Tensor:
-        return experts(data.x, data.topk_idx, data.topk_weights, tokens)
+        return experts(*data, tokens)
 
     assert calls_of(step, f"{fmt}, engine, {tokens} tokens") <= BUDGET_OF_ENGINE[tokens]
