@@ -31,18 +31,19 @@ def describe_failure(
     origin: int,
     *,
     reason: str,
+    placed: bool = False,
 ) -> MoERuntimeError:
     """The exception for one failure that rank `origin` recorded about rank `about`.
 
     `details` are, by code: ROUTING (expert id, `REFUSED_ID` more if a placement refused it; token), CAPACITY (rows
     arrived or, of dispatch_send, tokens for one host; capacity), TIMEOUT (limit in ms, -), MISMATCH (number of its
-    exchange, and of that of rank `origin`; -1 where these are not known).
+    exchange, and of that of rank `origin`; -1 where these are not known). `placed`: whether there is a placement.
     """
     step = Phase(phase) if phase in list(Phase) else Phase.HOST
     where = f"rank {origin}, {step.name.lower()} of epoch {epoch}"
     if code == ErrorCode.ROUTING:
         # A placement refuses ids of at most half of it, either way.
-        refused = REFUSED_ID // 2 <= details[0] < REFUSED_ID + REFUSED_ID // 2
+        refused = placed and REFUSED_ID // 2 <= details[0] < REFUSED_ID + REFUSED_ID // 2
         expert = details[0] - REFUSED_ID if refused else details[0]
         text = f"expert id {expert} of token {details[1]} of rank {about} is out of range or twice in its top-k"
         return RoutingError(f"{where}: {text}", about, step)
@@ -74,12 +75,14 @@ def find_failure(
     aborts: Sequence[Sequence[int]],
     reason_of: Callable[[int], str],
     named: Callable[[int], int] = lambda rank: rank,
+    *,
+    placed: bool = False,
 ) -> MoERuntimeError | None:
     """The failure in a rank's error `record` (`ERROR_WORDS`) and all ranks' abort words `[W][ABORT_WORDS]`, or None.
 
     A rank that stopped only because a peer raised its abort flag records ABORTED; the failure is then the peer's. Among
     several abort words a first cause precedes a mere ABORTED, then the lowest rank. `named` gives the rank that a
-    number in them stands for.
+    number in them stands for. `placed` is that of `describe_failure`.
     """
     code, about, phase, epoch, detail, origin, detail2 = record[:7]
     aborted = [rank for rank, words in enumerate(aborts) if words[0]]
@@ -90,7 +93,8 @@ def find_failure(
     if code == ErrorCode.NONE:
         return None
     reason = reason_of(about) if code == ErrorCode.ABORTED else ""
-    return describe_failure(code, named(about), phase, epoch, (detail, detail2), named(origin), reason=reason)
+    details = detail, detail2
+    return describe_failure(code, named(about), phase, epoch, details, named(origin), reason=reason, placed=placed)
 
 
 def encode_abort(message: torch.Tensor, rank: int, reason: str) -> None:

@@ -81,6 +81,7 @@ class LayerParts(ObservedLayer):
         agree: dict[str, object] = {**config.flat()}
         if placement is not None:
             self.slots = SlotTable(placement, device)
+            self.context.has_placement = True
             agree["placement"] = placement.fingerprint
         if self.context.host_transport is None and (placement is not None or self.context.can_rejoin):
             self.context.register(staging_bytes=staging_bytes(config, self.context.heap.world_size))

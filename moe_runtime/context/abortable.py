@@ -43,6 +43,7 @@ class AbortableContext:
         self.allocated = self.failed = self.closed = False
         self._process = os.getpid()
         self.say_failed: Callable[[], None] | None = None
+        self.has_placement = False
         self._told_hosts = False
         self._failure: Exception | None = None
         self._abort_codes: np.ndarray | None = None
@@ -203,7 +204,7 @@ class AbortableContext:
 
         named = (lambda number: number) if self.hosts is None else self.hosts.of_recorded
         record = self.error.tolist()
-        failure = find_failure(record, aborts, reason, named)
+        failure = find_failure(record, aborts, reason, named, placed=self.has_placement)
         if isinstance(failure, PeerTimeoutError) and self.link is not None and self.link.suspects is not None:
             code, about, origin = record[0], record[1], record[5]
             if code == ErrorCode.TIMEOUT and origin == self.heap.rank:

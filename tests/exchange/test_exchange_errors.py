@@ -300,10 +300,10 @@ def test_bad_expert_ids_are_recorded_on_every_rank_and_never_stored_through(
         assert caught.value.phase == Phase.DISPATCH_SEND
 
 
-@pytest.mark.parametrize("bad", [2**31 - 1, 65535, -2, -(2**31), 2**32, 2**63 - 1, -(2**63)])
+@pytest.mark.parametrize("bad", [2**31 - 1, 2**29, 2**30 + 7, 65535, -2, -(2**31), 2**32, 2**63 - 1, -(2**63)])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_wrong_id_is_named_as_it_came(engine: str, bad: int, device: torch.device, seed: int) -> None:
-    """Also the largest int32, which is too large for an id that a placement has refused. Beyond int32 its limit is."""
+    """Also one that an id refused by a placement would look like. Beyond int32 its limit is."""
     (dispatcher,) = Ranks(1, device, engine, **SETTINGS).dispatchers
     data = rank_input(seed, 0, 3, 256, 7, 3)
     data.topk_idx[2] = torch.tensor([4, bad, 0])

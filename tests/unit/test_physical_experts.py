@@ -59,19 +59,20 @@ def test_replicas_share_tokens_evenly_and_independently_of_another_expert(rng: t
 def test_wrong_ids_never_become_slots(dtype: torch.dtype) -> None:
     """3 experts in 8 slots: ids 3 .. 7 are slots but no experts. The second of two equal ids is refused."""
     plan = plan_placement([1, 1, 1], 4, 2)
-    wrong = [3, 7, 8, -2, -REFUSED_ID, 1 - REFUSED_ID, 2**31 - 1, -(2**31)]
+    wrong = [3, 7, 8, -2, REFUSED_ID // 2 - 1, -REFUSED_ID // 2, -REFUSED_ID, 1 - REFUSED_ID, 2**31 - 1, -(2**31)]
     if dtype == torch.int64:
         wrong += [2**32, 2**63 - 1, -(2**63), REFUSED_ID, 2**32 - REFUSED_ID]
     ids = torch.tensor([[0, id, 2] for id in wrong], dtype=dtype)
     slots = SlotTable(plan, ids.device)(ids, torch.zeros(len(wrong), 8, dtype=torch.bfloat16))
     assert (slots[:, 1] >= plan.num_slots).all()
     assert [plan.slot_experts[slot] for slot in slots[:, (0, 2)].flatten()] == [0, 2] * len(wrong)
-    near = (slots[:4, 1] - REFUSED_ID).tolist()
-    assert near == wrong[:4]
+    near = (slots[:6, 1] - REFUSED_ID).tolist()
+    assert near == wrong[:6]
 
-    twice = torch.tensor([[1, 2, 1], [-1, -1, 0], [2, 2, 2]], dtype=dtype)
-    slots = SlotTable(plan, ids.device)(twice, torch.zeros(3, 8, dtype=torch.bfloat16))
-    assert (slots >= plan.num_slots).tolist() == [[False, False, True], [False, False, False], [False, True, True]]
+    twice = torch.tensor([[1, 2, 1], [-1, -1, 0], [2, 2, 2], [0, 0, 1]], dtype=dtype)
+    slots = SlotTable(plan, ids.device)(twice, torch.zeros(4, 8, dtype=torch.bfloat16))
+    wanted = [[False, False, True], [False, False, False], [False, True, True], [False, True, False]]
+    assert (slots >= plan.num_slots).tolist() == wanted
     assert (slots[2, 1:] - REFUSED_ID).tolist() == [2, 2] and int(slots[0, 2]) - REFUSED_ID == 1
 
 
