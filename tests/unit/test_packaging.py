@@ -164,7 +164,10 @@ def test_public_names_agree() -> None:
 
 @pytest.mark.timeout(600)  # without its cache mypy reads all of torch
 def test_a_users_type_checker_knows_what_calls_take_and_return(tmp_path: Path) -> None:
-    """`nn.Module.__call__` takes and gives Any: without a declaration of our own, `layer(x)` is checked nowhere."""
+    """`nn.Module.__call__` takes and gives Any: without a declaration of our own, `layer(x)` is checked nowhere.
+
+    What README tells to type passes too.
+    """
     pytest.importorskip("mypy")
     script = tmp_path / "script.py"
     script.write_text("""
@@ -179,7 +182,9 @@ def step(layer: MoELayer, router: Router, x: torch.Tensor) -> None:
     layer(x, topk_ids=topk_idx)  # type: ignore[call-arg]
 """)
     options = ("--strict", "--follow-imports=silent", "--cache-dir", ROOT / ".cache" / "mypy")
-    run(sys.executable, "-m", "mypy", *options, script, cwd=tmp_path, MYPYPATH=str(ROOT))
+    readme, example = (ROOT / "README.md").read_text(encoding="utf-8"), tmp_path / "example.py"
+    example.write_text("".join(re.findall(r"^```python\n(.*?)^```", readme, re.M | re.S)))
+    run(sys.executable, "-m", "mypy", *options, script, example, cwd=tmp_path, MYPYPATH=str(ROOT))
 
 
 @pytest.mark.parametrize("name", LINKED)
