@@ -16,13 +16,12 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from moe_runtime.launch.benchmarks.layer_report import baselines_of, key_of
 from moe_runtime.launch.benchmarks.show import Report
 from moe_runtime.launch.common import environment
 from moe_runtime.launch.kernel_bench.show import wide_console
 from moe_runtime.launch.report import pages, runs
 from moe_runtime.launch.report.compare import compare, differences, sizes
-from moe_runtime.launch.report.plot import check_can_draw, draw, draw_layer, draw_roofline
+from moe_runtime.launch.report.plot import check_can_draw, check_fields, draw, draw_layer, draw_roofline
 from moe_runtime.launch.report.runs import figures
 from moe_runtime.launch.report.show import show
 
@@ -93,18 +92,9 @@ def _drawable(file: Path) -> Report:
     report = runs.read(file, runs.LAYER, runs.LOW_LATENCY, runs.PHASES, *DRAWN_ALONE)
     with runs.reading(file, "a whole run"):
         if runs.kind_of(report) not in DRAWN_ALONE:
-            _check_drawable(report)
+            check_fields(report)
+            runs.check_alike([report])
     return report
-
-
-def _check_drawable(report: Report) -> None:
-    """Read the fields that every plot needs; raises as Python does where one is missing."""
-    runs.ranks_of(report)
-    runs.check_alike([report])
-    baselines_of(report["results"])
-    for result in report["results"]:
-        hash(key_of(result))
-        _ = [result[name] for name in ("median_us", "phases")]
 
 
 def write_tables(options: argparse.Namespace) -> int:

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from moe_runtime.launch.benchmarks.bounds import EVEN
-from moe_runtime.launch.benchmarks.layer_report import OURS, baselines_of, key_of
+from moe_runtime.launch.benchmarks.layer_report import KEY, OURS, baselines_of, key_of
 from moe_runtime.launch.benchmarks.show import Report, Result, formats_of
 from moe_runtime.launch.kernel_bench.ceilings import BF16_TFLOP_PER_S, FP8_TFLOP_PER_S, MEMORY_TB_PER_S
 from moe_runtime.launch.kernel_bench.show import commit_of, foreign_note, gpu_of, where
 from moe_runtime.launch.report.goals import OLD_MODES, memory_bytes
 from moe_runtime.launch.report.peers import series_of
 from moe_runtime.launch.report.runs import check_alike, model_of, ranks_of
+from moe_runtime.support.arguments import describe
 
 COLOURS = {"nvfp4": "tab:green", "fp8_block": "tab:blue", "mxfp8": "tab:orange", "bf16": "tab:red"}
 """By token format."""
@@ -35,6 +36,8 @@ PHASES = {
 }
 """Phases that do not contain one another, in the order of a step."""
 EXCHANGE_MARKERS = {"dispatch": "o", "combine": "s"}
+MOST = 1e18
+"""More than any time in us, number of bytes or size of a run; its inverse is less. Beyond them matplotlib fails."""
 FORMER = {"dispatch_recv": "dispatch_wait", "combine_recv": "combine_wait"}
 """Names of phases in runs of release 0.1."""
 
@@ -43,6 +46,42 @@ def check_can_draw(option: str) -> None:
     """Raise `ValueError` naming the option that needs it where matplotlib is not installed."""
     if find_spec("matplotlib") is None:
         raise ValueError(f"{option}: needs matplotlib, the extra `bench`")
+
+
+def check_fields(report: Report) -> None:
+    """Raise `ValueError` naming a field of a run over a config with which nothing can be drawn; or as Python does."""
+    ranks = _expect("environment.ranks", report["environment"]["ranks"], int)
+    for name in ("hidden_size", "top_k"):
+        _expect(f"config.layer.{name}", report["config"]["layer"][name], int)
+    if report.get("link") is not None:
+        _expect("link.gb_per_s", report["link"]["gb_per_s"], int, float)
+        _expect("link.gpu", report["link"]["gpu"], str)
+        _expect("link.same_gpu", report["link"]["same_gpu"], bool)
+    for number, result in enumerate(report["results"]):
+        where = f"results[{number}]"
+        for name in ("implementation", *KEY):
+            _expect(f"{where}.{name}", result[name], int if name == "tokens_per_rank" else str)
+        for name, known in (("token_format", COLOURS), ("combine_format", STYLES)):
+            if result[name] not in known:
+                raise ValueError(f"{where}.{name}: expected {', '.join(known)}, got {describe(result[name])}")
+        for name in ("median_us", "floor_us", "moved_bytes"):
+            value = result["median_us"] if name == "median_us" else result.get(name)
+            if value not in (None, 0):
+                _expect(f"{where}.{name}", value, int, float)
+        if ranks == 1 and result.get("moved_bytes"):
+            raise ValueError(f"{where}.moved_bytes: expected 0 of one rank, got {describe(result['moved_bytes'])}")
+        for phase, times in _expect(f"{where}.phases", result["phases"] or {}, dict).items():
+            mean_us = _expect(f"{where}.phases.{phase}", times, dict).get("mean_us", 0)
+            if mean_us != 0:
+                _expect(f"{where}.phases.{phase}.mean_us", mean_us, int, float)
+
+
+def _expect(field: str, value: Any, *kinds: type) -> Any:
+    """`value`, if it is of one of `kinds`, and as a number drawable; else `ValueError` naming the field."""
+    if type(value) not in kinds or (type(value) in (int, float) and not 1 / MOST < value < MOST):
+        names = " or ".join(kind.__name__ for kind in kinds) + (" above 0" if int in kinds else "")
+        raise ValueError(f"{field}: expected {names}, got {describe(value)}")
+    return value
 
 
 def draw(reports: Sequence[Report], folder: Path) -> list[Path]:

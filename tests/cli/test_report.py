@@ -308,10 +308,50 @@ def test_a_run_that_is_broken_is_left_out(
     said = capsys.readouterr()
     assert said.out.split() == [str(tmp_path / "times.svg")]
     kind, missing, listed = said.err.splitlines()
-    assert listed.startswith("report: left out listed.json: expected the JSON of a whole run, TypeError: ")
+    wanted = "report: left out listed.json: expected the JSON of a whole run, results[0].weight_format: expected str"
+    assert listed.startswith(wanted)
     assert kind.startswith("report: left out links.json: expected the JSON of a run of kind layer or ")
     assert missing == "report: left out missing.json: No such file or directory"
     assert lines(figures["times"].axes[0]) == [([8], [300.0])]
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "named"),
+    [
+        (("environment", "ranks"), 10**400, "environment.ranks: expected int above 0, got an integer of 1329 bits"),
+        (("environment", "ranks"), 1, "results[1].moved_bytes: expected 0 of one rank, got 30000.0"),
+        (("config", "layer", "hidden_size"), [7168], "config.layer.hidden_size: expected int above 0, got list"),
+        (("link", "gb_per_s"), "fast", "link.gb_per_s: expected int or float above 0, got 'fast'"),
+        (("link", "same_gpu"), None, "link.same_gpu: expected bool, got None"),
+        (("results", 0, "tokens_per_rank"), True, "results[0].tokens_per_rank: expected int above 0, got True"),
+        (("results", 0, "routing"), {}, "results[0].routing: expected str, got dict"),
+        (("results", 0, "median_us"), [300.0], "results[0].median_us: expected int or float above 0, got list"),
+        (("results", 0, "median_us"), -1, "results[0].median_us: expected int or float above 0, got -1"),
+        (("results", 0, "phases"), math.nan, "results[0].phases: expected dict, got nan"),
+        (("results", 0, "phases"), {"down": None}, "results[0].phases.down: expected dict, got None"),
+        (("results", 0, "phases"), {"down": {"mean_us": "x"}}, "results[0].phases.down.mean_us: expected int or float"),
+        (("results", 1, "token_format"), "fp7", "results[1].token_format: expected nvfp4, fp8_block, mxfp8, bf16, got"),
+        (("results", 1, "combine_format"), 0, "results[1].combine_format: expected str, got 0"),
+        (("results", 1, "floor_us"), 10**400, "results[1].floor_us: expected int or float above 0, got an integer of"),
+        (("results", 1, "moved_bytes"), math.inf, "results[1].moved_bytes: expected int or float above 0, got inf"),
+    ],
+)
+def test_a_field_that_cannot_be_drawn_is_named(
+    path: tuple[Any, ...], value: object, named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Instead of a traceback: the file, the field, what was expected and what came."""
+    pytest.importorskip("matplotlib")
+    phases = {"down": {"mean_us": 10.0}}
+    made: Any = run(2, result("layer", 8, 300.0, phases=phases), result("dispatch", 8, 10.0, moved_bytes=3e4))
+    made["link"] = {"gb_per_s": 351.0, "gpu": "NVIDIA H200", "same_gpu": True}
+    of = made
+    for key in path[:-1]:
+        of = of[key]
+    of[path[-1]] = value
+    assert report.main(["plot", *write(tmp_path, wrong=made), "--folder", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"report: left out wrong.json: expected the JSON of a whole run, {named}")
+    assert error.count("\n") == 1 and not list(tmp_path.glob("*.svg"))
 
 
 def test_runs_of_different_models_are_not_drawn_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
