@@ -6,6 +6,7 @@ import gc
 import os
 import re
 import signal
+import threading
 import time
 from types import SimpleNamespace
 
@@ -229,6 +230,30 @@ def combine_by(context: ExpertParallelContext, part_index: torch.Tensor, timeout
         part_index=part_index,
         timeout_ns=timeout_ns,
     )
+
+
+def test_what_is_under_way_is_kept_where_two_threads_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of two contexts. Freed while its exchange is under way, a group waits for ranks that are gone."""
+    looks, looked = threading.Event(), threading.Event()
+
+    def slow() -> bool:
+        if not looks.is_set():
+            looks.set()
+            looked.wait(0.5)
+        return False
+
+    def look() -> None:
+        looks.wait(60)
+        left_groups.free_ended()
+        looked.set()
+
+    left = [(lambda: True, ("ended",)), (slow, ("slow",)), (lambda: False, ("under way",))]
+    monkeypatch.setattr(left_groups, "_LEFT", left)
+    other = threading.Thread(target=look)
+    other.start()
+    left_groups.free_ended()
+    other.join(60)
+    assert [held for _, held in left_groups._LEFT] == [("slow",), ("under way",)]
 
 
 def free_the_groups() -> None:
