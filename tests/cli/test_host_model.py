@@ -257,6 +257,12 @@ def test_the_program_fills_a_page(
         assert message in capsys.readouterr().err
 
 
+def test_the_page_says_what_is_assumed() -> None:
+    text = " ".join((ROOT / "docs" / "hosts.md").read_text().split())
+    assert f"A rank has {MACHINE.network_gb_per_s:g} GB/s of network" in text
+    assert f"An exchange over it takes {MACHINE.network_latency_us:g} us" in text
+
+
 def test_the_page_has_what_the_committed_file_says() -> None:
     """And what is computed now is what it says; the routing that was drawn is not drawn again."""
     report = json.loads((RESULTS / "host_model.json").read_text())
