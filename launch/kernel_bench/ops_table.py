@@ -88,6 +88,6 @@ def operations_markdown(checked: Report, run: Report, source: str) -> str:
         text += f" Prepacking takes {', '.join(prepacked)}."
     for result in run["results"]:
         if "layer_us" in result:
-            text += f" `{result['operation']}` takes {result['median_us']:.0f} us with them; the same product takes"
+            text += f" `{result['operation']}` takes {result['median_us']:.0f} us with them; the same GEMM takes"
             text += f" {result['layer_us']:.0f} us in a layer."
     return "\n".join([*lines, "", text])
