@@ -102,7 +102,7 @@ def _join_started_ranks(place: torch.device, limit: timedelta) -> None:
 
 
 def store_of_environment(rank: int, limit: timedelta, *, is_there: bool = False) -> dist.Store:
-    """The store at `MASTER_ADDR` and `MASTER_PORT`. Unless torchrun's agent hosts it, or it `is_there`, rank 0 does."""
+    """The store at `MASTER_ADDR` and `MASTER_PORT`. Rank 0 hosts it, unless torchrun's agent does or it `is_there`."""
     address, port = os.environ.get("MASTER_ADDR", ""), _number_of_environment("MASTER_PORT", 0, 65535)
     if not address:
         raise ValueError("MASTER_ADDR: expected the address of rank 0 in the environment, got none")

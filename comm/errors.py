@@ -37,7 +37,7 @@ REFUSED_ID = 1 << 30
 """Added to an expert id that a placement refuses, so that dispatch refuses it too; messages subtract it again."""
 
 NO_REASON = "no reason given"
-"""In the message of a `PeerAbortedError`, in place of one."""
+"""What a `PeerAbortedError` says where a rank gave no reason."""
 
 
 class MoERuntimeError(RuntimeError):
@@ -91,7 +91,7 @@ class StepMismatchError(MoERuntimeError):
 
 
 class StaleHandleError(MoERuntimeError):
-    """A dispatch handle was used after the second next dispatch of its context."""
+    """A dispatch handle was used after two later dispatches of its context had begun."""
 
 
 def reason_of(error: BaseException) -> str:

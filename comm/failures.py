@@ -35,9 +35,9 @@ def describe_failure(
 ) -> MoERuntimeError:
     """The exception for one failure that rank `origin` recorded about rank `about`.
 
-    `details` are, by code: ROUTING (expert id, `REFUSED_ID` more if a placement refused it; token), CAPACITY (rows
-    arrived or, of dispatch_send, tokens for one host; capacity), TIMEOUT (limit in ms, -), MISMATCH (number of its
-    exchange, and of that of rank `origin`; -1 where these are not known). `placed`: whether there is a placement.
+    `details` are, by code: ROUTING (expert id, plus `REFUSED_ID` if a placement refused it; token), CAPACITY (rows
+    arrived or, of dispatch_send, tokens for one host; capacity), TIMEOUT (limit in ms, -), MISMATCH (numbers of its
+    exchange and of rank `origin`'s; -1 where these are not known). `placed`: whether there is a placement.
     """
     step = Phase(phase) if phase in list(Phase) else Phase.HOST
     where = f"rank {origin}, {step.name.lower()} of epoch {epoch}"
@@ -64,7 +64,7 @@ def describe_failure(
         text += ": all ranks have to call the same layers in the same order, with equal max_tokens"
         return StepMismatchError(f"{where}: {text}", about, step)
     if code == ErrorCode.STALE_HANDLE:
-        return StaleHandleError(f"{where}: its handle was used after the second next dispatch", about, step)
+        return StaleHandleError(f"{where}: its handle was used after two later dispatches had begun", about, step)
     if code == ErrorCode.ABORTED:
         return PeerAbortedError(f"{where}: rank {about} gave up: {reason or NO_REASON}", about, step)
     return MoERuntimeError(f"{where}: unknown error code {code} about rank {about}, {details}", about, step)

@@ -38,7 +38,7 @@ FAREWELL_S = 0.5
 """How long the rank whose process hosts the store stays when it gives up, so that its peers learn of it there."""
 
 REASON_S = 2.0
-"""How long a rank that learned of the end of another one waits for its reason, which comes to the store a bit later."""
+"""How long a rank that learns that another has ended waits for the reason, which reaches the store a little later."""
 
 POLL_S = 0.02
 """Longest pause between two polls of the store."""

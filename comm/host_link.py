@@ -27,7 +27,7 @@ from moe_runtime.comm.rank_group import ROLL_CALL_S, RankGroup
 from moe_runtime.comm.suspects import Suspects
 
 GRAPHS_SINCE = (2, 30, 4)
-"""The NCCL from which on no replay of a graph over several hosts is known to hang."""
+"""The first NCCL with which no replay of a graph over several hosts is known to hang."""
 
 _HEADER_BYTES = 32
 """Before each chunk over gloo, int64: phase, part, bytes of the chunk, and whether it is of a rank that has failed."""
@@ -39,7 +39,7 @@ class Exchange(Protocol):
     """An exchange under way."""
 
     def ended(self) -> bool:
-        """Whether `wait` returns or raises at once, and on a GPU what follows too."""
+        """Whether `wait` returns or raises at once, and on a GPU whether what follows need not wait either."""
 
     def wait(self) -> None:
         """Make what follows see the chunks that came: on a GPU on the current stream, without waiting for the host.
@@ -68,7 +68,7 @@ class HostLink(ABC):
     suspects: Suspects | None = None
 
     def make_room(self, num_bytes: int) -> None:
-        """Let any chunk have up to `num_bytes`. All ranks say so of each of their layers, before they send a chunk."""
+        """Make room for chunks of up to `num_bytes`. All ranks call it for each layer before they send a chunk."""
         return
 
     @abstractmethod
@@ -76,9 +76,9 @@ class HostLink(ABC):
         """Send `outgoing[h]` to this rail's rank on each other host `h`, which becomes its `incoming[host]`.
 
         Args:
-            outgoing, incoming: for each host contiguous uint8 `[bytes]`, what one rank sends as large as what the other
-                awaits; those of this host are left alone. `outgoing` must not be written before `wait` of what comes
-                back.
+            outgoing, incoming: for each host contiguous uint8 `[bytes]`. What one rank sends is as large as what the
+                other awaits; those of this host are left alone. `outgoing` must not be written before `wait` of what
+                comes back.
             phase: of the step.
             part: of the chunks of this phase.
             limit_s: seconds that the exchange may take, where waits are bounded.
@@ -89,7 +89,7 @@ class HostLink(ABC):
         """`start` of a rank that has failed and waits for nobody; `leave` follows."""
 
     def leave(self) -> None:
-        """Take part in no exchange any more, so that peers do not wait for this rank where that is in its power."""
+        """Take part in no exchange any more, so that peers do not wait for this rank where it can."""
         return
 
     def watch(self, on_failure: Callable[[MoERuntimeError], None], limit_s: float, start_s: float) -> None:
@@ -373,8 +373,8 @@ class _GlooExchange:
 class NcclLink(HostLink):
     """Over NCCL, for GPUs: nothing waits for the host. Constructing it is collective.
 
-    A step waits for a host that is gone without end: NCCL has no limit of its own. `HostWatch` ends such a wait. Peers
-    hear by the store of a rank that leaves. Chunks of other sizes than a rank awaits are not found: to compare sizes
+    A step waits without limit for a host that is gone: NCCL has no limit of its own. `HostWatch` ends that wait. Peers
+    learn from the store that a rank leaves. Chunks of other sizes than a rank awaits are not found: to compare sizes
     first would wait for the host.
 
     Args:
@@ -398,7 +398,7 @@ class NcclLink(HostLink):
         with torch.cuda.device(device):
             self._stream = torch.cuda.Stream()
             self._nccl: Any = rail.connect_nccl("NcclLink", f"moe_runtime/{key}")
-            # Connects now: that fails inside of a capture.
+            # Connects now: that fails inside a capture.
             words = torch.zeros(2, hosts.num_hosts, 16, dtype=torch.uint8, device=device)
             with rail.connecting("NcclLink", f"{key}/connect"):
                 self.start(list(words[0]), list(words[1]), Phase.START_UP, 0, rail.timeout_s).wait()
@@ -418,7 +418,7 @@ class NcclLink(HostLink):
                 self._nccl.alltoall(came, out, options)
                 return _NcclExchange(self._stream.record_event())
         except RuntimeError as error:
-            # A connection was lost. Who is gone the watch knows soon.
+            # A connection was lost. The watch soon knows who is gone.
             found = None if self._watch is None else self._watch.verdict(limit_s)
             # Else a call that waits for the GPU and keeps the interpreter's lock would wait for ever.
             self._abort()

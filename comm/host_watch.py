@@ -76,7 +76,7 @@ class HostWatch:
         return self.found
 
     def stop(self, *, in_order: bool) -> None:
-        """End the watch. `in_order`: this rank parts from its peers, which are not to miss it."""
+        """End the watch. `in_order`: this rank leaves its peers, which must not miss it."""
         self._ended.set()
         if in_order:
             self._done.wait(self._limit_s)  # a beat that is under way must not come after the farewell

@@ -60,7 +60,7 @@ class NumberExchange:
             PeerTimeoutError: naming all ranks that are gone or did not come in time; its `rank` is the first of them.
             PeerAbortedError: naming a rank that gave up.
             StoreLostError: the store is gone or does not answer, while a peer does not come.
-            MoERuntimeError: naming the rank whose number is none that `read` takes.
+            MoERuntimeError: naming the rank whose number `read` refuses.
         """
         number = self._read(number)
         if self._group.world_size == 1:

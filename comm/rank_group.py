@@ -43,10 +43,10 @@ NO_WATCHDOG = {
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
 }
-"""Environment of a group of NCCL whose work torch's watchdog does not look at.
+"""Environment for an NCCL group whose work torch's watchdog ignores.
 
 Where the watchdog finds an error, it sleeps for a minute, and the default group ends the process minutes later. It does
-not get the work of a group whose waits block.
+not watch a group whose waits block.
 """
 
 WORD_S = 3.0
@@ -77,7 +77,7 @@ class RankGroup(GroupMembers):
             PeerTimeoutError: naming `what` and all ranks that did not come in time; its `rank` is the first of them.
             PeerAbortedError: naming a rank that gave up.
             StoreLostError: the store is gone or does not answer.
-            MoERuntimeError: naming the rank whose answer is none that `read` takes.
+            MoERuntimeError: naming the rank whose answer `read` refuses.
         """
         limit = self.timeout_s if timeout_s is None else check_seconds("timeout_s", timeout_s, MAX_SECONDS)
         mine = messages.answer(what, value, max_bytes)
@@ -302,7 +302,7 @@ class RankGroup(GroupMembers):
     def connect_nccl(self, what: str, key: str) -> Any:
         """An NCCL group over the same ranks for the caller alone. It connects at its first use, `connecting`.
 
-        torch's watchdog does not know of its work: the caller looks to its waits (`HostWatch`). `wait` of its work
+        torch's watchdog does not know of its work: the caller limits its waits (`HostWatch`). `wait` of its work
         would wait on the host, so the caller orders streams itself. The rest is as for `connect`.
         """
         store = dist.PrefixStore(key, self._own_connection(what))
@@ -410,13 +410,13 @@ class _LookOut:
 
 
 def read_answers(what: str, answers: list[Any], read: Reader[T]) -> list[T]:
-    """What `read` returns for the answer of each rank. Raises `MoERuntimeError` naming the rank whose it refuses."""
+    """What `read` returns for each rank's answer. Raises `MoERuntimeError` naming the rank whose answer it refuses."""
     values = []
     for rank, answer in enumerate(answers):
         try:
             values.append(read(answer))
         except ValueError as error:
-            message = f"{what}: the answer of rank {rank} is none that this program gives: {error}"
+            message = f"{what}: the answer of rank {rank} is not one that this program gives: {error}"
             raise MoERuntimeError(message, rank, Phase.START_UP) from None
     return values
 

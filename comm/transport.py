@@ -45,7 +45,7 @@ class TransportChoice:
         name: one of `TRANSPORTS`.
         reasons: why not, for each transport that comes before it or cannot be used.
         hosts: the ranks of each host, for `hierarchical`.
-        local: the transport inside of a host, for `hierarchical`.
+        local: the transport inside a host, for `hierarchical`.
     """
 
     name: str
@@ -117,7 +117,7 @@ MOST_HOSTS = 32
 def _local_transport(
     group: RankGroup, device: torch.device, hosts: Hosts | str, engines: list[str]
 ) -> tuple[str, str | None]:
-    """The transport inside of a host under `hierarchical`, and why that cannot be used. Collective."""
+    """The transport inside a host under `hierarchical`, and why that cannot be used. Collective."""
     if isinstance(hosts, str):
         return "", hosts
     if hosts.num_hosts == 1:

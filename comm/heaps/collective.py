@@ -33,7 +33,7 @@ NO_EXCHANGE = -1
 """In place of the number of an exchange, for bytes of none."""
 
 _KEY_BYTES = 8
-"""Of the random key under which the ranks of a heap connect."""
+"""Bytes of the random key under which the ranks of a heap connect."""
 
 _POLL_S = 1e-4
 
@@ -317,7 +317,7 @@ class CollectiveTransport:
         except MoERuntimeError:
             raise
         except BaseException:
-            # Peers that are inside of the exchange would take the next header for its rows. The end of the connections
+            # Peers that are inside the exchange would take the next header for its rows. The end of the connections
             # ends it.
             self._over, self.heap.gloo = True, None
             raise

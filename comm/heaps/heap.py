@@ -25,7 +25,7 @@ class SymmetricHeap(ABC):
     """The same regions on every rank of a group, with pointers to every peer's copy.
 
     Use: `reserve()` each region (the same calls on every rank), `allocate()` once (collective), then `tensor`,
-    `peer_tensor` and `peer_pointers`, at last `close()`. `allocate()` zeroes regions, except for their `ones`. To add a
+    `peer_tensor` and `peer_pointers`, finally `close()`. `allocate()` zeroes regions, except for their `ones`. To add a
     transport, subclass this.
 
     Attributes:

@@ -100,7 +100,7 @@ class NvshmemHeap(GroupHeap):
             whole = self._own
             if rank != self.rank:
                 try:
-                    # Not for the own rank: that would count as a second owner, and the memory never be freed.
+                    # Not for this rank itself: that would count as a second owner, and the memory would never be freed.
                     whole = load_nvshmem().get_peer_tensor(self._own, rank)
                 except Exception as error:
                     return [

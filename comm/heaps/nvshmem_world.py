@@ -30,7 +30,7 @@ ENVIRONMENT = {
 
 
 UNIQUE_ID_BYTES = 128
-"""Of `nvshmemx_uniqueid_t`, by which ranks find each other."""
+"""Bytes of `nvshmemx_uniqueid_t`, by which ranks find each other."""
 
 TOKEN_BYTES = 8
 

@@ -40,7 +40,7 @@ class SharedHeap(GroupHeap):
     with its last tensor; pointers to it must not be used any more.
 
     Args:
-        group: the ranks; default those of the default group.
+        group: the ranks; those of the default group when None.
         directory: where to put the memory into files, on any rank; default memory without a name.
     """
 

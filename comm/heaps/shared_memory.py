@@ -60,22 +60,22 @@ def room_for_heaps() -> Room:
 
 
 class SharedMemory(ABC):
-    """One rank's memory of one kind. A rank creates its own, and opens those of its peers at the places they tell."""
+    """One rank's memory of one kind. A rank creates its own, and opens its peers' at the places that they report."""
 
     @abstractmethod
     def room(self) -> Room:
-        """How much there is of this kind. Raises `OSError` where the system does not tell."""
+        """How much there is of this kind. Raises `OSError` where the system does not say."""
 
     @abstractmethod
     def create(self, num_bytes: int) -> list[Any]:
         """Make memory with all its bytes reserved, and zero. Returns its place, as JSON carries it.
 
-        Raises `OSError`, and leaves nothing then.
+        Raises `OSError`, and then leaves nothing behind.
         """
 
     @abstractmethod
     def read_place(self, value: Any) -> Any:
-        """Reads a place that a rank told."""
+        """Reads a place that a rank reported."""
 
     @abstractmethod
     def open(self, place: Any, num_bytes: int) -> int:

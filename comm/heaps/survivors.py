@@ -1,4 +1,4 @@
-"""The memory of a heap, as some of its ranks go on with it where no other can be made; that of dead ranks stays as is.
+"""The memory of a heap that some of its ranks go on with, where no other can be made; dead ranks' memory stays as is.
 
 Nothing is copied or moved. Each generation of ranks has signal words of its own, which were reserved at the start. So
 kernels of an earlier one, in a graph say, neither see the new words nor write them.

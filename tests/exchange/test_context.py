@@ -197,7 +197,7 @@ CODES: list[tuple[ErrorCode, type[MoERuntimeError], str]] = [
     (ErrorCode.ROUTING, RoutingError, "expert id 77 of token 5 of rank 1 is out of range or twice in its top-k"),
     (ErrorCode.CAPACITY, CapacityError, "77 rows arrived at rank 1, more than its expert_row_capacity of 5"),
     (ErrorCode.TIMEOUT, PeerTimeoutError, "rank 1 did not answer within 0.077 s"),
-    (ErrorCode.STALE_HANDLE, StaleHandleError, "its handle was used after the second next dispatch"),
+    (ErrorCode.STALE_HANDLE, StaleHandleError, "its handle was used after two later dispatches had begun"),
 ]
 
 

@@ -173,7 +173,7 @@ def test_what_another_process_puts_into_the_store_is_data(raw: str, tmp_path: Pa
     stranger.set("/1/1", forged_bytes)
     with pytest.raises(MoERuntimeError) as caught:
         group_of_two(host).gather("step", 1, integer())
-    assert str(caught.value).startswith("step: the answer of rank 1 is none that this program gives: ")
+    assert str(caught.value).startswith("step: the answer of rank 1 is not one that this program gives: ")
     assert message in str(caught.value) and len(str(caught.value)) < 300
     assert (caught.value.rank, caught.value.phase) == (1, Phase.START_UP)
     assert not trap.exists()
@@ -229,7 +229,7 @@ def test_readers_return_what_they_expect() -> None:
 
 
 def refuses(what: str, call: Callable[[], object]) -> None:
-    with pytest.raises(MoERuntimeError, match=f"^{re.escape(what)}: the answer of rank 1 is none ") as caught:
+    with pytest.raises(MoERuntimeError, match=f"^{re.escape(what)}: the answer of rank 1 is not one ") as caught:
         call()
     assert (caught.value.rank, caught.value.phase) == (1, Phase.START_UP)
 

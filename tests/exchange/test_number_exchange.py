@@ -184,7 +184,7 @@ def test_a_number_that_no_rank_sends_is_refused() -> None:
     here, there = run_once(other_numbers, 2)
     kind, message, named, _ = here.result
     assert (kind, named) == (MoERuntimeError, 1)
-    assert message.startswith("numbers: the answer of rank 1 is none that this program gives: ")
+    assert message.startswith("numbers: the answer of rank 1 is not one that this program gives: ")
     assert there.result[0] is PeerAbortedError and message in there.result[1]
 
 
