@@ -8,14 +8,14 @@ Held = list[list[int]]
 """The experts of each member, slot by slot."""
 
 Before = dict[int, list[int]]
-"""The same by the numbers of members."""
+"""The same, by the member's number."""
 
 
 class FollowerMembers(Protocol):
     """The members of a layer, named by their numbers at the start, and what each of them holds."""
 
     began_whole: bool
-    """Whether it was made with all ranks. Else none that is out can come back."""
+    """Whether it was made with all ranks. Otherwise no rank that is out can come back."""
 
     def check(self, members: tuple[int, ...]) -> None:
         """Raise `ExpertsLostError` if they cannot go on: on all of them alike. Changes nothing."""

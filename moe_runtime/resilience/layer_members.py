@@ -54,7 +54,7 @@ class LayerMembers:
     Attributes:
         placement: the present one, as the layer has it.
         began_placed: whether the layer was made with a placement.
-        began_whole: whether all ranks were in when the layer was made. Else none that is out can come back.
+        began_whole: whether all ranks were in when the layer was made. Otherwise no rank that is out can come back.
         lost: experts that died with their last rank and are still loaded again; None where there are none.
         reload: loads the experts of these ids again; None where they came from the caller.
     """
@@ -176,7 +176,7 @@ class LayerMembers:
         """
         held, rank = self.held_by(members), self._context.rank
         self._members = members
-        # Without a placement, and with less experts than ranks, one may have gone that had none: others keep theirs.
+        # Without a placement, and with fewer experts than ranks, one may have gone that had none: others keep theirs.
         placed = self.began_placed or held != _held(None, self._num_experts, len(members))
         placement = refill(held, self._num_experts) if placed else None
         lost: tuple[int, ...] = ()

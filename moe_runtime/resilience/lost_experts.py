@@ -31,7 +31,7 @@ class LostExperts:
         experts: their ids.
         num_experts: experts of the layer.
         held: what each rank holds meanwhile.
-        loading: of this rank's part; its result is unimportant.
+        loading: that of this rank's part; its result does not matter.
 
     Attributes:
         held: as given.

@@ -232,7 +232,7 @@ class Membership:
         time.sleep(_POLL_S)
 
     def _latest(self) -> tuple[int, ...]:
-        """The members of the newest record, for a process that is none of them."""
+        """The members of the newest record, for a process that is not one of them."""
         members, generation = self.everyone, 0
         while (raw := self._raw(f"from generation {generation}/members")) is not None:
             members, generation = tuple(self._read(raw)), generation + 1
@@ -255,7 +255,7 @@ class Membership:
             pairs = messages.table(_pairs)(messages.decode(raw))["members"]
             return {number(rank): progress for rank, progress in sorted(pairs)}
         except (KeyError, ValueError) as error:
-            message = f"recovery: the record of members is none that this program writes: {error}"
+            message = f"recovery: the record of members is not one that this program writes: {error}"
             raise MoERuntimeError(message, phase=Phase.HOST) from None
 
     def _got(self, key: str, read: Reader[T]) -> T | None:
@@ -274,7 +274,7 @@ class Membership:
         try:
             return read(messages.decode(raw, MAX_BYTES))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            message = f"recovery: {key} is none that this program writes: {error}"
+            message = f"recovery: {key} is not one that this program writes: {error}"
             raise MoERuntimeError(message, phase=Phase.HOST) from None
 
     def _keys(self, name: str) -> str:

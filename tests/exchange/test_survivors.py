@@ -532,5 +532,5 @@ def test_a_record_that_no_rank_writes_is_refused() -> None:
         rank = memberships(2)[0]
         key = rank._keys("members")
         rank._ask(lambda store, prefix, key=key, text=text: store.set(f"{prefix}/{key}", text))
-        with pytest.raises(MoERuntimeError, match="recovery: the record of members is none"):
+        with pytest.raises(MoERuntimeError, match="recovery: the record of members is not one"):
             rank.agree(0, set(), 0.1)
