@@ -31,7 +31,7 @@ BF16 = (torch.bfloat16,)
 def check_router_ids(ids: object, num_experts: int, world_size: int) -> None:
     """Raise `ValueError` unless `ids` are those of a router that has the `num_experts` of a layer among its own.
 
-    Ranks with peers have them all.
+    Where ranks have peers, the layer has all of the router's experts.
     """
     check_kind("router_ids", ids, RouterIds)
     assert isinstance(ids, RouterIds)

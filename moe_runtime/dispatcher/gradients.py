@@ -142,7 +142,7 @@ class DispatchedRows:
         return self._by_row(weights.view(torch.float32), arrived.capacity)
 
     def _by_row(self, entries: torch.Tensor, num_rows: int) -> torch.Tensor:
-        """`[R]` of `entries` `[S, K]`, 0 for rows that are none's."""
+        """`[R]` of `entries` `[S, K]`, 0 for rows that belong to no entry."""
         assert self._handle is not None
         positions = self._handle.positions
         # Entries without a row go behind the last one.
@@ -160,7 +160,7 @@ class DifferentiableDispatcher:
     and `topk_weights` require grad must be equal on all ranks: each gradient takes an exchange, which others would
     await until the limit.
 
-    Args: as of `TokenDispatcher`.
+    Args: those of `TokenDispatcher`.
     """
 
     def __init__(

@@ -24,16 +24,16 @@ RECEIVED, COMBINE_SENT, ENDED = 1, 2, 3
 class DispatchHandle:
     """A step of a dispatcher: what `combine` needs to know of a dispatch, and how far the two have come.
 
-    Good for one combine, until the second next dispatch of its context. A dispatcher with `reusable_handles` takes it
-    again later: `renew` sends its routing once more.
+    Good for one combine, until two later dispatches of its context have begun. A dispatcher with `reusable_handles`
+    takes it again later: `renew` sends its routing once more.
 
     Attributes:
         geometry: of the layer that dispatched.
         epoch: int32 `[1]` on the device: the number of the dispatch in its context.
         positions: int32 `[S, K]`: row position of each (landing slot, k), -1 for none. On one host `S` is
             `W * max_tokens`.
-        num_parts: int32 `[T]`: partial results that come home for each of this rank's tokens, one from each rank; one
-            from each host where there are several.
+        num_parts: int32 `[T]`: partial results that come home for each of this rank's tokens, one from each rank that
+            has its experts, or from each such host where there are several.
         num_tokens: `T`.
         timeout_ns: how long its kernels wait for a peer: longer in the first step of a layer, which may compile them.
         scales_in_record: whether block scales stay in the records that arrive (`GroupedRows.scales_in_record`).

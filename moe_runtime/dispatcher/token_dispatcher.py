@@ -61,7 +61,7 @@ class TokenDispatcher:
         host_capacity: several hosts: most tokens of a rank that go to one host in a step, its own too; None is all. An
             overflow raises `CapacityError` on every rank.
         num_sms: most SMs of a GPU that dispatch and combine take at a time, so that other kernels may run on the rest;
-            None is all. Changes no bit; without a meaning for the torch engine.
+            None is all. Changes no bit; has no meaning for the torch engine.
         input_scale: static NVFP4 decode scale of the tokens (`gsf = 1 / input_scale`); None is one scale per token.
         kernel_prefix: put before the names of CUDA C++ kernels, by which profiles tell dispatchers apart.
         output_size: elements of an expert's output row; None is `H`.
@@ -192,8 +192,8 @@ class TokenDispatcher:
     ) -> TokenDispatcher:
         """The exchange of the layer that `config` describes, for steps of `max_tokens` if given.
 
-        With a placement there are `num_slots` instead of its experts. Tokens have the ids that `router_ids` says where
-        `geometry.router_ids` is set then: where the kernels take them.
+        With a placement there are `num_slots` instead of its experts. If the kernels take the ids that
+        `router_ids` describes, `geometry.router_ids` is set, and tokens have these.
         """
         check_kind("context", context, ExpertParallelContext)
         check_kind("config", config, MoELayerConfig)
@@ -270,8 +270,8 @@ class TokenDispatcher:
         Collective: every rank calls it, with its own `T` (0 too).
 
         Args:
-            x: bf16 `[T, H]`, last dimension contiguous, `T <= max_tokens_per_rank`. Of `bf16` tokens the bits travel as
-                they are.
+            x: bf16 `[T, H]`, last dimension contiguous, `T <= max_tokens_per_rank`. The bits of `bf16` tokens
+                travel unchanged.
             topk_idx: int32 or int64 `[T, K]`; -1 is unrouted. An expert is there once in a token, unless the dispatcher
                 `accepts_repeats`.
             topk_weights: fp32 `[T, K]`.
@@ -343,7 +343,7 @@ class TokenDispatcher:
 
         Collective. `combine`, or `combine_send` and `combine_recv`, take what it returns. `handle` may be of any
         earlier dispatch. `combine` calls it by itself for a handle that was combined before, and with `topk_weights`;
-        not for one of a dispatch before the last two that never was.
+        not for a handle older than the last two dispatches that was never combined.
 
         Args:
             handle: of this dispatcher, made with `reusable_handles`.
@@ -373,8 +373,9 @@ class TokenDispatcher:
         """First half of `dispatch`: everything that does not wait for the peers' tokens.
 
         Memory has two halves, used in turn. Before it writes into a half, it waits until each peer has combined the
-        second last dispatch, or, where that is not combined, until each peer calls this. So ranks must agree in whether
-        they call this or the combine of the last dispatch first: otherwise each waits for the other until its timeout.
+        dispatch before the last one, or, where that is not combined, until each peer calls this. So ranks must agree on
+        whether they call this or the combine of the last dispatch first: otherwise each waits for the other until its
+        timeout.
 
         `gsf`, fp32 `[1]` on the device, is the encode scale of `nvfp4` tokens in place of `1 / input_scale`.
 
@@ -647,7 +648,7 @@ class TokenDispatcher:
 class RoutingDispatcher(TokenDispatcher):
     """The exchange of routing alone, for combines of rows that an earlier dispatch brought.
 
-    Args: as of `TokenDispatcher`, `max_tokens_per_rank` and `sizes`, of which `output_size` is the width of the rows.
+    Args: those of `TokenDispatcher`: `max_tokens_per_rank` and `sizes`, where `output_size` is the width of rows.
     """
 
     def __init__(self, context: ExpertParallelContext, *, max_tokens_per_rank: int, **sizes: Any) -> None:
