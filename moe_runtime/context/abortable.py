@@ -66,7 +66,7 @@ class AbortableContext:
             self._abort_codes = abort_words(self.signals, self.signals_layout)[:, 0].numpy()
 
     def check(self) -> None:
-        """Raise what went wrong here or, as far as the host sees it without waiting, on a peer; the same ever after.
+        """Raise what went wrong here or, as far as the host sees it without waiting, on a peer; then always the same.
 
         On a CPU that includes the peers' abort words. On a GPU it reads only the host-visible error record, which has
         what the kernels here have seen. Cheap enough for every step.
@@ -82,7 +82,7 @@ class AbortableContext:
                 raise
 
     def _raise_failure(self) -> None:
-        """`check()` within a step, or where one may follow that is not run again."""
+        """`check()` within a step, or before one that is not run again."""
         if self._failure is None and self.allocated and not self.closed:
             aborted = self._abort_codes is not None and self._abort_codes.any()
             if aborted or self._error_view[0]:

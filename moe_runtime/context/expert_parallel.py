@@ -73,7 +73,7 @@ class ExpertParallelContext(AbortableContext):
         link: with a heap of the ranks of one virtual host, its way to the others (`PrivateLink.rails`).
         transport: `auto`, `nvshmem`, `shared`, `private`, `hierarchical` or `collective`
             (`comm.transport.choose_transport`).
-        one_memory: not `hierarchical`: for padded rows.
+        one_memory: exclude `hierarchical`, as padded rows need.
         engine: `auto`, `cuda`, `triton` or `torch` (`kernels.runtime.resolve_engine`).
         timeout_s: how long a step waits for a peer.
         startup_timeout_s: how long construction, `allocate()`, the first step and `close()` wait for a peer.
@@ -84,7 +84,7 @@ class ExpertParallelContext(AbortableContext):
             steps wait until they are there, `drop` has tokens do without them, with renormalised weights and counted.
 
     Attributes:
-        rank, world_size, device: as they are; after a death, of the ranks that are left, numbered anew.
+        rank, world_size, device: of this process in the group; after a death, ranks that are left are numbered anew.
         generation: how often the ranks have changed.
         members: original ids of the current ranks.
         recovery: what goes on after a death; None with `abort`, and on a single rank.
@@ -316,11 +316,11 @@ class ExpertParallelContext(AbortableContext):
         Make the same layers over it as the others did, with the same placements, and load their weights by the same
         calls. These read no experts. `allocate()` then waits until the others call `admit`, and gets the experts of
         this rank from them. From there on it is one of them: `steps_done` says after how many steps. torch.distributed
-        needs not be initialised, and `init_from_env` and `warm_up` must not be called.
+        need not be initialised, and `init_from_env` and `warm_up` must not be called.
 
         Args:
-            rank: whose place, by its number at the start; None is `RANK` of the environment.
-            store: in which the others meet, as they were given it; None is that at `MASTER_ADDR` and `MASTER_PORT`.
+            rank: whose place it takes, by its number at the start; None is `RANK` of the environment.
+            store: where the others meet, as they were given it; None is the one at `MASTER_ADDR` and `MASTER_PORT`.
             engine, timeout_s, startup_timeout_s, lost_experts: as for the others.
 
         Raises:
@@ -417,7 +417,7 @@ class ExpertParallelContext(AbortableContext):
         return self.recovery.admit(self.timeout_s, self.check_peers)
 
     def _begin_change(self) -> None:
-        """Before ranks come or leave: there must be memory that they can go over from. Collective."""
+        """Before ranks come or leave: this context must be allocated. Collective."""
         self._check_joined()
         if not self.allocated:
             self.allocate()
@@ -572,7 +572,7 @@ class ExpertParallelContext(AbortableContext):
         """Free the heap; collective and in order, unless something has failed: then no peer is waited for.
 
         Waits for another thread that is in a step. Tensors and pointers of the heap must not be used afterwards. Safe
-        to call twice. A forked child only takes its copy as closed: its parent goes on.
+        to call twice. A forked child only marks its copy as closed: its parent goes on.
 
         Raises `ValueError` if the step of another thread does not end within `startup_timeout_s`.
         """

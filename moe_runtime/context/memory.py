@@ -56,7 +56,7 @@ def _check_sizes(config: object, world_size: object) -> None:
 def layer_geometry(config: MoELayerConfig, world_size: int) -> ExchangeGeometry:
     """What rank 0 of `world_size` exchanges for a layer with `config`, without a placement.
 
-    Raises `ValueError` unless `config` is one and `world_size` an integer from 1 to `MAX_RANKS`.
+    Raises `ValueError` unless `config` is a `MoELayerConfig` and `world_size` an integer from 1 to `MAX_RANKS`.
     """
     _check_sizes(config, world_size)
     return ExchangeGeometry(
@@ -81,8 +81,8 @@ def reserved_bytes(
     `placed` adds region `staging`, as for a layer with a placement, or where ranks can come back. With several hosts
     `link` is added: memory of what travels between them, which is not symmetric.
 
-    Raises `ValueError` unless `config` is one, `world_size` an integer from 1 to `MAX_RANKS`, `placed` a bool and
-    `num_hosts` a divisor of `world_size`.
+    Raises `ValueError` unless `config` is a `MoELayerConfig`, `world_size` an integer from 1 to `MAX_RANKS`, `placed` a
+    bool and `num_hosts` a divisor of `world_size`.
     """
     check_flag("placed", placed)
     geometry, ranks = layer_geometry(config, world_size), world_size
@@ -103,7 +103,7 @@ def reserved_bytes(
 def expert_bytes(config: MoELayerConfig, world_size: int) -> int:
     """Bytes of the quants and block scales of the experts of one layer, on the rank with the most experts.
 
-    Raises `ValueError` unless `config` is one and `world_size` an integer from 1 to `MAX_RANKS`.
+    Raises `ValueError` unless `config` is a `MoELayerConfig` and `world_size` an integer from 1 to `MAX_RANKS`.
     """
     _check_sizes(config, world_size)
     fmt, total = weight_format_named(config.weight_format), 0
