@@ -36,7 +36,7 @@ ResolvedMode = Literal["contiguous", "gathered"]
 GATHERED_MAX_TOKENS = 256
 """Largest `max_tokens_per_rank` for which mode `auto` means `gathered` for `fp8_block`, too."""
 GATHERED_MAX_ROWS = 64
-"""Most rows of an expert, on average, for which it does: more take the GEMM longer to gather than to copy before it."""
+"""Most rows of an expert, on average, for which it does: gathering more takes the GEMM longer than copying first."""
 GATHERED_MAX_EXPANDED_ROWS = 4
 """The same for FP4 weights that are multiplied in FP8, whatever `max_tokens_per_rank` is. On one H200 a layer of 64
 experts of DeepSeek-V3 took as long in both modes with 4 rows, and 4, 12 and 15% less with 8, 16 and 32 in
@@ -94,7 +94,7 @@ def resolve_mode(
 
     `gathered` keeps one row per token and rank, which `row_index` finds: least traffic and memory, low latency.
     `contiguous` sorts rows by expert. `auto` is `gathered`, but `contiguous` for tokens and weights in `fp8_block` with
-    more than 256 tokens per rank and more than 64 rows per expert: so many a GEMM multiplies faster than it can gather
+    more than 256 tokens per rank and more than 64 rows per expert: a GEMM multiplies so many faster than it can gather
     them. It gathers more slowly while it expands weights: then more than 4 rows per expert are enough. For other
     weights rows are gathered as they are dequantized.
 
@@ -395,10 +395,10 @@ class MoELayerConfig(_Model):
         return intermediate_format_for(format_named(self.token_format), weights).name
 
     def mode_on(self, world_size: int, max_tokens: int | None = None, chosen_from: int | None = None) -> ResolvedMode:
-        """How rows lie after dispatch on so many ranks, by `resolve_mode`: of steps of up to `max_tokens`, or None, of
-        the largest.
+        """How rows lie after dispatch on `world_size` ranks, by `resolve_mode`, in steps of up to `max_tokens`; None is
+        the largest steps.
 
-        Tokens choose among the experts of `chosen_from`, or None, of the layer alone.
+        Tokens choose among `chosen_from` experts; None is those of the layer alone.
 
         Raises `ValueError` for a `world_size` that is no positive integer below 2^31, `max_tokens` that is not at most
         `max_tokens_per_rank`, and `chosen_from` that is less than `num_experts`.

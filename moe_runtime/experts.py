@@ -44,7 +44,7 @@ class Experts:
         gate_up: weights `[E, 2I, H]` of gate and up, or `[E, I, H]` of up where the activation has no gate.
         down: weights `[E, H, I]`.
         activation: formula, and the order of gate and up.
-        intermediate_format: format between the products; None means that of `down`, bf16 with `mxfp4` weights.
+        intermediate_format: format between the GEMMs; None means that of `down`, bf16 with `mxfp4` weights.
             `nvfp4` weights also take bf16 and `fp8_block`, `mxfp4` weights mxfp8 and `fp8_block`; Hopper's kernels make
             no `fp8_block` result of these weights, so Triton's makes it.
         intermediate_gsf: encode scale of an `nvfp4` intermediate, a number or one fp32 element on the device of the

@@ -34,7 +34,7 @@ from moe_runtime.support.arguments import check_flag, check_integer, check_kind,
 
 
 class LayerParts(ObservedLayer):
-    """What a layer is made of, for arguments and attributes as `MoELayer` describes them, which adds the step."""
+    """What a layer is made of. `MoELayer` describes the arguments and attributes, and adds the step."""
 
     def __init__(
         self,
@@ -206,7 +206,7 @@ class LayerParts(ObservedLayer):
     def load_checkpoint(
         self, checkpoint: Checkpoint | str | Path, layer: int, *, shared_elsewhere: bool = False
     ) -> None:
-        """Read router, shared expert and this rank's experts of decoder layer `layer`; on terminals with a bar.
+        """Read router, shared expert and this rank's experts of decoder layer `layer`; a terminal shows a bar.
 
         A `checkpoint` that is given as a path is opened for this and closed. Where the checkpoint has a shared expert
         and the layer has none, `shared_elsewhere` says that the caller adds it (see `shared` of `forward`). Experts of

@@ -214,9 +214,9 @@ def error_bound(
 
     What is assumed: rounding errors have zero mean, do not depend on each other or on what they are multiplied with,
     and lie anywhere between two neighbours alike (`rounding_error`); gates are distributed symmetrically about 0 and
-    independently of ups; experts of a token do not cancel. Errors of independent steps then add in quadrature, and a
-    step that multiplies makes `1 + e^2` a product. The result bounds the mean square: the error over a batch of tokens
-    keeps to it, the error of one token strays by tens of per cent. Derivation, `e_F` for `rounding_error(F)`:
+    independently of ups; experts of a token do not cancel. Errors of independent steps then add in quadrature, and
+    where a step multiplies, so do the factors `1 + e^2`. The result bounds the mean square: the error over a batch of
+    tokens keeps to it, the error of one token strays by tens of percent. Derivation, `e_F` for `rounding_error(F)`:
 
     1. Gate and up are dot products of quantized tokens and weights: `1 + e_g^2 = (1 + e_token^2) (1 + e_weight^2)`,
        relative to the root mean square of all gates (of all ups). For e2m1 weights `fp8_block` tokens are rounded to
