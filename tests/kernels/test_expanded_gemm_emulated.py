@@ -546,7 +546,7 @@ def test_mistakes_in_tall_tiles_are_found(
 
 
 def test_every_lane_may_arrive(emulator: Emulator, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As `launch.sanitize` compiles it; of a cluster the emulator knows only warps that tell both blocks at once."""
+    """As `launch.research.sanitize` compiles it; of a cluster the emulator knows only warps that tell both at once."""
     emulator.defines = {"EACH_LANE_ARRIVES": 1}
     w = expanded_weights("nvfp4", 264, 640, rng, CPU)
     for shape in (TMA_FEW, TMA_DOZEN):
