@@ -18,7 +18,7 @@ from moe_runtime.comm.errors import Phase
 from moe_runtime.comm.hosts import Hosts
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.kernels.exchange.hierarchical import HostGeometry
-from moe_runtime.launch.benchmarks.timing import TOTAL, Lap, Timing, measure
+from moe_runtime.launch.benchmarks.timing import Timing, measure_steps
 from moe_runtime.layer import MoELayer
 
 PHASES = {"dispatch": Phase.DISPATCH_SEND, "combine": Phase.COMBINE_SEND}
@@ -155,7 +155,7 @@ def time_link(context: ExpertParallelContext, geometry: HostGeometry, exchange: 
     incoming = torch.empty_like(outgoing)
     parts = [part_of(part) for part in range(len(geometry.parts))]
 
-    def step(number: int, lap: Lap) -> None:
+    def step(number: int) -> None:
         under_way = [
             link.start([c[at] for c in outgoing], [c[at] for c in incoming], PHASES[exchange], part, context.timeout_s)
             for part, at in enumerate(parts)
@@ -163,7 +163,7 @@ def time_link(context: ExpertParallelContext, geometry: HostGeometry, exchange: 
         for one in under_way:
             one.wait()
 
-    return measure(context, step, iterations=iterations, capturable=context.graph_safe, sustained=False)[TOTAL]
+    return measure_steps(context, step, iterations=iterations, capturable=context.graph_safe, sustained=False)
 
 
 def within_hosts(traffic: torch.Tensor, hosts: Hosts) -> torch.Tensor:

@@ -146,6 +146,13 @@ def measure(
     return timings
 
 
+def measure_steps(
+    context: ExpertParallelContext, step: Callable[[int], object], *, capturable: bool = True, **how: Any
+) -> Timing:
+    """`measure` of `step(number)` as a whole; `how` are its other arguments. Collective."""
+    return measure(context, lambda number, lap: step(number), capturable=capturable, **how)[TOTAL]
+
+
 def _barrier(context: ExpertParallelContext) -> None:
     """On GPUs it is queued on the current stream and the host goes on."""
     if context.world_size == 1 or context.group is None:

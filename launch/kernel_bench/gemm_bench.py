@@ -25,7 +25,7 @@ from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
 from moe_runtime.kernels.gemm.weights import SILU
 from moe_runtime.kernels.runtime import has_nvrtc, resolve_engine
 from moe_runtime.launch.benchmarks.checks import Check
-from moe_runtime.launch.benchmarks.timing import TOTAL, Lap, Timing, measure, times_record
+from moe_runtime.launch.benchmarks.timing import measure_steps, times_record
 from moe_runtime.launch.common import environment
 from moe_runtime.launch.kernel_bench.ceilings import CEILINGS
 from moe_runtime.launch.kernel_bench.gemm_cases import CASES, GemmCase, Goal, Product
@@ -97,7 +97,12 @@ class Runner:
         calls = self._calls(case, inputs, between, copies, out)
         times = {}
         if passed:
-            times = {name: self._time(call, not case.brief or name == case.product) for name, call in calls.items()}
+            times = {
+                name: measure_steps(
+                    self.context, call, iterations=self.iterations, sustained=not case.brief or name == case.product
+                )
+                for name, call in calls.items()
+            }
         on_gpu = device.type == "cuda"
         weights = next(iter(copies.values()))[0]
         record = {
@@ -217,13 +222,6 @@ class Runner:
             "gate_up": gate_up,
             "down": lambda number: down(between, number),
         }
-
-    def _time(self, call: Call, sustained: bool) -> Timing:
-        def step(number: int, lap: Lap) -> None:
-            call(number)
-
-        timings = measure(self.context, step, iterations=self.iterations, capturable=True, sustained=sustained)
-        return timings[TOTAL]
 
 
 def planned_shapes(case: GemmCase, rows: GroupedRows) -> dict[str, str]:

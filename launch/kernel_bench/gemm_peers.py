@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from moe_runtime.context.expert_parallel import ExpertParallelContext
-from moe_runtime.launch.benchmarks.timing import TOTAL, Lap, measure, times_record
+from moe_runtime.launch.benchmarks.timing import measure_steps, times_record
 from moe_runtime.launch.benchmarks.torch_layer import group_ends, grouped_mm
 from moe_runtime.launch.kernel_bench.gemm_cases import BF16_PEER, FP8_PEER, GemmCase
 from moe_runtime.launch.kernel_bench.gemm_data import num_copies
@@ -51,11 +51,11 @@ class Peers:
             # No such function in this torch, or none for this device.
             return times_record(None) | {"why": str(error).splitlines()[0][:200]}
 
-        def step(number: int, lap: Lap) -> None:
+        def step(number: int) -> None:
             for call in calls:
                 call(number)
 
-        timing = measure(self._context, step, iterations=self._iterations, capturable=True)[TOTAL]
+        timing = measure_steps(self._context, step, iterations=self._iterations)
         return times_record(timing) | {"why": None}
 
 

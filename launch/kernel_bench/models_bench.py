@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import gc
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,7 +27,7 @@ from moe_runtime.launch.benchmarks import layer_operations
 from moe_runtime.launch.benchmarks.checks import format_bytes
 from moe_runtime.launch.benchmarks.layer_bench import Baselines, Bench, Settings
 from moe_runtime.launch.benchmarks.layer_report import OURS
-from moe_runtime.launch.benchmarks.timing import TOTAL, Lap, measure
+from moe_runtime.launch.benchmarks.timing import measure_steps
 from moe_runtime.launch.common import environment
 from moe_runtime.launch.kernel_bench.ceilings import Ceilings
 from moe_runtime.launch.kernel_bench.options import chosen_cases
@@ -119,18 +119,15 @@ def measured_ceilings(context: ExpertParallelContext, iterations: int) -> Ceilin
     out, one = torch.empty_like(x[0]), torch.ones((), device=device)
     q = x.to(torch.float8_e4m3fn)
 
-    def microseconds(call: Any) -> float:
-        def step(number: int, lap: Lap) -> None:
-            call()
-
-        return measure(context, step, iterations=iterations, capturable=True)[TOTAL].median_us
+    def microseconds(step: Callable[[int], object]) -> float:
+        return measure_steps(context, step, iterations=iterations).median_us
 
     flops = 2 * size**3
     return Ceilings(
         memory_tb_per_s=get_dram_gbps(device.index) * 1e-3,
-        bf16_tflop_per_s=flops / microseconds(lambda: torch.mm(x[0], x[1], out=out)) * 1e-6,
+        bf16_tflop_per_s=flops / microseconds(lambda _: torch.mm(x[0], x[1], out=out)) * 1e-6,
         fp8_tflop_per_s=flops
-        / microseconds(lambda: torch._scaled_mm(q[0], q[1].T, one, one, out_dtype=torch.bfloat16))
+        / microseconds(lambda _: torch._scaled_mm(q[0], q[1].T, one, one, out_dtype=torch.bfloat16))
         * 1e-6,
     )
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from moe_runtime.context.expert_parallel import ExpertParallelContext
-from moe_runtime.launch.benchmarks.timing import TOTAL, Lap, copies_to_rotate, measure, times_record
+from moe_runtime.launch.benchmarks.timing import copies_to_rotate, measure_steps, times_record
 from moe_runtime.launch.common import environment
 from moe_runtime.launch.kernel_bench.op_problems import (
     OpCall,
@@ -137,10 +137,10 @@ def time_problem(
     size = sum(value.nbytes for value in raw.arguments.values() if isinstance(value, torch.Tensor))
     copies, out = problem.copies(copies_to_rotate(context.device, size)), problem.empty()
 
-    def step(number: int, lap: Lap) -> None:
+    def step(number: int) -> None:
         copies[number % len(copies)].run(out, engine)
 
-    timing = measure(context, step, iterations=iterations, capturable=True)[TOTAL]
+    timing = measure_steps(context, step, iterations=iterations)
     seconds = timing.median_us * 1e-6
     return {
         **times_record(timing),

@@ -17,7 +17,7 @@ import torch
 from moe_runtime.comm.bootstrap import init_from_env
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.launch.benchmarks.show import show
-from moe_runtime.launch.benchmarks.timing import TOTAL, Lap, measure, times_record
+from moe_runtime.launch.benchmarks.timing import measure_steps, times_record
 from moe_runtime.launch.common import environment
 from moe_runtime.launch.report.runs import LINKS
 from moe_runtime.launch.research.copy_ways import PIECE, THREADS, WAYS, copy
@@ -73,13 +73,11 @@ def work(options: argparse.Namespace) -> int:
                 for blocks in options.blocks:
                     check(context, way, blocks, num_bytes)
 
-                    def step(
-                        number: int, lap: Lap, way: str = way, blocks: int = blocks, size: int = num_bytes
-                    ) -> None:
+                    def step(_: int, way: str = way, blocks: int = blocks, size: int = num_bytes) -> None:
                         copy(context, way, blocks, size)
 
                     steps = 20 if num_bytes < 1 << 22 else 4
-                    timing = measure(context, step, iterations=options.steps, capturable=True, steps=steps)[TOTAL]
+                    timing = measure_steps(context, step, iterations=options.steps, steps=steps)
                     moved = (context.world_size - 1) * num_bytes
                     results.append(
                         {
