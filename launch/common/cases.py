@@ -17,6 +17,8 @@ from moe_runtime.checkpoints.readers import dense
 from moe_runtime.config import MoELayerConfig, RunConfig
 from moe_runtime.experts import activation_of
 from moe_runtime.kernels.formats.number_formats import weight_format_named
+from moe_runtime.kernels.gemm.expert_norm import ExpertNorm
+from moe_runtime.kernels.gemm.weights import Activation
 from moe_runtime.launch.common import draws
 from moe_runtime.layer import MoELayer
 from moe_runtime.reference import error_bound, moe_reference
@@ -83,9 +85,23 @@ def layer_reference(
     The output of a shared expert comes from the layer's own, which is not quantized and not exchanged.
     """
     assert layer.experts is not None
+    y_TH = routed_reference(
+        experts, x_TH, topk_idx_TK, topk_weights_TK, layer.experts.activation, norm=layer.experts.norm
+    )
+    return y_TH if layer.shared_expert is None else y_TH + layer.shared_expert(x_TH)
+
+
+def routed_reference(
+    experts: ExpertSource,
+    x_TH: torch.Tensor,
+    topk_idx_TK: torch.Tensor,
+    topk_weights_TK: torch.Tensor,
+    activation: Activation,
+    *,
+    norm: ExpertNorm | None = None,
+) -> torch.Tensor:
+    """float64 `[T, H]` of `moe_reference` with experts that are made one at a time."""
     y_TH = torch.zeros(x_TH.shape, dtype=torch.float64, device=x_TH.device)
-    if layer.shared_expert is not None:
-        y_TH += layer.shared_expert(x_TH)
     for expert in topk_idx_TK.unique().tolist():
         if expert < 0:
             continue
@@ -99,8 +115,8 @@ def layer_reference(
             topk_weights_TK,
             gate_up,
             down,
-            layer.experts.activation,
-            norm=layer.experts.norm,
+            activation,
+            norm=norm,
             gate_up_bias=gate_up_bias,
             down_bias=down_bias,
         )

@@ -20,9 +20,9 @@ from moe_runtime.checkpoints.readers import dense
 from moe_runtime.config import ActivationConfig, RunConfig
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.experts import activation_of
-from moe_runtime.launch.benchmarks.timing import TOTAL, Lap, Timing, copies_to_rotate, measure
+from moe_runtime.launch.benchmarks.timing import Timing, copies_to_rotate, measure_steps
 from moe_runtime.launch.common import cases, draws, environment
-from moe_runtime.reference import moe_reference, relative_error
+from moe_runtime.reference import relative_error
 
 TURNS = 5
 """Different inputs that steps use in turn, at least. Weights are not copied: each turn chooses other experts, and those
@@ -195,32 +195,17 @@ class Case:
     @lru_cache(maxsize=1)  # noqa: B019 as above
     def _layer_reference(self, tokens: int, count: int) -> torch.Tensor:
         x_TH, idx_TK, weights_TK = (tensor[:count] for tensor in self.turns(tokens)[0])
-        y_TH = torch.zeros(x_TH.shape, dtype=torch.float64, device=self.device)
-        for number in idx_TK.unique().tolist():
-            y_TH += self._of_expert(number, x_TH, torch.where(idx_TK == number, 0, -1), weights_TK)
-        return y_TH
+        return cases.routed_reference(self.expert, x_TH, idx_TK, weights_TK, self.activation)
 
     def experts_error(self, rows: Rows, out_RH: torch.Tensor) -> float:
         """Of the experts' outputs, over a few rows from the first to the last."""
         total = rows.x.shape[0]
         sample = torch.linspace(0, total - 1, min(total, self.check_tokens)).long().tolist()
         ends = torch.tensor(rows.sizes).cumsum(0)
-        wanted = []
-        for place in sample:
-            number = self.local[int(torch.searchsorted(ends, place, right=True))]
-            x_TH = rows.x[place : place + 1]
-            one = torch.ones(1, 1, device=self.device)
-            wanted.append(self._of_expert(number, x_TH, torch.zeros_like(one, dtype=torch.int64), one))
-        return relative_error(out_RH[sample], torch.cat(wanted))[0]
-
-    def _of_expert(self, number: int, x_TH: torch.Tensor, idx: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        gate_up, down, gate_up_bias, down_bias = (
-            None if one is None else dense(one)[None] for one in self.expert(number)
-        )
-        assert gate_up is not None and down is not None
-        return moe_reference(
-            *(x_TH, idx, weights, gate_up, down, self.activation), gate_up_bias=gate_up_bias, down_bias=down_bias
-        )
+        idx_R1 = torch.searchsorted(ends, torch.tensor(sample), right=True)[:, None].to(self.device) + self.local.start
+        ones_R1 = torch.ones(idx_R1.shape, device=self.device)
+        wanted_RH = cases.routed_reference(self.expert, rows.x[sample], idx_R1, ones_R1, self.activation)
+        return relative_error(out_RH[sample], wanted_RH)[0]
 
     def bound(self, token_format: str, weight_format: str | None = None) -> float:
         """Of the error of a peer in these formats."""
@@ -240,7 +225,9 @@ class Case:
         for capturable in [True, False] if way.capturable else [False]:
             problem, found = "", None
             try:
-                found = self._measured(way, capturable)
+                found = measure_steps(
+                    self.context, way.step, iterations=self.steps, capturable=capturable, sustained=False
+                )
             except Exception as error:
                 if not capturable:
                     raise
@@ -250,12 +237,6 @@ class Case:
                 return found, why
             why = "not captured: " + next(filter(None, problems))
         raise AssertionError
-
-    def _measured(self, way: Way, capturable: bool) -> Timing:
-        def step(number: int, lap: Lap) -> None:
-            way.step(number)
-
-        return measure(self.context, step, iterations=self.steps, capturable=capturable, sustained=False)[TOTAL]
 
 
 def in_turn(turns: list[Turn], call: Callable[[Turn], object]) -> Callable[[int], object]:
