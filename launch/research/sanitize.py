@@ -102,43 +102,28 @@ MANY_TILES = GemmCase("nvfp4 few 16x1, many tiles", "nvfp4", 16, 1, "both", "lay
 """More tiles of either GEMM than a GPU of 132 SMs has blocks of one team: blocks have three teams."""
 
 
+def _case(fmt: str, name: str, groups: int, rows: int, routing: str, hidden: int, inner: int, **how: Any) -> GemmCase:
+    return GemmCase(name, fmt, groups, rows, "both", routing, hidden=hidden, intermediate=inner, **how)
+
+
 def cases() -> list[GemmCase]:
     """Both GEMMs with SwiGLU between: every format with itself, MXFP4 weights with the tokens they have, and FP4
     weights multiplied in FP8."""
     with_themselves = [
-        GemmCase(f"{fmt} {name} {groups}x{rows}", fmt, groups, rows, "both", routing, hidden=256, intermediate=256)
+        _case(fmt, f"{fmt} {name} {groups}x{rows}", groups, rows, routing, 256, 256)
         for fmt in FORMATS
         for name, groups, rows, routing in SIZES
     ]
     of_mxfp4 = [
-        GemmCase(
-            f"mxfp4 x {fmt} {name} {groups}x{rows}, K={size}",
-            fmt,
-            groups,
-            rows,
-            "both",
-            routing,
-            hidden=size,
-            intermediate=size,
-            weights="mxfp4",
-        )
+        _case(fmt, f"mxfp4 x {fmt} {name} {groups}x{rows}, K={k}", groups, rows, routing, k, k, weights="mxfp4")
         for fmt in token_formats_for("mxfp4")
-        for name, groups, rows, routing, size in MXFP4_SIZES
+        for name, groups, rows, routing, k in MXFP4_SIZES
     ]
     expanded = [
-        GemmCase(
-            f"{weights} in fp8 {groups}x{rows}",
-            "fp8_block",
-            groups,
-            rows,
-            "both",
-            routing,
-            hidden=1408,
-            intermediate=256,
-            weights=weights,
-            expanded=True,
+        _case(
+            "fp8_block", f"{fmt} in fp8 {groups}x{rows}", groups, rows, routing, 1408, 256, weights=fmt, expanded=True
         )
-        for weights in FP4
+        for fmt in FP4
         for groups, rows, routing in EXPANDED_SIZES
     ]
     return [*with_themselves, MANY_TILES, *of_mxfp4, *expanded]
