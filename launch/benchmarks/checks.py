@@ -207,14 +207,27 @@ def check_down(out_RH: torch.Tensor, rows: GroupedRows, w: StoredWeights) -> Che
     worst = 0.0
     for place, c, magnitude in _products(rows, w):
         allowed = 2.0**-8 * c.abs() + gain * magnitude
-        ratio = (out_RH[place].double() - c).abs() / allowed.clamp(min=torch.finfo(torch.float32).tiny)
-        worst = max(worst, math.inf if bool(ratio.isnan().any()) else ratio.max().item())
+        worst = max(worst, largest_ratio((out_RH[place].double() - c).abs(), allowed))
     return Check("down: largest error over its elementwise bound", worst, 1.0)
 
 
 def expert_factor(experts: torch.Tensor, geometry: ExchangeGeometry) -> torch.Tensor:
     """fp32, different for each expert, from 1 to 2."""
     return 1 + experts.float() / geometry.num_experts
+
+
+def largest_ratio(error: torch.Tensor, bound: torch.Tensor) -> float:
+    """The largest `error / bound`, infinite for NaN."""
+    ratio = error / bound.clamp(min=torch.finfo(torch.float32).tiny)
+    return math.inf if bool(ratio.isnan().any()) else float(ratio.max())
+
+
+def plain_expert(w: StoredWeights, expert: int) -> ExpertWeights:
+    """One expert's weights as they were before prepacking; of `ExpandedWeights` what they are expanded to."""
+    one = w.expert(expert)
+    if isinstance(one, PrepackedWeights):
+        return one.restore(engine="torch")
+    return one.expand() if isinstance(one, ExpandedWeights) else one
 
 
 def _products(rows: GroupedRows, w: StoredWeights) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
@@ -224,9 +237,7 @@ def _products(rows: GroupedRows, w: StoredWeights) -> Iterator[tuple[slice, torc
     for group, expert in enumerate(rows.expert_ids.tolist()):
         place = slice(offsets[group], offsets[group + 1])
         if place.start < place.stop and expert >= 0:
-            one = w.expert(expert)
-            if not isinstance(one, ExpertWeights):
-                one = one.restore(engine="torch") if isinstance(one, PrepackedWeights) else one.expand()
+            one = plain_expert(w, expert)
             b_NK = one.dequantize(engine="torch")[0].double()
             bias_N = b_NK.new_zeros(()) if one.bias is None else one.bias[0].double()
             yield place, a_RK[place] @ b_NK.T + bias_N, a_RK[place].abs() @ b_NK.T.abs() + bias_N.abs()

@@ -21,11 +21,10 @@ import torch
 from moe_runtime.kernels.formats.number_formats import FormatCode, QuantizedRows, ceil_div, rounds_tokens
 from moe_runtime.kernels.formats.quantize import dequantize_rows
 from moe_runtime.kernels.formats.reference_quantize import e8m0_to_f32, raw_bits
-from moe_runtime.kernels.gemm.expanded_weights import ExpandedWeights, StoredWeights
+from moe_runtime.kernels.gemm.expanded_weights import StoredWeights
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
-from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
 from moe_runtime.kernels.gemm.weights import SILU
-from moe_runtime.launch.benchmarks.checks import FP32_GAIN, Check, ungrouped
+from moe_runtime.launch.benchmarks.checks import FP32_GAIN, Check, largest_ratio, plain_expert, ungrouped
 from moe_runtime.launch.kernel_bench.fp8_bound import fp8_mma_slack
 
 SAMPLE = 32
@@ -87,7 +86,7 @@ def check_plain(out_RN: torch.Tensor, rows: GroupedRows, w: StoredWeights, sampl
     worst, total = 0.0, int(rows.group_offsets[-1])
     for place, c_SN, slack_SN in _products(rows, w, sample):
         got_SN = out_RN[sample.positions[place]].double()
-        worst = max(worst, _largest((got_SN - c_SN).abs(), 2.0**-8 * c_SN.abs() + slack_SN))
+        worst = max(worst, largest_ratio((got_SN - c_SN).abs(), 2.0**-8 * c_SN.abs() + slack_SN))
     if bool(out_RN[:total].isnan().any()) or not bool(out_RN[total:].isnan().all()):
         worst = math.inf
     return Check(f"{name}: largest error over its elementwise bound", worst, 1.0)
@@ -107,7 +106,7 @@ def check_gated(out: GroupedRows, rows: GroupedRows, w: StoredWeights, sample: S
         h = (silu * up).abs()
         change = SILU_SLOPE * (up.abs() + up_slack) * gate_slack + silu.abs() * up_slack + SILU_GAIN * h
         step = out.format.epsilon / 2 * (h + change) + SMALLEST_STEP[out.format.code] / 2 * unit_SI[place]
-        worst = max(worst, _largest((values_SI[place] - silu * up).abs(), step + change))
+        worst = max(worst, largest_ratio((values_SI[place] - silu * up).abs(), step + change))
     if bool(dequantize_rows(linear, engine="torch").isnan().any()):
         worst = math.inf
     return Check("gate_up with SwiGLU: largest error over its elementwise bound", worst, 1.0)
@@ -139,12 +138,7 @@ def _products(
     for place, expert in zip(sample.groups, rows.expert_ids.tolist(), strict=True):
         if place.start == place.stop:
             continue
-        one = w.expert(expert)
-        if isinstance(one, PrepackedWeights):
-            one = one.restore(engine="torch")
-        elif isinstance(one, ExpandedWeights):
-            one = one.expand()
-        b_NK = one.dequantize(engine="torch")[0].double()
+        b_NK = plain_expert(w, expert).dequantize(engine="torch")[0].double()
         slack_SN = gain * (a_SK[place].abs() @ b_NK.abs().T)
         if on_hopper and w.format.code == FormatCode.FP8_BLOCK:
             slack_SN += fp8_mma_slack(a_SK[place], b_NK)
@@ -169,9 +163,3 @@ def _block_scales(rows: QuantizedRows) -> torch.Tensor:
     if rows.row_scale_R is not None:
         scales_RV = scales_RV * rows.row_scale_R.double()[:, None]
     return scales_RV.repeat_interleave(rows.format.block, 1)
-
-
-def _largest(error: torch.Tensor, bound: torch.Tensor) -> float:
-    """The largest `error / bound`, infinite for NaN."""
-    ratio = error / bound.clamp(min=torch.finfo(torch.float32).tiny)
-    return math.inf if bool(ratio.isnan().any()) else float(ratio.max())

@@ -23,7 +23,7 @@ from moe_runtime.kernels.formats.reference_quantize import raw_bits
 from moe_runtime.kernels.formats.scale_blocks import dense_128_offsets
 from moe_runtime.kernels.gemm.grouped_gemm import gemm_flops
 from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
-from moe_runtime.launch.benchmarks.checks import FP32_GAIN
+from moe_runtime.launch.benchmarks.checks import FP32_GAIN, largest_ratio
 from moe_runtime.launch.kernel_bench.fp8_bound import fp8_mma_slack
 
 POISON = 0x7FAB
@@ -118,8 +118,7 @@ class OpCall:
             slack = ceil_div(a.shape[1], 16) * FP32_GAIN * (a.abs() @ b.abs().T)
             slack = slack + fp8_mma_slack(a, b) if imprecise else slack
             bound = 2.0**-8 * c.abs() + slack * factor.abs()
-            ratio = (out[start:end].double() - c).abs() / bound.clamp(min=torch.finfo(torch.float32).tiny)
-            worst = max(worst, math.inf if bool(ratio.isnan().any()) else ratio.max().item())
+            worst = max(worst, largest_ratio((out[start:end].double() - c).abs(), bound))
         return worst
 
     @property
