@@ -343,26 +343,21 @@ def test_a_thread_without_a_context_gets_that_of_its_device(monkeypatch: pytest.
     assert calls[4:] == [("get",)]
 
 
+def fill(out: torch.Tensor, *, kernel: str = "fill", block: int = 32) -> None:
+    """Launch a kernel of FILL with one block, which puts 8 into each element of `out`."""
+    arguments = {"out": out, "value": 4}
+    defines = nvrtc.Defines({"FACTOR": 2})
+    launch("fill.cu", kernel, defines, grid=(1, 1, 1), block=block, arguments=arguments, device=out.device)
+
+
 @pytest.mark.gpu
 def test_a_thread_may_begin_with_a_launch() -> None:
     """Its first work of CUDA, with everything compiled and loaded before; on GPU 0, which is current to begin with."""
     out = torch.zeros(32, device="cuda:0")
-
-    def run() -> None:
-        launch(
-            "fill.cu",
-            "fill",
-            nvrtc.Defines({"FACTOR": 2}),
-            grid=(1, 1, 1),
-            block=32,
-            arguments={"out": out, "value": 4},
-            device=out.device,
-        )
-
-    run()
+    fill(out)
     out.zero_()
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(run).result()
+        pool.submit(fill, out).result()
     assert (out == 8).all()
 
 
@@ -416,43 +411,15 @@ def test_launch_is_captured_on_the_current_stream(device: torch.device) -> None:
 def test_a_refused_launch_is_an_error(device: torch.device) -> None:
     out = torch.zeros(2048, device=device)
     with pytest.raises(nvrtc.NvrtcError, match="INVALID_VALUE"):
-        launch(
-            "fill.cu",
-            "fill",
-            nvrtc.Defines({"FACTOR": 1}),
-            grid=(1, 1, 1),
-            block=2048,
-            arguments={"out": out, "value": 1},
-            device=device,
-        )
+        fill(out, block=2048)
     with pytest.raises(nvrtc.NvrtcError, match="NOT_FOUND"):
-        launch(
-            "fill.cu",
-            "no_such_kernel",
-            nvrtc.Defines({"FACTOR": 1}),
-            grid=(1, 1, 1),
-            block=32,
-            arguments={"out": out, "value": 1},
-            device=device,
-        )
+        fill(out, kernel="no_such_kernel")
 
 
 @pytest.mark.gpu
 def test_a_kernel_is_loaded_once(sources: Path, device: torch.device) -> None:
     out = torch.zeros(32, device=device)
-
-    def run() -> None:
-        launch(
-            "fill.cu",
-            "fill",
-            nvrtc.Defines({"FACTOR": 2}),
-            grid=(1, 1, 1),
-            block=32,
-            arguments={"out": out, "value": 4},
-            device=device,
-        )
-
     for _ in range(3):
-        run()
+        fill(out)
     assert (out == 8).all()
     assert nvrtc._loaded.cache_info().misses == 1 and len(kept(sources)) == 1

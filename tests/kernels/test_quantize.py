@@ -83,28 +83,27 @@ def oracle_nvfp4(x: np.ndarray, gsf: float | None) -> tuple[np.ndarray, np.ndarr
     return codes[:, 0::2] | codes[:, 1::2] << 4, np.where(bad, np.uint8(0x7F), sf_bits), f32(1.0 / scale)
 
 
-def oracle_mxfp8(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def over_scales(x: np.ndarray, least: float, largest: float) -> tuple[np.ndarray, np.ndarray]:
+    """Values over their blocks' scales, powers of two, so that they are at most `largest`; and the scales' bytes."""
     blocks = x.reshape(len(x), -1, 32)
     amax = np.abs(blocks).max(axis=2)
     bad = ~np.isfinite(amax)
-    ideal = f32(np.maximum(np.where(bad, 0, amax), np.float64(np.float32(1e-4))) / 448.0)
+    ideal = f32(np.maximum(np.where(bad, 0, amax), least) / largest)
     mantissa, exponent = np.frexp(ideal)  # ideal = mantissa * 2^exponent, mantissa in [.5, 1)
     exponent = np.where(mantissa == 0.5, exponent - 1, exponent)
-    byte = np.clip(exponent + 127, 1, 254)
-    q = to_e4m3(f32(np.where(bad[:, :, None], 0, blocks) / np.exp2(byte - 127.0)[:, :, None]))
-    return q.reshape(x.shape), np.where(bad, 255, byte).astype(np.uint8)
+    values = f32(np.where(bad[:, :, None], 0, blocks) / np.exp2(exponent.astype(float))[:, :, None])
+    return values.reshape(x.shape), np.where(bad, 255, exponent + 127).astype(np.uint8)
+
+
+def oracle_mxfp8(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    values, scales = over_scales(x, float(np.float32(1e-4)), 448.0)
+    return to_e4m3(values), scales
 
 
 def oracle_mxfp4(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    blocks = x.reshape(len(x), -1, 32)
-    amax = np.abs(blocks).max(axis=2)
-    bad = ~np.isfinite(amax)
-    ideal = f32(np.maximum(np.where(bad, 0, amax), 6 * 2.0**-126) / 6.0)
-    mantissa, exponent = np.frexp(ideal)
-    byte = np.where(mantissa == 0.5, exponent - 1, exponent) + 127
-    values = f32(np.where(bad[:, :, None], 0, blocks) / np.exp2(byte - 127.0)[:, :, None])
-    codes = values.astype(np.float32).astype(ml_dtypes.float4_e2m1fn).view(np.uint8).reshape(x.shape)
-    return codes[:, 0::2] | codes[:, 1::2] << 4, np.where(bad, 255, byte).astype(np.uint8)
+    values, scales = over_scales(x, 6 * 2.0**-126, 6.0)
+    codes = values.astype(np.float32).astype(ml_dtypes.float4_e2m1fn).view(np.uint8)
+    return codes[:, 0::2] | codes[:, 1::2] << 4, scales
 
 
 def oracle_fp8_block(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
