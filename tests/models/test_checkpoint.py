@@ -15,7 +15,7 @@ from moe_runtime.checkpoints.checkpoint import Checkpoint
 from moe_runtime.checkpoints.loading import ExpertTensors
 from moe_runtime.config import MoELayerConfig, RouterConfig
 from moe_runtime.launch.common.qwen3_checkpoint import write_qwen3_moe_checkpoint
-from tests.support.checkpoint_writers import layer_config_of
+from tests.support.checkpoint_writers import change_config, layer_config_of
 
 CONFIG = MoELayerConfig(
     hidden_size=64, intermediate_size=32, num_experts=5, top_k=2, max_tokens_per_rank=8, router=RouterConfig()
@@ -43,12 +43,6 @@ def change(folder: Path, name: str, tensor: torch.Tensor | None) -> Path:
     tensors.pop(name)
     save_file(tensors | ({} if tensor is None else {name: tensor}), file)
     return file
-
-
-def change_config(folder: Path, **changes: Any) -> None:
-    file = folder / "config.json"
-    data = json.loads(file.read_text()) | changes
-    file.write_text(json.dumps({key: value for key, value in data.items() if value is not None}))
 
 
 def read_layer(folder: Path, layer: int, expert_ids: range) -> list[ExpertTensors]:

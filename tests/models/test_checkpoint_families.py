@@ -22,6 +22,8 @@ from moe_runtime.kernels.gemm.weights import ExpertWeights, GateUpOrder
 from moe_runtime.layer import MoELayer
 from moe_runtime.reference import error_bound, moe_reference, relative_error
 from tests.support.checkpoint_writers import (
+    FP8,
+    MODELOPT,
     layer_config_of,
     load_all,
     modelopt_nvfp4,
@@ -35,8 +37,6 @@ transformers = pytest.importorskip("transformers")
 tiny = pytest.importorskip("tests.support.tiny_models")
 
 FAMILIES = tuple(tiny.CLASSES)
-MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}
-FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
 
 def saved(folder: Path, family: str, seed: int, **changes: Any) -> Any:

@@ -23,11 +23,10 @@ from moe_runtime.checkpoints.layouts import (
     GPT_OSS_MXFP4,
     MODELOPT_NVFP4,
     PLAIN,
-    WeightLayout,
 )
 from moe_runtime.checkpoints.loading import FRESH, ExpertTensors, QuantBuffer
 from moe_runtime.checkpoints.loading import quantize_experts as load_experts
-from moe_runtime.checkpoints.readers import ExpertNames, ExpertReader, check_no_nan, read_linear
+from moe_runtime.checkpoints.readers import check_no_nan, read_linear
 from moe_runtime.checkpoints.stored_experts import StoredExperts
 from moe_runtime.config import MoELayerConfig
 from moe_runtime.context.expert_parallel import ExpertParallelContext
@@ -36,8 +35,11 @@ from moe_runtime.kernels.gemm.weights import ExpertWeights, GateUpOrder
 from moe_runtime.launch.common.qwen3_checkpoint import write_qwen3_moe_checkpoint
 from moe_runtime.layer import MoELayer
 from tests.support.checkpoint_writers import (
+    FP8,
+    MODELOPT,
     NVFP4_RTOL,
     LibraryScheme,
+    change_config,
     compressed_config,
     fp8_blocks,
     layer_config_of,
@@ -51,8 +53,6 @@ from tests.support.comparison import assert_same_bits
 
 CONFIG = MoELayerConfig(hidden_size=256, intermediate_size=128, num_experts=3, top_k=2, max_tokens_per_rank=8)
 PARTS = ("gate_proj", "up_proj", "down_proj")
-MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}
-FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
 
 SHORT = {"hidden_size": 288, "intermediate_size": 320}
@@ -123,8 +123,7 @@ def test_modelopt(folder: Path) -> None:
     largest = max(tensors[linear(e, "down_proj", "input_scale")] for e in range(3))
     assert config.intermediate_gsf == (torch.ones(()) / largest).item()
     (folder / "hf_quant_config.json").unlink()
-    file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": MODELOPT}))
+    change_config(folder, quantization_config=MODELOPT)
     assert layer_config_of(folder, max_tokens_per_rank=1) == config
 
 
@@ -379,7 +378,6 @@ def with_nan(name: str) -> Callable[[Path], None]:
         (with_nan, "weight_scale", (None, r"expected finite scales, got one that is not at \[255, 7\]")),
         (replaced, "weight_scale_2", (None, "is missing")),
         (replaced, "weight_scale_2", (torch.tensor(float("nan")), "expected a positive number, got nan")),
-        (replaced, "weight_scale_2", (torch.tensor(-1.0), "expected a positive number, got -1.0")),
         (replaced, "weight_scale_2", (torch.ones(2), r"expected shape \[\], got \[2\]")),
         (replaced, "weight_scale_2", (torch.ones((), dtype=torch.float64), "expected F32, got F64")),
     ],
@@ -421,60 +419,6 @@ def test_every_nan_of_block_scales_is_found_and_nothing_else(code: int, dtype: t
             check_no_nan(files, "x", scales.view(dtype))
 
 
-@pytest.mark.parametrize(("bad", "word"), [(0.0, "0.0"), (-1.0, "-1.0"), (float("nan"), "nan"), (float("inf"), "inf")])
-def test_a_bad_activation_scale_is_named(bad: float, word: str, folder: Path) -> None:
-    """On every rank, since all experts' count: the answer must not depend on how experts are spread."""
-    quantize_experts(folder, modelopt_nvfp4, quantization_config=MODELOPT)
-    name = linear(2, "down_proj", "input_scale")
-    replaced(name, torch.tensor(bad))(folder)
-    with pytest.raises(ValueError, match=f"tensor {name}: expected a positive number, got {word}"):
-        layer_config_of(folder, max_tokens_per_rank=1)
-    assert layer_config_of(folder, max_tokens_per_rank=1, intermediate_gsf=3.0).intermediate_gsf == 3.0
-
-
-@pytest.mark.parametrize(
-    ("layout", "stored", "want"),
-    [
-        (MODELOPT_NVFP4, (0.5, 0.25, None), 2.0),
-        (MODELOPT_NVFP4, (None, None, 0.25), 4.0),
-        (MODELOPT_NVFP4, (1.0, 0.25, 0.5), 1.0),
-        (MODELOPT_NVFP4, (None, None, None), None),
-        (COMPRESSED_NVFP4, (float("inf"), 8.0, 6.0), 6.0),
-        (COMPRESSED_NVFP4, (7.0, None, 8.0), 7.0),
-        (COMPRESSED_NVFP4, (1.0, 8.0, 6.0), 6.0),
-        (COMPRESSED_NVFP4, (1.0, 0.5, float("inf")), 0.5),
-        (COMPRESSED_NVFP4, (1.0, 1.0, float("inf")), 1.0),
-        (COMPRESSED_NVFP4, (float("inf"), None, float("inf")), "give intermediate_gsf"),
-        (COMPRESSED_NVFP4, (8.0, 0.0, 6.0), "expected a positive number, got 0.0"),
-        (COMPRESSED_NVFP4, (8.0, float("nan"), 6.0), "expected a positive number, got nan"),
-        (COMPRESSED_NVFP4, (-float("inf"), 8.0, 6.0), "expected a positive number, got -inf"),
-    ],
-)
-def test_experts_that_calibration_never_reached_do_not_count(
-    layout: WeightLayout, stored: tuple[float | None, ...], want: float | str | None, tmp_path: Path
-) -> None:
-    """Their scale is not there, or infinite or 1, by who wrote it. All of a layer count on every rank, so that ranks
-    agree whichever they have."""
-    assert layout.input_scale is not None
-    names = [linear(expert, "down_proj", layout.input_scale.suffix) for expert in range(3)]
-    scales = {name: torch.tensor(value) for name, value in zip(names, stored, strict=True) if value is not None}
-    save_file(scales | {"other": torch.ones(1)}, tmp_path / SINGLE_FILE)
-    with TensorFiles(tmp_path) as files:
-        reader = ExpertReader(files, ExpertNames("model.layers.0.mlp.experts"), layout, 256, 128, 3)
-        if not isinstance(want, str):
-            assert reader.smallest_input_gsf() == want
-            return
-        with pytest.raises(ValueError, match=want):
-            reader.smallest_input_gsf()
-
-
-def test_activation_scales_without_a_finite_reciprocal(folder: Path) -> None:
-    quantize_experts(
-        folder, lambda w: modelopt_nvfp4(w) | {"input_scale": torch.tensor(1e-40)}, quantization_config=MODELOPT
-    )
-    assert layer_config_of(folder, max_tokens_per_rank=1).intermediate_gsf == 2.0**100
-
-
 @pytest.mark.parametrize(
     ("quantization", "message"),
     [
@@ -505,9 +449,11 @@ def test_activation_scales_without_a_finite_reciprocal(folder: Path) -> None:
     ],
 )
 def test_a_quantization_that_is_not_read_is_named(quantization: Any, message: str, folder: Path) -> None:
-    file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": quantization}))
-    with pytest.raises(ValueError, match=f"{file}: quantization_config{message}"), Checkpoint(folder) as checkpoint:
+    change_config(folder, quantization_config=quantization)
+    with (
+        pytest.raises(ValueError, match=f"{folder / 'config.json'}: quantization_config{message}"),
+        Checkpoint(folder) as checkpoint,
+    ):
         checkpoint.stored_of(0)
 
 

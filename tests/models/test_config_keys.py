@@ -27,6 +27,7 @@ from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.launch.common.cases import expert_source
 from moe_runtime.launch.common.qwen3_checkpoint import write_qwen3_moe_checkpoint
 from moe_runtime.layer import MoELayer
+from tests.support.checkpoint_writers import change_config
 from tests.support.programs import ROOT, without_interpreter
 from tests.support.published_configs import PUBLISHED, REFUSED, moe_layers
 from tests.support.spawner import interpreter
@@ -416,8 +417,7 @@ def test_limits_that_are_wrong_are_named(limits: Any, layer: int | None, message
 def changed(folder: Path, **changes: Any) -> Path:
     """A checkpoint whose config has these keys too."""
     write_qwen3_moe_checkpoint(folder, CONFIG, seed=0)
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    change_config(folder, **changes)
     return folder
 
 

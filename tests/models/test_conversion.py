@@ -33,7 +33,9 @@ from moe_runtime.kernels.gemm.weights import ExpertWeights
 from moe_runtime.launch import convert
 from moe_runtime.launch.common.qwen3_checkpoint import write_qwen3_moe_checkpoint
 from tests.support.checkpoint_writers import (
+    FP8,
     NVFP4_RTOL,
+    change_config,
     compress_layers,
     fp8_blocks,
     layer_config_of,
@@ -140,14 +142,13 @@ def test_compressed_tensors_reads_what_is_written(fmt: str, source: Path, tmp_pa
 
 def test_fp8_experts_become_nvfp4_and_the_rest_stays(source: Path, tmp_path: Path) -> None:
     """Quantized linears beside the experts keep their `quantization_config`; the experts have one of their own."""
-    fp8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
     tensors = quantize_experts(source, fp8_blocks)
     attention = fp8_blocks(torch.randn(256, 256))
     tensors |= {f"model.layers.0.self_attn.o_proj.{name}": tensor for name, tensor in attention.items()}
-    rewrite(source, tensors, quantization_config=fp8)
+    rewrite(source, tensors, quantization_config=FP8)
     convert_checkpoint(source, tmp_path / "target", "nvfp4")
     data = json.loads((tmp_path / "target" / "config.json").read_text())
-    assert data["quantization_config"] == fp8
+    assert data["quantization_config"] == FP8
     assert data[EXPERTS_KEY]["format"] == "nvfp4-pack-quantized"
     made = load_all(tmp_path / "target")
     for name, tensor in attention.items():
@@ -245,9 +246,7 @@ def test_calibrated_scales_are_stored(source: Path, tmp_path: Path, rng: torch.G
 
 def test_layers_for_multi_token_prediction_need_no_calibration(source: Path, tmp_path: Path) -> None:
     """They stay meant for bf16 tokens, as the config says, here and to compressed-tensors."""
-    config = json.loads((source / "config.json").read_text())
-    config |= {"num_hidden_layers": 1, "num_nextn_predict_layers": 1}
-    (source / "config.json").write_text(json.dumps(config))
+    change_config(source, num_hidden_layers=1, num_nextn_predict_layers=1)
     one = Calibration(2.0, 3.0)
     convert_checkpoint(source, tmp_path / "target", "nvfp4", calibrations={0: one})
     for layer, fmt in enumerate(("nvfp4", "bf16")):
@@ -388,8 +387,7 @@ def test_weights_that_are_not_finite_are_named(part: str, number: float, source:
 
 def test_a_layer_that_lost_its_experts_is_not_passed_over(source: Path, tmp_path: Path) -> None:
     """Those of layers for multi-token prediction alone may be missing."""
-    config = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    change_config(source, num_nextn_predict_layers=1)
     convert_checkpoint(source, tmp_path / "target", "nvfp4")
     index = json.loads((source / INDEX_FILE).read_text())
     index["weight_map"] = {k: shard for k, shard in index["weight_map"].items() if "layers.1.mlp.experts" not in k}

@@ -20,11 +20,18 @@ from moe_runtime.checkpoints.readers import dense
 from moe_runtime.config import MoELayerConfig
 from moe_runtime.kernels.gemm.weights import ExpertWeights
 from moe_runtime.launch.common.qwen3_checkpoint import write_qwen3_moe_checkpoint
-from tests.support.checkpoint_writers import fp8_blocks, load_all, modelopt_nvfp4, quantize_experts, read_e2m1, rewrite
+from tests.support.checkpoint_writers import (
+    FP8,
+    fp8_blocks,
+    load_all,
+    modelopt_nvfp4,
+    quantize_experts,
+    read_e2m1,
+    rewrite,
+)
 from tests.support.comparison import assert_same_bits
 
 HIDDEN, INNER, EXPERTS = 512, 256, 3
-FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
 V4 = {
     **{"architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4", "num_hidden_layers": 4},
     **{"hidden_size": HIDDEN, "moe_intermediate_size": INNER, "n_routed_experts": EXPERTS, "n_shared_experts": 1},

@@ -53,14 +53,15 @@ def write(folder: Path, layout: str) -> None:
     quantize_experts(folder, modelopt_nvfp4, quantization_config=said | {"group_size": 16})
 
 
-def smallest(folder: Path, layout: WeightLayout, stored: tuple[float, ...]) -> float | None:
-    """What becomes of scales of the inputs of down projections, one of each expert, in two files."""
+def smallest(folder: Path, layout: WeightLayout, stored: tuple[float | None, ...]) -> float | None:
+    """What becomes of scales of the inputs of down projections, one of each expert that has one."""
     assert layout.input_scale is not None
     scales = {
         f"{BLOCK}.{expert}.down_proj.{layout.input_scale.suffix}": torch.tensor(value, dtype=torch.float32)
         for expert, value in enumerate(stored)
+        if value is not None
     }
-    save_file(scales, folder / SINGLE_FILE)
+    save_file(scales | {"other": torch.ones(1)}, folder / SINGLE_FILE)
     with TensorFiles(folder) as files:
         return ExpertReader(files, ExpertNames(BLOCK), layout, 256, 128, len(stored)).smallest_input_gsf()
 
@@ -124,6 +125,36 @@ def test_what_a_spread_costs_is_what_the_warning_says() -> None:
 
 
 @pytest.mark.parametrize(
+    ("layout", "stored", "want"),
+    [
+        (MODELOPT_NVFP4, (0.5, 0.25, None), 2.0),
+        (MODELOPT_NVFP4, (None, None, 0.25), 4.0),
+        (MODELOPT_NVFP4, (1.0, 0.25, 0.5), 1.0),
+        (MODELOPT_NVFP4, (None, None, None), None),
+        (COMPRESSED_NVFP4, (INF, 8.0, 6.0), 6.0),
+        (COMPRESSED_NVFP4, (7.0, None, 8.0), 7.0),
+        (COMPRESSED_NVFP4, (1.0, 8.0, 6.0), 6.0),
+        (COMPRESSED_NVFP4, (1.0, 0.5, INF), 0.5),
+        (COMPRESSED_NVFP4, (1.0, 1.0, INF), 1.0),
+        (COMPRESSED_NVFP4, (INF, None, INF), "give intermediate_gsf"),
+        (COMPRESSED_NVFP4, (8.0, 0.0, 6.0), "expected a positive number, got 0.0"),
+        (COMPRESSED_NVFP4, (8.0, math.nan, 6.0), "expected a positive number, got nan"),
+        (COMPRESSED_NVFP4, (-INF, 8.0, 6.0), "expected a positive number, got -inf"),
+    ],
+)
+def test_experts_that_calibration_never_reached_do_not_count(
+    layout: WeightLayout, stored: tuple[float | None, ...], want: float | str | None, tmp_path: Path
+) -> None:
+    """Their scale is not there, or infinite or 1, by who wrote it. All of a layer count on every rank, so that ranks
+    agree whichever they have."""
+    if isinstance(want, str):
+        with pytest.raises(ValueError, match=want):
+            smallest(tmp_path, layout, stored)
+    else:
+        assert smallest(tmp_path, layout, stored) == want
+
+
+@pytest.mark.parametrize(
     ("layout", "stored", "expert"),
     [
         (MODELOPT_NVFP4, (0.5, 1e-6, 1.0, 0.5), 1),
@@ -133,7 +164,7 @@ def test_what_a_spread_costs_is_what_the_warning_says() -> None:
         (COMPRESSED_NVFP4, (1.0, 2.0, 2.0**17, 2.0), 2),
     ],
 )
-def test_experts_that_calibration_never_reached_do_not_count(
+def test_experts_that_calibration_never_reached_are_not_warned_of(
     layout: WeightLayout, stored: tuple[float, ...], expert: int | None, tmp_path: Path
 ) -> None:
     with warnings.catch_warnings(record=True) as seen:
@@ -150,6 +181,8 @@ def test_experts_that_calibration_never_reached_do_not_count(
         ("modelopt", 2.0**126 * 1.5, r"expected at most 2\^126, got 1\.27"),
         ("modelopt", INF, "expected a positive number, got inf"),
         ("modelopt", -0.5, "expected a positive number, got -0.5"),
+        ("modelopt", 0.0, "expected a positive number, got 0.0"),
+        ("modelopt", math.nan, "expected a positive number, got nan"),
         ("compressed-tensors", 1e-40, r"expected at least 2\^-126, got 9\.99995e-41"),
         ("compressed-tensors", 2.0**-127, r"expected at least 2\^-126, got 5\.87"),
         ("compressed-tensors", 0.0, "expected a positive number, got 0.0"),
@@ -157,7 +190,7 @@ def test_experts_that_calibration_never_reached_do_not_count(
     ],
 )
 def test_a_scale_of_inputs_that_no_kernel_takes_is_named(layout: str, bad: float, message: str, folder: Path) -> None:
-    """By file and tensor, whatever field of a layer it would become."""
+    """By file and tensor, whatever field of a layer it would become; on every rank, since all experts' count."""
     write(folder, layout)
     scale = LAYOUTS[layout].input_scale
     assert scale is not None

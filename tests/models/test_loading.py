@@ -23,7 +23,7 @@ from moe_runtime.launch.common.qwen3_checkpoint import write_qwen3_moe_checkpoin
 from moe_runtime.layer import MoELayer
 from moe_runtime.reference import error_bound, moe_reference, relative_error
 from moe_runtime.virtual import VirtualRanks
-from tests.support.checkpoint_writers import modelopt_nvfp4
+from tests.support.checkpoint_writers import MODELOPT, modelopt_nvfp4
 from tests.support.checkpoint_writers import quantize_experts as quantize_folder
 from tests.support.comparison import assert_same_bits
 
@@ -227,8 +227,7 @@ def test_nobody_reads_once_a_load_has_failed(where: str, tmp_path: Path, monkeyp
     """The next expert is being read when one turns out to be wrong: files closed meanwhile would be opened again."""
     sizes = MoELayerConfig(hidden_size=256, intermediate_size=128, num_experts=3, top_k=2, max_tokens_per_rank=8)
     write_qwen3_moe_checkpoint(tmp_path, sizes, seed=0)
-    said = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}
-    quantize_folder(tmp_path, modelopt_nvfp4, quantization_config=said)
+    quantize_folder(tmp_path, modelopt_nvfp4, quantization_config=MODELOPT)
     ahead: list[str] = []
     read, leave = SafetensorsFile.read, Checkpoint.__exit__
 

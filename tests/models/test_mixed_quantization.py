@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from moe_runtime.reference import error_bound, moe_reference, relative_error
 from tests.support.checkpoint_writers import (
     NVFP4_RTOL,
     LibraryScheme,
+    change_config,
     compress_layers,
     compressed_config,
     load_all,
@@ -49,11 +49,6 @@ WEIGHTS_ALONE = W4A4 | {"input_activations": None}
 def folder(tmp_path: Path, seed: int) -> Path:
     write_qwen3_moe_checkpoint(tmp_path, CONFIG, seed=seed, num_layers=2)
     return tmp_path
-
-
-def say(folder: Path, quantization: dict[str, Any]) -> None:
-    file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": quantization}))
 
 
 def compressed(*groups: dict[str, Any], ignore: tuple[str, ...] = ("lm_head",), **more: Any) -> dict[str, Any]:
@@ -208,7 +203,7 @@ CASES: dict[str, tuple[dict[str, Any], Stored, Stored]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_said_of_the_experts_of_a_layer_counts(case: str, folder: Path) -> None:
     quantization, *layers = CASES[case]
-    say(folder, quantization)
+    change_config(folder, quantization_config=quantization)
     with Checkpoint(folder) as checkpoint:
         for layer, want in enumerate(layers):
             found = checkpoint.quantization.stored(checkpoint.names(layer).linears(0))
@@ -329,7 +324,7 @@ def test_what_is_said_of_the_experts_of_a_layer_counts(case: str, folder: Path) 
 def test_experts_stored_in_ways_that_are_not_read_are_named(
     quantization: dict[str, Any], message: str, folder: Path
 ) -> None:
-    say(folder, quantization)
+    change_config(folder, quantization_config=quantization)
     with (
         Checkpoint(folder) as checkpoint,
         pytest.raises(ValueError, match=f"{re.escape(str(folder / 'config.json'))}: {message}"),
@@ -341,7 +336,7 @@ def test_experts_beside_linears_in_fp8_are_read_as_alone(folder: Path) -> None:
     quantize_experts(folder, modelopt_nvfp4, quantization_config=modelopt("NVFP4"))
     with Checkpoint(folder) as checkpoint:
         alone = list(checkpoint.experts(1, range(3)))
-    say(folder, mixed(attention="FP8", experts_0="NVFP4", experts_1="NVFP4"))
+    change_config(folder, quantization_config=mixed(attention="FP8", experts_0="NVFP4", experts_1="NVFP4"))
     with Checkpoint(folder) as checkpoint:
         for one, other in zip(checkpoint.experts(1, range(3)), alone, strict=True):
             for a, b in ((one.gate_up, other.gate_up), (one.down, other.down)):
@@ -452,18 +447,17 @@ def test_names_in_other_layers_do_not_count(folder: Path) -> None:
 
 def test_a_shared_expert_that_is_not_read_does_not_keep_the_experts_from_it(folder: Path) -> None:
     """It is stored as what is said of itself; only who asks for it is told."""
-    file = folder / "config.json"
-    shared = {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 128}
-    file.write_text(json.dumps(json.loads(file.read_text()) | shared))
+    change_config(folder, model_type="qwen2_moe", shared_expert_intermediate_size=128)
     experts = on(NVFP4_GROUP, EVERY_EXPERT)
-    say(folder, compressed(experts, on(FP8_GROUP | {"format": "marlin-24"}, "re:.*shared_expert.*")))
+    unread = on(FP8_GROUP | {"format": "marlin-24"}, "re:.*shared_expert.*")
+    change_config(folder, quantization_config=compressed(experts, unread))
     with Checkpoint(folder) as checkpoint:
         assert checkpoint.quantization.stored(checkpoint.names(0).linears(0)).layout.name == "nvfp4-pack-quantized"
         with pytest.raises(
             ValueError, match=r"format of .*shared_expert\.gate_proj: expected one of .*, got 'marlin-24'"
         ):
             checkpoint.shared_expert(0)
-    say(folder, compressed(experts))
+    change_config(folder, quantization_config=compressed(experts))
     with Checkpoint(folder) as checkpoint:
         assert checkpoint.rest.stored(["model.layers.0.mlp.shared_expert.up_proj"]).layout.name == "plain"
 

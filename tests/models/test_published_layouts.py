@@ -24,6 +24,7 @@ from moe_runtime.launch.common.qwen3_checkpoint import write_qwen3_moe_checkpoin
 from moe_runtime.layer import MoELayer
 from moe_runtime.reference import error_bound, moe_reference, relative_error
 from tests.support.checkpoint_writers import (
+    FP8,
     LibraryScheme,
     Quantizer,
     compressed_config,
@@ -39,7 +40,6 @@ from tests.support.comparison import assert_same_bits
 
 CONFIG = MoELayerConfig(hidden_size=256, intermediate_size=128, num_experts=3, top_k=2, max_tokens_per_rank=8)
 PARTS = ("gate_proj", "up_proj", "down_proj")
-FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 E4M3 = torch.float8_e4m3fn
 
 

@@ -18,6 +18,7 @@ from moe_runtime.launch.common.qwen3_checkpoint import write_qwen3_moe_checkpoin
 from moe_runtime.layer import MoELayer
 from moe_runtime.reference import error_bound, moe_reference, relative_error
 from tests.support.checkpoint_writers import (
+    FP8,
     fp8_blocks,
     layer_config_of,
     load_all,
@@ -30,7 +31,6 @@ from tests.support.checkpoint_writers import (
 CONFIG = MoELayerConfig(hidden_size=128, intermediate_size=128, num_experts=3, top_k=2, max_tokens_per_rank=8)
 EXPERTS = "model.layers.{}.mlp.experts"
 NVFP4 = {"quant_algo": "NVFP4", "group_size": 16}
-FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 FLOAT4 = {"num_bits": 4, "type": "float", "group_size": 16}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import warnings
 from pathlib import Path
@@ -16,6 +15,7 @@ from moe_runtime.checkpoints.checkpoint import Checkpoint
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.layer import MoELayer
 from moe_runtime.reference import error_bound, relative_error
+from tests.support.checkpoint_writers import change_config
 
 table = pytest.importorskip("tests.support.families_table")
 kinds = pytest.importorskip("tests.models.test_published_kinds")
@@ -130,9 +130,8 @@ def test_the_limits_of_ling_are_computed(
             parameter.data.mul_(2)  # Many values lie beyond the limits.
     model.bfloat16().save_pretrained(tmp_path)
     model.double()
-    path, shared = tmp_path / "config.json", 0.5
-    limits = {"expert_swiglu_limit_list": [9.0, routed], "share_expert_swiglu_limit_list": [0, shared]}
-    path.write_text(json.dumps(json.loads(path.read_text()) | limits))
+    shared = 0.5
+    change_config(tmp_path, expert_swiglu_limit_list=[9.0, routed], share_expert_swiglu_limit_list=[0, shared])
     x_TH = torch.randn(TOKENS, 64, generator=torch.Generator().manual_seed(seed)).bfloat16()
     index, _, y_TH = layer_output(tmp_path, x_TH, layer=1, **formats)
     block: Any = block_of(model, index)

@@ -23,6 +23,7 @@ from moe_runtime.launch.common.qwen3_checkpoint import write_qwen3_moe_checkpoin
 from moe_runtime.layer import MoELayer
 from tests.models.test_published_layouts import FP8, LAYOUTS, fused, per_tensor, values
 from tests.support.checkpoint_writers import (
+    MODELOPT,
     LibraryScheme,
     compressed_config,
     fp8_blocks,
@@ -71,7 +72,6 @@ def _by_quantizer(name: str) -> Writer:
     return lambda folder: quantize_experts(folder, quantizer, quantization_config=said)
 
 
-MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}
 LINEARS: dict[str, Writer] = {
     "plain": lambda folder: None,
     "modelopt NVFP4": lambda folder: quantize_experts(folder, modelopt_nvfp4, quantization_config=MODELOPT),

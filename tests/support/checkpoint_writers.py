@@ -23,6 +23,10 @@ from moe_runtime.config import MoELayerConfig
 EXPERT_WEIGHT = re.compile(r"\.experts\.\d+\.\w+\.weight$")
 Quantizer = Callable[[torch.Tensor], dict[str, torch.Tensor]]
 """From a weight to the tensors that replace it, by the last part of their names."""
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}
+"""The `quantization_config` of what `modelopt_nvfp4` makes."""
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+"""That of what `fp8_blocks` makes."""
 
 
 def layer_config_of(folder: Path, layer: int = 0, **overrides: Any) -> MoELayerConfig:
@@ -44,8 +48,13 @@ def rewrite(folder: Path, tensors: dict[str, torch.Tensor], **config: Any) -> No
     for file in (*folder.glob("*.safetensors"), folder / INDEX_FILE):
         file.unlink(missing_ok=True)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / SINGLE_FILE)
+    change_config(folder, **config)
+
+
+def change_config(folder: Path, **changes: Any) -> None:
+    """Set keys of a checkpoint's `config.json`."""
     file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | config))
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
 def quantize_experts(folder: Path, quantizer: Quantizer, **config: Any) -> dict[str, torch.Tensor]:

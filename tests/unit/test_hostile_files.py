@@ -26,6 +26,7 @@ from moe_runtime.checkpoints.files import INDEX_FILE, SINGLE_FILE, SafetensorsFi
 from moe_runtime.config import MoELayerConfig, PlacementConfig, load_config
 from moe_runtime.launch.common.qwen3_checkpoint import write_qwen3_moe_checkpoint
 from moe_runtime.placement.placement import placement_from_config, plan_placement
+from tests.support.checkpoint_writers import change_config
 from tests.support.published_configs import moe_layers
 
 MAX_SECONDS = 1
@@ -297,18 +298,13 @@ def test_the_wrong_argument_of_a_checkpoint_is_named(name: str, call: Callable[[
         call(checkpoint)
 
 
-def add_to_config(folder: Path, **values: object) -> None:
-    file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | values))
-
-
 @pytest.mark.parametrize("num_experts", [4, 60_000])
 def test_sizes_that_the_router_does_not_have_are_refused_unallocated(num_experts: int, folder: Path) -> None:
-    add_to_config(folder, hidden_size=1 << 24, num_experts=num_experts)
+    change_config(folder, hidden_size=1 << 24, num_experts=num_experts)
     for call in (from_checkpoint, lambda path: calibrate(path, 0, [])):
         with refused(rf"gate\.weight: expected shape \[{num_experts}, 16777216\], got \[4, 64\]", folder / SINGLE_FILE):
             call(folder)
-    add_to_config(folder, hidden_size=10**12)
+    change_config(folder, hidden_size=10**12)
     with refused("hidden_size: .* got 1000000000000", folder / "config.json"):
         from_checkpoint(folder)
 
@@ -317,7 +313,7 @@ def test_a_size_that_the_shared_expert_does_not_have_is_refused_unallocated(fold
     file = folder / SINGLE_FILE
     shared = {f"model.layers.0.mlp.shared_expert.{name}_proj.weight": torch.ones(32, 64) for name in ("gate", "up")}
     save_file(load_file(file) | shared, file)
-    add_to_config(folder, model_type="qwen2_moe", shared_expert_intermediate_size=10**9)
+    change_config(folder, model_type="qwen2_moe", shared_expert_intermediate_size=10**9)
     with refused(r"gate_proj\.weight: expected shape \[1000000000, 64\], got \[32, 64\]", file):
         from_checkpoint(folder)
 
