@@ -91,11 +91,11 @@ def run_placed(rank: int, world: int, configs: list[MoELayerConfig], seed: int, 
         memory.CHUNK_BYTES = 16 << 20
 
 
-def virtual_results(world: int, c: MoELayerConfig, seed: int) -> list[list[torch.Tensor]]:
+def virtual_results(world: int, c: MoELayerConfig, seed: int, num_hosts: int = 1) -> list[list[torch.Tensor]]:
     """`y` by rank and step, of one process with virtual ranks, each placement loaded anew."""
     steps = []
     for index, plan in enumerate(placements(world)):
-        with VirtualRanks(c, world, random_weights(seed), placement=plan) as ranks:
+        with VirtualRanks(c, world, random_weights(seed), placement=plan, num_hosts=num_hosts) as ranks:
             for step in (2 * index, 2 * index + 1):
                 inputs = step_inputs(seed, step, world)
                 steps.append(ranks([i.x for i in inputs], [(i.topk_idx, i.topk_weights) for i in inputs]))
@@ -370,9 +370,15 @@ def swapped(placement: Placement, ranks: tuple[int, int]) -> Placement:
 def fail_in_the_middle(
     rank: int, world: int, kind: str, transport: str, among_two: bool, seed: int
 ) -> tuple[str, int, str, float]:
+    context = ExpertParallelContext(timeout_s=PATIENCE_S, transport=transport)
+    return fail_over(context, rank, world, kind, among_two, seed)
+
+
+def fail_over(
+    context: ExpertParallelContext, rank: int, world: int, kind: str, among_two: bool, seed: int
+) -> tuple[str, int, str, float]:
     """Rank 2 fails at its third piece of work in a re-placement; what the others and their next step say."""
     small_chunks()
-    context = ExpertParallelContext(timeout_s=PATIENCE_S, transport=transport)
     plans = placements(world)
     layer = MoELayer(config("bf16"), context, placement=plans[0])
     layer.load_random(seed)
@@ -380,7 +386,7 @@ def fail_in_the_middle(
     layer(mine.x, topk_idx=mine.topk_idx, topk_weights=mine.topk_weights)
     if rank == 2:
         break_after(3, kind)
-    elif kind != "raises" and context.host_transport is None:
+    if kind != "raises" and context.host_transport is None:
         context.timeout_s = WITHOUT_ONE_S
     dist.barrier()
     start = time.monotonic()

@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 
 from moe_runtime.comm import host_link
-from moe_runtime.comm.errors import MoERuntimeError, PeerAbortedError, Phase
-from moe_runtime.config import MoELayerConfig
+from moe_runtime.comm.errors import PeerAbortedError, Phase
 from moe_runtime.context import memory
 from moe_runtime.layer import MoELayer
 from moe_runtime.placement.migration import ExpertMover
@@ -26,18 +25,18 @@ from moe_runtime.virtual import VirtualRanks
 from tests.exchange.test_hierarchical import make_context
 from tests.models.test_rebalance import (
     addresses,
-    break_after,
+    fail_over,
     missed_rank_2,
     propose_over,
     random_weights,
     small_chunks,
     step_inputs,
-    swapped,
+    virtual_results,
     weights_of,
 )
 from tests.support.comparison import assert_same_bits
-from tests.support.exchange_data import EXPERTS, HIDDEN, LAYERS, TOP_K, config, placements, rank_input
-from tests.support.pool import PATIENCE_S, WITHOUT_ONE_S, run_once
+from tests.support.exchange_data import EXPERTS, LAYERS, config, placements
+from tests.support.pool import PATIENCE_S, run_once
 
 
 @dataclass(frozen=True)
@@ -101,17 +100,6 @@ def run_over_hosts(rank: int, world: int, per_host: int, seed: int, delays: bool
         del os.environ["MOE_RUNTIME_HOST"]
 
 
-def loaded_anew(world: int, num_hosts: int, c: MoELayerConfig, seed: int) -> list[list[torch.Tensor]]:
-    """`y` by rank and step, of virtual ranks on virtual hosts that are made with each placement."""
-    steps = []
-    for index, plan in enumerate(placements(world)):
-        with VirtualRanks(c, world, random_weights(seed), placement=plan, num_hosts=num_hosts) as ranks:
-            for step in (2 * index, 2 * index + 1):
-                inputs = step_inputs(seed, step, world)
-                steps.append(ranks([i.x for i in inputs], [(i.topk_idx, i.topk_weights) for i in inputs]))
-    return [list(ys) for ys in zip(*steps, strict=True)]
-
-
 def experts_on(placement: Placement, host: int, per_host: int) -> set[int]:
     return {e for rank in range(host * per_host, (host + 1) * per_host) for e in placement.rank_experts(rank)}
 
@@ -125,7 +113,7 @@ def test_steps_loads_and_bytes_over_hosts(num_hosts: int, per_host: int, get_poo
     routed = [torch.cat([i.topk_idx.flatten() for i in step_inputs(seed, step, world)]) for step in range(6)]
     load = torch.bincount(torch.cat([ids[ids >= 0] for ids in routed]), minlength=EXPERTS).tolist()
     for number, c in enumerate(LAYERS):
-        expected = loaded_anew(world, num_hosts, c, seed)
+        expected = virtual_results(world, c, seed, num_hosts)
         for rank in range(world):
             for step in range(6):
                 what = f"layer {number}, step {step}, rank {rank} of {world}"
@@ -183,28 +171,8 @@ def test_hosts_that_disagree_go_on_as_before(get_pool: Any, seed: int) -> None:
 
 
 def fail_on_a_host(rank: int, world: int, kind: str, among_two: bool, seed: int) -> tuple[str, int, str, float]:
-    """Rank 2, the first of host 1, fails at its third piece of work; what the others and their next step say."""
-    small_chunks()
-    context = make_context(rank, 2, PATIENCE_S)
-    plans = placements(world)
-    layer = MoELayer(config("bf16"), context, placement=plans[0])
-    layer.load_random(seed)
-    mine = rank_input(seed, rank, 4, HIDDEN, EXPERTS, TOP_K)
-    layer(mine.x, topk_idx=mine.topk_idx, topk_weights=mine.topk_weights)
-    if rank == 2:
-        break_after(3, kind)
-    if kind != "raises":
-        context.timeout_s = WITHOUT_ONE_S
-    dist.barrier()
-    start = time.monotonic()
-    with pytest.raises((MoERuntimeError, OSError)) as caught:
-        layer.replace_experts(swapped(plans[0], (2, 3)) if among_two else plans[1])
-    seconds = time.monotonic() - start
-    assert layer.experts is None
-    with pytest.raises((MoERuntimeError, OSError)):
-        layer(mine.x)
-    context.close()
-    return type(caught.value).__name__, getattr(caught.value, "rank", -1), str(caught.value), seconds
+    """As `fail_over`; rank 2 is the first of host 1."""
+    return fail_over(make_context(rank, 2, PATIENCE_S), rank, world, kind, among_two, seed)
 
 
 @pytest.mark.cpu_only
