@@ -15,7 +15,7 @@ from moe_runtime.checkpoints.checkpoint import Checkpoint
 from moe_runtime.checkpoints.loading import ExpertTensors
 from moe_runtime.config import MoELayerConfig, RouterConfig
 from moe_runtime.launch.common.qwen3_checkpoint import write_qwen3_moe_checkpoint
-from tests.support.checkpoint_writers import change_config, layer_config_of
+from tests.support.checkpoint_writers import change_config, change_tensor, layer_config_of, shard_of
 
 CONFIG = MoELayerConfig(
     hidden_size=64, intermediate_size=32, num_experts=5, top_k=2, max_tokens_per_rank=8, router=RouterConfig()
@@ -27,22 +27,6 @@ DOWN_3 = "model.layers.1.mlp.experts.3.down_proj.weight"
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     write_qwen3_moe_checkpoint(tmp_path, CONFIG, seed=7, num_layers=2, num_shards=request.param)
     return tmp_path
-
-
-def shard_of(folder: Path, name: str) -> Path:
-    index = folder / files.INDEX_FILE
-    if not index.exists():
-        return folder / files.SINGLE_FILE
-    return folder / json.loads(index.read_text())["weight_map"][name]
-
-
-def change(folder: Path, name: str, tensor: torch.Tensor | None) -> Path:
-    """Replace a tensor (None: remove it) in its file."""
-    file = shard_of(folder, name)
-    tensors = {key: value.clone() for key, value in load_file(file).items()}
-    tensors.pop(name)
-    save_file(tensors | ({} if tensor is None else {name: tensor}), file)
-    return file
 
 
 def read_layer(folder: Path, layer: int, expert_ids: range) -> list[ExpertTensors]:
@@ -176,7 +160,7 @@ def test_layer_config_takes_overrides_that_do_not_contradict(folder: Path) -> No
 
 
 def test_a_missing_tensor(folder: Path) -> None:
-    file = change(folder, DOWN_3, None)
+    file = change_tensor(folder, DOWN_3, None)
     with pytest.raises(ValueError, match=rf"{file}: tensor {DOWN_3} is missing"):
         read_layer(folder, 1, range(5))
     assert len(read_layer(folder, 1, range(3))) == 3
@@ -218,7 +202,7 @@ def test_a_layer_without_experts(folder: Path) -> None:
     ],
 )
 def test_a_wrong_tensor(folder: Path, tensor: torch.Tensor, message: str) -> None:
-    file = change(folder, DOWN_3, tensor)
+    file = change_tensor(folder, DOWN_3, tensor)
     with pytest.raises(ValueError, match=f"{file}: tensor {DOWN_3}: {message}"):
         read_layer(folder, 1, range(5))
 

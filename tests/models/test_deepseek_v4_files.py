@@ -27,6 +27,7 @@ from tests.support.checkpoint_writers import (
     modelopt_nvfp4,
     quantize_experts,
     read_e2m1,
+    read_fp8_blocks,
     rewrite,
 )
 from tests.support.comparison import assert_same_bits
@@ -73,8 +74,7 @@ def fp4_values(parts: Tensors) -> np.ndarray:
 
 
 def fp8_values(parts: Tensors) -> np.ndarray:
-    scales = parts["scale"].float().double().numpy().repeat(128, 0).repeat(128, 1)
-    return parts["weight"].double().numpy() * scales[: parts["weight"].shape[0], : parts["weight"].shape[1]]
+    return read_fp8_blocks(parts["weight"], parts["scale"])
 
 
 def write(folder: Path, experts: Any, seed: int, *, layers: int = 4, **config: Any) -> Tensors:
@@ -260,7 +260,7 @@ def test_fp8_blocks_under_modelopt(
         assert checkpoint.layer_config(0, max_tokens_per_rank=1).token_format == tokens
         for expert, one in enumerate(checkpoint.experts(0, range(2))):
             prefix = f"model.layers.0.mlp.experts.{expert}.down_proj."
-            exact = fp8_values({"weight": tensors[f"{prefix}weight"], "scale": tensors[f"{prefix}{name}"]})
+            exact = read_fp8_blocks(tensors[f"{prefix}weight"], tensors[f"{prefix}{name}"])
             np.testing.assert_array_equal(dense(one.down).numpy(), exact.astype(np.float32))
             assert isinstance(one.down, ExpertWeights)
             assert_same_bits(one.down.quants[0], tensors[f"{prefix}weight"])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from moe_runtime.checkpoints.checkpoint import Checkpoint
 from moe_runtime.checkpoints.files import SINGLE_FILE, TensorFiles
@@ -23,6 +23,7 @@ from moe_runtime.launch.common.qwen3_checkpoint import write_qwen3_moe_checkpoin
 from moe_runtime.layer import MoELayer
 from tests.support.checkpoint_writers import (
     LibraryScheme,
+    change_tensor,
     compressed_config,
     layer_config_of,
     load_all,
@@ -195,8 +196,7 @@ def test_a_scale_of_inputs_that_no_kernel_takes_is_named(layout: str, bad: float
     scale = LAYOUTS[layout].input_scale
     assert scale is not None
     name = f"{BLOCK}.1.down_proj.{scale.suffix}"
-    tensors = load_file(folder / SINGLE_FILE)
-    save_file(tensors | {name: torch.full_like(tensors[name], bad)}, folder / SINGLE_FILE)
+    change_tensor(folder, name, torch.full_like(load_all(folder)[name], bad))
     message = rf"{folder / SINGLE_FILE}: tensor {re.escape(name)}: {message}"
     with pytest.raises(ValueError, match=message), ExpertParallelContext(device="cpu") as context:
         MoELayer.from_checkpoint(folder, context=context, max_tokens_per_rank=8)
@@ -237,8 +237,7 @@ def test_a_scale_that_makes_weights_infinite_is_named(
     scale = LAYOUTS[layout].weight_scale
     assert scale is not None
     name = f"{BLOCK}.1.{part}.{scale.suffix}"
-    tensors = load_file(folder / SINGLE_FILE)
-    save_file(tensors | {name: torch.full_like(tensors[name], bad)}, folder / SINGLE_FILE)
+    change_tensor(folder, name, torch.full_like(load_all(folder)[name], bad))
     with (
         pytest.raises(ValueError, match=rf"{folder / SINGLE_FILE}: tensor {re.escape(name)}: {message}"),
         ExpertParallelContext(device="cpu") as context,
@@ -264,11 +263,11 @@ def test_scales_of_weights_at_the_ends_are_read_as_they_are(layout: str, stored:
     scale = LAYOUTS[layout].weight_scale
     assert scale is not None
     name = f"{BLOCK}.1.down_proj.{scale.suffix}"
-    before = load_file(folder / SINGLE_FILE)
+    before = load_all(folder)
     with Checkpoint(folder) as checkpoint:
         want = dense(checkpoint.reader(0).expert(1).down).double()
     old, new = (torch.tensor(value, dtype=torch.float32).double() for value in (before[name].item(), stored))
-    save_file(before | {name: torch.full_like(before[name], stored)}, folder / SINGLE_FILE)
+    change_tensor(folder, name, torch.full_like(before[name], stored))
     with Checkpoint(folder) as checkpoint:
         got = dense(checkpoint.reader(0).expert(1).down).double()
     want *= old / new if scale.divides else new / old

@@ -22,7 +22,7 @@ from moe_runtime.kernels.gemm.weights import ExpertWeights
 from moe_runtime.launch.common.qwen3_checkpoint import write_qwen3_moe_checkpoint
 from moe_runtime.layer import MoELayer
 from moe_runtime.reference import error_bound, relative_error
-from tests.support.checkpoint_writers import layer_config_of, load_all, rewrite
+from tests.support.checkpoint_writers import layer_config_of, load_all, rewrite, stack_experts
 from tests.support.comparison import assert_same_bits
 from tests.support.published_configs import PUBLISHED, moe_layers
 
@@ -319,18 +319,8 @@ def test_mixtral_is_read_as_each_of_its_writers_names_it(folder: Path) -> None:
 @pytest.mark.parametrize("transposed", [False, True])
 def test_stacked_experts_are_read_either_way_round(transposed: bool, folder: Path) -> None:
     """As Qwen3.5-MoE and as Qwen3-VL-MoE is published. The shapes tell which it is."""
-    tensors = load_all(folder)
-    made = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
-    for layer in range(2):
-        block = f"model.layers.{layer}.mlp.experts"
-        gate, up, down = (
-            torch.stack([tensors[f"{block}.{e}.{part}_proj.weight"] for e in range(4)])
-            for part in ("gate", "up", "down")
-        )
-        for name, stack in (("gate_up_proj", torch.cat([gate, up], 1)), ("down_proj", down)):
-            made[f"{block}.{name}"] = stack.mT if transposed else stack
     other = copied(folder, "other", lambda key: key)
-    rewrite(other, made)
+    stack_experts(other, transposed=transposed)
     for got, want in zip(read(other), read(folder), strict=True):
         assert_same_bits(got, want)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -27,14 +28,18 @@ from tests.support.checkpoint_writers import (
     FP8,
     LibraryScheme,
     Quantizer,
+    change_config,
+    change_tensor,
     compressed_config,
     fp8_blocks,
     layer_config_of,
     load_all,
     modelopt_nvfp4,
     quantize_experts,
-    read_e2m1,
+    read_fp8_blocks,
+    read_nvfp4,
     rewrite,
+    stack_experts,
 )
 from tests.support.comparison import assert_same_bits
 
@@ -218,9 +223,7 @@ def product(parts: dict[str, torch.Tensor], zero_offset: int = 1) -> np.ndarray:
     if "qweight" in parts:
         return _product_of_ints(parts, zero_offset)
     if "weight_scale_2" in parts:
-        scales = parts["weight_scale"].double().numpy() * parts["weight_scale_2"].double().item()
-        factor = parts.get("pre_quant_scale", torch.ones(1)).double().numpy()
-        return read_e2m1(parts["weight"]) * scales.repeat(16, axis=1) * factor
+        return read_nvfp4(parts) * parts.get("pre_quant_scale", torch.ones(1)).double().numpy()
     scale = parts.get("weight_scale", parts.get("weight_scale_inv"))
     assert scale is not None
     rows, columns = parts["weight"].shape
@@ -391,22 +394,38 @@ def values_of_library(library: LibraryScheme, tensors: dict[str, torch.Tensor]) 
     return {prefix: library.decompress(prefix, tensors) for prefix in prefixes}
 
 
-def fused(folder: Path, quantizer: Quantizer, *, one_scale: bool = False) -> dict[str, torch.Tensor]:
-    """Experts as transformers has FP8 in memory: gate and up are quantized together, or each has one scale."""
+STACKS = {
+    "model.layers.0.mlp.experts.gate_up_proj": PARTS[:2],
+    "model.layers.0.mlp.experts.down_proj": PARTS[2:],
+}
+"""Tensors of all experts, and the linears that each holds."""
+
+
+def fused(folder: Path, quantizer: Quantizer, *, apart: bool = False) -> dict[str, torch.Tensor]:
+    """Experts as transformers has FP8 in memory: gate and up are quantized together, or each `apart`."""
     tensors = load_all(folder)
     made = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
-    stacks: dict[str, list[torch.Tensor]] = {}
-    for expert in range(3):
-        gate, up, down = (tensors[f"{prefix_of(expert, part)}weight"].float() for part in PARTS)
-        for name, linears in (("gate_up_proj", [gate, up]), ("down_proj", [down])):
-            parts = [quantizer(w) for w in (linears if one_scale else [torch.cat(linears)])]
-            scales = [part.get("weight_scale", part.get("weight_scale_inv")) for part in parts]
-            assert all(scale is not None for scale in scales)
-            stacks.setdefault(name, []).append(torch.cat([part["weight"] for part in parts]))
-            joined = [scale.view(1, 1) if one_scale else scale for scale in scales if scale is not None]
-            stacks.setdefault(f"{name}_scale_inv", []).append(torch.cat(joined))
-    made |= {f"model.layers.0.mlp.experts.{name}": torch.stack(stack) for name, stack in stacks.items()}
+    for stack, parts in STACKS.items():
+        quants, scales = [], []
+        for expert in range(3):
+            linears = [tensors[f"{prefix_of(expert, part)}weight"].float() for part in parts]
+            quantized = [quantizer(w) for w in (linears if apart else [torch.cat(linears)])]
+            quants.append(torch.cat([one["weight"] for one in quantized]))
+            of_linears = [one.get("weight_scale", one.get("weight_scale_inv")) for one in quantized]
+            scales.append(torch.cat([torch.atleast_2d(scale) for scale in of_linears]))
+        made |= {stack: torch.stack(quants), f"{stack}_scale_inv": torch.stack(scales)}
     return made
+
+
+def stacked_values(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """float64 of each linear of what `fused` makes of whole blocks."""
+    found = {}
+    for stack, parts in STACKS.items():
+        for expert in range(3):
+            pair = {"weight": tensors[stack][expert], "weight_scale": tensors[f"{stack}_scale_inv"][expert]}
+            for part, value in zip(parts, torch.from_numpy(product(pair)).chunk(len(parts)), strict=True):
+                found[prefix_of(expert, part)] = value
+    return found
 
 
 def turned(stack: torch.Tensor) -> torch.Tensor:
@@ -427,21 +446,14 @@ def test_fused_fp8_experts(
     quantizer: Quantizer, size: list[int] | None, formats: tuple[str, str], transposed: bool, folder: Path, seed: int
 ) -> None:
     """Also transposed with their scales, as FP8 of Qwen3-VL-MoE is published."""
-    tensors = fused(folder, quantizer, one_scale=size is None)
+    tensors = fused(folder, quantizer, apart=size is None)
     written = {
         name: turned(tensor) if transposed and ".experts." in name else tensor for name, tensor in tensors.items()
     }
     rewrite(folder, written, quantization_config=FP8 | {"weight_block_size": size})
-    got, exact = values(folder), {}
-    for expert in range(3):
-        for name, parts in (("gate_up_proj", PARTS[:2]), ("down_proj", PARTS[2:])):
-            stack = f"model.layers.0.mlp.experts.{name}"
-            pair = {"weight": tensors[stack][expert], "weight_scale": tensors[f"{stack}_scale_inv"][expert]}
-            want = product(pair)
-            together = torch.cat([got[prefix_of(expert, part)] for part in parts])
-            np.testing.assert_array_equal(together.numpy(), want.astype(np.float32))
-            for part, half in zip(parts, torch.from_numpy(want).chunk(len(parts)), strict=True):
-                exact[prefix_of(expert, part)] = half
+    exact = stacked_values(tensors)
+    for prefix, got in values(folder).items():
+        assert_same_bits(got, exact[prefix].float())
     held(folder, seed, exact, formats)
     check_converted(folder, folder / "converted", "mxfp4")
 
@@ -450,25 +462,22 @@ def test_fused_fp8_experts(
 def test_fp8_experts_whose_scales_alone_are_stacked(quantizer: Quantizer, folder: Path, seed: int) -> None:
     """As transformers saves what it has quantized to FP8 itself: quants as the model has them, scales as in memory."""
     size = None if quantizer is per_tensor else [128, 128] if quantizer is fp8_blocks else [64, 32]
-    tensors = fused(folder, quantizer, one_scale=size is None)
-    written = {name: tensor for name, tensor in tensors.items() if ".experts." not in name or "_scale_inv" in name}
-    exact = {}
-    for name, parts in (("gate_up_proj", PARTS[:2]), ("down_proj", PARTS[2:])):
-        stack = f"model.layers.0.mlp.experts.{name}"
+    tensors = fused(folder, quantizer, apart=size is None)
+    exact = stacked_values(tensors)
+    written = {name: tensor for name, tensor in tensors.items() if name not in STACKS}
+    for stack, parts in STACKS.items():
         for expert in range(3):
-            quants, scales = tensors[stack][expert], tensors[f"{stack}_scale_inv"][expert]
-            want = torch.from_numpy(product({"weight": quants, "weight_scale": scales})).chunk(len(parts))
-            halves = quants.view(torch.uint8).chunk(len(parts))
-            for part, half, value in zip(parts, halves, want, strict=True):
-                written[f"{prefix_of(expert, part)}weight"], exact[prefix_of(expert, part)] = half.view(E4M3), value
+            halves = tensors[stack][expert].view(torch.uint8).chunk(len(parts))
+            for part, half in zip(parts, halves, strict=True):
+                written[f"{prefix_of(expert, part)}weight"] = half.view(E4M3)
     rewrite(folder, written, quantization_config=FP8 | {"weight_block_size": size})
     for prefix, got in values(folder).items():
         assert_same_bits(got, exact[prefix].float())
     held(folder, seed, exact, ("bf16", "bf16") if quantizer is blocks_64 else ("fp8_block", "fp8_block"))
     check_converted(folder, folder / "converted", "mxfp4")
-    with_nan = written | {f"{stack}_scale_inv": torch.full_like(written[f"{stack}_scale_inv"], torch.nan)}
-    rewrite(folder, with_nan)
-    with pytest.raises(ValueError, match=r"tensor model\..*\.experts\.down_proj_scale_inv: expected finite scales"):
+    name = "model.layers.0.mlp.experts.down_proj_scale_inv"
+    change_tensor(folder, name, torch.full_like(written[name], torch.nan))
+    with pytest.raises(ValueError, match=rf"tensor {re.escape(name)}: expected finite scales"):
         values(folder)
 
 
@@ -490,14 +499,13 @@ def test_fused_fp8_experts_of_one_scale(inner: int, folder: Path, seed: int) -> 
     write_qwen3_moe_checkpoint(folder, CONFIG.replace(intermediate_size=inner), seed=seed)
     tensors, exact = load_all(folder), {}
     made = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
-    for name, parts in (("gate_up_proj", PARTS[:2]), ("down_proj", PARTS[2:])):
+    for stack_name, parts in STACKS.items():
         stacks = [torch.stack([tensors[f"{prefix_of(e, part)}weight"].float() for e in range(3)]) for part in parts]
         scales = torch.cat(stacks, 1).abs().amax((1, 2), keepdim=True).div(448).bfloat16()
         quants = [(stack / scales.float()).clamp(-448, 448).to(E4M3) for stack in stacks]
         for part, quant in zip(parts, quants, strict=True):
             for expert in range(3):
                 exact[prefix_of(expert, part)] = quant[expert].double() * scales[expert].double()
-        stack_name = f"model.layers.0.mlp.experts.{name}"
         made |= {stack_name: torch.cat([q.view(torch.uint8) for q in quants], 1).view(E4M3)}
         made |= {f"{stack_name}_scale_inv": scales, f"{stack_name}_activation_scale": torch.rand(3).bfloat16()}
     said = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
@@ -528,9 +536,7 @@ def test_one_scale_is_that_of_every_block_of_any_size(inner: int, stacked: bool,
     write_qwen3_moe_checkpoint(folder, CONFIG.replace(intermediate_size=inner), seed=seed)
     exact = {prefix: torch.from_numpy(product(per_tensor(w.float()))) for prefix, w in values(folder).items()}
     if stacked:
-        rewrite(
-            folder, fused(folder, per_tensor, one_scale=True), quantization_config=FP8 | {"weight_block_size": None}
-        )
+        rewrite(folder, fused(folder, per_tensor, apart=True), quantization_config=FP8 | {"weight_block_size": None})
     else:
         quantize_experts(folder, per_tensor, quantization_config=modelopt("FP8"))
     formats = ("bf16", "bf16") if inner % 16 else ("fp8_block", "fp8_block")
@@ -542,14 +548,7 @@ def test_one_scale_is_that_of_every_block_of_any_size(inner: int, stacked: bool,
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_plain_fused_experts_are_converted(transposed: bool, folder: Path) -> None:
-    tensors, stacks = load_all(folder), dict[str, list[torch.Tensor]]()
-    for expert in range(3):
-        gate, up, down = (tensors.pop(f"{prefix_of(expert, part)}weight") for part in PARTS)
-        stacks.setdefault("gate_up_proj", []).append(torch.cat([gate, up]))
-        stacks.setdefault("down_proj", []).append(down)
-    for name, stack in stacks.items():
-        tensors[f"model.layers.0.mlp.experts.{name}"] = torch.stack([w.mT if transposed else w for w in stack])
-    rewrite(folder, tensors)
+    stack_experts(folder, transposed=transposed)
     check_converted(folder, folder / "converted", "mxfp4")
 
 
@@ -557,21 +556,16 @@ def test_plain_fused_experts_are_converted(transposed: bool, folder: Path) -> No
 def test_stacked_experts_of_short_blocks(together: bool, folder: Path, seed: int) -> None:
     """Gate and up of 176 rows have 2 rows of scales each, or 3 in all where blocks run on: the files say which."""
     write_qwen3_moe_checkpoint(folder, CONFIG.replace(intermediate_size=176), seed=seed)
-    plain, tensors, exact = values(folder), load_all(folder), {}
-    stacks: dict[str, list[torch.Tensor]] = {}
-    for expert in range(3):
-        gate, up, down = (plain[prefix_of(expert, part)] for part in PARTS)
-        for name, linears in (("gate_up_proj", [gate, up]), ("down_proj", [down])):
-            made = [fp8_blocks(w) for w in ([torch.cat(linears)] if together else linears)]
-            stacks.setdefault(name, []).append(torch.cat([one["weight"] for one in made]))
-            stacks.setdefault(f"{name}_scale_inv", []).append(torch.cat([one["weight_scale_inv"] for one in made]))
-            whole = np.concatenate([_product_of_blocks(one) for one in made])
-            parts = PARTS[:2] if len(linears) == 2 else PARTS[2:]
+    tensors, exact = fused(folder, fp8_blocks, apart=not together), {}
+    for stack, parts in STACKS.items():
+        for expert in range(3):
+            pieces = 1 if together else len(parts)
+            quants = tensors[stack][expert].unflatten(0, (pieces, -1))
+            scales = tensors[f"{stack}_scale_inv"][expert].unflatten(0, (pieces, -1))
+            whole = np.concatenate([read_fp8_blocks(*pair) for pair in zip(quants, scales, strict=True)])
             for part, want in zip(parts, np.split(whole, len(parts)), strict=True):
                 exact[prefix_of(expert, part)] = torch.from_numpy(want)
-    assert stacks["gate_up_proj_scale_inv"][0].shape[0] == (3 if together else 4)
-    tensors = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
-    tensors |= {f"model.layers.0.mlp.experts.{name}": torch.stack(stack) for name, stack in stacks.items()}
+    assert tensors["model.layers.0.mlp.experts.gate_up_proj_scale_inv"].shape[1] == (3 if together else 4)
     rewrite(folder, tensors, quantization_config=FP8)
     for prefix, got in values(folder).items():
         assert_same_bits(got, exact[prefix].float())
@@ -583,13 +577,6 @@ def test_stacked_experts_of_short_blocks(together: bool, folder: Path, seed: int
         held(folder, seed, exact, ("bf16", "bf16"), token_format="bf16")
     else:
         held(folder, seed, exact, ("fp8_block", "fp8_block"))
-
-
-def _product_of_blocks(parts: dict[str, torch.Tensor]) -> np.ndarray:
-    """float64 of FP8 in blocks of 128x128, the last ones short."""
-    rows, columns = parts["weight"].shape
-    factors = parts["weight_scale_inv"].double().numpy().repeat(128, 0)[:rows].repeat(128, 1)[:, :columns]
-    return parts["weight"].double().numpy() * factors
 
 
 def test_stacked_experts_that_may_share_scales_are_named(folder: Path) -> None:
@@ -768,6 +755,7 @@ def test_bad_tensors_are_named(
 
 
 WEIGHTS = r"quantization_config\.config_groups\.group_0\.weights"
+BLOCK_SIZE = r"quantization_config\.weight_block_size: expected two positive integers, got "
 
 
 @pytest.mark.parametrize(
@@ -801,11 +789,37 @@ WEIGHTS = r"quantization_config\.config_groups\.group_0\.weights"
         (group(type="int"), WEIGHTS + r"\.type of model.*gate_proj: expected 'float', got 'int'"),
         (group(num_bits=6), WEIGHTS + r"\.num_bits of model.*gate_proj: expected 8, got 6"),
         (modelopt("MXFP8") | {"group_size": 16}, r"quantization_config\.group_size of model.*: expected 32, got 16"),
-        (modelopt("INT8_SQ"), r"quantization_config\.quant_algo of model.*: expected one of .*, got 'INT8_SQ'"),
+        (modelopt("NVFP4") | {"group_size": 32}, r"quantization_config\.group_size of model.*: expected 16, got 32"),
+        (
+            modelopt("INT8_SQ"),
+            r"quantization_config\.quant_algo of model.*gate_proj: expected one of NVFP4, .*, FP8, .*, got 'INT8_SQ'",
+        ),
+        (
+            {"quant_method": "mxfp4"},
+            r"quantization_config\.quant_method: expected one of modelopt, .*, fp8, gptq, awq, got 'mxfp4'",
+        ),
+        (FP8 | {"weight_block_size": [0, 128]}, BLOCK_SIZE + r"\[0, 128\]"),
+        (FP8 | {"weight_block_size": 128}, BLOCK_SIZE + "128"),
+        (
+            FP8 | {"activation_scheme": "new"},
+            r"quantization_config\.activation_scheme: expected 'dynamic' or 'static', got 'new'",
+        ),
+        (
+            {"quant_method": "compressed-tensors"},
+            r"quantization_config\.config_groups: expected an object, got None",
+        ),
+        (
+            {"quant_method": "compressed-tensors", "format": "marlin-24", "config_groups": {"a": {}}},
+            r"quantization_config\.format of model.*gate_proj: expected one of nvfp4-pack-quantized, .*'marlin-24'",
+        ),
+        (
+            compressed_config({"format": "nvfp4-pack-quantized", "weights": {"group_size": 32}}),
+            WEIGHTS + r"\.group_size of model.*gate_proj: expected 16, got 32",
+        ),
     ],
 )
 def test_what_is_not_read_names_the_key(said: dict[str, Any], message: str, folder: Path) -> None:
-    rewrite(folder, load_all(folder), quantization_config=said)
+    change_config(folder, quantization_config=said)
     with pytest.raises(ValueError, match=rf"config\.json: {message}"), Checkpoint(folder) as checkpoint:
         checkpoint.stored_of(0)
 

@@ -24,7 +24,8 @@ from tests.support.checkpoint_writers import (
     load_all,
     modelopt_nvfp4,
     quantize_experts,
-    read_e2m1,
+    read_fp8_blocks,
+    read_nvfp4,
     rewrite,
 )
 
@@ -84,10 +85,8 @@ def test_modelopt_weights_that_are_quantized_alone_leave_tokens_in_bf16(
 def exact(tensors: dict[str, torch.Tensor], expert: int, part: str) -> torch.Tensor:
     """A stored weight in float64."""
     prefix = f"{EXPERTS.format(0)}.{expert}.{part}_proj."
-    scales = tensors[f"{prefix}weight_scale"].double().numpy().repeat(16, 1)
-    return torch.from_numpy(
-        read_e2m1(tensors[f"{prefix}weight"]) * scales * tensors[f"{prefix}weight_scale_2"].double().item()
-    )
+    names = ("weight", "weight_scale", "weight_scale_2")
+    return torch.from_numpy(read_nvfp4({name: tensors[prefix + name] for name in names}))
 
 
 def test_config_json_comes_before_a_file_of_modelopt(folder: Path) -> None:
@@ -288,9 +287,7 @@ def test_formats_that_read_short_fp8_blocks(
 
     def weight(expert: int, part: str) -> torch.Tensor:
         prefix = f"{EXPERTS.format(0)}.{expert}.{part}_proj."
-        quants, scales = (tensors[f"{prefix}{name}"].double() for name in ("weight", "weight_scale_inv"))
-        blocks = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
-        return quants * blocks[: quants.shape[0], : quants.shape[1]]
+        return torch.from_numpy(read_fp8_blocks(tensors[f"{prefix}weight"], tensors[f"{prefix}weight_scale_inv"]))
 
     gate_up = torch.stack([torch.cat([weight(expert, "gate"), weight(expert, "up")]) for expert in range(3)])
     down = torch.stack([weight(expert, "down") for expert in range(3)])

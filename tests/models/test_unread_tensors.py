@@ -31,6 +31,7 @@ from tests.support.checkpoint_writers import (
     modelopt_nvfp4,
     quantize_experts,
     rewrite,
+    stack_experts,
     write_gpt_oss_mxfp4,
 )
 from tests.support.comparison import assert_same_bits
@@ -42,19 +43,9 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.flo
 Writer = Callable[[Path], object]
 
 
-def _stacked(folder: Path, *, transposed: bool) -> None:
-    """Gate and up of all experts in one plain tensor, and down in another."""
-    tensors = load_all(folder)
-    made = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
-    gate, up, down = (torch.stack([tensors[f"{BLOCK}.experts.{e}.{part}.weight"] for e in range(3)]) for part in ROWS)
-    for name, stack in (("gate_up_proj", torch.cat([gate, up], 1)), ("down_proj", down)):
-        made[f"{BLOCK}.experts.{name}"] = stack.mT if transposed else stack
-    rewrite(folder, made)
-
-
 def _fused_fp8(folder: Path, *, one_scale: bool) -> None:
     size = None if one_scale else [128, 128]
-    made = fused(folder, per_tensor if one_scale else fp8_blocks, one_scale=one_scale)
+    made = fused(folder, per_tensor if one_scale else fp8_blocks, apart=one_scale)
     rewrite(folder, made, quantization_config=FP8 | {"weight_block_size": size})
 
 
@@ -80,8 +71,8 @@ LINEARS: dict[str, Writer] = {
     **{preset: _by_library(preset) for preset in (*LibraryScheme.FORMATS, *LibraryScheme.DEQUANTIZED)},
 }
 STACKS: dict[str, Writer] = {
-    "plain, fused": lambda folder: _stacked(folder, transposed=False),
-    "plain, fused, transposed": lambda folder: _stacked(folder, transposed=True),
+    "plain, fused": stack_experts,
+    "plain, fused, transposed": lambda folder: stack_experts(folder, transposed=True),
     "fp8, fused": lambda folder: _fused_fp8(folder, one_scale=False),
     "fp8, fused, per tensor": lambda folder: _fused_fp8(folder, one_scale=True),
 }
@@ -229,7 +220,7 @@ def test_the_model_says_whether_experts_have_biases_where_no_router_is_read(fold
 
 def _granite(folder: Path) -> str:
     """Stacks with names of their own, outside of a module of experts."""
-    _stacked(folder, transposed=False)
+    stack_experts(folder)
     names = {"experts.gate_up_proj": "input_linear.weight", "experts.down_proj": "output_linear.weight"}
     names["gate.weight"] = "router.layer.weight"
     block = "model.layers.0.block_sparse_moe"

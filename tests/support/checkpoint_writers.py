@@ -51,6 +51,21 @@ def rewrite(folder: Path, tensors: dict[str, torch.Tensor], **config: Any) -> No
     change_config(folder, **config)
 
 
+def shard_of(folder: Path, name: str) -> Path:
+    """The file that holds a tensor."""
+    index = folder / INDEX_FILE
+    return folder / (json.loads(index.read_text())["weight_map"][name] if index.exists() else SINGLE_FILE)
+
+
+def change_tensor(folder: Path, name: str, tensor: torch.Tensor | None) -> Path:
+    """Replace a tensor (None: remove it) in its file, and return the file."""
+    file = shard_of(folder, name)
+    tensors = {key: value.clone() for key, value in load_file(file).items()}
+    tensors.pop(name)
+    save_file(tensors | ({} if tensor is None else {name: tensor}), file)
+    return file
+
+
 def change_config(folder: Path, **changes: Any) -> None:
     """Set keys of a checkpoint's `config.json`."""
     file = folder / "config.json"
@@ -68,6 +83,24 @@ def quantize_experts(folder: Path, quantizer: Quantizer, **config: Any) -> dict[
             tensors[name] = tensor
     rewrite(folder, tensors, **config)
     return tensors
+
+
+def stack_experts(folder: Path, *, transposed: bool = False) -> None:
+    """Put the plain experts of each layer into two tensors, gate and up into one, as transformers has them in memory.
+
+    `transposed` as Qwen3-VL-MoE is published.
+    """
+    tensors = load_all(folder)
+    made = {name: tensor for name, tensor in tensors.items() if not EXPERT_WEIGHT.search(name)}
+    for block in {name.rsplit(".", 3)[0] for name in tensors if EXPERT_WEIGHT.search(name)}:
+        count = sum(name.startswith(f"{block}.") for name in tensors) // 3
+        gate, up, down = (
+            torch.stack([tensors[f"{block}.{expert}.{part}_proj.weight"] for expert in range(count)])
+            for part in ("gate", "up", "down")
+        )
+        for name, stack in (("gate_up_proj", torch.cat([gate, up], 1)), ("down_proj", down)):
+            made[f"{block}.{name}"] = stack.mT if transposed else stack
+    rewrite(folder, made)
 
 
 def _codes(x: np.ndarray) -> torch.Tensor:
@@ -132,6 +165,19 @@ def read_e2m1(packed: torch.Tensor) -> np.ndarray:
     raw = packed.numpy()
     codes = np.stack([raw & 15, raw >> 4], -1).reshape(*raw.shape[:-1], -1)
     return codes.view(ml_dtypes.float4_e2m1fn).astype(np.float64)
+
+
+def read_nvfp4(parts: dict[str, torch.Tensor]) -> np.ndarray:
+    """float64 of what `modelopt_nvfp4` makes."""
+    scales = parts["weight_scale"].double().numpy() * parts["weight_scale_2"].double().item()
+    return read_e2m1(parts["weight"]) * scales.repeat(16, axis=1)
+
+
+def read_fp8_blocks(quants: torch.Tensor, scales: torch.Tensor) -> np.ndarray:
+    """float64 of FP8 in blocks of 128x128, the last ones short."""
+    rows, columns = quants.shape
+    factors = scales.float().double().numpy().repeat(128, 0)[:rows].repeat(128, 1)[:, :columns]
+    return quants.double().numpy() * factors
 
 
 class LibraryScheme:
