@@ -93,7 +93,7 @@ class ExpertParallelContext(AbortableContext):
         hosts: the ranks of each host; None without a link.
         link_buffers: memory of what travels between hosts; None without a link.
         say_failed: takes part in the next exchange between hosts, to tell that this rank has failed.
-        has_placement: whether a layer has a placement, which changes the ids that it refuses (`REFUSED_ID`).
+        has_placement: whether a layer has, or had, a placement, which changes ids that it refuses (`REFUSED_ID`).
         engine: `cuda`, `triton` or `torch`, resolved. `kernels.exchange.plan.exchange_engine` says what the exchange
             runs on.
         transport: name of the transport in use; `transport_reasons` says why not the others.

@@ -193,6 +193,7 @@ class LayerMembers:
         if placement is None:
             return Holding(None, None, experts)
         slots = SlotTable(placement, self._context.device) if now.slots is None else now.slots
+        self._context.has_placement = True
         with torch.inference_mode():
             slots.update(placement)
         if lost:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from moe_runtime.build import random_expert
 from moe_runtime.checkpoints import expert_loader
-from moe_runtime.comm.errors import ExpertsLostError, MoERuntimeError, RankRemovedError
+from moe_runtime.comm.errors import ExpertsLostError, MoERuntimeError, RankRemovedError, RoutingError
 from moe_runtime.comm.heaps.private_heap import PrivateHeap
 from moe_runtime.comm.rank_group import RankGroup
 from moe_runtime.context.expert_parallel import ExpertParallelContext
@@ -185,7 +185,13 @@ def lose_experts(rank: int, world: int, folder: str, fmt: str, lost: str) -> tup
             mine = rank_input(step, rank, TOKENS - rank, HIDDEN, EXPERTS, TOP_K)
             y = layer(mine.x, topk_idx=mine.topk_idx, topk_weights=mine.topk_weights)
             results.append((context.members, layer._members.lost is not None, y))
-        return results, layer.without_expert
+        without = layer.without_expert
+        # The layer has a placement now: it refuses ids otherwise than before, and names them as they came.
+        mine.topk_idx[0, 0] = EXPERTS
+        with pytest.raises(RoutingError, match=f"expert id {EXPERTS} of token 0 of rank "):
+            context.admit()  # the other rank has ended the step before
+            layer(mine.x, topk_idx=mine.topk_idx, topk_weights=mine.topk_weights)
+        return results, without
 
 
 def lose_of_many(rank: int, world: int, folder: str, most: int) -> list[Step]:
