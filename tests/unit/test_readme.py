@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from moe_runtime import ops
 from moe_runtime.config import load_config
 from tests.support.programs import ROOT, without_interpreter
 from tests.support.spawner import interpreter
@@ -117,6 +118,13 @@ def test_readme_is_a_front_door() -> None:
 def test_a_page_says_first_whom_it_is_for(page: str) -> None:
     first = TEXT[page].split("\n\n")[1]
     assert first.startswith("This page is for ") and not first.startswith("#")
+
+
+def test_operations_and_what_makes_their_inputs_are_named() -> None:
+    """Inverses go by the names of what they undo."""
+    named = set(re.findall(r"\w+", TEXT["docs/operations.md"]))
+    inverse = re.compile("^(un(?=pack|swizzle)|de(?=quantize))")
+    assert {inverse.sub("", name) for name in ops.__all__ if name != "PrepackedWeights"} <= named
 
 
 def test_make_help_lists_every_target() -> None:
