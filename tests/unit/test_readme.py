@@ -9,10 +9,12 @@ import re
 import subprocess
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from moe_runtime import ops
+import moe_runtime
+from moe_runtime import deep_ep, ops
 from moe_runtime.config import load_config
 from tests.support.programs import ROOT, without_interpreter
 from tests.support.spawner import interpreter
@@ -118,6 +120,12 @@ def test_readme_is_a_front_door() -> None:
 def test_a_page_says_first_whom_it_is_for(page: str) -> None:
     first = TEXT[page].split("\n\n")[1]
     assert first.startswith("This page is for ") and not first.startswith("#")
+
+
+@pytest.mark.parametrize("module", [moe_runtime, deep_ep])
+def test_public_names_are_in_a_page(module: ModuleType) -> None:
+    named = set(re.findall(r"\w+", "".join(TEXT[page] for page in GUIDES if page != "CHANGELOG.md")))
+    assert set(module.__all__) <= named
 
 
 def test_operations_and_what_makes_their_inputs_are_named() -> None:
