@@ -78,8 +78,8 @@ class ExpertParallelContext(AbortableContext):
         timeout_s: how long a step waits for a peer.
         startup_timeout_s: how long construction, `allocate()`, the first step and `close()` wait for a peer.
         on_failure: `abort`: a rank that dies in a step ends the group. `continue`: the others go on without it, where
-            each expert has a replica on one of them (docs/failures.md). Equal on all ranks; needs a transport whose
-            memory survives a rank (`shared`).
+            each expert has a replica on one of them or can be loaded again (docs/failures.md). Equal on all ranks;
+            needs a transport whose memory survives a rank (`shared`, `nvshmem`).
         lost_experts: with `continue`, experts that died without a replica and that survivors load again: `wait` has
             steps wait until they are there, `drop` has tokens do without them, with renormalised weights and counted.
 
