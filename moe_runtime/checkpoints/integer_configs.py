@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from moe_runtime.checkpoints.layouts import Packing, transposed_integers
@@ -86,11 +87,10 @@ def _gptq(at: str, quant_config: Mapping[str, Any], name: str, refuse: Refuse) -
     expect(f"{at}.is_marlin_format", quant_config.get("is_marlin_format") or False, False)
     expect(f"{at}.data_type", quant_config.get("data_type") or "int", "int")
     _check_no_other_settings(f"{at}.dynamic", quant_config, name)
-    layout = transposed_integers(
-        Packing.GPTQ,
-        bits,
-        _group_size(at, _value(at, quant_config, "group_size")),
-        1 if form == "gptq" else 0,
+    size = _group_size(at, _value(at, quant_config, "group_size"))
+    layout = replace(
+        transposed_integers(Packing.GPTQ, bits, size),
+        zero_offset=1 if form == "gptq" else 0,
         symmetric=_flag(f"{at}.sym", quant_config.get("sym"), None),
         whole_words=_made_by_gptqmodel(quant_config),
         own_order=bool(_flag(f"{at}.desc_act", _value(at, quant_config, "desc_act"), False)),
@@ -140,7 +140,7 @@ def _awq(at: str, quant_config: Mapping[str, Any], name: str, refuse: Refuse) ->
     _check_packed(at, quant_config)
     _check_no_other_settings(f"{at}.dynamic", quant_config, name)
     size = quant_config.get("group_size", quant_config.get("q_group_size"))
-    layout = transposed_integers(Packing.AWQ, 4, _group_size(at, size), 0)
+    layout = transposed_integers(Packing.AWQ, 4, _group_size(at, size))
     return StoredExperts(layout, "bf16", f"{at}.quant_method")
 
 

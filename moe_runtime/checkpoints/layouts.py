@@ -267,16 +267,7 @@ def integers(fmt: str, bits: int, columns: int | None, *, zero_points: bool) -> 
     )
 
 
-def transposed_integers(
-    packing: Packing,
-    bits: int,
-    columns: int | None,
-    zero_offset: int,
-    *,
-    symmetric: bool | None = False,
-    whole_words: bool = False,
-    own_order: bool = False,
-) -> WeightLayout:
+def transposed_integers(packing: Packing, bits: int, columns: int | None) -> WeightLayout:
     """GPTQ's or AWQ's integers with one scale and zero point for this many columns of a row, None for all."""
     return WeightLayout(
         f"{packing.value} of {bits} bits",
@@ -288,10 +279,6 @@ def transposed_integers(
         int_bits=bits,
         packing=packing,
         zero_points="qzeros",
-        zero_offset=zero_offset,
-        symmetric=symmetric,
-        whole_words=whole_words,
-        own_order=own_order,
         unused=("g_idx",),
     )
 
