@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from moe_runtime.comm.errors import reason_of
-from moe_runtime.config import MoELayerConfig
-from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.context.peers import abort_peers, abort_peers_on_error, collective_step
 from moe_runtime.context.threads import by_one_thread, is_capturing
 from moe_runtime.dispatcher.arguments import check_shared, check_tokens, flat_shared, flat_tokens
@@ -82,16 +80,9 @@ class MoELayer(LayerParts):
         layer_id: of the layer in its context, equal on all ranks.
     """
 
-    def __init__(
-        self,
-        config: MoELayerConfig,
-        context: ExpertParallelContext | None = None,
-        *,
-        placement: Placement | None = None,
-        router: bool = True,
-        router_ids: RouterIds | None = None,
-    ) -> None:
-        super().__init__(config, context, placement=placement, router=router, router_ids=router_ids)
+    def _make(self, placement: Placement | None, router: bool, router_ids: RouterIds | None) -> None:
+        """All parts but the experts, and which stages a step has."""
+        super()._make(placement, router, router_ids)
         absent = set() if self.context.hosts is not None else {"dispatch_forward", "combine_forward"}
         if self.shared_expert is None:
             absent.add("shared_expert")
