@@ -7,10 +7,12 @@ docs/peers.md all runs beside others. A table is of one commit.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from textwrap import fill
+
+from rich.console import Console
 
 from moe_runtime.launch.benchmarks.bounds import EVEN
 from moe_runtime.launch.benchmarks.layer_report import LOW_LATENCY, NORMAL, baselines_of, gpus_of, key_of
@@ -55,19 +57,31 @@ def filled(name: str, page: str, found: Found) -> str:
 
     Raises `ValueError` where a mark is missing.
     """
-    for kind, make in PAGES[name].items():
-        page = between_marks(name, page, kind, make(found))
+    return between_marks(name, page, {kind: make(found) for kind, make in PAGES[name].items()})
+
+
+def between_marks(name: str, page: str, tables: Mapping[str, str]) -> str:
+    """`page` with each table between its marks. Raises `ValueError` naming the page where a mark is missing."""
+    for kind, text in tables.items():
+        start, end = f"<!-- {kind} -->", f"<!-- end of {kind} -->"
+        if page.count(start) != 1 or page.count(end) != 1:
+            raise ValueError(f"{name}: expected {start} and {end} once each")
+        before, rest = page.split(start)
+        _, after = rest.split(end)
+        page = "\n".join([before + start, text, end + after])
     return page
 
 
-def between_marks(name: str, page: str, kind: str, text: str) -> str:
-    """`page` with `text` between its marks of `kind`. Raises `ValueError` naming the page where a mark is missing."""
-    start, end = f"<!-- {kind} -->", f"<!-- end of {kind} -->"
-    if page.count(start) != 1 or page.count(end) != 1:
-        raise ValueError(f"{name}: expected {start} and {end} once each")
-    before, rest = page.split(start)
-    _, after = rest.split(end)
-    return "\n".join([before + start, text, end + after])
+def put_or_print(tables: Mapping[str, str], page: Path | None) -> None:
+    """Put tables between their marks of a page, or print them where there is none."""
+    if page is None:
+        console = Console(highlight=False, soft_wrap=True)
+        for text in tables.values():
+            console.print(text, markup=False)
+        return
+    with runs.reading(page, "a page with marks"):
+        text = between_marks(page.name, page.read_text(encoding="utf-8"), tables)
+    page.write_text(text, encoding="utf-8")
 
 
 def front_run(found: Found) -> Run:

@@ -11,15 +11,12 @@ import argparse
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
-
-from rich.console import Console
 
 from moe_runtime.config import MoELayerConfig
 from moe_runtime.launch.common import environment
 from moe_runtime.launch.report import runs
 from moe_runtime.launch.report.goals import OLD_MODES
-from moe_runtime.launch.report.pages import between_marks, markdown_table
+from moe_runtime.launch.report.pages import markdown_table, put_or_print
 from moe_runtime.launch.report.runs import Report, Result
 from moe_runtime.launch.research import host_model, host_routing
 from moe_runtime.launch.research.host_model import Deployment, Machine, Reach
@@ -286,11 +283,9 @@ TABLES = {
 """What is written between each pair of marks of a page."""
 
 
-def filled(name: str, page: str, report: Report) -> str:
-    """`page` with the tables of a JSON of this program. Raises `ValueError` naming the page where marks are missing."""
-    for mark, make in TABLES.items():
-        page = between_marks(name, page, mark, make(report))
-    return page
+def tables_of(report: Report) -> dict[str, str]:
+    """The tables of a JSON of this program."""
+    return {mark: make(report) for mark, make in TABLES.items()}
 
 
 def work(options: argparse.Namespace) -> int:
@@ -314,15 +309,7 @@ def work(options: argparse.Namespace) -> int:
         }
     if options.json is not None:
         environment.write_json(options.json, report)
-    if options.page is not None:
-        page: Path = options.page
-        with runs.reading(page, "a page with marks"):
-            text = filled(page.name, page.read_text(encoding="utf-8"), report)
-        page.write_text(text, encoding="utf-8")
-        return 0
-    console: Any = Console(highlight=False, soft_wrap=True)
-    for make in TABLES.values():
-        console.print(make(report), markup=False)
+    put_or_print(tables_of(report), options.page)
     return 0
 
 

@@ -24,7 +24,6 @@ from typing import Any, cast, get_args
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 
 from moe_runtime.comm.bootstrap import init_from_env
 from moe_runtime.comm.errors import Phase
@@ -33,10 +32,10 @@ from moe_runtime.config import CombineFormatName, FormatName, MoELayerConfig
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.kernels.exchange.hierarchical import PART_TOKENS
 from moe_runtime.launch.benchmarks import network
-from moe_runtime.launch.benchmarks.timing import TOTAL, Lap, Timing, measure
+from moe_runtime.launch.benchmarks.timing import Timing, measure_steps
 from moe_runtime.launch.common import cases, environment
 from moe_runtime.launch.report import runs
-from moe_runtime.launch.report.pages import between_marks, markdown_table
+from moe_runtime.launch.report.pages import markdown_table, put_or_print
 from moe_runtime.launch.report.runs import Report, Result
 from moe_runtime.launch.research import namespaces
 from moe_runtime.launch.research.host_model import Machine
@@ -132,12 +131,12 @@ def time_pair(context: ExpertParallelContext, num_bytes: int, steps: int) -> Tim
     outgoing = torch.zeros(num_bytes, dtype=torch.uint8)
     incoming, other = torch.empty_like(outgoing), 1 - context.rank
 
-    def step(number: int, lap: Lap) -> None:
+    def step(number: int) -> None:
         for work in (dist.irecv(incoming, other), dist.isend(outgoing, other)):
             assert work is not None
             work.wait()
 
-    return measure(context, step, iterations=steps, capturable=False)[TOTAL]
+    return measure_steps(context, step, iterations=steps, capturable=False)
 
 
 def rank_work(options: argparse.Namespace) -> int:
@@ -281,14 +280,7 @@ def work(options: argparse.Namespace) -> int:
     report = run(options) if options.read is None else runs.read(options.read, KIND)
     if options.json is not None:
         environment.write_json(options.json, report)
-    if options.page is not None:
-        page: Path = options.page
-        with runs.reading(page, "a page with marks"):
-            text = between_marks(page.name, page.read_text(encoding="utf-8"), MARK, check_table(report))
-        page.write_text(text, encoding="utf-8")
-        return 0
-    console: Any = Console(highlight=False, soft_wrap=True)
-    console.print(check_table(report), markup=False)
+    put_or_print({MARK: check_table(report)}, options.page)
     return 0
 
 

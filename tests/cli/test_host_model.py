@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from moe_runtime.config import MoELayerConfig
+from moe_runtime.launch.report.pages import between_marks
 from moe_runtime.launch.research import host_model, host_routing, host_tables
 from moe_runtime.launch.research.host_model import Deployment, Machine, Reach
 from tests.support.programs import ROOT
@@ -267,7 +268,7 @@ def test_the_page_has_what_the_committed_file_says() -> None:
     """And what is computed now is what it says; the routing that was drawn is not drawn again."""
     report = json.loads((RESULTS / "host_model.json").read_text())
     page = (ROOT / "docs" / "hosts.md").read_text()
-    assert host_tables.filled("hosts.md", page, report) == page
+    assert between_marks("hosts.md", page, host_tables.tables_of(report)) == page
     machine = Machine(**report["machine"])
     assert json.loads(json.dumps(host_tables.model_results(machine))) == report["results"]
     assert host_tables.one_host_results(machine) == report["one_host"]
