@@ -112,9 +112,9 @@ def verdict(met: bool | None) -> str:
     return {True: "met", False: "missed", None: "unknown"}[met]
 
 
-def wide_console(columns: int = 200) -> Console:
-    """For a wide table: as wide as the terminal, or so many columns where there is none."""
-    return Console(highlight=False, width=None if sys.stdout.isatty() else columns)
+def wide_console() -> Console:
+    """For a wide table: as wide as the terminal, or 200 columns where there is none."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 200)
 
 
 def gpu_of(report: Report) -> str:

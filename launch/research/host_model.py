@@ -241,7 +241,7 @@ def step(where: Deployment, machine: Machine, reach: Reach | None = None, expert
     }
 
 
-def one_host_step(where: Deployment, machine: Machine, experts: float | None = None) -> Parts:
+def one_host_step(where: Deployment, machine: Machine) -> Parts:
     """Microseconds of each part on one host: the model there, which measured times of one host can be compared with.
 
     Raises:
@@ -255,7 +255,7 @@ def one_host_step(where: Deployment, machine: Machine, experts: float | None = N
     return {
         "dispatch_send": machine.kernel(tokens * result, tokens * others * rank * record),
         "dispatch_recv": recv_us(where, machine, geometry.placing_own_rows().own_rows / where.ranks_per_host),
-        "experts": experts_us(where, machine) if experts is None else experts,
+        "experts": experts_us(where, machine),
         "combine_send": machine.kernel(where.rows * result, tokens * others * rank * partial),
         "combine_recv": machine.kernel(tokens * (all_parts * partial + result)),
     }

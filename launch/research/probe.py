@@ -62,9 +62,9 @@ def kept_bits(device: torch.device) -> int:
     return MOST_BITS
 
 
-def largest_loss(device: torch.device, rows: int = 1 << 14, seed: int = 0) -> float:
+def largest_loss(device: torch.device, rows: int = 1 << 14) -> float:
     """Largest error of sums of 128 random terms over their largest term or partial sum; the bound is `FP8_MMA_GAIN`."""
-    rng = torch.Generator().manual_seed(seed)
+    rng = torch.Generator().manual_seed(0)
     # Small powers of two times e4m3 values of all significands, so that terms of many sizes meet.
     terms = torch.randn(rows, CHUNK // 2, generator=rng) * 2.0 ** torch.randint(
         -4, 5, (rows, CHUNK // 2), generator=rng

@@ -113,14 +113,13 @@ def check_special_values(
 
     Each row of the weight has one number, 1, so that gate and up are the first number of a token, exactly.
     """
-    weight, token = ("bf16", "bf16") if name == "bf16" else (name, "bf16")
     for activation in ACTIVATIONS.values():
         m = torch.zeros(1, 16 * activation.num_parts, 64)
         m[:, :, 0] = 1.0
-        w = ExpertWeights.quantize(m, weight, gate_up=activation.gate_up or False, engine="torch").to(device)
+        w = ExpertWeights.quantize(m, name, gate_up=activation.gate_up or False, engine="torch").to(device)
         x = torch.zeros(len(SPECIAL), 64)
         x[:, 0] = torch.tensor(SPECIAL)
-        a = make_rows(token, [len(SPECIAL)], 64, torch.Generator(), device, num_experts=1, x=x)
+        a = make_rows("bf16", [len(SPECIAL)], 64, torch.Generator(), device, num_experts=1, x=x)
         values = x[:, :1].bfloat16().float()
         want = activate(values.expand(-1, activation.num_parts), activation).expand(-1, 16)
         got = run(a, w, activation).rows[: len(SPECIAL)].view(torch.bfloat16).float().cpu()
