@@ -60,11 +60,16 @@ def without_accelerate() -> Iterator[None]:
         yield
 
 
+def spread(path: Path, sizes: dict[str, int], **settings: Any) -> Any:
+    """A saved model that transformers spreads over the ranks, with these settings of experts."""
+    with experts_settings(parallel=LIMITS, **settings), without_accelerate():
+        config = DistributedConfig(**sizes, ep_implementation=NAME)
+        return AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, distributed_config=config)
+
+
 def ep_of_rank(rank: int, world: int, path: Path, ids: list[torch.Tensor], sizes: dict[str, int], limit: int) -> Any:
     """Inputs and outputs of each layer of a model that transformers spread over the ranks."""
-    with experts_settings(max_tokens_per_rank=limit, parallel=LIMITS), without_accelerate():
-        config = DistributedConfig(**sizes, ep_implementation=NAME)
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, distributed_config=config)
+    model = spread(path, sizes, max_tokens_per_rank=limit)
     calls = recorded(model)
     try:
         with torch.no_grad():
@@ -109,9 +114,7 @@ def test_transformers_spreads_a_model(
 
 def sizes_of_rank(rank: int, world: int, path: Path, ids: list[torch.Tensor], buckets: tuple[int, ...]) -> Any:
     """Logits of each call of a model whose ranks share the tokens, and the sizes of the steps of all calls."""
-    with experts_settings(max_tokens_per_rank=16, token_buckets=buckets, parallel=LIMITS), without_accelerate():
-        config = DistributedConfig(ep_size=2, tp_size=2, ep_implementation=NAME)
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, distributed_config=config)
+    model = spread(path, {"ep_size": 2, "tp_size": 2}, max_tokens_per_rank=16, token_buckets=buckets)
     taken = []
 
     def send(dispatcher: TokenDispatcher, *args: Any, own: Any = TokenDispatcher._dispatch_send, **named: Any) -> Any:
@@ -156,9 +159,7 @@ def test_too_many_tokens_of_one_rank_end_the_call_of_all(get_pool: Any, tmp_path
 
 
 def training_of_rank(rank: int, world: int, path: Path) -> str:
-    with experts_settings(parallel=LIMITS), without_accelerate():
-        config = DistributedConfig(ep_size=2, fsdp_size=2, ep_implementation=NAME)
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, distributed_config=config)
+    model = spread(path, {"ep_size": 2, "fsdp_size": 2})
     ids = torch.full((1, 4), 7)
     with torch.no_grad():
         assert model(ids).logits.isfinite().all()
