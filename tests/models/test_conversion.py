@@ -70,6 +70,18 @@ def source(tmp_path: Path, seed: int) -> Path:
     return folder
 
 
+def check_quantized(before: Checkpoint, after: Checkpoint, layer: int, fmt: str) -> None:
+    """The experts of `after` have the bits that the quantizers make of those of `before`."""
+    for was, is_now in zip(before.experts(layer, range(4)), after.experts(layer, range(4)), strict=True):
+        for old, new in ((was.gate_up, is_now.gate_up), (was.down, is_now.down)):
+            assert isinstance(new, ExpertWeights)
+            want = ExpertWeights.quantize(dense(old)[None], fmt)
+            assert_same_bits(new.quants, want.quants)
+            assert_same_bits(new.scales, want.scales)
+            if want.expert_scales is not None and new.expert_scales is not None:
+                assert (new.expert_scales.view(-1) == want.expert_scales).all()
+
+
 @pytest.mark.parametrize("fmt", TARGET_LAYOUTS)
 def test_what_is_written_reads_back_as_what_the_quantizers_make(fmt: str, source: Path, tmp_path: Path) -> None:
     convert_checkpoint(source, tmp_path / "target", fmt)
@@ -84,15 +96,7 @@ def test_what_is_written_reads_back_as_what_the_quantizers_make(fmt: str, source
         for layer in range(2):
             gate = f"model.layers.{layer}.mlp.gate.weight"
             assert_same_bits(tensors[gate], originals[gate])
-            pairs = zip(before.experts(layer, range(4)), after.experts(layer, range(4)), strict=True)
-            for was, is_now in pairs:
-                for old, new in ((was.gate_up, is_now.gate_up), (was.down, is_now.down)):
-                    assert isinstance(old, torch.Tensor) and isinstance(new, ExpertWeights)
-                    want = ExpertWeights.quantize(old[None], fmt)
-                    assert_same_bits(new.quants, want.quants)
-                    assert_same_bits(new.scales, want.scales)
-                    if want.expert_scales is not None and new.expert_scales is not None:
-                        assert (new.expert_scales.view(-1) == want.expert_scales).all()
+            check_quantized(before, after, layer, fmt)
     config = layer_config_of(tmp_path / "target", max_tokens_per_rank=1)
     tokens = fmt if fmt in ("mxfp8", "fp8_block") else "bf16"
     assert (config.token_format, config.weight_format) == (tokens, fmt)
@@ -156,9 +160,7 @@ def test_fp8_experts_become_nvfp4_and_the_rest_stays(source: Path, tmp_path: Pat
     assert not any(name.endswith("weight_scale_inv") and ".experts." in name for name in made)
     with Checkpoint(source) as before, Checkpoint(tmp_path / "target") as after:
         assert after.rest.stored(["model.layers.0.self_attn.o_proj"]).layout.name == "fp8"
-        for was, is_now in zip(before.experts(0, range(4)), after.experts(0, range(4)), strict=True):
-            assert isinstance(was.down, ExpertWeights) and isinstance(is_now.down, ExpertWeights)
-            assert_same_bits(is_now.down.quants, ExpertWeights.quantize(was.down.dequantize(), "nvfp4").quants)
+        check_quantized(before, after, 0, "nvfp4")
 
 
 @pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
@@ -195,12 +197,7 @@ def test_layers_in_several_formats_become_one(tmp_path: Path, seed: int) -> None
     convert_checkpoint(source, target, "mxfp8")
     with Checkpoint(source) as before, Checkpoint(target) as after:
         for layer in range(3):
-            for was, is_now in zip(before.experts(layer, range(4)), after.experts(layer, range(4)), strict=True):
-                for old, new in ((was.gate_up, is_now.gate_up), (was.down, is_now.down)):
-                    assert isinstance(new, ExpertWeights)
-                    want = ExpertWeights.quantize(dense(old)[None], "mxfp8")
-                    assert_same_bits(new.quants, want.quants)
-                    assert_same_bits(new.scales, want.scales)
+            check_quantized(before, after, layer, "mxfp8")
 
 
 def test_what_modelopt_says_of_the_rest_stays(source: Path, tmp_path: Path) -> None:
@@ -211,11 +208,7 @@ def test_what_modelopt_says_of_the_rest_stays(source: Path, tmp_path: Path) -> N
     with Checkpoint(source) as before, Checkpoint(tmp_path / "target") as after:
         assert after.rest.stored(["model.layers.0.self_attn.o_proj"]).layout.name == "modelopt nvfp4"
         assert after.stored_of(1).layout.name == "mxfp8-quantized"
-        (was,), (is_now,) = (each.experts(1, range(3, 4)) for each in (before, after))
-        assert isinstance(was.gate_up, ExpertWeights) and isinstance(is_now.gate_up, ExpertWeights)
-        want = ExpertWeights.quantize(was.gate_up.dequantize(), "mxfp8")
-        assert_same_bits(is_now.gate_up.quants, want.quants)
-        assert_same_bits(is_now.gate_up.scales, want.scales)
+        check_quantized(before, after, 1, "mxfp8")
 
 
 def test_calibrated_scales_are_stored(source: Path, tmp_path: Path, rng: torch.Generator) -> None:

@@ -525,7 +525,12 @@ def check_converted(folder: Path, target: Path, fmt: str) -> None:
         "weight_packed",
         "weight_scale",
     }
-    for prefix, got in values(target).items():
+    check_quantized(target, before, fmt)
+
+
+def check_quantized(folder: Path, before: dict[str, torch.Tensor], fmt: str) -> None:
+    """What is read is the weights `before`, quantized once more."""
+    for prefix, got in values(folder).items():
         assert_same_bits(got, ExpertWeights.quantize(before[prefix][None], fmt).dequantize()[0])
 
 
@@ -652,9 +657,7 @@ def test_a_converted_copy_means_the_same(folder: Path) -> None:
     convert_checkpoint(folder, folder / "converted", "mxfp8")
     assert not any("weight_shape" in name or "packed" in name for name in load_all(folder / "converted"))
     assert any("weight_shape" in name for name in tensors)
-    for prefix, got in values(folder / "converted").items():
-        want = ExpertWeights.quantize(before[prefix][None], "mxfp8").dequantize()[0]
-        assert_same_bits(got, want)
+    check_quantized(folder / "converted", before, "mxfp8")
 
 
 @pytest.mark.parametrize("weights", [None, "int4"])
@@ -675,8 +678,7 @@ def test_a_model_with_a_nested_config_is_converted(weights: str | None, folder: 
     assert written["text_config"] == config
     assert ("expert_quantization_config" in written) == (weights is not None) != ("quantization_config" in written)
     assert layer_config_of(folder / "converted", max_tokens_per_rank=1).weight_format == "mxfp8"
-    for prefix, got in values(folder / "converted").items():
-        assert_same_bits(got, ExpertWeights.quantize(before[prefix][None], "mxfp8").dequantize()[0])
+    check_quantized(folder / "converted", before, "mxfp8")
 
 
 NAME = prefix_of(2, "down_proj")
