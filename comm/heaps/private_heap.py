@@ -43,7 +43,7 @@ class PrivateHeap(SymmetricHeap):
 
     def _allocate(self, num_bytes: int) -> None:
         for member in self._members:
-            if member._base is None:
+            if member._base is None and not member.closed:
                 member._base = aligned_zeros(num_bytes, self.device)
                 self._write_ones(member._base)
         assert self._base is not None

@@ -155,20 +155,46 @@ def test_private_members_must_reserve_the_same() -> None:
         second.allocate()
 
 
+def test_a_private_member_that_is_closed_gets_no_memory_again() -> None:
+    first, second = PrivateHeap.group(2)
+    for heap in (first, second):
+        heap.reserve("a", 10)
+    first.allocate()
+    first.close()
+    second.allocate()
+    assert first._base is None
+    with pytest.raises(ValueError, match="heap: that of rank 0 is closed"):
+        second.peer_tensor("a", 0)
+    second.close()
+    third, fourth = PrivateHeap.group(2)
+    third.close()
+    fourth.reserve("a", 10)
+    fourth.allocate()
+    assert third._base is None
+    fourth.close()
+
+
 def test_misuse_is_named() -> None:
     with pytest.raises(ValueError, match=r"world_size: expected a positive integer to \d+, got 0"):
         PrivateHeap.group(0)
     heap = PrivateHeap()
     with pytest.raises(ValueError, match=r"num_bytes: expected a positive integer to \d+, got 0"):
         heap.reserve("a", 0)
+    with pytest.raises(ValueError, match=r"ones: expected an integer from 0 to 10, got 11"):
+        heap.reserve("a", 10, ones=11)
+    with pytest.raises(ValueError, match="region: expected a str, got list"):
+        heap.reserve(["a"], 10)  # type: ignore[arg-type]
     heap.reserve("a", 10)
     with pytest.raises(ValueError, match="'a' is already reserved"):
         heap.reserve("a", 10)
     with pytest.raises(ValueError, match="not allocated yet"):
         heap.tensor("a")
+    with pytest.raises(ValueError, match="not allocated yet"):
+        heap.peer_pointers("a")
     heap.allocate()
-    with pytest.raises(ValueError, match="already allocated"):
-        heap.reserve("b", 10)
+    for again in (heap.allocate, lambda: heap.reserve("b", 10)):
+        with pytest.raises(ValueError, match="already allocated"):
+            again()
     with pytest.raises(ValueError, match="expected one of \\['a'\\], got 'b'"):
         heap.tensor("b")
     for rank in (1, -1):
