@@ -274,11 +274,13 @@ class ExpertParallelContext(AbortableContext):
         there are, and if the context is closed; after a failure what `check()` raises.
         """
         self._check_usable()
-        self._regions.grow(half_bytes, staging_bytes, allocated=self.allocated)
+        # All is checked before anything changes: a rank that tries again is to have the sizes and values of its peers.
+        self._regions.check(half_bytes, staging_bytes, allocated=self.allocated)
         if about is not None:
             check_kind("about", about, str)
         if agree is not None:
             self._agreement.add(agree, about)
+        self._regions.grow(half_bytes, staging_bytes)
 
     def next_exchange_id(self) -> int:
         """The id of the next exchange. All ranks must create exchanges in the same order."""

@@ -26,8 +26,8 @@ class Regions:
         self.half_bytes = dict.fromkeys(HALVED_REGIONS, REGION_ALIGNMENT)
         self.staging_bytes = 0
 
-    def grow(self, half_bytes: dict[str, int], staging_bytes: int, *, allocated: bool) -> None:
-        """Make every region at least as large as asked. Raises `ValueError` as `ExpertParallelContext.register`."""
+    def check(self, half_bytes: dict[str, int], staging_bytes: int, *, allocated: bool) -> None:
+        """Raise `ValueError`, as `ExpertParallelContext.register`, where regions cannot `grow` so."""
         asked = {**half_bytes, "staging_bytes": staging_bytes}
         for region, num_bytes in asked.items():
             if region not in (*HALVED_REGIONS, "staging_bytes"):
@@ -39,6 +39,9 @@ class Regions:
                     f"{region}: {num_bytes} bytes needed, but the context is allocated with {there}; "
                     "create all layers before the first step, or register the largest one first"
                 )
+
+    def grow(self, half_bytes: dict[str, int], staging_bytes: int) -> None:
+        """Make every region at least as large as asked, which `check` has passed."""
         self.staging_bytes = max(self.staging_bytes, align_region(staging_bytes))
         for region, num_bytes in half_bytes.items():
             self.half_bytes[region] = max(self.half_bytes[region], align_region(num_bytes))

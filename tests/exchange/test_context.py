@@ -117,6 +117,8 @@ def test_a_later_layer_must_fit() -> None:
         context.register(landing=1024, token_flags=10)
         with pytest.raises(ValueError, match="landing: 1025 bytes needed, but the context is allocated with 1024"):
             context.register(landing=1025)
+        with pytest.raises(ValueError, match="staging_bytes: 1 bytes needed, but the context is allocated with 0"):
+            context.register(staging_bytes=1)
 
 
 @pytest.mark.parametrize(
@@ -183,7 +185,11 @@ def test_wrong_registrations_are_named() -> None:
         ({"agree": {"top_k": 10**100}}, "agree: expected integers of at most 100 digits"),
     ):
         with pytest.raises(ValueError, match=message):
-            context.register(**wrong)  # type: ignore[arg-type]
+            context.register(landing=1000, **wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="landing: expected an integer from 0 to"):
+        context.register(landing=2**46 + 1, agree={"top_k": 2})
+    # A rank that tries again has the sizes and values of its peers.
+    assert context.half_bytes["landing"] == 256 and context._agreement.complete
     with pytest.raises(ValueError, match="reason: expected a str, got int"):
         context.abort(5)  # type: ignore[arg-type]
     context.close()
