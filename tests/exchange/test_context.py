@@ -690,6 +690,21 @@ def test_a_timeout_names_the_limit_that_held(milliseconds: int, limit: str) -> N
     assert isinstance(failure, PeerTimeoutError) and str(failure).endswith(f"within {limit}")
 
 
+def test_what_a_rank_found_itself_goes_before_what_peers_say() -> None:
+    """But if it only stopped because of a peer, the failure is that of the lowest rank with a cause of its own."""
+    quiet = [0] * ABORT_WORDS
+    routing = [ErrorCode.ROUTING, Phase.DISPATCH_SEND, 3, 2, 77, 5, 0, 0]
+    # Rank 1 passes on what rank 2 has found; rank 3 has found the same of rank 2.
+    aborts = [quiet, [*routing[:6], 3, 0], [ErrorCode.ABORTED, Phase.HOST, 0, 2, 0, 0, 0, 0], routing]
+    own = [ErrorCode.TIMEOUT, 1, Phase.DISPATCH_RECV, 3, 1500, 0, 0, 0]
+    failure = find_failure(own, aborts, str)
+    assert isinstance(failure, PeerTimeoutError) and failure.rank == 1
+    for code in (ErrorCode.NONE, ErrorCode.ABORTED):
+        failure = find_failure([code, *own[1:]], aborts, str)
+        assert isinstance(failure, RoutingError) and failure.rank == 2
+        assert str(failure).startswith("rank 2, dispatch_send of epoch 3: expert id 77 of token 5 of rank 2 ")
+
+
 def check_costs(rank: int, world: int) -> float:
     with ExpertParallelContext(device="cpu", startup_timeout_s=PATIENCE_S) as context:
         context.allocate()

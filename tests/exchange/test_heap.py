@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from moe_runtime.comm.heaps import shared_heap, shared_memory
 from moe_runtime.comm.heaps.heap import REGION_ALIGNMENT, SymmetricHeap
 from moe_runtime.comm.heaps.private_heap import PrivateHeap
 from moe_runtime.comm.heaps.shared_heap import SharedHeap
-from moe_runtime.comm.heaps.shared_memory import NamedMemory, NamelessMemory, room_for_heaps
+from moe_runtime.comm.heaps.shared_memory import NamedMemory, NamelessMemory, Room, room_for_heaps
 from moe_runtime.comm.rank_group import RankGroup
 from tests.support.pool import WITHOUT_ONE_S, run_once
 
@@ -58,6 +59,70 @@ def test_files_of_shared_memory_are_for_their_user_alone(tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == [link]
 
 
+def test_a_folder_is_asked_for_its_room_and_holds_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = SimpleNamespace(f_frsize=512, f_blocks=100, f_bavail=7, f_bfree=9, f_bsize=4096)
+    monkeypatch.setattr(os, "statvfs", lambda folder: told)
+    memory = NamedMemory(str(tmp_path))
+    assert memory.room() == Room(str(tmp_path), 51200, 3584)
+    with pytest.raises(OSError) as caught:
+        memory.create(3585)
+    assert caught.value.errno == errno.ENOSPC and not list(tmp_path.iterdir())
+    (path,) = memory.create(3584)
+    assert os.stat(path).st_size == 3584
+    memory.clean([])
+
+
+def test_only_files_of_heaps_are_opened_or_unlinked(tmp_path: Path) -> None:
+    memory = NamedMemory(str(tmp_path))
+    (path,) = memory.create(4096)
+    assert memory.read_place([path]) == path
+    for wrong in ("moe_runtime-" + "0" * 32, f"{path}0", f"{tmp_path}/other", f"{path}\0", path.replace("-", "_")):
+        with pytest.raises(ValueError, match="expected the path of a heap's file, got another text"):
+            memory.read_place([wrong])
+    before = open_descriptors()
+    with pytest.raises(OSError, match="expected 8192 bytes, got 4096"):
+        memory.open(path, 8192)
+    assert open_descriptors() == before
+    memory.clean([])
+    memory.clean([path])
+
+
+@pytest.mark.parametrize("kind", [NamedMemory, NamelessMemory])
+def test_memory_that_cannot_be_reserved_is_given_up(
+    kind: type[NamedMemory | NamelessMemory], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(descriptor: int, num_bytes: int) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    memory = NamedMemory(str(tmp_path)) if kind is NamedMemory else NamelessMemory()
+    monkeypatch.setattr(shared_memory, "reserve_file", refuse)
+    before = open_descriptors()
+    with pytest.raises(OSError, match="full"):
+        memory.create(4096)
+    assert open_descriptors() == before and not list(tmp_path.iterdir())
+
+
+def test_memory_without_a_name_is_taken_where_the_system_has_it() -> None:
+    """Else tests of it are skipped, and ranks map files, wherever it is broken."""
+    try:
+        descriptor = os.memfd_create("moe_runtime-test", os.MFD_ALLOW_SEALING)
+    except (AttributeError, OSError) as error:
+        pytest.skip(f"memory without a name: {error}")
+    with contextlib.closing(os.fdopen(descriptor, "rb")):
+        try:
+            os.close(os.open(f"/proc/{os.getpid()}/fd/{descriptor}", os.O_RDWR))
+        except OSError as error:
+            pytest.skip(f"memory without a name: {error}")
+    before = open_descriptors()
+    assert NamelessMemory.problem() is None and open_descriptors() == before
+    room = NamelessMemory().room()
+    assert room.folder is None and 0 < room.available_bytes <= room.total_bytes
+
+
+def open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
 @pytest.fixture
 def nameless() -> Iterator[NamelessMemory]:
     if problem := NamelessMemory.problem():
@@ -86,6 +151,7 @@ def test_only_memory_of_a_heap_is_opened(nameless: NamelessMemory, tmp_path: Pat
             os.close(nameless.open(place, num_bytes))
         return caught.value.errno
 
+    before = open_descriptors()
     assert refusal(place, 8192) == errno.EINVAL
     assert refusal((*place[:3], place[3] + 1)) == refusal((*place[:2], place[2] + 1, place[3])) == errno.ESTALE
     assert refusal((place[0], 10**6, *place[2:])) == refusal((2**40, *place[1:])) == errno.ENOENT
@@ -102,6 +168,7 @@ def test_only_memory_of_a_heap_is_opened(nameless: NamelessMemory, tmp_path: Pat
     assert refusal((os.getpid(), unsealed, status.st_dev, status.st_ino)) == errno.EINVAL
     for descriptor in (*others, unsealed):
         os.close(descriptor)
+    assert open_descriptors() == before
 
 
 def heap_descriptors() -> list[str]:
