@@ -255,6 +255,29 @@ def planted(right: str, wrong: str, only_in: str = "") -> Callable[[str], str]:
     return edit
 
 
+@dataclass(eq=False)
+class Replaced:
+    """An `Emulator.edit` that replaces a regular expression in sources that have `only_in`, after the edit `before`.
+
+    Attributes:
+        times: how often it has been found in all of them.
+    """
+
+    pattern: str
+    replacement: str
+    before: Callable[[str], str] = lambda text: text
+    only_in: str = ""
+    times: int = 0
+
+    def __call__(self, text: str) -> str:
+        text = self.before(text)
+        if self.only_in not in text:
+            return text
+        text, times = re.subn(self.pattern, self.replacement, text)
+        self.times += times
+        return text
+
+
 @dataclass
 class Emulator:
     """Stands for `BoundKernel.launch`. Kernels run when they are launched, or, inside `together`, all at its end.

@@ -8,26 +8,27 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator
+from typing import Protocol
 
 import pytest
 import torch
 
-from moe_runtime.comm.errors import RoutingError, StepMismatchError
-from moe_runtime.comm.signals import NUM_COUNTERS
-from moe_runtime.context.expert_parallel import ExpertParallelContext
+from moe_runtime.comm.errors import StepMismatchError
 from moe_runtime.dispatcher.handle import DispatchedTokens
 from moe_runtime.kernels.exchange import geometry, plan, reference
 from tests.emulator import MOST_SCHEDULES, Emulator, needs_emulator
-from tests.exchange.test_cuda_exchange_emulated import (
-    Step,
-    all_at_once,
-    assert_is_found,
-    assert_same_results,
-    one_after_the_other,
-)
 from tests.support.comparison import assert_same_bits
+from tests.support.emulated_steps import (
+    Settings,
+    assert_counters_are_zero,
+    assert_is_found,
+    check_a_bad_id_is_told,
+    check_steps,
+    check_with_references_among_them,
+    most_tokens,
+    random_steps,
+)
 from tests.support.exchange_data import RankInput, rank_input
 from tests.support.token_parts import forget_plans
 from tests.support.virtual_exchange import HOPPER, Ranks, emulator, poisoned_memory, pretend_sms
@@ -37,7 +38,6 @@ __all__ = ["emulator", "poisoned_memory"]
 pytestmark = [needs_emulator, pytest.mark.cpu_only]
 
 CPU = torch.device("cpu")
-Settings = dict[str, Any]
 
 
 LAYERS = (
@@ -104,60 +104,17 @@ def ranks_of(settings: Settings, engine: str) -> Ranks:
     return ranks
 
 
-def random_steps(draw: random.Random, settings: Settings, count: int) -> list[Step]:
-    """Steps with tokens of all numbers on all ranks and every kind of routing."""
-    most, sizes = settings["max_tokens_per_rank"], [settings[n] for n in ("hidden_size", "num_experts", "top_k")]
-    steps = []
-    for _ in range(count):
-        tokens = [draw.choice((0, 1, most, draw.randint(0, most))) for _ in range(settings["world"])]
-        routing, seed = draw.choice(("random", "random", "one", "none")), draw.randrange(2**20)
-        inputs = [rank_input(seed, rank, count, *sizes, routing) for rank, count in enumerate(tokens)]
-        steps.append(Step(inputs, combined=draw.random() < 0.6, shared=False))
-    return steps
-
-
-def random_outputs(ranks: Ranks, seed: int) -> list[torch.Tensor]:
-    """What experts give for as many rows as there can be, whatever arrives."""
-    generator, geometry = torch.Generator().manual_seed(seed), ranks.dispatchers[0].geometry
-    shape = (geometry.row_capacity, geometry.hidden)
-    return [torch.randn(shape, generator=generator).bfloat16() for _ in ranks.contexts]
-
-
-def begin_at(contexts: Sequence[ExpertParallelContext], epoch: int) -> None:
-    """As after `epoch` steps, the last of which were of layers that combine no tokens in parts."""
-    world, layout = len(contexts), contexts[0].signals_layout
-    for context in contexts:
-        context.epoch.fill_(epoch)
-        context.signals[layout.ready : layout.ready + world] = epoch
-        for half in (0, 1):
-            last = epoch if epoch % 2 == half else epoch - 1
-            for field in (layout.dispatch_flag, layout.combine_flag):
-                context.signals[field + half * world : field + (half + 1) * world] = last
-
-
-def assert_counters_are_zero(ranks: Ranks) -> None:
-    for context in ranks.contexts:
-        assert context.counters.tolist() == [0] * NUM_COUNTERS
-
-
 def run_random_steps(
     draw_sizes: Draw, emulator: Emulator, seed: int, epoch: int | None = None, combined: bool | None = None
 ) -> None:
     draw = random.Random(seed)
     settings = draw_sizes(draw)
-    references, kernels = ranks_of(settings, "torch"), ranks_of(settings, HOPPER)
     # After the last of these, words that nobody has written seem to be of an epoch to come.
     epoch = draw.choice((0, -2, 2**31 - 3, 1 - 2**31)) if epoch is None else epoch
-    for ranks in (references, kernels) if epoch else ():
-        begin_at(ranks.contexts, epoch)
-    steps, outputs = random_steps(draw, settings, 3), random_outputs(references, seed)
+    steps = random_steps(draw, settings, 3)
     if combined is not None:
         steps = [step._replace(combined=combined) for step in steps]
-    found = all_at_once(kernels, steps, outputs, emulator)
-    assert_same_results(found, one_after_the_other(references, steps, outputs))
-    for context in kernels.contexts:
-        context.check_peers()
-    assert_counters_are_zero(kernels)
+    check_steps(ranks_of(settings, "torch"), ranks_of(settings, HOPPER), steps, emulator, seed, epoch)
 
 
 def test_steps_of_ranks_that_do_not_wait_for_each_other(draw_sizes: Draw, emulator: Emulator, seed: int) -> None:
@@ -171,31 +128,13 @@ def test_ranks_differ_in_what_they_run(draw_sizes: Draw, emulator: Emulator, see
     references, mixed = ranks_of(settings, "torch"), ranks_of(settings, HOPPER)
     for dispatcher in mixed.dispatchers[1 :: 1 + seed % 2]:
         dispatcher._use(reference)
-    steps, outputs = random_steps(draw, settings, 3), random_outputs(references, seed)
-    wanted = one_after_the_other(references, steps, outputs)
-    assert_same_results(one_after_the_other(mixed, steps, outputs), wanted)
+    check_with_references_among_them(references, mixed, random_steps(draw, settings, 3), seed)
 
 
 def test_a_bad_id_leaves_counters_as_they_were(draw_sizes: Draw, emulator: Emulator, seed: int) -> None:
     draw = random.Random(seed)
     settings = draw_sizes(draw, world=3)
-    steps = [step._replace(combined=True) for step in random_steps(draw, settings, 2)]
-    sizes = [settings[name] for name in ("hidden_size", "num_experts", "top_k")]
-    bad = rank_input(seed, 1, settings["max_tokens_per_rank"], *sizes)
-    bad.topk_idx[-1, -1] = settings["num_experts"]
-    steps[1].inputs[1] = bad
-    kernels = ranks_of(settings, HOPPER)
-    all_at_once(kernels, steps, random_outputs(kernels, seed), emulator)
-    for context in kernels.contexts:
-        with pytest.raises(RoutingError, match="rank 1"):
-            context.check()
-    assert_counters_are_zero(kernels)
-
-
-def most_tokens(settings: Settings, seed: int) -> list[RankInput]:
-    """As many tokens on each rank as there may be."""
-    sizes = [settings[name] for name in ("max_tokens_per_rank", "hidden_size", "num_experts", "top_k")]
-    return [rank_input(seed, rank, *sizes) for rank in range(settings["world"])]
+    check_a_bad_id_is_told(ranks_of(settings, HOPPER), settings, draw, emulator, seed)
 
 
 def dispatched(settings: Settings, inputs: list[RankInput], emulator: Emulator) -> list[DispatchedTokens]:

@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import math
 import random
-import re
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterator
+from typing import Any, Protocol
 
 import pytest
 import torch
 
-from moe_runtime.comm.errors import MoERuntimeError, PeerTimeoutError, Phase, RoutingError, StepMismatchError
+from moe_runtime.comm.errors import PeerTimeoutError, Phase, StepMismatchError
 from moe_runtime.dispatcher.handle import DispatchedTokens
 from moe_runtime.kernels.exchange import plan
 from moe_runtime.observation.waits import LATE, SLOW_TO_SEND, LayerWaits, PeerWaits, slowest_rank
-from tests.emulator import MOST_SCHEDULES, Emulator, needs_emulator
-from tests.support.comparison import assert_same_bits
-from tests.support.exchange_data import RankInput, expected_groups, rank_input
+from tests.emulator import Emulator, Replaced, needs_emulator
+from tests.support.emulated_steps import (
+    Step,
+    all_at_once,
+    assert_is_found,
+    assert_same_results,
+    check_a_bad_id_is_told,
+    check_steps,
+    one_after_the_other,
+    random_outputs,
+    random_steps,
+)
+from tests.support.exchange_data import expected_groups, rank_input
 from tests.support.token_parts import forget_plans
 from tests.support.virtual_exchange import HOPPER, Ranks, emulator, poisoned_memory, pretend_sms
 
@@ -69,83 +78,9 @@ def references_and_kernels(**settings: Any) -> list[Ranks]:
     return [Ranks(WORLD, CPU, engine, **{**SETTINGS, **settings}) for engine in ("torch", HOPPER)]
 
 
-ARRIVED = ("group_offsets", "group_scale_offsets", "scales", "row_scale", "rows")
-
-
-class Step(NamedTuple):
-    """What all ranks bring, and whether what arrives is combined, with a shared expert or without."""
-
-    inputs: list[RankInput]
-    combined: bool
-    shared: bool
-
-
-Found = tuple[DispatchedTokens, torch.Tensor | None]
-
-
-def one_after_the_other(ranks: Ranks, steps: list[Step], outputs: list[torch.Tensor]) -> list[list[Found]]:
-    """What arrives and would come home in each step, by rank."""
-    found: list[list[Found]] = []
-    for step in steps:
-        arrived = ranks.dispatch(step.inputs)
-        y = ranks.combine(arrived, outputs, [data.x for data in step.inputs] if step.shared else None)
-        found.append(list(zip(arrived, y, strict=True)))
-    return found
-
-
-def all_at_once(
-    ranks: Ranks,
-    steps: list[Step],
-    outputs: list[torch.Tensor],
-    emulator: Emulator,
-    stops: tuple[int, int, bool] | None = None,
-) -> list[list[Found]]:
-    """The same where ranks go on as they like, and kernels of one begin before those before have ended.
-
-    `stops` is a rank, the steps that it still does, and whether it sends its tokens of one more.
-    """
-    found: list[list[Found]] = [[] for _ in steps]
-    with emulator.together() as choose:
-        for rank, (own, output) in enumerate(zip(ranks.dispatchers, outputs, strict=True)):
-            choose(rank)
-            for number, step in enumerate(steps):
-                data, y = step.inputs[rank], None
-                if stops is not None and (rank, number) == stops[:2]:
-                    if stops[2]:
-                        own.dispatch_send(*data)
-                    break
-                arrived = own.dispatch(*data)
-                if step.combined:
-                    y = own.combine(output, arrived.handle, shared=data.x if step.shared else None)
-                found[number].append((arrived, y))
-    return found
-
-
-def assert_same_results(found: list[list[Found]], wanted: list[list[Found]]) -> None:
-    for step, (of_ranks, wanted_of_ranks) in enumerate(zip(found, wanted, strict=True)):
-        for rank, ((a, y), (b, wanted_y)) in enumerate(zip(of_ranks, wanted_of_ranks, strict=True)):
-            what = f"of rank {rank} in step {step}"
-            for name in ARRIVED:
-                if getattr(b, name) is not None:
-                    assert_same_bits(getattr(a, name), getattr(b, name), f"{name} {what}")
-            assert_same_bits(a.handle.positions, b.handle.positions, f"positions {what}")
-            if y is not None and wanted_y is not None:
-                assert_same_bits(y, wanted_y, f"y {what}")
-
-
-def random_steps(
-    seed: int, count: int, hidden: int = SETTINGS["hidden_size"], most: int = SETTINGS["max_tokens_per_rank"]
-) -> list[Step]:
-    """Steps with tokens of all numbers on all ranks, and every kind of routing."""
-    draw = random.Random(seed)
-    _, experts, top_k, _ = SETTINGS.values()
-    steps = []
-    for step in range(count):
-        routing = draw.choice(("random", "random", "one", "none"))
-        tokens = [draw.choice((0, 1, most, draw.randint(0, most))) for _ in range(WORLD)]
-        inputs = [rank_input(seed + step, r, t, hidden, experts, top_k, routing) for r, t in enumerate(tokens)]
-        steps.append(Step(inputs, combined=draw.random() < 0.7, shared=draw.random() < 0.5))
-    return steps
+def combined_steps(seed: int, count: int) -> list[Step]:
+    steps = random_steps(random.Random(seed), {**SETTINGS, "world": WORLD}, count, shared=True)
+    return [step._replace(combined=True) for step in steps]
 
 
 @pytest.mark.parametrize(
@@ -170,25 +105,13 @@ def run_random_steps(
     settings: dict[str, Any], emulator: Emulator, seed: int, count: int = 5, **of_kernels: Any
 ) -> None:
     settings = {**SETTINGS, "mode": "contiguous", **settings}
-    steps = random_steps(seed, count, settings["hidden_size"], settings["max_tokens_per_rank"])
+    steps = random_steps(random.Random(seed), {**settings, "world": WORLD}, count, shared=True)
     run_steps(settings, steps, emulator, seed, **of_kernels)
 
 
 def run_steps(settings: dict[str, Any], steps: list[Step], emulator: Emulator, seed: int, **of_kernels: Any) -> None:
-    """Raise unless kernels of ranks that do not wait for each other give what the references give."""
     references, kernels = Ranks(WORLD, CPU, "torch", **settings), Ranks(WORLD, CPU, HOPPER, **settings, **of_kernels)
-    outputs = random_outputs(references, seed)
-    assert_same_results(all_at_once(kernels, steps, outputs, emulator), one_after_the_other(references, steps, outputs))
-    for context in kernels.contexts:
-        context.check_peers()
-
-
-def random_outputs(ranks: Ranks, seed: int) -> list[torch.Tensor]:
-    """What experts give for as many rows as there can be, whatever arrives."""
-    generator = torch.Generator().manual_seed(seed)
-    geometry = ranks.dispatchers[0].geometry
-    shape = (geometry.row_capacity, geometry.hidden)
-    return [torch.randn(shape, generator=generator).bfloat16() for _ in range(WORLD)]
+    check_steps(references, kernels, steps, emulator, seed)
 
 
 ONE_CHUNK = {"SMALL_CHUNK_BYTES": 1 << 20, "TOKENS_IN_PARTS": 1024}
@@ -202,7 +125,7 @@ def test_a_rank_that_stops_is_named_by_all_others(
     sends: bool, sizes: dict[str, int], emulator: Emulator, seed: int, shrink: Shrink
 ) -> None:
     shrink(seed, **sizes)
-    steps = [step._replace(combined=True) for step in random_steps(seed, 3)]
+    steps = combined_steps(seed, 3)
     references, kernels = references_and_kernels(mode="contiguous", token_format="nvfp4")
     outputs, lost = random_outputs(references, seed), seed % WORLD
     found = all_at_once(kernels, steps, outputs, emulator, stops=(lost, 1, sends))
@@ -221,15 +144,9 @@ def test_a_bad_expert_id_is_told_to_ranks_that_are_at_work(
 ) -> None:
     """A rank that fails tells of it and then raises its flag all the same; kernels that wait for it miss neither."""
     shrink(seed, **sizes)
-    steps = [step._replace(combined=True) for step in random_steps(seed, 2)]
-    bad = rank_input(seed, 1, 3, *list(SETTINGS.values())[:3])
-    bad.topk_idx[1, 2] = SETTINGS["num_experts"]
-    steps[1].inputs[1] = bad
-    references, kernels = references_and_kernels(mode="contiguous", token_format="fp8_block")
-    all_at_once(kernels, steps, random_outputs(references, seed), emulator)
-    for context in kernels.contexts:
-        with pytest.raises(RoutingError, match="rank 1"):
-            context.check()
+    settings = {**SETTINGS, "mode": "contiguous", "token_format": "fp8_block"}
+    kernels = Ranks(WORLD, CPU, HOPPER, **settings)
+    check_a_bad_id_is_told(kernels, {**settings, "world": WORLD}, random.Random(seed), emulator, seed)
 
 
 @pytest.mark.parametrize("sizes", [ONE_CHUNK, SEVERAL_CHUNKS, {}], ids=["one_chunk", "several_chunks", "drawn"])
@@ -238,7 +155,7 @@ def test_waits_are_counted_beside_the_work(
 ) -> None:
     """By a block of its own, with the same results. A rank that has work between its steps is named."""
     shrink(seed, **sizes)
-    steps = [step._replace(combined=True) for step in random_steps(seed, 3)]
+    steps = combined_steps(seed, 3)
     references, kernels = references_and_kernels(mode="contiguous", token_format="nvfp4")
     outputs, slow = random_outputs(references, seed), seed % WORLD
     waits = [LayerWaits(own.context, {12: own}) for own in kernels.dispatchers]
@@ -270,23 +187,15 @@ def test_waits_are_counted_beside_the_work(
 def test_a_rank_that_has_entered_and_does_not_send_is_told_apart(emulator: Emulator, seed: int, shrink: Shrink) -> None:
     """It stops for a while in each step, after its peers have learned that it has entered."""
     shrink(seed)
-    steps, slow = [step._replace(combined=True) for step in random_steps(seed, 3)], seed % WORLD
+    steps, slow = combined_steps(seed, 3), seed % WORLD
     references, kernels = references_and_kernels(mode="contiguous", token_format="nvfp4")
     outputs = random_outputs(references, seed)
     waits = [LayerWaits(own.context, {12: own}) for own in kernels.dispatchers]
-    pause, paused = f"if (rank == {slow}) for (int i = 0; i < 500; ++i) load_relaxed(own + lane);", 0
-
-    def edit(text: str) -> str:
-        nonlocal paused
-        text, times = re.subn(
-            r"(store_release\(words_of_lane \+ \d+ \+ rank, last_epoch \+ 1\);)", rf"\1 {pause}", text
-        )
-        paused += times
-        return text
-
-    emulator.edit = edit
+    pause = f"if (rank == {slow}) for (int i = 0; i < 500; ++i) load_relaxed(own + lane);"
+    has_entered = r"(store_release\(words_of_lane \+ \d+ \+ rank, last_epoch \+ 1\);)"
+    emulator.edit = edit = Replaced(has_entered, rf"\1 {pause}")
     found = all_at_once(kernels, steps, outputs, emulator)
-    assert paused == 1
+    assert edit.times == 1
     assert_same_results(found, one_after_the_other(references, steps, outputs))
     named = slowest_rank([of_rank.read()[12] for of_rank in waits])
     assert named is not None and (named.rank, named.cause) == (slow, SLOW_TO_SEND), str(named)
@@ -297,24 +206,17 @@ def test_a_combine_flag_of_long_ago_is_not_taken_for_one_of_this_step(
 ) -> None:
     """It may seem to be ahead, since not all epochs raise it."""
     shrink(seed)
-    steps, slow = [step._replace(combined=True) for step in random_steps(seed, 2)], seed % WORLD
+    steps, slow = combined_steps(seed, 2), seed % WORLD
     references, kernels = references_and_kernels(mode="contiguous", token_format="nvfp4")
     outputs = random_outputs(references, seed)
     waits = [LayerWaits(own.context, {12: own}) for own in kernels.dispatchers]
     for context in kernels.contexts:
         first = context.signals_layout.combine_flag
         context.heap.tensor("signals").view(torch.int32)[first : first + 2 * WORLD] = 1 << 30
-    pause, paused = f"if (rank == {slow}) for (int i = 0; i < 500; ++i) load_relaxed(epoch_ptr);", 0
-
-    def edit(text: str) -> str:
-        nonlocal paused
-        text, times = re.subn(r"(signal\(\d+ \+ half \* \d+, counter, false\);)", rf"{pause} \1", text)
-        paused += times
-        return text
-
-    emulator.edit = edit
+    pause = f"if (rank == {slow}) for (int i = 0; i < 500; ++i) load_relaxed(epoch_ptr);"
+    emulator.edit = edit = Replaced(r"(signal\(\d+ \+ half \* \d+, counter, false\);)", rf"{pause} \1")
     found = all_at_once(kernels, steps, outputs, emulator)
-    assert paused
+    assert edit.times
     assert_same_results(found, one_after_the_other(references, steps, outputs))
     for rank, of_rank in enumerate(waits):
         peer = of_rank.read()[12].peers[slow]
@@ -349,28 +251,6 @@ WRONG_PARTIAL_FLAGS = {
     "those of another token": (r"(half \* \d+) \+ token(\) \* \d+ \+ peer)", r"\1\2"),
 }
 """The same, of what tells of each partial result."""
-
-
-def assert_is_found(
-    edits: tuple[str, str],
-    emulator: Emulator,
-    run: Callable[[int], None],
-    slowed: Callable[[str], str] = lambda text: text,
-) -> None:
-    """Some run fails where a regular expression is replaced in translated kernels, `slowed` before."""
-    edited = 0
-
-    def edit(text: str) -> str:
-        nonlocal edited
-        text, times = re.subn(*edits, slowed(text))
-        edited += times
-        return text
-
-    emulator.edit = edit
-    with pytest.raises((AssertionError, MoERuntimeError)):
-        for turn in range(MOST_SCHEDULES):
-            run(turn)
-    assert edited > 0
 
 
 @pytest.mark.parametrize("what", WRONG)

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from moe_runtime.comm.errors import MoERuntimeError
 from moe_runtime.dispatcher.handle import CombineSink, DispatchHandle
 from moe_runtime.kernels.exchange import cuda, plan
 from moe_runtime.kernels.exchange.padded_rows import PaddedRows, PaddedScales
-from tests.emulator import MOST_SCHEDULES, Emulator
+from tests.emulator import Emulator
 from tests.support.comparison import assert_same_bits
+from tests.support.emulated_steps import assert_is_found
 from tests.support.exchange_data import RankInput, expected_combine, expected_groups, rank_input
 from tests.support.token_parts import forget_plans
 from tests.support.virtual_exchange import (
@@ -23,11 +22,13 @@ from tests.support.virtual_exchange import (
     HOPPER,
     SETTINGS,
     Ranks,
-    emulator,  # noqa: F401
+    emulator,
     needs_hopper,
-    poisoned_memory,  # noqa: F401
+    poisoned_memory,
     pretend_sms,
 )
+
+__all__ = ["emulator", "poisoned_memory"]
 
 WORLD, HIDDEN, EXPERTS, TOP_K, TOKENS = 3, 256, 7, 3, 5
 COUNTS = (5, 0, 3)
@@ -105,7 +106,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     forget_plans()
 
 
-def run_combines_again(emulator: Emulator, seed: int) -> None:  # noqa: F811
+def run_combines_again(emulator: Emulator, seed: int) -> None:
     """Ranks that do not wait for each other, kernels that begin while those before them run."""
     data = inputs_of(seed)
     later = [torch.rand(i.topk_weights.shape) for i in data]
@@ -129,7 +130,7 @@ def run_combines_again(emulator: Emulator, seed: int) -> None:  # noqa: F811
 
 @needs_hopper
 @pytest.mark.cpu_only
-def test_combines_that_await_tokens_run_in_any_order(emulator: Emulator, seed: int) -> None:  # noqa: F811
+def test_combines_that_await_tokens_run_in_any_order(emulator: Emulator, seed: int) -> None:
     for turn in range(3):
         run_combines_again(emulator, seed + turn)
 
@@ -137,52 +138,32 @@ def test_combines_that_await_tokens_run_in_any_order(emulator: Emulator, seed: i
 @needs_hopper
 @pytest.mark.cpu_only
 @pytest.mark.usefixtures("small")
-def test_combines_that_await_tokens_go_round_their_rings(emulator: Emulator, seed: int) -> None:  # noqa: F811
+def test_combines_that_await_tokens_go_round_their_rings(emulator: Emulator, seed: int) -> None:
     for turn in range(3):
         run_combines_again(emulator, seed + turn)
 
 
-def assert_is_found(emulator: Emulator, pattern: str, replacement: str, run: Callable[[int], None]) -> None:  # noqa: F811
-    """Some run fails where translated kernels are edited."""
-    edited = 0
-
-    def edit(text: str) -> str:
-        nonlocal edited
-        text, times = re.subn(pattern, replacement, text)
-        edited += times
-        return text
-
-    emulator.edit = edit
-    with pytest.raises((AssertionError, MoERuntimeError)):
-        for turn in range(MOST_SCHEDULES):
-            run(turn)
-    assert edited > 0
-
-
 @needs_hopper
 @pytest.mark.cpu_only
-def test_a_combine_that_does_not_await_tokens_is_found(emulator: Emulator, seed: int) -> None:  # noqa: F811
-    pattern = r"bool failed = lost \|\| await_slots\([^;]*;"
-    assert_is_found(emulator, pattern, "bool failed = lost;", lambda turn: run_combines_again(emulator, seed + turn))
+def test_a_combine_that_does_not_await_tokens_is_found(emulator: Emulator, seed: int) -> None:
+    edits = r"bool failed = lost \|\| await_slots\([^;]*;", "bool failed = lost;"
+    assert_is_found(edits, emulator, lambda turn: run_combines_again(emulator, seed + turn))
 
 
 @needs_hopper
 @pytest.mark.cpu_only
 @pytest.mark.usefixtures("small")
-def test_rows_that_are_loaded_over_others_are_found(emulator: Emulator, seed: int) -> None:  # noqa: F811
+def test_rows_that_are_loaded_over_others_are_found(emulator: Emulator, seed: int) -> None:
     """The warp that brings rows waits for nobody."""
-    pattern = r"(void load\([^{]*\{[^;]*;\s*)barrier_wait\([^;]*;"
-    assert_is_found(emulator, pattern, r"\1", lambda turn: run_combines_again(emulator, seed + turn))
+    edits = r"(void load\([^{]*\{[^;]*;\s*)barrier_wait\([^;]*;", r"\1"
+    assert_is_found(edits, emulator, lambda turn: run_combines_again(emulator, seed + turn))
 
 
 @needs_hopper
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("stops_at", [0, 1, None])
 def test_a_combine_that_awaits_tokens_names_who_does_not_come(
-    stops_at: int | None,
-    emulator: Emulator,  # noqa: F811
-    device: torch.device,
-    seed: int,
+    stops_at: int | None, emulator: Emulator, device: torch.device, seed: int
 ) -> None:
     if device.type != "cpu":
         pytest.skip("the emulator draws the order")
@@ -331,7 +312,7 @@ def assert_arrived(step: list[RankInput], starts: tuple[int, ...], rank: int, ou
             assert torch.equal(out.rows[e, row], step[source].x[token].view(torch.uint8)), (rank, e, row)
 
 
-def run_sends_ahead(emulator: Emulator, seed: int) -> None:  # noqa: F811
+def run_sends_ahead(emulator: Emulator, seed: int) -> None:
     """Two steps are sent before either is received: nothing but flags keeps a rank from writing what a peer reads."""
     inputs = [[rank_input(seed + s, r, TOKENS, HIDDEN, EXPERTS, TOP_K) for r in range(WORLD)] for s in range(7)]
     ranks = ranks_of(HOPPER, CPU, token_format="bf16", mode="gathered")
@@ -354,7 +335,7 @@ def run_sends_ahead(emulator: Emulator, seed: int) -> None:  # noqa: F811
 
 @needs_hopper
 @pytest.mark.cpu_only
-def test_padded_steps_that_are_sent_ahead(emulator: Emulator, seed: int) -> None:  # noqa: F811
+def test_padded_steps_that_are_sent_ahead(emulator: Emulator, seed: int) -> None:
     for turn in range(3):
         run_sends_ahead(emulator, seed + turn)
 
@@ -363,7 +344,7 @@ def padded_rows(out: PaddedRows) -> torch.Tensor:
     return out.rows.view(torch.bfloat16).view(-1, HIDDEN)
 
 
-def run_combines_before_receiving(emulator: Emulator, seed: int) -> None:  # noqa: F811
+def run_combines_before_receiving(emulator: Emulator, seed: int) -> None:
     """A step is sent, the one before it combined, and only then is it received; then each is combined at once."""
     steps = 8
     inputs = [[rank_input(seed + s, r, TOKENS, HIDDEN, EXPERTS, TOP_K) for r in range(WORLD)] for s in range(steps)]
@@ -399,29 +380,24 @@ def combine_padded(own: Any, data: RankInput, handle: DispatchHandle, out: Padde
 
 @needs_hopper
 @pytest.mark.cpu_only
-def test_padded_steps_that_are_sent_before_another_is_combined(emulator: Emulator, seed: int) -> None:  # noqa: F811
+def test_padded_steps_that_are_sent_before_another_is_combined(emulator: Emulator, seed: int) -> None:
     for turn in range(3):
         run_combines_before_receiving(emulator, seed + turn)
 
 
 @needs_hopper
 @pytest.mark.cpu_only
-def test_a_half_that_is_given_back_too_early_is_found(emulator: Emulator, seed: int) -> None:  # noqa: F811
+def test_a_half_that_is_given_back_too_early_is_found(emulator: Emulator, seed: int) -> None:
     """A combine gives back the tokens of the dispatch before it, whoever brought its rows."""
-    pattern = r"const int of = load_relaxed\(received\);"
-    assert_is_found(
-        emulator,
-        pattern,
-        "const int of = epoch - 1;",
-        lambda turn: run_combines_before_receiving(emulator, seed + turn),
-    )
+    edits = r"const int of = load_relaxed\(received\);", "const int of = epoch - 1;"
+    assert_is_found(edits, emulator, lambda turn: run_combines_before_receiving(emulator, seed + turn))
 
 
 @needs_hopper
 @pytest.mark.cpu_only
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("tells", [False, True])
-def test_padded_rows_name_who_does_not_come(tells: bool, emulator: Emulator, seed: int) -> None:  # noqa: F811
+def test_padded_rows_name_who_does_not_come(tells: bool, emulator: Emulator, seed: int) -> None:
     """A rank that stops, or that brings a wrong id: no rows, and nobody waits for longer than its limit."""
     data = inputs_of(seed)
     ranks = ranks_of(HOPPER, CPU, token_format="bf16", mode="gathered")
@@ -451,7 +427,7 @@ def test_padded_rows_name_who_does_not_come(tells: bool, emulator: Emulator, see
 
 @needs_hopper
 @pytest.mark.parametrize("turn", range(3))
-def test_padded_steps_run_in_any_order(turn: int, emulator: Emulator, device: torch.device, seed: int) -> None:  # noqa: F811
+def test_padded_steps_run_in_any_order(turn: int, emulator: Emulator, device: torch.device, seed: int) -> None:
     """Steps of padded rows, some of them combined twice: a rank may begin the next one while its peers are behind."""
     if device.type != "cpu":
         pytest.skip("the emulator draws the order")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,6 +23,7 @@ from moe_runtime.kernels.formats.number_formats import COMBINE_FORMATS, FORMATS
 from moe_runtime.launch.research.aot_exchange import one_rank_geometry
 from tests.emulator import MOST_SCHEDULES, Emulator, needs_emulator
 from tests.support.comparison import assert_same_bits
+from tests.support.emulated_steps import assert_is_found
 from tests.support.exchange_data import RankInput, expected_groups, rank_input
 from tests.support.token_parts import forget_plans
 from tests.support.virtual_exchange import HOPPER, Ranks, emulator, expert_rows, poisoned_memory
@@ -456,21 +456,7 @@ WRONG = {
 
 @pytest.mark.parametrize("what", WRONG)
 def test_kernels_that_are_wrong_are_found(what: str, emulator: Emulator, seed: int) -> None:
-    edited = 0
-
-    def edit(text: str) -> str:
-        nonlocal edited
-        if "one_rank" not in text:
-            return text
-        text, times = re.subn(*WRONG[what], text)
-        edited += times
-        return text
-
-    emulator.edit = edit
-    with pytest.raises((AssertionError, MoERuntimeError)):
-        for turn in range(MOST_SCHEDULES):
-            run_together(emulator, seed + turn)
-    assert edited > 0
+    assert_is_found(WRONG[what], emulator, lambda turn: run_together(emulator, seed + turn), only_in="one_rank")
 
 
 @pytest.mark.parametrize(

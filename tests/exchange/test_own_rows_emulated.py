@@ -13,26 +13,24 @@ from typing import Any
 import pytest
 import torch
 
-from moe_runtime.comm.errors import CapacityError, RoutingError
+from moe_runtime.comm.errors import CapacityError
 from moe_runtime.kernels.exchange import cuda, geometry, plan, reference
 from moe_runtime.kernels.exchange.interface import RecvBuffers, SentTokens
 from tests.emulator import Emulator, needs_emulator
-from tests.exchange.test_chunked_exchange_emulated import (
-    CPU,
+from tests.support.emulated_steps import (
     Settings,
     assert_counters_are_zero,
-    begin_at,
+    assert_is_found,
+    assert_same_results,
+    check_a_bad_id_is_told,
+    check_steps,
+    check_with_references_among_them,
     most_tokens,
+    one_after_the_other,
     random_outputs,
     random_steps,
 )
-from tests.exchange.test_cuda_exchange_emulated import (
-    all_at_once,
-    assert_is_found,
-    assert_same_results,
-    one_after_the_other,
-)
-from tests.support.exchange_data import RankInput, rank_input
+from tests.support.exchange_data import RankInput
 from tests.support.token_parts import forget_plans
 from tests.support.virtual_exchange import HOPPER, Ranks, emulator, poisoned_memory, pretend_sms
 
@@ -40,6 +38,7 @@ __all__ = ["emulator", "poisoned_memory"]
 
 pytestmark = [needs_emulator, pytest.mark.cpu_only]
 
+CPU = torch.device("cpu")
 Draw = Callable[[random.Random], Settings]
 PATIENCE = r"(OWN_ROWS_PATIENCE_NS = )[\d']+"
 FOREVER, NEVER, UNEQUAL = 10**9, -1, -2
@@ -115,16 +114,9 @@ def placed(monkeypatch: pytest.MonkeyPatch) -> Placed:
 def run_random_steps(draw_sizes: Draw, emulator: Emulator, seed: int, epoch: int | None = None) -> None:
     draw = random.Random(seed)
     settings = draw_sizes(draw)
-    references, kernels = ranks_of(settings, "torch"), ranks_of(settings, HOPPER)
     epoch = draw.choice((0, -2, 2**31 - 3, 1 - 2**31)) if epoch is None else epoch
-    for ranks in (references, kernels) if epoch else ():
-        begin_at(ranks.contexts, epoch)
-    steps, outputs = random_steps(draw, settings, 4), random_outputs(references, seed)
-    found = all_at_once(kernels, steps, outputs, emulator)
-    assert_same_results(found, one_after_the_other(references, steps, outputs))
-    for context in kernels.contexts:
-        context.check_peers()
-    assert_counters_are_zero(kernels)
+    steps = random_steps(draw, settings, 4)
+    check_steps(ranks_of(settings, "torch"), ranks_of(settings, HOPPER), steps, emulator, seed, epoch)
 
 
 def tokens_that_stay(ranks: Ranks, rank: int, data: RankInput) -> torch.Tensor:
@@ -184,9 +176,7 @@ def test_ranks_differ_in_what_they_run(draw_sizes: Draw, emulator: Emulator, see
     references, mixed = ranks_of(settings, "torch"), ranks_of(settings, HOPPER)
     for dispatcher in mixed.dispatchers[seed % 2 :: 2]:
         dispatcher._use(reference)
-    steps, outputs = random_steps(draw, settings, 3), random_outputs(references, seed)
-    wanted = one_after_the_other(references, steps, outputs)
-    assert_same_results(one_after_the_other(mixed, steps, outputs), wanted)
+    check_with_references_among_them(references, mixed, random_steps(draw, settings, 3), seed)
 
 
 def test_more_rows_than_there_is_room_for(draw_sizes: Draw, emulator: Emulator, seed: int) -> None:
@@ -207,17 +197,7 @@ def test_more_rows_than_there_is_room_for(draw_sizes: Draw, emulator: Emulator, 
 def test_a_bad_id_is_named(draw_sizes: Draw, emulator: Emulator, seed: int) -> None:
     draw = random.Random(seed)
     settings = draw_sizes(draw)
-    steps = [step._replace(combined=True) for step in random_steps(draw, settings, 2)]
-    sizes = [settings[name] for name in ("hidden_size", "num_experts", "top_k")]
-    bad = rank_input(seed, 1, settings["max_tokens_per_rank"], *sizes)
-    bad.topk_idx[-1, -1] = settings["num_experts"]
-    steps[1].inputs[1] = bad
-    kernels = ranks_of(settings, HOPPER)
-    all_at_once(kernels, steps, random_outputs(kernels, seed), emulator)
-    for context in kernels.contexts:
-        with pytest.raises(RoutingError, match="rank 1"):
-            context.check()
-    assert_counters_are_zero(kernels)
+    check_a_bad_id_is_told(ranks_of(settings, HOPPER), settings, draw, emulator, seed)
 
 
 WRONG = {

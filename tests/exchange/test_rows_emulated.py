@@ -20,9 +20,9 @@ from moe_runtime.deep_ep.normal import NormalExchange
 from moe_runtime.deep_ep.normal_handle import Form, Received, TokenLayout, Tokens
 from moe_runtime.kernels.exchange import row_sums, rows
 from moe_runtime.kernels.exchange.layout import dispatch_layout
-from tests.emulator import MOST_SCHEDULES, Emulator, needs_emulator
-from tests.exchange.test_chunked_exchange_emulated import begin_at
+from tests.emulator import Emulator, needs_emulator
 from tests.support.comparison import assert_same_bits
+from tests.support.emulated_steps import assert_is_found, begin_at
 from tests.support.exchange_data import order_sensitive
 from tests.support.virtual_exchange import emulator, poisoned_memory
 
@@ -500,22 +500,15 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_are_found(mistake: str, emulator: Emulator, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests of this file would notice what they are there for. A warp has several records."""
-    edits = 0
     for module in (rows, row_sums):
         monkeypatch.setattr(module, "most_sms", lambda device: 1)
     # More stages let more copies be late.
     stages = 2 if mistake == "records loaded over what is still stored" else 4
     for name, value in (("MOST_WARPS", 1), ("MOST_STAGES", stages)):
         monkeypatch.setattr(rows, name, value)
-
-    def edit(text: str) -> str:
-        nonlocal edits
-        text, times = re.subn(*MISTAKES[mistake], text)
-        edits += times
-        return slowed(text)
-
-    emulator.edit = edit
-    with pytest.raises((AssertionError, MoERuntimeError)):
-        for turn in range(MOST_SCHEDULES):
-            run_on(exchanges(3, 128, 8), emulator, seed + turn, in_a_ring=turn % 2 == 1)
-    assert edits > 0
+    assert_is_found(
+        MISTAKES[mistake],
+        emulator,
+        lambda turn: run_on(exchanges(3, 128, 8), emulator, seed + turn, in_a_ring=turn % 2 == 1),
+        slowed,
+    )
