@@ -38,7 +38,6 @@ from tests.support.pool import PATIENCE_S, WITHOUT_ONE_S, Outcome, run_once
 
 MAX_TOKENS, RECORD, PARTS, ROW = 7, 48, 3, 20
 SENTINEL = 0xA5
-needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
 def make_context(device: str = "cpu", timeout_s: float = PATIENCE_S) -> ExpertParallelContext:
@@ -171,10 +170,9 @@ def test_carries_what_was_staged(world: int, odd_half: bool, get_pool, seed: int
 
 
 @pytest.mark.gpu
-@needs_two_gpus
 def test_carries_between_gpus(seed: int) -> None:
     for outcome in run_once(run_steps, 2, "cuda", seed, 5, False, timeout=120.0, gpus=True):
-        assert outcome.error is None, outcome.trace
+        outcome.returned()
 
 
 def properties(rank: int, world: int) -> None:
@@ -419,12 +417,10 @@ def test_a_failure_ends_the_step_on_every_rank(how: str, get_pool) -> None:
 
 
 @pytest.mark.gpu
-@needs_two_gpus
 @pytest.mark.parametrize("how", FAILURES)
 def test_a_failure_ends_the_step_on_every_gpu(how: str) -> None:
     for outcome in run_once(one_rank_fails, 2, "cuda", how, timeout=120.0, gpus=True):
-        assert outcome.error is None, outcome.trace
-        assert outcome.result < PATIENCE_S
+        assert outcome.returned() < PATIENCE_S
 
 
 def one_rank_errs(rank: int, world: int, how: str) -> str:
@@ -498,7 +494,6 @@ def test_a_missing_rank_is_named_in_time(how: str) -> None:
 
 
 @pytest.mark.gpu
-@needs_two_gpus
 @pytest.mark.parametrize("how", ["killed", "silent"])
 def test_a_missing_gpu_rank_is_named_in_time(how: str) -> None:
     check_survivors(run_once(die_between_steps, 2, "cuda", how, timeout=120.0, gpus=True), how)
@@ -529,10 +524,9 @@ def capture_a_step(rank: int, world: int) -> None:
 
 
 @pytest.mark.gpu
-@needs_two_gpus
 def test_a_capture_over_the_host_is_refused() -> None:
     for outcome in run_once(capture_a_step, 2, timeout=120.0, gpus=True):
-        assert outcome.error is None, outcome.trace
+        outcome.returned()
 
 
 def survive_rank_1(rank: int, world: int) -> ExpertParallelContext:
@@ -559,7 +553,6 @@ def outlive_nccl(rank: int, world: int) -> None:
 
 
 @pytest.mark.gpu
-@needs_two_gpus
 def test_a_survivor_on_a_gpu_lives_on() -> None:
     survivor, _ = run_once(outlive_nccl, 2, timeout=120.0, gpus=True)
     assert survivor.error is None, survivor.trace
@@ -576,7 +569,6 @@ def give_up_unheard(rank: int, world: int) -> tuple[bool, float]:
 
 
 @pytest.mark.gpu
-@needs_two_gpus
 def test_giving_up_on_a_gpu_waits_for_nobody_forever() -> None:
     survivor, _ = run_once(give_up_unheard, 2, timeout=120.0, gpus=True)
     assert survivor.error is None, survivor.trace
@@ -611,8 +603,7 @@ def test_exchanges_by_nccl_that_do_not_end_are_aborted(get_pool) -> None:
 def check_survivors(outcomes: list[Outcome], how: str) -> None:
     for rank, outcome in enumerate(outcomes):
         if rank != 1:
-            assert outcome.error is None, outcome.trace
             assert outcome.exitcode == 0, "it has died"
-            assert outcome.result < PATIENCE_S, "it ended by the limit of a start"
+            assert outcome.returned() < PATIENCE_S, "it ended by the limit of a start"
     if how == "killed":
         assert outcomes[1].exitcode == -signal.SIGKILL

@@ -247,10 +247,9 @@ def test_a_rank_that_stalls_is_named_on_every_host(place: str, call: int) -> Non
     """And learns when it goes on that the others have given up, if it stalls before they are done."""
     outcomes = run_once(one_rank_dies, 4, 2, place, call, "stalled", timeout=4 * PATIENCE_S)
     for rank, outcome in enumerate(outcomes):
-        assert outcome.error is None, outcome.trace
-        assert outcome.result != "nothing", rank
-        if rank < 3:
-            assert outcome.result.startswith("PeerTimeoutError 3") or "rank 3" in outcome.result, (rank, outcome.result)
+        told = outcome.returned()
+        assert told != "nothing", rank
+        assert rank == 3 or told.startswith("PeerTimeoutError 3") or "rank 3" in told, (rank, told)
 
 
 @pytest.mark.cpu_only
@@ -259,8 +258,8 @@ def test_a_dead_rank_is_named_on_every_host(place: str, call: int) -> None:
     outcomes = run_once(one_rank_dies, 4, 2, place, call, "killed", timeout=4 * PATIENCE_S)
     assert outcomes[3].exitcode == -signal.SIGKILL
     for rank, outcome in enumerate(outcomes[:3]):
-        assert outcome.error is None, outcome.trace
-        assert outcome.result.startswith("PeerTimeoutError 3") or "rank 3" in outcome.result, (rank, outcome.result)
+        told = outcome.returned()
+        assert told.startswith("PeerTimeoutError 3") or "rank 3" in told, (rank, told)
 
 
 def count_bytes(rank: int, world: int, per_host: int) -> list[int]:

@@ -87,8 +87,7 @@ def outcome_of(how: str) -> Outcome:
 @pytest.mark.parametrize("how", ["killed", "ends"])
 def test_a_rank_that_is_gone_is_named(how: str) -> None:
     outcome = outcome_of(how)
-    assert outcome.error is None, outcome.trace
-    text, spent, freed = outcome.result
+    text, spent, freed = outcome.returned()
     assert text == f"rank 0: rank 1 (host 1) has given no sign of life for {LIMIT_S:g} s"
     assert LIMIT_S - 0.5 < spent < LIMIT_S + 5 and freed == (how == "killed")
 
@@ -179,15 +178,13 @@ def test_nobody_misses_the_store_once_all_others_have_parted(beats: tuple[Beats,
 
 def test_a_rank_that_gives_up_is_named_with_its_reason() -> None:
     outcome = outcome_of("gives up")
-    assert outcome.error is None, outcome.trace
-    text, spent, _ = outcome.result
+    text, spent, _ = outcome.returned()
     assert "rank 1 gave up: x: too many tokens" in text and spent < LIMIT_S + 5
 
 
 def test_a_rank_that_parts_in_order_is_not_missed() -> None:
     outcome = outcome_of("parts")
-    assert outcome.error is None, outcome.trace
-    assert outcome.result == ("", 0.0, False)
+    assert outcome.returned() == ("", 0.0, False)
 
 
 @pytest.mark.parametrize("how", ["stuck", "exits while stuck"])
@@ -197,8 +194,8 @@ def test_a_process_ends_where_a_wait_does_not(how: str) -> None:
 
 def test_a_process_that_exits_frees_what_waits() -> None:
     outcome = outcome_of("exits")
-    assert outcome.error is None, outcome.trace
-    assert outcome.result[2] and outcome.result[1] < LIMIT_S
+    _, spent, freed = outcome.returned()
+    assert freed and spent < LIMIT_S
 
 
 def test_a_board_gives_up_on_a_store_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:

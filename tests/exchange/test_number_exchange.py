@@ -119,9 +119,8 @@ def check_told(outcomes: list[Outcome], how: str, kind: type, text: str, limit_s
     for rank, outcome in enumerate(outcomes):
         if rank == 1:
             continue
-        assert outcome.error is None, outcome.trace
         assert outcome.exitcode == 0
-        (found, message, named, seconds), (again, _, _, at_once) = outcome.result
+        (found, message, named, seconds), (again, _, _, at_once) = outcome.returned()
         assert (found, named) == (kind, 1), message
         assert text in message and message.startswith("numbers: ")
         assert seconds < limit_s and again is PeerAbortedError and at_once < 1

@@ -258,8 +258,7 @@ def lose_rank_0(rank: int, world: int) -> tuple[int, str]:
 def test_a_death_of_rank_0_during_start_up_is_told_with_its_rank() -> None:
     _, *others = run_once(lose_rank_0, 3)
     for rank, outcome in enumerate(others, 1):
-        assert outcome.error is None, outcome.trace
-        lost, message = outcome.result
+        lost, message = outcome.returned()
         assert lost == 0
         assert f"rank {rank} cannot reach the group's store, rank 0, which hosts it, is gone: " in message
 

@@ -79,8 +79,7 @@ def test_the_others_go_on_without_a_rank_that_dies(fmt: str) -> None:
     assert outcomes[-1].exitcode == -signal.SIGKILL
     before, after = expected(fmt, WORLD, range(DEATH)), expected(fmt, WORLD - 1, range(DEATH, STEPS))
     for rank, outcome in enumerate(outcomes[:-1]):
-        assert outcome.error is None, outcome.trace
-        for step, (members, y) in enumerate(outcome.result):
+        for step, (members, y) in enumerate(outcome.returned()):
             assert members == tuple(range(WORLD if step < DEATH else WORLD - 1))
             assert_same_bits(y, [*before, *after][step][rank], f"rank {rank}, step {step}")
 
@@ -131,8 +130,7 @@ def test_a_rank_killed_in_a_replay(fmt: str) -> None:
     assert outcomes[-1].exitcode == -signal.SIGKILL
     before, after = expected(fmt, WORLD, range(1)), expected(fmt, WORLD - 1, range(1))
     for rank, outcome in enumerate(outcomes[:-1]):
-        assert outcome.error is None, outcome.trace
-        first, again, is_nan = outcome.result
+        first, again, is_nan = outcome.returned()
         assert is_nan
         assert_same_bits(first, before[0][rank], f"rank {rank}, before")
         assert_same_bits(again, after[0][rank], f"rank {rank}, after")

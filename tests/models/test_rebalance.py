@@ -444,8 +444,7 @@ def missed_rank_2(outcomes: list[Outcome], kind: str) -> Iterator[tuple[str, int
         if rank == 2 and kind == "dies":
             assert outcome.exitcode == -signal.SIGKILL
             continue
-        assert outcome.error is None, outcome.trace
-        name, about, message, seconds = outcome.result
+        name, about, message, seconds = outcome.returned()
         assert seconds < PATIENCE_S / 2
         if rank == 2 and kind == "raises":
             assert (name, message) == ("OSError", "bad memory")

@@ -59,6 +59,12 @@ class Outcome:
     trace: str = ""
     exitcode: int | None = None
 
+    def returned(self) -> Any:
+        """`result`; raises `RankFailure` with the traceback where the function raised."""
+        if self.error is not None:
+            raise RankFailure(self.trace)
+        return self.result
+
 
 class WorkerPool:
     """`world_size` processes kept for many calls of `run`.
@@ -134,8 +140,8 @@ def run_once(
 ) -> list[Outcome]:
     """`fn(rank, world, *args)` in fresh processes that may be killed; what became of each rank, with its exit code.
 
-    With `gpus` rank `r` has GPU `r` as its current device, NCCL as well as gloo, and compiled kernels. With several
-    `hosts` ranks take themselves for ranks of so many, also for NCCL.
+    With `gpus` rank `r` has GPU `r` as its current device, NCCL as well as gloo, and compiled kernels; where there are
+    fewer GPUs the test is skipped. With several `hosts` ranks take themselves for ranks of so many, also for NCCL.
 
     Raises `RankFailure` if a rank neither answers nor ends within `timeout` seconds.
     """
@@ -258,6 +264,11 @@ def _preloads() -> list[str]:
 
 
 def _start(world_size: int, gpus: bool = False, hosts: int = 1) -> list[_Worker]:
+    if gpus:
+        import torch
+
+        if torch.cuda.device_count() < world_size:
+            pytest.skip(f"needs {world_size} GPUs")
     folder = tempfile.mkdtemp(prefix="moe_runtime-pool-")
     workers = [_Worker(rank, world_size, gpus, folder, hosts) for rank in range(world_size)]
     failed = [
