@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from moe_runtime.comm.errors import StepMismatchError
-from moe_runtime.dispatcher.handle import DispatchedTokens
 from moe_runtime.kernels.exchange import geometry, plan, reference
 from tests.emulator import MOST_SCHEDULES, Emulator, needs_emulator
 from tests.support.comparison import assert_same_bits
@@ -26,10 +25,11 @@ from tests.support.emulated_steps import (
     check_a_bad_id_is_told,
     check_steps,
     check_with_references_among_them,
+    dispatched_at_once,
     most_tokens,
     random_steps,
 )
-from tests.support.exchange_data import RankInput, rank_input
+from tests.support.exchange_data import rank_input
 from tests.support.token_parts import forget_plans
 from tests.support.virtual_exchange import HOPPER, Ranks, emulator, poisoned_memory, pretend_sms
 
@@ -137,16 +137,6 @@ def test_a_bad_id_leaves_counters_as_they_were(draw_sizes: Draw, emulator: Emula
     check_a_bad_id_is_told(ranks_of(settings, HOPPER), settings, draw, emulator, seed)
 
 
-def dispatched(settings: Settings, inputs: list[RankInput], emulator: Emulator) -> list[DispatchedTokens]:
-    """What arrives on ranks that do not wait for each other, in their first step."""
-    kernels, arrived = ranks_of(settings, HOPPER), []
-    with emulator.together() as choose:
-        for rank, (own, data) in enumerate(zip(kernels.dispatchers, inputs, strict=True)):
-            choose(rank)
-            arrived.append(own.dispatch(*data))
-    return arrived
-
-
 COUNTED = r"(chunk_counts\[chunk \* \w+ \+ e\] = )counts\[e\];"
 
 
@@ -168,7 +158,7 @@ def failed_while_counting(draw_sizes: Draw, emulator: Emulator, seed: int, more:
         return text
 
     emulator.edit = edit
-    arrived = dispatched(settings, most_tokens(settings, seed), emulator)
+    arrived = dispatched_at_once(ranks_of(settings, HOPPER), most_tokens(settings, seed), emulator)
     assert 1 in edited
     for tokens in arrived:
         assert not bool(tokens.group_offsets.any()) and bool((tokens.handle.positions == -1).all()), "rows to read"
@@ -193,7 +183,8 @@ def placed_once(draw_sizes: Draw, emulator: Emulator, seed: int) -> None:
     settings = {**draw_sizes(random.Random(seed), world=2), "token_format": "bf16"}
     inputs = most_tokens(settings, seed)
     wanted = ranks_of(settings, "torch").dispatch(inputs)
-    for found, tokens in zip(dispatched(settings, inputs, emulator), wanted, strict=True):
+    arrived = dispatched_at_once(ranks_of(settings, HOPPER), inputs, emulator)
+    for found, tokens in zip(arrived, wanted, strict=True):
         assert_same_bits(found.handle.positions, tokens.handle.positions, "positions")
 
 

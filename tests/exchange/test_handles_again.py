@@ -312,6 +312,14 @@ def assert_arrived(step: list[RankInput], starts: tuple[int, ...], rank: int, ou
             assert torch.equal(out.rows[e, row], step[source].x[token].view(torch.uint8)), (rank, e, row)
 
 
+def assert_all_arrived(ranks: Ranks, steps: list[list[RankInput]], arrived: list[list[PaddedRows]]) -> None:
+    """`arrived` is by rank and step."""
+    for rank, own in enumerate(ranks.dispatchers):
+        assert int(own.context.error[0]) == 0
+        for step, out in zip(steps, arrived[rank], strict=True):
+            assert_arrived(step, own.geometry.starts, rank, out)
+
+
 def run_sends_ahead(emulator: Emulator, seed: int) -> None:
     """Two steps are sent before either is received: nothing but flags keeps a rank from writing what a peer reads."""
     inputs = [[rank_input(seed + s, r, TOKENS, HIDDEN, EXPERTS, TOP_K) for r in range(WORLD)] for s in range(7)]
@@ -326,11 +334,7 @@ def run_sends_ahead(emulator: Emulator, seed: int) -> None:
                 for handle in handles:
                     arrived[rank].append(padded_of(own))
                     own.dispatch_recv_padded(handle, arrived[rank][-1])
-    starts = ranks.dispatchers[0].geometry.starts
-    for rank in range(WORLD):
-        assert int(ranks.contexts[rank].error[0]) == 0
-        for step, out in zip(inputs, arrived[rank], strict=True):
-            assert_arrived(step, starts, rank, out)
+    assert_all_arrived(ranks, inputs, arrived)
 
 
 @needs_hopper
@@ -363,11 +367,7 @@ def run_combines_before_receiving(emulator: Emulator, seed: int) -> None:
                 own.dispatch_recv_padded(handles[-1], arrived[rank][-1])
                 if number >= steps // 2:
                     combine_padded(own, data, handles[-1], arrived[rank][-1])
-    starts = ranks.dispatchers[0].geometry.starts
-    for rank in range(WORLD):
-        assert int(ranks.contexts[rank].error[0]) == 0
-        for step, out in zip(inputs, arrived[rank], strict=True):
-            assert_arrived(step, starts, rank, out)
+    assert_all_arrived(ranks, inputs, arrived)
 
 
 def combine_padded(own: Any, data: RankInput, handle: DispatchHandle, out: PaddedRows, factor: float = 1.0) -> Any:
@@ -449,11 +449,9 @@ def test_padded_steps_run_in_any_order(turn: int, emulator: Emulator, device: to
                 if number not in combined:
                     continue
                 sums[rank] += [combine_padded(own, data, handle, out, factor) for factor in (1.0, 2.0)]
+    assert_all_arrived(ranks, inputs, arrived)
     starts = ranks.dispatchers[0].geometry.starts
     for rank in range(WORLD):
-        assert int(ranks.contexts[rank].error[0]) == 0
-        for step, out in zip(inputs, arrived[rank], strict=True):
-            assert_arrived(step, starts, rank, out)
         for number, y in enumerate(sums[rank]):
             data, factor = inputs[combined[number // 2]][rank], (1.0, 2.0)[number % 2]
             row_of = {

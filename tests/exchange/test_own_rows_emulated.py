@@ -25,6 +25,7 @@ from tests.support.emulated_steps import (
     check_a_bad_id_is_told,
     check_steps,
     check_with_references_among_them,
+    dispatched_at_once,
     most_tokens,
     one_after_the_other,
     random_outputs,
@@ -141,10 +142,7 @@ def test_all_own_rows_are_placed_where_ranks_wait_for_each_other(
     settings = draw_sizes(draw)
     kernels = ranks_of(settings, HOPPER)
     inputs = most_tokens(settings, seed)
-    with emulator.together() as choose:
-        for rank, (own, data) in enumerate(zip(kernels.dispatchers, inputs, strict=True)):
-            choose(rank)
-            own.dispatch(*data)
+    dispatched_at_once(kernels, inputs, emulator)
     stayed = 0
     for rank, words in placed:
         stays = tokens_that_stay(kernels, rank, inputs[rank])
@@ -184,10 +182,7 @@ def test_more_rows_than_there_is_room_for(draw_sizes: Draw, emulator: Emulator, 
     settings = draw_sizes(random.Random(seed))
     settings |= {"expert_row_capacity": 20}
     kernels = ranks_of(settings, HOPPER)
-    with emulator.together() as choose:
-        for rank, (own, data) in enumerate(zip(kernels.dispatchers, most_tokens(settings, seed), strict=True)):
-            choose(rank)
-            own.dispatch(*data)
+    dispatched_at_once(kernels, most_tokens(settings, seed), emulator)
     for context in kernels.contexts:
         with pytest.raises(CapacityError, match="20"):
             context.check()

@@ -73,6 +73,16 @@ def one_after_the_other(ranks: Ranks, steps: list[Step], outputs: list[torch.Ten
     return found
 
 
+def dispatched_at_once(ranks: Ranks, inputs: list[RankInput], emulator: Emulator) -> list[DispatchedTokens]:
+    """What arrives in one step of ranks that do not wait for each other."""
+    with emulator.together() as choose:
+        arrived = []
+        for rank, (own, data) in enumerate(zip(ranks.dispatchers, inputs, strict=True)):
+            choose(rank)
+            arrived.append(own.dispatch(*data))
+    return arrived
+
+
 def all_at_once(
     ranks: Ranks,
     steps: list[Step],
