@@ -88,9 +88,8 @@ def used_too_late(seed: int, emulator: Emulator, monkeypatch: pytest.MonkeyPatch
     inputs = [rank_input(seed, rank, 33, 1152, 4, 2) for rank in range(2)]
     found = []
     with emulator.together() as choose:
-        for rank, (dispatcher, data) in enumerate(zip(kernels.dispatchers, inputs, strict=True)):
+        for rank, (dispatcher, tokens) in enumerate(zip(kernels.dispatchers, inputs, strict=True)):
             choose(rank)
-            tokens = data
             handles = [dispatcher.dispatch_send(*(tensor[:0] for tensor in tokens)) for _ in range(3)]
             handles.append(dispatcher.dispatch_send(*tokens))
             found.append(dispatcher.dispatch_recv(handles[0 if rank == 1 else 3]))

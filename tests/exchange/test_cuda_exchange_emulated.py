@@ -402,9 +402,8 @@ def run_unawaited_dispatches(emulator: Emulator, seed: int) -> None:
     inputs = [rank_input(seed, rank, 6, 256, 2, 2) for rank in range(2)]
     rows, found = torch.zeros(ranks.dispatchers[0].geometry.row_capacity, 256).bfloat16(), []
     with emulator.together() as choose:
-        for rank, (dispatcher, data) in enumerate(zip(ranks.dispatchers, inputs, strict=True)):
+        for rank, (dispatcher, tokens) in enumerate(zip(ranks.dispatchers, inputs, strict=True)):
             choose(rank)
-            tokens = data
             for _ in range(4):
                 arrived = dispatcher.dispatch(*(tensor[:0] for tensor in tokens))
                 dispatcher.combine(rows, arrived.handle)
