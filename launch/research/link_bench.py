@@ -59,10 +59,10 @@ def work(options: argparse.Namespace) -> int:
     environment.check_folder("--json", options.json)
     device = init_from_env(timeout_s=120.0)
     if device.type != "cuda":
-        raise ValueError("link_bench: needs GPUs")
+        raise ValueError("device: expected GPUs, got none")
     with ExpertParallelContext(device=device, transport="nvshmem") as context:
         if context.world_size < 2:
-            raise ValueError("link_bench: expected at least 2 ranks")
+            raise ValueError("ranks: expected at least 2, got 1")
         sizes = [piece_bytes(m) for m in options.megabytes]
         context.register(landing=context.world_size * max(sizes))
         context.allocate()

@@ -26,7 +26,7 @@ def test_it_says_what_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
     if link_bench.torch.cuda.is_available():
         pytest.skip("there is a GPU")
     assert link_bench.main([]) == 2
-    assert "link_bench: needs GPUs" in capsys.readouterr().err
+    assert capsys.readouterr().err == "link_bench: device: expected GPUs, got none\n"
 
 
 @pytest.mark.parametrize(
