@@ -3,9 +3,9 @@
 `python -m moe_runtime.launch.report show RUN.json` prints the tables of a run of any kind. `compare A.json B.json`
 says for each time of both runs whether B's median lies within A's spread; the exit code is 1 if one does not. `plot
 RUN.json ... --folder FOLDER` draws time against tokens, phases, a roofline for each run of the grouped GEMM, and the
-layer beside peers. `tables [--check]` rewrites the tables of README.md, docs/results.md and launch/results/README.md;
-with `--check` the exit code says whether they are out of date. `picture` draws launch/results/layer.svg from the run
-that README.md shows.
+layer beside peers. `tables [--check]` rewrites the tables of README.md, docs and launch/results/README.md; with
+`--check` the exit code says whether they are out of date. `picture` draws launch/results/layer.svg from the run that
+README.md shows.
 """
 
 from __future__ import annotations
