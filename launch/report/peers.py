@@ -102,7 +102,7 @@ def verdicts(report: Report) -> list[str]:
     for count in sorted({count for line in mine.values() for count in line}):
         there = {name: line[count]["median_us"] for name, line in mine.items() if count in line}
         best.setdefault(min(there, key=lambda name: there[name]), []).append(count)
-    lines = [f"fastest of ours: {'; '.join(f'{name} with {_counts(counts)} tokens' for name, counts in best.items())}"]
+    lines = [f"fastest of ours: {'; '.join(f'{name} with {_tokens(counts)}' for name, counts in best.items())}"]
     for name, line in series.items():
         if not _is_ours(line):
             weights = variant_of(line).split()[0]
@@ -133,6 +133,10 @@ def _beside(name: str, mine: dict[int, Result], other: dict[int, Result]) -> str
 
 def _counts(counts: Sequence[int]) -> str:
     return ", ".join(map(str, counts))
+
+
+def _tokens(counts: Sequence[int]) -> str:
+    return f"{_counts(counts)} {'token' if list(counts) == [1] else 'tokens'}"
 
 
 def excuses(report: Report) -> list[str]:
