@@ -156,17 +156,6 @@ class NormalExchange:
         if self._direct is not None and self._direct.kernels.takes(form.num_experts):
             self._direct.num_sms = self.num_sms
             return self._direct.dispatch(x, token_layout, topk_idx, topk_weights, form)
-        return self._dispatch_in_steps(x, token_layout, topk_idx, topk_weights, form)
-
-    def _dispatch_in_steps(
-        self,
-        x: Tokens,
-        token_layout: TokenLayout | None,
-        topk_idx: torch.Tensor | None,
-        topk_weights: torch.Tensor | None,
-        form: Form,
-    ) -> Received:
-        """`dispatch` by a `TokenDispatcher` whose experts are the ranks."""
         num_experts, max_tokens = form.num_experts, form.max_tokens
         if token_layout is None:
             assert topk_idx is not None
