@@ -133,8 +133,19 @@ def check_tokens(
     topk_weights: torch.Tensor,
 ) -> None:
     """Tokens and routing are what `TokenDispatcher.dispatch` takes."""
-    if not _are_plain(geometry, device, x, topk_idx, topk_weights):
-        _check_tokens(geometry, device, x, topk_idx, topk_weights)
+    if _are_plain(geometry, device, x, topk_idx, topk_weights):
+        return
+    _check_place("x", x, device)
+    if x.ndim != 2:
+        raise ValueError(f"x: expected [T, {geometry.hidden}], got shape {list(x.shape)}")
+    _check_matrix("x", x, (x.shape[0], geometry.hidden), BF16)
+    if x.shape[0] > geometry.max_tokens:
+        raise ValueError(f"x: expected at most max_tokens_per_rank = {geometry.max_tokens} tokens, got {x.shape[0]}")
+    expected = (x.shape[0], geometry.top_k)
+    _check_place("topk_idx", topk_idx, device)
+    _check_shape("topk_idx", topk_idx, expected, (torch.int32, torch.int64))
+    _check_place("topk_weights", topk_weights, device)
+    _check_shape("topk_weights", topk_weights, expected, (torch.float32,))
 
 
 def _are_plain(
@@ -144,7 +155,7 @@ def _are_plain(
     topk_idx: torch.Tensor,
     topk_weights: torch.Tensor,
 ) -> bool:
-    """Whether `_check_tokens` has nothing to say, in one look: every step asks."""
+    """Whether `check_tokens` has nothing to say, in one look: every step asks."""
     for tensor in (x, topk_idx, topk_weights):
         if not isinstance(tensor, torch.Tensor) or tensor.is_nested or tensor.layout != torch.strided:
             return False
@@ -161,26 +172,6 @@ def _are_plain(
         and topk_idx.dtype in (torch.int32, torch.int64)
         and topk_weights.dtype is torch.float32
     )
-
-
-def _check_tokens(
-    geometry: ExchangeGeometry,
-    device: torch.device,
-    x: torch.Tensor,
-    topk_idx: torch.Tensor,
-    topk_weights: torch.Tensor,
-) -> None:
-    _check_place("x", x, device)
-    if x.ndim != 2:
-        raise ValueError(f"x: expected [T, {geometry.hidden}], got shape {list(x.shape)}")
-    _check_matrix("x", x, (x.shape[0], geometry.hidden), BF16)
-    if x.shape[0] > geometry.max_tokens:
-        raise ValueError(f"x: expected at most max_tokens_per_rank = {geometry.max_tokens} tokens, got {x.shape[0]}")
-    expected = (x.shape[0], geometry.top_k)
-    _check_place("topk_idx", topk_idx, device)
-    _check_shape("topk_idx", topk_idx, expected, (torch.int32, torch.int64))
-    _check_place("topk_weights", topk_weights, device)
-    _check_shape("topk_weights", topk_weights, expected, (torch.float32,))
 
 
 def check_expert_output(
