@@ -64,11 +64,9 @@ def empty_intermediate(
     return intermediate.empty(a), intermediate.gsf
 
 
-def dequant_tokens(
-    a: GroupedRows, num_experts: int, shape: TokenShape, packed_ld: int | None = None, scale_block: int | None = None
-) -> torch.Tensor:
+def dequant_tokens(a: GroupedRows, num_experts: int, shape: TokenShape) -> torch.Tensor:
     """The rows `a` dequantized at once; see `TokenDequantizer`."""
-    return TokenDequantizer(a, num_experts, shape, None, packed_ld, scale_block, kernel=OneLaunch).launch(a)[0]
+    return TokenDequantizer(a, num_experts, shape, None, kernel=OneLaunch).launch(a)[0]
 
 
 def run_dequant_gemm(

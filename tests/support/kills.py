@@ -441,15 +441,7 @@ def table_of(results: list[tuple[Kill, list[Fate]]]) -> str:
                 slowest[part] = max(slowest.get(part, 0.0), fate.seconds)
     columns = ("kills", "named", "told", "clean", "wrong")
     lines = ["| killed in | " + " | ".join(columns) + " | slowest (s) |", "|---" * (len(columns) + 2) + "|"]
-    for part in (
-        "before init_from_env",
-        "init_from_env",
-        "context and layer",
-        "memory",
-        "step",
-        "replacement",
-        "close",
-    ):
+    for part in PARTS:
         if part in counts:
             cells = (str(counts[part][column]) for column in columns)
             lines.append(f"| {part} | {' | '.join(cells)} | {slowest[part]:.1f} |")

@@ -21,8 +21,7 @@ from moe_runtime.kernels.exchange.padded_rows import PaddedRows
 from moe_runtime.kernels.formats.number_formats import WEIGHT_FORMATS
 from moe_runtime.kernels.formats.quantize import quantize_rows
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
-from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
-from moe_runtime.kernels.gemm.weights import ExpertWeights, GateUpOrder
+from moe_runtime.kernels.gemm.weights import GateUpOrder
 from moe_runtime.layer import MoELayer
 from moe_runtime.placement import Placement
 from moe_runtime.router import Router
@@ -30,14 +29,15 @@ from tests.support import op_cases
 from tests.support.right_objects import CPU, EXPERTS, HIDDEN, INNER, MOST, OFFSETS, TOP_K, World, router_config
 
 
-def _rows_of(w: World, on: GroupedRows | None = None) -> dict[str, Any]:
-    rows = w.rows() if on is None else on
-    return {name: getattr(rows, name) for name in GroupedRows.__dataclass_fields__}
+def _fields(made: Any, kind: type | None = None) -> dict[str, Any]:
+    """The arguments of the dataclass `kind`, by default its own, that `made` was made with."""
+    return {name: getattr(made, name) for name in (kind or type(made)).__dataclass_fields__}
 
 
 def _dispatched(w: World) -> dict[str, Any]:
     dispatcher = w.dispatcher()
-    return _rows_of(w, dispatcher.dispatch(**w.tokens())) | {"handle": dispatcher.dispatch(**w.tokens()).handle}
+    rows = _fields(dispatcher.dispatch(**w.tokens()), GroupedRows)
+    return rows | {"handle": dispatcher.dispatch(**w.tokens()).handle}
 
 
 def _group_case(name: str) -> Callable[[World, Any], dict[str, Any]]:
@@ -121,16 +121,6 @@ def _elastic_combine(w: World, on: ElasticBuffer) -> dict[str, Any]:
     }
 
 
-def _weights_arguments(w: World, on: Any) -> dict[str, Any]:
-    made = w.expert_weights(gate_up=True)
-    return {name: getattr(made, name) for name in ExpertWeights.__dataclass_fields__}
-
-
-def _prepacked_arguments(w: World, on: Any) -> dict[str, Any]:
-    made = w.prepacked()
-    return {name: getattr(made, name) for name in PrepackedWeights.__dataclass_fields__}
-
-
 def _layer_arguments(w: World, on: Any) -> dict[str, Any]:
     return {"config": w.config(), "context": w.context(), "placement": w.placement(), "router": True}
 
@@ -169,16 +159,6 @@ def _mxfp8_weights(w: World, on: Any) -> dict[str, Any]:
 def _activation_fields(w: World) -> dict[str, Any]:
     fields = {"order": GateUpOrder.GATE_UP, "alpha": 1.5, "limit": 7.0, "up_offset": 0.5, "limit_on": "gate"}
     return fields | {"function": "silu", "gated": True, "gate_softcap": 4.0, "up_softcap": 25.0}
-
-
-def _format_fields(w: World, on: Any) -> dict[str, Any]:
-    fmt = w.draw.choice(list(WEIGHT_FORMATS.values()))
-    return {name: getattr(fmt, name) for name in type(fmt).__dataclass_fields__}
-
-
-def _quantized_fields(w: World, on: Any) -> dict[str, Any]:
-    q = _quantized(w, on)["q"]
-    return {name: getattr(q, name) for name in type(q).__dataclass_fields__}
 
 
 def _quantized(w: World, on: Any) -> dict[str, Any]:
@@ -245,11 +225,11 @@ ARGUMENTS: dict[str, Callable[[World, Any], dict[str, Any]]] = {
     },
     "unpack_swizzled_weights": lambda w, on: {"packed": w.codes(2, 128, 8), "num_rows": 9, "dtype": torch.uint8},
     "unpack_ue8m0_rows": lambda w, on: {
-        "packed": w.ints(0, 2**31, 20, 2),
+        "packed": w.ints(2**31, 20, 2),
         "m_indptr": list(OFFSETS),
         "num_columns": 6,
     },
-    "unpack_ue8m0_weights": lambda w, on: {"packed": w.ints(0, 2**31, 2, 9, 2), "num_columns": 6},
+    "unpack_ue8m0_weights": lambda w, on: {"packed": w.ints(2**31, 2, 9, 2), "num_columns": 6},
     "unswizzle_scales": lambda w, on: {"blocks": w.codes(2, 2, 32, 4, 4), "num_rows": 130, "num_columns": 6},
     "NVFP4TokenFormat": lambda w, on: w.token_format_arguments(),
     "NVFP4TokenFormat.copy_msg_to_output_tensor": lambda w, on: {
@@ -270,7 +250,7 @@ ARGUMENTS: dict[str, Callable[[World, Any], dict[str, Any]]] = {
         "topk_idx": torch.tensor([[0, 1], [2, -1], [3, 0]]),
     },
     # Weights and rows.
-    "ExpertWeights": _weights_arguments,
+    "ExpertWeights": lambda w, on: _fields(w.expert_weights(gate_up=True)),
     "ExpertWeights.dequantize": _NONE,
     "ExpertWeights.expert": lambda w, on: {"expert": 1},
     "ExpertWeights.quantize": lambda w, on: {
@@ -285,17 +265,17 @@ ARGUMENTS: dict[str, Callable[[World, Any], dict[str, Any]]] = {
     "Experts.__call__": lambda w, on: {"rows": w.rows(on.gate_up.format.name), "out": w.numbers(12, HIDDEN)},
     "Experts.to": _NONE,
     "GateUpOrder": lambda w, on: {"value": "gate_up"},
-    "GroupedRows": lambda w, on: _rows_of(w),
-    "PrepackedWeights": _prepacked_arguments,
+    "GroupedRows": lambda w, on: _fields(w.rows()),
+    "PrepackedWeights": lambda w, on: _fields(w.prepacked()),
     "PrepackedWeights.expert": lambda w, on: {"expert": 1},
     "PrepackedWeights.prepack": lambda w, on: {"w": w.expert_weights(fmt="nvfp4"), "argument": "w.scales"},
     "PrepackedWeights.restore": _NONE,
     "PrepackedWeights.to": _NONE,
     "PrepackedWeights.wanted": lambda w, on: {"w": w.expert_weights()},
-    "QuantizedRows": _quantized_fields,
+    "QuantizedRows": lambda w, on: _fields(_quantized(w, on)["q"]),
     "RecordLayout": lambda w, on: {"format": "nvfp4", "hidden": HIDDEN, "top_k": TOP_K, "alignment": 16},
     "SwiGLU": lambda w, on: _activation_fields(w),
-    "TokenFormat": _format_fields,
+    "TokenFormat": lambda w, on: _fields(w.draw.choice(list(WEIGHT_FORMATS.values()))),
     "TokenFormat.check_columns": lambda w, on: {"k": 128, "argument": "k"},
     # Routing, exchange and layers.
     "CombineSink": lambda w, on: {"handle": w.dispatcher().dispatch_send(**w.tokens())},
@@ -309,7 +289,7 @@ ARGUMENTS: dict[str, Callable[[World, Any], dict[str, Any]]] = {
     "LayerCounters.add": lambda w, on: {
         "topk_idx": w.routing(3)["topk_idx"],
         "slots": w.routing(3)["topk_idx"],
-        "num_parts": w.ints(0, 2, 3),
+        "num_parts": w.ints(2, 3),
         "group_offsets": torch.tensor([0, 1, 2, 4, 6], dtype=torch.int32),
     },
     "LayerCounts": lambda w, on: {

@@ -78,8 +78,9 @@ class World:
     def codes(self, *shape: int, high: int = 120) -> torch.Tensor:
         return torch.randint(0, high, shape, generator=self.generator, dtype=torch.uint8)
 
-    def ints(self, low: int, end: int, *shape: int) -> torch.Tensor:
-        return torch.randint(low, end, shape, generator=self.generator).to(torch.int32)
+    def ints(self, end: int, *shape: int) -> torch.Tensor:
+        """int32 from 0 on, below `end`."""
+        return torch.randint(end, shape, generator=self.generator).to(torch.int32)
 
     def routing(self, tokens: int) -> dict[str, torch.Tensor]:
         ids = torch.rand(tokens, EXPERTS, generator=self.generator).argsort(dim=1)[:, :TOP_K]
@@ -108,13 +109,13 @@ class World:
         once = self.draw.random() < 0.3
         return _Zeroing(**self.elastic_arguments(), allow_multiple_reduction=not once)
 
-    def elastic_tokens(self, tokens: int = 5) -> dict[str, Any]:
+    def elastic_tokens(self) -> dict[str, Any]:
         """What `ElasticBuffer.dispatch` takes of a rank."""
-        x: Any = self.numbers(tokens, 2 * HIDDEN, dtype=torch.bfloat16)
+        x: Any = self.numbers(5, 2 * HIDDEN, dtype=torch.bfloat16)
         if self.draw.random() < 0.4:
-            scales = self.numbers(tokens, 1).abs()
+            scales = self.numbers(5, 1).abs()
             x = x.to(torch.float8_e4m3fn), self.draw.choice((scales, scales.view(torch.int32)))
-        routing = self.routing(tokens)
+        routing = self.routing(5)
         return {"x": x, "topk_idx": routing["topk_idx"].to(torch.int64), "topk_weights": routing["topk_weights"]}
 
     def placement(self) -> Placement:
