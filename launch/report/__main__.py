@@ -121,7 +121,6 @@ def draw_picture(options: argparse.Namespace) -> int:
 def main(arguments: list[str] | None = None) -> int:
     """The command line; the exit code."""
     parser = argparse.ArgumentParser(prog="python -m moe_runtime.launch.report", description="Show and compare runs.")
-    environment.add_debug_option(parser)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     command = commands.add_parser("show", help="print the tables of a run of any kind")
     command.add_argument("run", type=Path, metavar="RUN.json")
@@ -139,8 +138,7 @@ def main(arguments: list[str] | None = None) -> int:
     command.set_defaults(work=write_tables)
     command = commands.add_parser("picture", help=f"draw launch/results/{PICTURE}")
     command.set_defaults(work=draw_picture)
-    options = parser.parse_args(arguments)
-    return environment.run_program("report", lambda: int(options.work(options)), debug=options.debug)
+    return environment.run_parsed("report", parser, lambda options: int(options.work(options)), arguments)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -130,13 +129,14 @@ def _write(folder: Path, parts: Iterator[dict[str, torch.Tensor]], config: dict[
     (folder / "config.json").write_text(json.dumps({"num_hidden_layers": 1, **config}))
 
 
-def write(name: str, folder: Path, seed: int) -> int:
-    """Write the layer `name` of `PUBLISHED` to a folder that is empty or not there."""
+def work(options: argparse.Namespace) -> int:
+    """Write a layer of `PUBLISHED` to a folder that is empty or not there; 0."""
+    folder: Path = options.folder
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"FOLDER: expected an empty folder or none, {folder} has files")
     folder.mkdir(parents=True, exist_ok=True)
-    writer, sizes = PUBLISHED[name]
-    writer(folder, sizes, seed)
+    writer, sizes = PUBLISHED[options.name]
+    writer(folder, sizes, options.seed)
     return 0
 
 
@@ -147,10 +147,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("name", choices=PUBLISHED, metavar="NAME", help=", ".join(PUBLISHED))
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="empty, or not there yet")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
-    environment.add_debug_option(parser)
-    options = parser.parse_args(arguments)
-    work = partial(write, options.name, options.folder, options.seed)
-    return environment.run_program("published_layers", work, debug=options.debug)
+    return environment.run_parsed("published_layers", parser, work, arguments)
 
 
 if __name__ == "__main__":
