@@ -184,30 +184,20 @@ def test_a_product_that_does_not_wait_is_found(
             both_products("bf16", shape, emulator, rng, monkeypatch)
 
 
-def test_bands_of_columns(emulator: Emulator, rng: torch.Generator) -> None:
-    on_gpu.test_bands_of_columns(rng, CPU)
-    check_runs(emulator, 2)
+Case = tuple[Callable[..., None], dict[str, Any], int]
+"""A test on a GPU, its arguments, and how often at least it runs the kernel."""
 
 
-@pytest.mark.parametrize(
-    ("name", "order", "dtype"),
-    [
+def _cases() -> Iterator[Case]:
+    yield on_gpu.test_bands_of_columns, {}, 2
+    for name, order, dtype in (
         ("bf16", None, torch.float32),
         ("bf16", GateUpOrder.INTERLEAVED, torch.float16),
         ("fp8_block", GateUpOrder.GATE_UP, torch.bfloat16),
         ("fp8_block", GateUpOrder.UP_GATE, torch.float32),
-    ],
-)
-def test_epilogue(
-    name: str, order: GateUpOrder | None, dtype: torch.dtype, emulator: Emulator, rng: torch.Generator
-) -> None:
-    on_gpu.test_epilogue(order, dtype, name, rng, CPU)
-    check_runs(emulator, 1)
-
-
-@pytest.mark.parametrize(
-    ("name", "to", "activation", "regime"),
-    [
+    ):
+        yield on_gpu.test_epilogue, {"name": name, "order": order, "dtype": dtype}, 1
+    for name, to, activation, regime in (
         ("fp8_block", "fp8_block", SwiGLU(), TMA_PREFILL),
         ("fp8_block", "fp8_block", SwiGLU(GateUpOrder.INTERLEAVED, limit=0.5), TMA_DECODE),
         ("fp8_block", "bf16", SwiGLU(GateUpOrder.UP_GATE, alpha=0.7), TMA_DECODE),
@@ -228,13 +218,43 @@ def test_epilogue(
         ("fp8_block", "fp8_block", Activation(limit=0.5, limit_on="function"), TMA_PREFILL),
         ("fp8_block", "fp8_block", Activation(GateUpOrder.UP_GATE, limit=0.5, limit_on="function"), TMA_FEW),
         ("bf16", "bf16", Activation(GateUpOrder.INTERLEAVED, limit=0.5, limit_on="function"), TMA_DECODE),
-    ],
+    ):
+        arguments = {"name": name, "to": to, "activation": activation, "regime": regime}
+        yield on_gpu.test_swiglu_requantized, arguments, 2
+    for name, k, inner, activation, regime in (
+        ("fp8_block", 192, 320, SwiGLU(), TMA_PREFILL),
+        ("fp8_block", 400, 192, SwiGLU(GateUpOrder.UP_GATE, alpha=0.7), TMA_PREFILL),
+        ("fp8_block", 288, 352, GPT_OSS, TMA_DECODE),
+        ("fp8_block", 16, 80, SwiGLU(), TMA_DECODE),
+        ("bf16", 192, 320, GPT_OSS, TMA_PREFILL),
+        ("fp8_block", 192, 320, SQUARED_RELU, TMA_PREFILL),
+        ("fp8_block", 288, 352, SQUARED_RELU, TMA_DECODE),
+        ("fp8_block", 16, 80, SQUARED_RELU, TMA_DECODE),
+        ("fp8_block", 192, 320, SwiGLU(), TMA_FEW),
+        ("fp8_block", 288, 352, GPT_OSS, TMA_FEW),
+        ("fp8_block", 288, 352, GPT_OSS, TMA_SOME),
+        ("fp8_block", 16, 80, SwiGLU(GateUpOrder.UP_GATE, alpha=0.7), TMA_FEW),
+    ):
+        arguments = {"name": name, "k": k, "inner": inner, "activation": activation, "regime": regime}
+        yield on_gpu.test_swiglu_in_short_blocks, arguments, 2
+    yield on_gpu.test_requantization_is_that_of_the_quantizer, {}, 2
+    yield on_gpu.test_rows_have_the_same_bits_in_any_company, {"name": "bf16"}, 13
+    yield on_gpu.test_scales_whose_product_leaves_fp32, {}, 3
+    for k in (256, 512):
+        yield on_gpu.test_far_scales_give_the_same_bits_in_all_regimes, {"k": k}, 4
+    yield on_gpu.test_scales_past_the_last_row_may_be_anything, {"value": float("nan")}, 3
+    yield on_gpu.test_nothing_to_do_and_rows_past_the_capacity, {}, 5
+    yield on_gpu.test_many_groups, {}, 1
+
+
+@pytest.mark.parametrize(
+    ("test", "arguments", "runs"), [pytest.param(*case, id=case[0].__name__.removeprefix("test_")) for case in _cases()]
 )
-def test_swiglu_requantized(
-    name: str, to: str, activation: Activation, regime: TmaShape, emulator: Emulator, rng: torch.Generator
+def test_as_on_a_gpu(
+    test: Callable[..., None], arguments: dict[str, Any], runs: int, emulator: Emulator, rng: torch.Generator
 ) -> None:
-    on_gpu.test_swiglu_requantized(activation, name, to, regime, rng, CPU)
-    check_runs(emulator, 2)
+    test(**arguments, rng=rng, device=CPU)
+    check_runs(emulator, runs)
 
 
 def test_special_values(emulator: Emulator) -> None:
@@ -252,30 +272,6 @@ def test_limit_on_function(name: str, emulator: Emulator) -> None:
 
     check_limit_on_function(name, run, CPU)
     check_runs(emulator, 6)
-
-
-@pytest.mark.parametrize(
-    ("name", "k", "inner", "activation", "regime"),
-    [
-        ("fp8_block", 192, 320, SwiGLU(), TMA_PREFILL),
-        ("fp8_block", 400, 192, SwiGLU(GateUpOrder.UP_GATE, alpha=0.7), TMA_PREFILL),
-        ("fp8_block", 288, 352, GPT_OSS, TMA_DECODE),
-        ("fp8_block", 16, 80, SwiGLU(), TMA_DECODE),
-        ("bf16", 192, 320, GPT_OSS, TMA_PREFILL),
-        ("fp8_block", 192, 320, SQUARED_RELU, TMA_PREFILL),
-        ("fp8_block", 288, 352, SQUARED_RELU, TMA_DECODE),
-        ("fp8_block", 16, 80, SQUARED_RELU, TMA_DECODE),
-        ("fp8_block", 192, 320, SwiGLU(), TMA_FEW),
-        ("fp8_block", 288, 352, GPT_OSS, TMA_FEW),
-        ("fp8_block", 288, 352, GPT_OSS, TMA_SOME),
-        ("fp8_block", 16, 80, SwiGLU(GateUpOrder.UP_GATE, alpha=0.7), TMA_FEW),
-    ],
-)
-def test_swiglu_in_short_blocks(
-    name: str, k: int, inner: int, activation: Activation, regime: TmaShape, emulator: Emulator, rng: torch.Generator
-) -> None:
-    on_gpu.test_swiglu_in_short_blocks(activation, k, inner, name, regime, rng, CPU)
-    check_runs(emulator, 2)
 
 
 @pytest.mark.parametrize("shape", [TMA_FEW, TMA_DECODE, TMA_PREFILL], ids=attrgetter("name"))
@@ -298,42 +294,6 @@ def test_operation_whose_last_block_of_k_is_short(
     case = moe_fp8([5, 0, 130, 3], n, k, rng, CPU, is_gated=is_gated)
     monkeypatch.setattr(op_gemm, "resolve_engine", lambda *_: "cuda")
     check(case, "auto")
-    check_runs(emulator, 1)
-
-
-def test_requantization_is_that_of_the_quantizer(emulator: Emulator, rng: torch.Generator) -> None:
-    on_gpu.test_requantization_is_that_of_the_quantizer(rng, CPU)
-    check_runs(emulator, 2)
-
-
-def test_rows_have_the_same_bits_in_any_company(emulator: Emulator, rng: torch.Generator) -> None:
-    on_gpu.test_rows_have_the_same_bits_in_any_company("bf16", rng, CPU)
-    check_runs(emulator, 13)
-
-
-def test_scales_whose_product_leaves_fp32(emulator: Emulator, rng: torch.Generator) -> None:
-    on_gpu.test_scales_whose_product_leaves_fp32(rng, CPU)
-    check_runs(emulator, 3)
-
-
-@pytest.mark.parametrize("k", [256, 512])
-def test_far_scales_give_the_same_bits_in_all_regimes(k: int, emulator: Emulator, rng: torch.Generator) -> None:
-    on_gpu.test_far_scales_give_the_same_bits_in_all_regimes(k, rng, CPU)
-    check_runs(emulator, 4)
-
-
-def test_scales_past_the_last_row_may_be_anything(emulator: Emulator, rng: torch.Generator) -> None:
-    on_gpu.test_scales_past_the_last_row_may_be_anything(float("nan"), rng, CPU)
-    check_runs(emulator, 3)
-
-
-def test_nothing_to_do_and_rows_past_the_capacity(emulator: Emulator, rng: torch.Generator) -> None:
-    on_gpu.test_nothing_to_do_and_rows_past_the_capacity(rng, CPU)
-    check_runs(emulator, 5)
-
-
-def test_many_groups(emulator: Emulator, rng: torch.Generator) -> None:
-    on_gpu.test_many_groups(rng, CPU)
     check_runs(emulator, 1)
 
 
