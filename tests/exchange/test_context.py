@@ -26,6 +26,7 @@ from moe_runtime.comm.errors import (
     Phase,
     RoutingError,
     StaleHandleError,
+    StepMismatchError,
 )
 from moe_runtime.comm.failures import find_failure
 from moe_runtime.comm.heaps.private_heap import PrivateHeap
@@ -203,6 +204,13 @@ CODES: list[tuple[ErrorCode, type[MoERuntimeError], str]] = [
     (ErrorCode.ROUTING, RoutingError, "expert id 77 of token 5 of rank 1 is out of range or twice in its top-k"),
     (ErrorCode.CAPACITY, CapacityError, "77 rows arrived at rank 1, more than its expert_row_capacity of 5"),
     (ErrorCode.TIMEOUT, PeerTimeoutError, "rank 1 did not answer within 0.077 s"),
+    (ErrorCode.EXPERT_CAPACITY, CapacityError, "77 rows arrived for one expert of rank 1, which has room for 5"),
+    (
+        ErrorCode.MISMATCH,
+        StepMismatchError,
+        "rank 1 was in exchange 77 of the context, rank 2 in 5: all ranks have to call the same layers in the same "
+        "order, with equal max_tokens",
+    ),
     (ErrorCode.STALE_HANDLE, StaleHandleError, "its handle was used after two later dispatches had begun"),
 ]
 
@@ -702,6 +710,41 @@ def test_what_a_rank_found_itself_goes_before_what_peers_say() -> None:
         failure = find_failure([code, *own[1:]], aborts, str)
         assert isinstance(failure, RoutingError) and failure.rank == 2
         assert str(failure).startswith("rank 2, dispatch_send of epoch 3: expert id 77 of token 5 of rank 2 ")
+    # Who says it of itself goes before who says it of another.
+    aborts[2] = [*routing[:4], 78, 5, 0, 0]
+    assert "expert id 78 of token 5 of rank 2 " in str(find_failure([0] * 8, aborts, str))
+
+
+def test_an_abort_leaves_the_error_that_is_given_and_no_closed_context() -> None:
+    context = ExpertParallelContext(device="cpu")
+    with pytest.raises(ValueError, match="error: expected an Exception, got int"):
+        context.abort("a reason", 5)  # type: ignore[arg-type]
+    context.check()
+    context.abort("a reason", KeyError("w1"))
+    with pytest.raises(KeyError, match="w1"):
+        context.check()
+    context.close()
+    closed = ExpertParallelContext(device="cpu")
+    closed.close()
+    closed.abort("too late")
+    assert not closed.failed
+    with pytest.raises(ValueError, match="context: it is closed"):
+        closed.check()
+
+
+def test_exchanges_are_named_where_they_are_known() -> None:
+    texts = {0: "in exchange 0 of the context, rank 2 in 0", -1: "in another exchange, or another part"}
+    for number, named in texts.items():
+        record = [ErrorCode.MISMATCH, 1, Phase.DISPATCH_RECV, 3, number, 2, number, 0]
+        assert f"rank 1 was {named}" in str(find_failure(record, [], str))
+
+
+@pytest.mark.parametrize("said", [-1, 2**29 - 1, 2**29, 2**30 + 7, 2**30 + 2**29 - 1, 2**30 + 2**29])
+def test_only_a_placement_changes_ids_and_only_some(said: int) -> None:
+    record = [ErrorCode.ROUTING, 1, Phase.DISPATCH_SEND, 3, said, 0, 5, 0]
+    refused = 2**29 <= said < 2**30 + 2**29
+    for placed, named in ((False, said), (True, said - 2**30 if refused else said)):
+        assert f": expert id {named} of token 5 of rank 1 " in str(find_failure(record, [], str, placed=placed))
 
 
 def check_costs(rank: int, world: int) -> float:
