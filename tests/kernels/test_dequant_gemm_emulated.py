@@ -303,7 +303,7 @@ MISTAKES = {
         DECODE,
         "wgmma_wait<0>();\n      }",
         "wgmma_wait<1>();\n      }",
-        "changed while their product was under way",
+        "changed while their product was under way|written before their product was waited for",
     ),
     "the_buffer_before_not_waited_for": (
         MIDDLE,
