@@ -29,6 +29,31 @@ def lowest_first(scores: list[float], k: int) -> list[int]:
     return sorted(range(len(scores)), key=lambda e: -scores[e])[:k]
 
 
+@pytest.mark.parametrize("renormalize", [True, False])
+def test_softmax_is_transformers_qwen3_moe(device: torch.device, renormalize: bool) -> None:
+    transformers = pytest.importorskip("transformers")
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
+
+    config = transformers.Qwen3MoeConfig(
+        hidden_size=64, num_experts=24, num_experts_per_tok=6, norm_topk_prob=renormalize
+    )
+    theirs = Qwen3MoeTopKRouter(config).to(device)
+    torch.manual_seed(1)
+    theirs.weight.data.normal_()
+    ours = Router(64, 24, 6, RouterConfig(renormalize=renormalize)).to(device)
+    ours.load_state_dict(theirs.state_dict())
+    x_TH = torch.randn(97, 64, device=device)
+    with torch.no_grad():
+        # Their logits in float64, as ours are: otherwise the test would measure the order of their fp32 sums.
+        _, weights_TK, idx_TK = theirs.double()(x_TH.double())
+    weights_TK = weights_TK.float()
+    got_idx, got_weights = ours(x_TH)
+    assert got_idx.dtype == torch.int32 and got_weights.dtype == torch.float32
+    torch.testing.assert_close(got_idx.long(), idx_TK, rtol=0, atol=0)
+    # Both are a few fp32 roundings of the same exact numbers.
+    torch.testing.assert_close(got_weights, weights_TK, rtol=2**-20, atol=0)
+
+
 @pytest.mark.parametrize(("num_groups", "top_groups"), [(1, 1), (4, 2), (8, 4), (4, 4)])
 def test_sigmoid_is_transformers_deepseek_v3(device: torch.device, num_groups: int, top_groups: int) -> None:
     transformers = pytest.importorskip("transformers")
